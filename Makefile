@@ -1,0 +1,62 @@
+# Two commands do everything on a machine that has Python 3.11: `make train` and `make test`.
+
+PYTHON ?= python3
+BIN := .venv/bin
+DATA ?=
+RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
+ARGS ?=
+
+.PHONY: help setup train test check stress bench reference tables clean
+
+help:
+	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
+	@echo "make train DATA=path/train.txt.gz  prepare a raw Criteo Kaggle file and train on it"
+	@echo "           RUN=DIR ARGS='--set k=v'  where the run is saved; more options of 'recsys train'"
+	@echo "make test                          run the tests"
+	@echo "make check                         ruff, formatting, mypy"
+	@echo "make stress                        the property tests with large counts"
+	@echo "make bench, make reference         the numbers in docs/benchmarks/ (they need RECSYS_DATA)"
+	@echo "make tables                        the tables in the docs, from those numbers"
+	@echo "make setup                         .venv with everything pinned; the others call it"
+
+setup: .venv/ready
+
+.venv/ready: requirements/cpu.txt
+	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" sh requirements/setup.sh
+	@touch $@
+
+ifeq ($(DATA),)
+train: setup
+	$(BIN)/recsys train synthetic:criteo-kaggle --run $(RUN) $(ARGS)
+else
+# The raw file is prepared once, into a store named after its whole path: many are called train.txt.gz.
+STORE := stores/$(subst /,-,$(patsubst /%,%,$(basename $(basename $(abspath $(DATA))))))
+train: setup $(STORE)
+	$(BIN)/recsys train $(STORE) --run $(RUN) $(ARGS)
+
+$(STORE): | setup
+	$(BIN)/recsys prepare criteo-kaggle $(DATA) --out $@
+endif
+
+test: setup
+	$(BIN)/python -m pytest
+
+stress: setup
+	HYPOTHESIS_PROFILE=stress $(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/recsys bench prepare --json docs/benchmarks/prepare.json
+
+reference: setup
+	sh docs/benchmarks/reference.sh
+
+tables: setup
+	$(BIN)/python -m recsys.bench.tables
+
+clean:
+	rm -rf .venv build dist recsys.egg-info

@@ -1,0 +1,25 @@
+#!/bin/sh
+# The reference recipes on the real sample, into docs/benchmarks/reference/; called by `make reference`.
+set -eu
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+recsys=$PWD/.venv/bin/recsys
+results=$PWD/docs/benchmarks/reference
+raw=$RECSYS_DATA/criteo_kaggle_137k/train.txt.gz
+mkdir -p "$results"
+cd "$work" # so that records name the store without a path
+
+"$recsys" prepare criteo-kaggle "$raw" --out criteo_kaggle_137k
+for seed in 0 1 2; do
+    for embeddings in torch fbgemm; do
+        "$recsys" train criteo_kaggle_137k --run "sgd-$embeddings-$seed" \
+            --set "seed=$seed" --set "embeddings=$embeddings"
+        "$recsys" train criteo_kaggle_137k --run "adagrad-$embeddings-$seed" \
+            --set "seed=$seed" --set "embeddings=$embeddings" \
+            --set optimizer.name=adagrad --set optimizer.lr=0.01 --set batch_size=1024
+    done
+done
+for run in sgd-* adagrad-*; do
+    cp "$run/run.json" "$results/$run.json"
+done

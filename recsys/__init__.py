@@ -1,0 +1,7 @@
+"""Train recommendation models whose embedding tables are bigger than the fast memory."""
+
+from recsys._version import __version__
+from recsys.batch import Batch, JaggedIds, PooledEmbeddings
+from recsys.models.dlrm import DLRM, DLRMTrain
+
+__all__ = ["DLRM", "Batch", "DLRMTrain", "JaggedIds", "PooledEmbeddings", "__version__"]

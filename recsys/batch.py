@@ -1,0 +1,335 @@
+"""What one mini-batch is made of: dense features, jagged ids, labels; and what a lookup returns.
+
+`JaggedIds` and `PooledEmbeddings` are the light counterparts of TorchRec's `KeyedJaggedTensor` and
+`KeyedTensor`: same layout, same method names, no dependency. A module that takes one takes the
+other.
+
+    keys    = ["cat_0", "cat_1"]          batch of 3 samples
+    values  = [4, 9, 9 | 0, 2]            the rows of cat_0, then those of cat_1
+    offsets = [0, 1, 3, 3, 4, 4, 5]       bag (f, b) begins at offsets[f * B + b]
+
+               sample 0   sample 1   sample 2
+    cat_0      [4]        [9, 9]     []
+    cat_1      [0]        []         [2]
+
+Shape letters: B samples, F features, N lookups, D embedding_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+
+from recsys.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+__all__ = ["Batch", "Features", "JaggedIds", "Pooled", "PooledEmbeddings"]
+
+
+@runtime_checkable
+class Features(Protocol):
+    """What modules ask of sparse input: `JaggedIds` and TorchRec's `KeyedJaggedTensor` have it."""
+
+    def keys(self) -> list[str]:
+        """Feature names, in order."""
+
+    def values(self) -> Tensor:
+        """Rows, (N,), key by key."""
+
+    def offsets(self) -> Tensor:
+        """Where each bag starts, (F * B + 1,)."""
+
+    def weights_or_none(self) -> Tensor | None:
+        """One weight per lookup, (N,), or None."""
+
+    def stride(self) -> int:
+        """B, the number of samples."""
+
+
+class Pooled(Protocol):
+    """What models ask of a lookup: `PooledEmbeddings` and TorchRec's `KeyedTensor` have it."""
+
+    def keys(self) -> list[str]:
+        """Feature names, in order."""
+
+    def values(self) -> Tensor:
+        """Pooled vectors side by side, (B, sum of dims)."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        """The columns of one feature, (B, D)."""
+
+
+class JaggedIds:
+    """Rows to look up, for F features and B samples.
+
+    Args:
+        keys: Feature names, distinct.
+        values: Rows, key-major.
+        offsets: Bag boundaries, key-major; `offsets[0] == 0` and `offsets[-1] == N`.
+        weights: One weight per lookup, or None.
+
+    Shape:
+        values (N,) int32 or int64; offsets (F * B + 1,) of the same dtype; weights (N,) floating
+        point.
+
+    Raises:
+        ValueError: shapes, dtypes or (on the CPU) the offsets are not as above.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+    ) -> None:
+        self._keys = list(keys)
+        self._values = values
+        self._offsets = offsets
+        self._weights = weights
+        self._position = {key: position for position, key in enumerate(self._keys)}
+        if not self._keys:
+            raise ValueError("JaggedIds: keys must name at least one feature, got none")
+        if len(self._position) != len(self._keys):
+            raise ValueError(f"JaggedIds: keys must be distinct, got {self._keys}")
+        if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                "JaggedIds: values must be (N,) int32 or int64, "
+                f"got {tuple(values.shape)} {values.dtype}"
+            )
+        if offsets.dim() != 1 or offsets.dtype != values.dtype:
+            raise ValueError(
+                f"JaggedIds: offsets must be (F * B + 1,) {values.dtype} like values, "
+                f"got {tuple(offsets.shape)} {offsets.dtype}"
+            )
+        if len(offsets) < 1 or (len(offsets) - 1) % len(self._keys):
+            raise ValueError(
+                f"JaggedIds: offsets must have F * B + 1 entries with F = {len(self._keys)}, "
+                f"got {len(offsets)}"
+            )
+        if weights is not None and weights.shape != values.shape:
+            raise ValueError(
+                f"JaggedIds: weights must have one entry per lookup, {tuple(values.shape)}, "
+                f"got {tuple(weights.shape)}"
+            )
+        # Reading a CUDA tensor here would synchronise the device on every batch.
+        if offsets.device.type == "cpu":
+            first, last = int(offsets[0]), int(offsets[-1])
+            if first != 0 or last != len(values):
+                raise ValueError(
+                    f"JaggedIds: offsets must start at 0 and end at N = {len(values)}, "
+                    f"got {first} and {last}"
+                )
+            if bool((offsets[1:] < offsets[:-1]).any()):
+                bag = int((offsets[1:] < offsets[:-1]).nonzero()[0])
+                raise ValueError(
+                    f"JaggedIds: offsets must not decrease, got {int(offsets[bag])} then "
+                    f"{int(offsets[bag + 1])} at feature {self._keys[bag // self.stride()]!r}, "
+                    f"sample {bag % self.stride()}"
+                )
+
+    @classmethod
+    def from_one_hot(cls, keys: Sequence[str], ids_FB: Tensor) -> JaggedIds:
+        """One lookup per feature and sample.
+
+        Shape:
+            ids_FB (F, B) int32 or int64, contiguous (then nothing is copied).
+        """
+        if ids_FB.dim() != 2 or ids_FB.shape[0] != len(keys):
+            raise ValueError(
+                f"JaggedIds: one-hot ids must be (F, B) with F = {len(keys)}, "
+                f"got {tuple(ids_FB.shape)}"
+            )
+        offsets = torch.arange(ids_FB.numel() + 1, dtype=ids_FB.dtype, device=ids_FB.device)
+        return cls(keys, ids_FB.reshape(-1), offsets)
+
+    def keys(self) -> list[str]:
+        """Feature names, in order."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """Rows, (N,), key by key."""
+        return self._values
+
+    def offsets(self) -> Tensor:
+        """Bag boundaries, (F * B + 1,)."""
+        return self._offsets
+
+    def lengths(self) -> Tensor:
+        """Bag sizes, (F * B,)."""
+        return self._offsets[1:] - self._offsets[:-1]
+
+    def weights_or_none(self) -> Tensor | None:
+        """Lookup weights, (N,), or None."""
+        return self._weights
+
+    def stride(self) -> int:
+        """B, the number of samples."""
+        return (len(self._offsets) - 1) // len(self._keys)
+
+    def __getitem__(self, key: str) -> JaggedIds:
+        """The bags of one feature, its offsets starting at 0 (reads two offsets to the host)."""
+        if key not in self._position:
+            raise KeyError(f"JaggedIds has no feature {key!r}; it has {self._keys}")
+        batch_size = self.stride()
+        begin = self._position[key] * batch_size
+        offsets = self._offsets[begin : begin + batch_size + 1]
+        lookups = slice(int(offsets[0]), int(offsets[-1]))
+        weights = None if self._weights is None else self._weights[lookups]
+        return JaggedIds([key], self._values[lookups], offsets - offsets[0], weights)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedIds:
+        """A copy on `device`; itself where it is there already."""
+        if self._values.device == torch.device(device):
+            return self
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> JaggedIds:
+        """A copy in page-locked memory, for asynchronous transfer."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell the allocator that `stream` uses these tensors."""
+        for tensor in (self._values, self._offsets, self._weights):
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> JaggedIds:
+        # The offsets were checked when `self` was built; a copy need not be checked again.
+        copy = object.__new__(JaggedIds)
+        copy._keys, copy._position = self._keys, self._position
+        copy._values, copy._offsets = change(self._values), change(self._offsets)
+        copy._weights = None if self._weights is None else change(self._weights)
+        return copy
+
+    def to_torchrec(self) -> KeyedJaggedTensor:
+        """The same tensors as a `torchrec.KeyedJaggedTensor`; nothing is copied.
+
+        Raises:
+            MissingDependency: TorchRec is not installed.
+        """
+        try:
+            from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        except ImportError as error:
+            raise MissingDependency(
+                "JaggedIds.to_torchrec needs TorchRec; install recsys[torchrec]"
+            ) from error
+        return KeyedJaggedTensor(
+            keys=self._keys, values=self._values, offsets=self._offsets, weights=self._weights
+        )
+
+    @classmethod
+    def from_torchrec(cls, features: KeyedJaggedTensor) -> JaggedIds:
+        """The tensors of a `torchrec.KeyedJaggedTensor`; nothing is copied unless dtypes differ."""
+        values = features.values()
+        return cls(
+            features.keys(), values, features.offsets().to(values.dtype), features.weights_or_none()
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"JaggedIds(keys={self._keys}, num_lookups={len(self._values)}, "
+            f"batch_size={self.stride()}, is_weighted={self._weights is not None})"
+        )
+
+
+class PooledEmbeddings:
+    """One pooled vector per feature and sample, side by side.
+
+    Args:
+        keys: Feature names, in column order.
+        length_per_key: Columns of each feature.
+        values: The vectors.
+
+    Shape:
+        values (B, sum(length_per_key)).
+    """
+
+    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
+        self._keys = list(keys)
+        self._length_per_key = list(length_per_key)
+        self._values = values
+        if len(self._keys) != len(self._length_per_key):
+            raise ValueError(
+                f"PooledEmbeddings: length_per_key must have one entry per key, got "
+                f"{len(self._length_per_key)} for {len(self._keys)} keys"
+            )
+        if values.dim() != 2 or values.shape[1] != sum(self._length_per_key):
+            raise ValueError(
+                f"PooledEmbeddings: values must be (B, {sum(self._length_per_key)}), "
+                f"got {tuple(values.shape)}"
+            )
+
+    def keys(self) -> list[str]:
+        """Feature names, in column order."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """All vectors, (B, sum of dims)."""
+        return self._values
+
+    def length_per_key(self) -> list[int]:
+        """Columns of each feature."""
+        return self._length_per_key
+
+    def __getitem__(self, key: str) -> Tensor:
+        """The vectors of one feature, (B, D)."""
+        if key not in self._keys:
+            raise KeyError(f"PooledEmbeddings has no feature {key!r}; it has {self._keys}")
+        position = self._keys.index(key)
+        begin = sum(self._length_per_key[:position])
+        return self._values[:, begin : begin + self._length_per_key[position]]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Vectors by feature name; views, not copies."""
+        return dict(
+            zip(self._keys, torch.split(self._values, self._length_per_key, dim=1), strict=True)
+        )
+
+    def __repr__(self) -> str:
+        return f"PooledEmbeddings(keys={self._keys}, shape={tuple(self._values.shape)})"
+
+
+@dataclass
+class Batch:
+    """One mini-batch, with TorchRec's field names: either library's `DLRMTrain` takes it.
+
+    Shape:
+        dense_features (B, I) float32; labels (B,) float32.
+    """
+
+    dense_features: Tensor
+    sparse_features: JaggedIds
+    labels: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The batch on `device`."""
+        return Batch(
+            self.dense_features.to(device, non_blocking=non_blocking),
+            self.sparse_features.to(device, non_blocking=non_blocking),
+            self.labels.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory."""
+        return Batch(
+            self.dense_features.pin_memory(),
+            self.sparse_features.pin_memory(),
+            self.labels.pin_memory(),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell the allocator that `stream` uses this batch."""
+        self.dense_features.record_stream(stream)
+        self.sparse_features.record_stream(stream)
+        self.labels.record_stream(stream)
+
+    def __len__(self) -> int:
+        return len(self.labels)

@@ -1,0 +1,1 @@
+"""Benchmarks: `recsys bench NAME`, each beside what others offer, in the same run."""

@@ -1,0 +1,88 @@
+"""What every benchmark needs: rows, their summary, a process of one's own, a file and a table."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import pandas as pd
+
+from recsys.machine import describe_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+__all__ = ["Row", "in_own_process", "print_rows", "summarize", "write_rows"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured quantity of one provider in one case.
+
+    Attributes:
+        bench: The benchmark's name.
+        case: Its parameters, comma-joined key=value.
+        provider: Who was measured; ours is "recsys".
+        metric: What was measured.
+        unit: In what.
+        median: Over the runs; `p20` and `p80` likewise.
+        num_runs: How many.
+    """
+
+    bench: str
+    case: str
+    provider: str
+    metric: str
+    unit: str
+    median: float
+    p20: float
+    p80: float
+    num_runs: int
+
+
+def summarize(
+    *, bench: str, case: str, provider: str, metric: str, unit: str, values: Sequence[float]
+) -> Row:
+    """A row from the values of several runs."""
+    p20, median, p80 = np.percentile(values, [20, 50, 80]).tolist()
+    return Row(
+        bench=bench,
+        case=case,
+        provider=provider,
+        metric=metric,
+        unit=unit,
+        median=median,
+        p20=p20,
+        p80=p80,
+        num_runs=len(values),
+    )
+
+
+def in_own_process(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call a top-level function in a fresh process, so that its memory is its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def write_rows(file: Path, rows: Sequence[Row]) -> None:
+    """Write `{"command", "environment", "rows"}` as JSON."""
+    record = {
+        "command": " ".join(["recsys", *sys.argv[1:]]),
+        "environment": describe_environment(),
+        "rows": [asdict(row) for row in rows],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Print a table with a line per row."""
+    table = pd.DataFrame([asdict(row) for row in rows])
+    print(table.to_string(index=False, float_format=lambda value: f"{value:,.1f}"))

@@ -1,0 +1,88 @@
+"""From a configuration to the things it names: data, model, optimizers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from recsys.config import SYNTHETIC_PREFIX
+from recsys.datasets.criteo_profile import KAGGLE_TABLE_SIZES
+from recsys.datasets.store import Store
+from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.embeddings.baselines import build_embeddings
+from recsys.embeddings.table import TableConfig
+from recsys.errors import ConfigError
+from recsys.models.dlrm import DLRM, DLRMTrain, initialize_classic
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["build_model", "open_source"]
+
+
+def open_source(config: TrainConfig) -> SampleSource:
+    """The data a configuration names.
+
+    Raises:
+        StoreError: it names a folder that is no store.
+        ConfigError: it names synthetic data that is unknown, or a split would be empty.
+    """
+    source: SampleSource
+    if not config.data.startswith(SYNTHETIC_PREFIX):
+        source = Store(config.data)
+    elif config.data == f"{SYNTHETIC_PREFIX}criteo-kaggle":
+        source = SyntheticCriteo(
+            num_samples=config.synthetic.num_samples,
+            seed=config.synthetic.seed,
+            table_sizes=config.synthetic.table_sizes or KAGGLE_TABLE_SIZES,
+        )
+    else:
+        raise ConfigError(f"synthetic data must be 'synthetic:criteo-kaggle', got {config.data!r}")
+    for split, samples in source.splits.items():
+        if not samples:
+            raise ConfigError(
+                f"{config.data}: the {split} part of {source.num_samples} samples is empty; "
+                "training needs 14 samples or more"
+            )
+    return source
+
+
+def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, list[Optimizer]]:
+    """A model for some data, drawn from `config.seed`, and what to step after backward."""
+    torch.manual_seed(config.seed)
+    device = torch.device(config.device)
+    tables = [
+        TableConfig(
+            name=f"t_{feature}",
+            num_embeddings=size,
+            embedding_dim=config.model.embedding_dim,
+            feature_names=(feature,),
+        )
+        for feature, size in source.table_sizes.items()
+    ]
+    embeddings, row_optimizer = build_embeddings(
+        config.embeddings, tables, config.optimizer, device
+    )
+    dlrm = DLRM(
+        embeddings,
+        source.num_dense,
+        config.model.dense_arch,
+        config.model.over_arch,
+        dense_device=device,
+    )
+    if config.model.init == "classic":
+        initialize_classic(dlrm)
+    dense_parameters = [*dlrm.dense_arch.parameters(), *dlrm.over_arch.parameters()]
+    dense = config.dense_optimizer
+    optimizers: list[Optimizer] = [
+        torch.optim.SGD(dense_parameters, lr=dense.lr)
+        if dense.name == "sgd"
+        else torch.optim.Adagrad(dense_parameters, lr=dense.lr, eps=dense.eps)
+    ]
+    if row_optimizer is not None:
+        optimizers.append(row_optimizer)
+    return DLRMTrain(dlrm).to(device), optimizers

@@ -1,0 +1,145 @@
+"""The command line: parse, build, call."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recsys._version import __version__
+from recsys.config import describe_keys, load_config
+from recsys.errors import RecsysError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["build_parser", "main"]
+
+_INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit status: 0 done, 2 bad input, 130 interrupted."""
+    options = build_parser().parse_args(arguments)
+    try:
+        status: int = options.run_command(options)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except (RecsysError, OSError) as error:
+        print(f"recsys {options.command}: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = argparse.ArgumentParser(prog="recsys", description="Train DLRM-class models.")
+    parser.add_argument("--version", action="version", version=f"recsys {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    prepare = commands.add_parser("prepare", help="turn raw files into a store")
+    prepare.add_argument("format", choices=["criteo-kaggle"])
+    prepare.add_argument("raw", nargs="+", metavar="RAW", help="tab-separated text, plain or gzip")
+    prepare.add_argument("--out", required=True, metavar="STORE", help="a folder to be made")
+    prepare.add_argument(
+        "--convention", choices=["classic"], default="classic", help="as facebookresearch/dlrm does"
+    )
+    prepare.add_argument(
+        "--skip-bad-lines", action="store_true", help="leave bad lines out, count and list them"
+    )
+    prepare.set_defaults(run_command=_prepare)
+
+    train = commands.add_parser(
+        "train",
+        help="train, evaluate, save",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_describe_keys(),
+    )
+    train.add_argument("data", metavar="STORE", help="a store, or synthetic:criteo-kaggle")
+    train.add_argument("--config", type=Path, metavar="FILE.toml", help="a configuration")
+    train.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="one key; may be repeated"
+    )
+    train.add_argument(
+        "--run", metavar="DIR", help="where results go; default runs/<date-time>", default=None
+    )
+    train.set_defaults(run_command=_train)
+
+    evaluate = commands.add_parser("evaluate", help="measure a saved model")
+    evaluate.add_argument("run", metavar="DIR", help="a run's folder")
+    evaluate.add_argument("--data", metavar="STORE", help="default: what the run was trained on")
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the metrics there too")
+    evaluate.set_defaults(run_command=_evaluate)
+
+    bench = commands.add_parser("bench", help="measure beside others")
+    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="NAME")
+    bench_prepare = benchmarks.add_parser("prepare", help="raw text to arrays, beside pandas")
+    bench_prepare.add_argument(
+        "--raw", type=Path, metavar="FILE", help="default: criteo_kaggle_137k under RECSYS_DATA"
+    )
+    bench_prepare.add_argument("--quick", action="store_true", help="a tenth of the text, one run")
+    bench_prepare.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    bench_prepare.set_defaults(run_command=_bench_prepare)
+    return parser
+
+
+def _describe_keys() -> str:
+    """The configuration's keys, for `recsys train --help`."""
+    lines = [f"  {key:<24}{meaning}  [{default!r}]" for key, default, meaning in describe_keys()]
+    return "\n".join(["configuration keys  [default]:", *lines])
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from recsys.datasets.criteo import prepare_criteo_kaggle
+
+    report = prepare_criteo_kaggle(options.raw, options.out, skip_bad_lines=options.skip_bad_lines)
+    print(
+        f"{report.path}: {report.num_samples:,} samples, "
+        f"{report.num_rows:,} distinct ids in 26 columns"
+    )
+    if report.bad_lines is not None:
+        print(f"left out {report.num_bad_lines:,} bad lines, listed in {report.bad_lines}")
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    from recsys.report import format_run
+    from recsys.trainer import train
+
+    config = load_config(options.config, options.set, data=options.data)
+    run_dir = Path(options.run or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
+    record = train(config, run_dir)
+    print(format_run(record, run_dir))
+    return _INTERRUPTED if record["status"] == "interrupted" else 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from recsys.report import format_metrics
+    from recsys.trainer import evaluate_run
+
+    metrics = {
+        split: found.as_dict() for split, found in evaluate_run(options.run, options.data).items()
+    }
+    print(format_metrics(metrics))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"metrics": metrics}, indent=2) + "\n")
+    return 0
+
+
+def _bench_prepare(options: argparse.Namespace) -> int:
+    from recsys.bench.harness import print_rows, write_rows
+    from recsys.bench.prepare import bench_prepare
+
+    rows = bench_prepare(options.raw, quick=options.quick)
+    print_rows(rows)
+    if options.json is not None:
+        write_rows(options.json, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

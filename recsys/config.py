@@ -1,0 +1,301 @@
+"""The configuration of a training run: frozen dataclasses, valid once built.
+
+    TrainConfig
+    |-- model: ModelConfig
+    |-- optimizer: OptimizerConfig          of embedding rows
+    |-- dense_optimizer: OptimizerConfig    of everything else; what is not set is as for the rows
+    |-- eval: EvalConfig
+    `-- synthetic: SyntheticConfig          used where `data` is synthetic
+
+Sources, later ones winning: defaults, a TOML file, `key=value` settings. `to_toml` writes what
+`load_config` reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+import tomli_w
+
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+__all__ = [
+    "EvalConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "SyntheticConfig",
+    "TrainConfig",
+    "describe_keys",
+    "load_config",
+    "to_toml",
+]
+
+EMBEDDINGS = ("torch", "fbgemm")
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+SYNTHETIC_PREFIX = "synthetic:"
+
+_T = TypeVar("_T")
+
+
+def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def _at_least(key: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{key} must be at least {least}, got {value}")
+
+
+def _key(default: Any, meaning: str) -> Any:
+    """A field with its default and the line that help shows for it."""
+    if isinstance(default, type):
+        return field(default_factory=default, metadata={"meaning": meaning})
+    return field(default=default, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of the model."""
+
+    name: str = _key("dlrm", "dlrm")
+    embedding_dim: int = _key(16, "columns of every table")
+    dense_arch: tuple[int, ...] = _key((512, 256, 64, 16), "bottom MLP; ends in embedding_dim")
+    over_arch: tuple[int, ...] = _key((512, 256, 1), "top MLP; ends in 1")
+    interaction: str = _key("dot", "dot")
+    init: str = _key("classic", "classic (facebookresearch/dlrm) or torch (nn.Linear's own)")
+
+    def __post_init__(self) -> None:
+        _one_of("model.name", self.name, ("dlrm",))
+        _one_of("model.interaction", self.interaction, ("dot",))
+        _one_of("model.init", self.init, ("classic", "torch"))
+        _at_least("model.embedding_dim", self.embedding_dim, 1)
+        for key, sizes in (("dense_arch", self.dense_arch), ("over_arch", self.over_arch)):
+            if not sizes or min(sizes) < 1:
+                raise ConfigError(f"model.{key} must be positive sizes, got {list(sizes)}")
+        if self.dense_arch[-1] != self.embedding_dim:
+            raise ConfigError(
+                f"model.dense_arch must end in model.embedding_dim {self.embedding_dim}, "
+                f"got {list(self.dense_arch)}"
+            )
+        if len(self.over_arch) < 2 or self.over_arch[-1] != 1:
+            raise ConfigError(
+                "model.over_arch must have two sizes or more and end in 1, "
+                f"got {list(self.over_arch)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How parameters are updated."""
+
+    name: str = _key("sgd", "sgd, adagrad, rowwise_adagrad (rows only)")
+    lr: float = _key(0.1, "learning rate")
+    eps: float = _key(1e-10, "added to Adagrad's denominator; torch's default")
+
+    def __post_init__(self) -> None:
+        _one_of("optimizer.name", self.name, OPTIMIZERS)
+        if not self.lr >= 0:
+            raise ConfigError(f"optimizer.lr must be at least 0, got {self.lr}")
+        if not self.eps >= 0:
+            raise ConfigError(f"optimizer.eps must be at least 0, got {self.eps}")
+
+    def for_dense(self) -> OptimizerConfig:
+        """The dense part's counterpart of an optimizer of rows."""
+        if self.name == "rowwise_adagrad":
+            return dataclasses.replace(self, name="adagrad")
+        return self
+
+
+_AS_ROWS = OptimizerConfig()  # compared by identity: nothing was said of the dense part
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """When quality is measured during training; the last evaluation is always over everything."""
+
+    every_steps: int = _key(0, "steps between evaluations; 0: ten times an epoch")
+    max_samples: int = _key(50_000, "of the validation part, in evaluations before the last")
+    batch_size: int = _key(2048, "mini-batch of evaluations")
+
+    def __post_init__(self) -> None:
+        _at_least("eval.every_steps", self.every_steps, 0)
+        _at_least("eval.max_samples", self.max_samples, 1)
+        _at_least("eval.batch_size", self.batch_size, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticConfig:
+    """What synthetic data looks like."""
+
+    num_samples: int = _key(1_000_000, "samples in all parts together")
+    seed: int = _key(0, "of the data, apart from the training's")
+    table_sizes: tuple[int, ...] = _key((), "rows per table; empty: Kaggle's 26 sizes")
+
+    def __post_init__(self) -> None:
+        _at_least("synthetic.num_samples", self.num_samples, 1)
+        _at_least("synthetic.seed", self.seed, 0)
+        if self.table_sizes and min(self.table_sizes) < 1:
+            raise ConfigError(
+                f"synthetic.table_sizes must be positive, got {list(self.table_sizes)}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    data: str = _key("synthetic:criteo-kaggle", "a store, or synthetic:criteo-kaggle")
+    seed: int = _key(0, "of initial values and of the order of samples")
+    epochs: int = _key(1, "passes over the training part")
+    batch_size: int = _key(128, "samples per step")
+    device: str = _key("cpu", "cpu or cuda")
+    num_threads: int = _key(0, "threads of the computation; 0: one per core")
+    prefetch: int = _key(2, "mini-batches read ahead")
+    embeddings: str = _key("torch", "torch (nn.EmbeddingBag) or fbgemm (TBE)")
+    model: ModelConfig = _key(ModelConfig, "")
+    optimizer: OptimizerConfig = _key(OptimizerConfig, "")
+    dense_optimizer: OptimizerConfig = _key(_AS_ROWS, "")
+    eval: EvalConfig = _key(EvalConfig, "")
+    synthetic: SyntheticConfig = _key(SyntheticConfig, "")
+
+    def __post_init__(self) -> None:
+        if self.dense_optimizer is _AS_ROWS:
+            object.__setattr__(self, "dense_optimizer", self.optimizer.for_dense())
+        _one_of("embeddings", self.embeddings, EMBEDDINGS)
+        _one_of("device", self.device, ("cpu", "cuda"))
+        _at_least("seed", self.seed, 0)
+        _at_least("epochs", self.epochs, 1)
+        _at_least("batch_size", self.batch_size, 1)
+        _at_least("num_threads", self.num_threads, 0)
+        _at_least("prefetch", self.prefetch, 1)
+        if self.dense_optimizer.name == "rowwise_adagrad":
+            raise ConfigError(
+                "dense_optimizer.name must be 'sgd' or 'adagrad' ('rowwise_adagrad' is for rows), "
+                f"got {self.dense_optimizer.name!r}"
+            )
+        if self.embeddings == "torch" and self.optimizer.name == "rowwise_adagrad":
+            raise ConfigError(
+                "optimizer.name 'rowwise_adagrad' is not in torch.optim, so embeddings 'torch' "
+                "cannot use it; choose 'sgd' or 'adagrad', or embeddings 'fbgemm'"
+            )
+        if self.embeddings == "fbgemm" and self.device != "cpu":
+            raise ConfigError(
+                f"embeddings 'fbgemm' runs on device 'cpu' here, got {self.device!r}; "
+                "choose embeddings 'torch'"
+            )
+        if self.embeddings == "fbgemm" and self.model.embedding_dim % 4:
+            raise ConfigError(
+                "model.embedding_dim must be a multiple of 4 with embeddings 'fbgemm', "
+                f"got {self.model.embedding_dim}"
+            )
+
+
+def load_config(
+    file: Path | None = None, settings: Sequence[str] = (), **values: Any
+) -> TrainConfig:
+    """Build a configuration from a TOML file, settings and keyword values, later ones winning.
+
+    Args:
+        file: TOML; keys with dots are tables.
+        settings: `optimizer.lr=0.01` and the like; a value is TOML, or a bare string where it is
+            not.
+        values: Top-level keys, by name.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is not what the key takes.
+    """
+    tree: dict[str, Any] = {}
+    if file is not None:
+        try:
+            tree = tomllib.loads(file.read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} is not TOML: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"configuration {file} cannot be read: {error.strerror}") from error
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"a setting must be key=value, got {setting!r}")
+        _put(tree, key.strip(), _parse_value(text.strip()))
+    tree |= values
+    tree = dict(tree)
+    # A dense optimizer that is half set takes the rest from the rows' optimizer.
+    rows = _build(OptimizerConfig, tree.get("optimizer", {}), "optimizer.")
+    dense = tree.get("dense_optimizer")
+    if isinstance(dense, Mapping):
+        tree["dense_optimizer"] = {**dataclasses.asdict(rows.for_dense()), **dense}
+    return _build(TrainConfig, tree, "")
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The whole configuration as TOML."""
+    return tomli_w.dumps(dataclasses.asdict(config))
+
+
+def describe_keys(kind: type = TrainConfig, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Every key of a configuration: its name, its default and its meaning."""
+    types = get_type_hints(kind)
+    for entry in fields(kind):
+        if dataclasses.is_dataclass(types[entry.name]):
+            yield from describe_keys(types[entry.name], f"{prefix}{entry.name}.")
+        else:
+            default = "as for rows" if prefix == "dense_optimizer." else entry.default
+            yield prefix + entry.name, default, entry.metadata["meaning"]
+
+
+def _build(kind: type[_T], tree: Any, prefix: str) -> _T:
+    """An instance of a configuration class from nested mappings."""
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{prefix.rstrip('.')} must be a table of keys, got {tree!r}")
+    types = get_type_hints(kind)
+    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]  # always a dataclass
+    built: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {prefix}{close[0]}?" if close else f"; keys are {names}"
+            raise ConfigError(f"unknown key {prefix}{name}{hint}")
+        if dataclasses.is_dataclass(types[name]):
+            built[name] = _build(types[name], value, f"{prefix}{name}.")
+        else:
+            built[name] = _checked(prefix + name, value, types[name])
+    return kind(**built)
+
+
+def _checked(key: str, value: Any, kind: Any) -> Any:
+    """The value as the type a key takes."""
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind == tuple[int, ...]:
+        if isinstance(value, list | tuple) and all(type(size) is int for size in value):
+            return tuple(value)
+        raise ConfigError(f"{key} must be a list of integers, got {value!r}")
+    if type(value) is not kind:
+        raise ConfigError(f"{key} must be of type {kind.__name__}, got {value!r}")
+    return value
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *tables, last = key.split(".")
+    for table in tables:
+        tree = tree.setdefault(table, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"key {key}: {table} is a value, not a table")
+    tree[last] = value
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -1,0 +1,136 @@
+"""Raw files as text: decompressed, hashed, cut into blocks of whole lines; and their bad lines."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from recsys.datasets.criteo_parse import explain
+from recsys.errors import DatasetFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from recsys.datasets.criteo_parse import ParsedLines
+
+__all__ = ["BadLines", "RawFile"]
+
+# Large enough that a block's hand-overs are lost in its 50 ms of work, small enough that a few of
+# them are nothing beside the hash tables of ids. Also the longest line that is still taken for one.
+BLOCK_BYTES = 16 * 2**20
+
+
+class RawFile:
+    """One raw file, read once from begin to end, plain or gzip (told by its first bytes).
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_bytes_read = 0
+        self._hash = hashlib.sha256()
+        self._file: IO[bytes]
+
+    def blocks(self) -> Iterator[NDArray[np.uint8]]:
+        """The text in blocks that end in a newline; a last line without one is given one.
+
+        Raises:
+            DatasetFormatError: the file is a broken gzip file, or no text.
+        """
+        with self.path.open("rb") as self._file:
+            is_gzip = self._file.read(2) == b"\x1f\x8b"
+            self._file.seek(0)
+            text = cast("IO[bytes]", gzip.GzipFile(fileobj=self) if is_gzip else self)  # type: ignore[call-overload]
+            rest = b""
+            while block := self._read_text(text):
+                cut = block.rfind(b"\n") + 1
+                if cut:
+                    yield np.frombuffer(rest + block[:cut], np.uint8)
+                    rest = block[cut:]
+                else:
+                    rest += block
+                if len(rest) > BLOCK_BYTES:
+                    raise DatasetFormatError(
+                        f"{self.path}: a line of more than {BLOCK_BYTES} bytes; is this text?"
+                    )
+            if rest:
+                yield np.frombuffer(rest + b"\n", np.uint8)
+
+    def read(self, size: int = -1) -> bytes:
+        """Raw bytes, counted and hashed; `gzip` reads through this too."""
+        raw = self._file.read(size)
+        self.num_bytes_read += len(raw)
+        self._hash.update(raw)
+        return raw
+
+    def describe(self) -> dict[str, Any]:
+        """What meta.json says of a source, once it has been read."""
+        return {
+            "name": self.path.name,
+            "num_bytes": self.num_bytes_read,
+            "sha256": self._hash.hexdigest(),
+        }
+
+    def _read_text(self, text: IO[bytes]) -> bytes:
+        try:
+            return text.read(BLOCK_BYTES)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DatasetFormatError(
+                f"{self.path}: broken gzip file behind byte {self.num_bytes_read} ({error}); "
+                "fetch it again"
+            ) from error
+
+
+class BadLines:
+    """Counts lines, and either stops at the first bad one or lists it as JSON and goes on.
+
+    Args:
+        list_file: Where bad lines are listed, one JSON object each; made when the first is found.
+        skip: Go on.
+    """
+
+    def __init__(self, list_file: Path, *, skip: bool) -> None:
+        self.num_bad = 0
+        self._list_file = list_file
+        self._skip = skip
+        self._path: Path
+        self._num_lines = 0
+
+    def begin_file(self, path: Path) -> None:
+        """The lines that follow are those of `path`."""
+        self._path, self._num_lines = path, 0
+
+    def add(self, text: NDArray[np.uint8], parsed: ParsedLines) -> None:
+        """Take note of the next stretch of lines.
+
+        Raises:
+            DatasetFormatError: it has a bad line, and bad lines are not skipped.
+        """
+        found = []
+        for number, begin, end in parsed.bad_lines.tolist():
+            reason = explain(text[begin:end].tobytes())
+            assert reason is not None, "the kernel and explain() disagree on what a good line is"
+            rule, value = reason
+            line = self._num_lines + number + 1
+            if not self._skip:
+                raise DatasetFormatError(
+                    f"{self._path} line {line}: {rule}, got {value}; repair the line, or leave bad "
+                    "lines out with --skip-bad-lines"
+                )
+            entry = {"file": str(self._path), "line": line, "rule": rule, "value": value}
+            found.append(json.dumps(entry) + "\n")
+        if found:
+            with self._list_file.open("a") as file:
+                file.writelines(found)
+        self.num_bad += len(found)
+        self._num_lines += parsed.num_lines

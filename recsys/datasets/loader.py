@@ -1,0 +1,153 @@
+"""Mini-batches of a source: shuffled by seed, read ahead on a thread, exactly resumable.
+
+The order of an epoch is a function of (seed, epoch) alone, so a position in the data is two
+numbers. A loader's state counts the batches handed out, never those read ahead.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys.datasets.source import SPLITS
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from recsys.batch import Batch
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["BatchLoader"]
+
+
+class BatchLoader:
+    """Iterates over one split of a source; every sample once per epoch.
+
+        loader = BatchLoader(store, "train", batch_size=128, shuffle=True, seed=0)
+        for epoch in range(loader.epoch, num_epochs):
+            for batch in loader:                # the rest of the current epoch
+                ...
+                state = loader.state_dict()     # continues behind `batch`
+
+    An iteration left early goes on where it stopped when the loader is iterated again.
+
+    Owner of the reading thread: the running iteration; it ends with it.
+
+    Args:
+        source: Where samples come from.
+        split: "train", "test" or "validation".
+        batch_size: B. The last batch of an epoch may be smaller.
+        shuffle: Draw a new order for every epoch; otherwise the source's.
+        seed: Of the shuffling.
+        drop_last: Leave out a last batch smaller than B.
+        prefetch: Batches read ahead.
+
+    Raises:
+        ConfigError: an argument is out of range, or the split is empty.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        split: str,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int = 0,
+        drop_last: bool = False,
+        prefetch: int = 2,
+    ) -> None:
+        if split not in SPLITS:
+            raise ConfigError(f"split must be one of {SPLITS}, got {split!r}")
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        if prefetch < 1:
+            raise ConfigError(f"prefetch must be at least 1, got {prefetch}")
+        if not source.splits[split]:
+            raise ConfigError(
+                f"the {split} split is empty: the data has {source.num_samples} samples; use more"
+            )
+        self.source = source
+        self.split = split
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.prefetch = prefetch
+        self.epoch = 0
+        self._samples = source.splits[split]
+        self._next_sample = 0
+        self._num_used = len(self._samples)
+        if drop_last:
+            self._num_used -= self._num_used % batch_size
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return (self._num_used + self.batch_size - 1) // self.batch_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        order = self._order()
+        starts = iter(range(self._next_sample, self._num_used, self.batch_size))
+        reader = ThreadPoolExecutor(1, "recsys-load")
+
+        def read(start: int) -> Future[Batch]:
+            samples = order[start : min(start + self.batch_size, self._num_used)]
+            return reader.submit(self.source.read, samples.astype(np.int64))
+
+        try:
+            ahead = deque(map(read, islice(starts, self.prefetch)))
+            while ahead:
+                batch = ahead.popleft().result()
+                ahead.extend(map(read, islice(starts, 1)))
+                self._next_sample = min(self._next_sample + self.batch_size, self._num_used)
+                yield batch
+        finally:
+            reader.shutdown(cancel_futures=True)
+        self.epoch += 1
+        self._next_sample = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The next sample of the current epoch and what its order rests on, in JSON types."""
+        return {"epoch": self.epoch, "next_sample": self._next_sample, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken. The batch size may differ.
+
+        Raises:
+            ConfigError: the state was taken with other data, another seed or another shuffling.
+        """
+        for key, own in self._identity().items():
+            if state[key] != own:
+                raise ConfigError(
+                    f"loader state: {key} is {state[key]!r}, but this loader has {own!r}; "
+                    "make the loader as the one that was saved"
+                )
+        if not 0 <= state["next_sample"] <= len(self._samples):
+            raise ConfigError(
+                f"loader state: next_sample must lie in [0, {len(self._samples)}], "
+                f"got {state['next_sample']}"
+            )
+        self.epoch = state["epoch"]
+        self._next_sample = state["next_sample"]
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "split": self.split,
+            "num_samples": len(self._samples),
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+
+    def _order(self) -> NDArray[Any]:
+        # 32-bit numbers where they suffice: 157 MB instead of 314 MB for Kaggle's training part.
+        dtype = np.int32 if self._samples.stop < 2**31 else np.int64
+        order = np.arange(self._samples.start, self._samples.stop, dtype=dtype)
+        if self.shuffle:
+            np.random.Generator(np.random.PCG64([self.seed, self.epoch])).shuffle(order)
+        return order

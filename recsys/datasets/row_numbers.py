@@ -1,0 +1,105 @@
+"""Ids to rows: the distinct ids of a column, numbered 0, 1, 2, ... by first appearance.
+
+A hash table with open addressing in one array of 64-bit entries, so that a lookup that leaves the
+processor's caches waits for memory once:
+
+    entry = id << 32 | row + 1          0: free
+
+Kaggle's largest column (10.1 M distinct ids) takes 128 MiB, all 26 together (33.8 M) about 0.5 GiB.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import njit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["RowNumbers"]
+
+# 2**64 / golden ratio: multiplying by it spreads neighbouring ids over the table (Fibonacci
+# hashing).
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MAX_LOAD = 0.7
+
+
+class RowNumbers:
+    """The row of every id seen so far. Not thread-safe: one column, one thread at a time."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._entries = np.zeros(1 << 12, np.uint64)
+
+    def number(self, ids: NDArray[np.uint32]) -> NDArray[np.int32]:
+        """Replace ids by rows, in place; ids never seen before get the next numbers, in order.
+
+        Shape:
+            ids (n,) contiguous; result: the same memory, as int32.
+        """
+        self._reserve(self.num_rows + len(ids))
+        rows = ids.view(np.int32)
+        self.num_rows = _number_kernel(ids, rows, self._entries, self._shift, self.num_rows)
+        return rows
+
+    def ids_by_row(self) -> NDArray[np.uint32]:
+        """The id of every row, (num_rows,)."""
+        ids = np.empty(self.num_rows, np.uint32)
+        _ids_by_row_kernel(self._entries, ids)
+        return ids
+
+    @property
+    def _shift(self) -> np.uint64:
+        return np.uint64(64 - (len(self._entries).bit_length() - 1))
+
+    def _reserve(self, num_rows: int) -> None:
+        size = len(self._entries)
+        while size * _MAX_LOAD < num_rows:
+            size *= 2
+        if size > len(self._entries):
+            old, self._entries = self._entries, np.zeros(size, np.uint64)
+            _rehash_kernel(old, self._entries, self._shift)
+
+
+@njit(nogil=True, cache=True)
+def _number_kernel(
+    ids: NDArray[np.uint32],
+    rows: NDArray[np.int32],
+    entries: NDArray[np.uint64],
+    shift: np.uint64,
+    num_rows: int,
+) -> int:
+    mask = np.uint64(len(entries) - 1)
+    for position in range(len(ids)):
+        key = np.uint64(ids[position])
+        slot = (key * _GOLDEN) >> shift
+        entry = entries[slot]
+        while entry != 0 and (entry >> np.uint64(32)) != key:
+            slot = (slot + np.uint64(1)) & mask
+            entry = entries[slot]
+        if entry == 0:
+            num_rows += 1
+            entry = (key << np.uint64(32)) | np.uint64(num_rows)
+            entries[slot] = entry
+        rows[position] = np.int32(entry & np.uint64(0xFFFFFFFF)) - 1
+    return num_rows
+
+
+@njit(nogil=True, cache=True)
+def _rehash_kernel(old: NDArray[np.uint64], entries: NDArray[np.uint64], shift: np.uint64) -> None:
+    mask = np.uint64(len(entries) - 1)
+    for entry in old:
+        if entry != 0:
+            slot = ((entry >> np.uint64(32)) * _GOLDEN) >> shift
+            while entries[slot] != 0:
+                slot = (slot + np.uint64(1)) & mask
+            entries[slot] = entry
+
+
+@njit(nogil=True, cache=True)
+def _ids_by_row_kernel(entries: NDArray[np.uint64], ids: NDArray[np.uint32]) -> None:
+    for entry in entries:
+        if entry != 0:
+            ids[np.int64(entry & np.uint64(0xFFFFFFFF)) - 1] = entry >> np.uint64(32)

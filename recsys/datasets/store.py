@@ -1,0 +1,251 @@
+"""The prepared store: one folder that holds a data set ready for training.
+
+    STORE/meta.json     what the arrays are, where they came from, how they are split
+          labels.bin    (N,)     int8
+          dense.bin     (N, 13)  int32, before the transform that meta.json names
+          sparse.bin    (N, 26)  int32, rows
+          ids.bin       (E,)     uint32, the raw id of every row, table after table
+
+Flat little-endian arrays, read by memory map. A writer fills a folder beside the final name and
+renames it when all is written and flushed, so a store that can be opened is whole. Integers are
+kept as they are (the logarithm is taken when a batch is read), so that other tools' formats can be
+written from a store without loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from numba import njit
+
+from recsys.batch import Batch, JaggedIds
+from recsys.datasets.source import SPLITS
+from recsys.errors import AlreadyExists, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    from numpy.typing import NDArray
+
+__all__ = ["Store", "StoreWriter"]
+
+_FORMAT = "recsys-store"
+_VERSION = 1
+_DTYPES = {"labels": "<i1", "dense": "<i4", "sparse": "<i4", "ids": "<u4"}
+
+
+class StoreWriter:
+    """Writes a new store; use as a context manager.
+
+    Nothing appears under `path` before `finish`; leaving without it removes what was written.
+
+    Args:
+        path: The store's folder, which must not exist.
+
+    Attributes:
+        folder: Where the store lies until `finish`; other files may be put there.
+        num_samples: Samples appended so far.
+
+    Raises:
+        AlreadyExists: `path` exists.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if self.path.exists():
+            raise AlreadyExists(
+                f"store {self.path} exists already; remove it or choose another folder"
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
+        # mkdtemp makes the folder private; a store is as readable as any folder made here.
+        self.folder.chmod(0o755)
+        self._files = {name: (self.folder / f"{name}.bin").open("wb") for name in _DTYPES}
+        self.num_samples = 0
+
+    def append(
+        self, labels: NDArray[np.int8], dense: NDArray[np.int32], sparse: NDArray[np.int32]
+    ) -> None:
+        """Add samples at the end.
+
+        Shape:
+            labels (n,); dense (n, I); sparse (n, F).
+        """
+        for name, array in (("labels", labels), ("dense", dense), ("sparse", sparse)):
+            self._files[name].write(np.ascontiguousarray(array, _DTYPES[name]).data)
+        self.num_samples += len(labels)
+
+    def finish(
+        self,
+        *,
+        dense_names: Sequence[str],
+        ids: Mapping[str, NDArray[np.uint32]],
+        splits: Mapping[str, range],
+        about: Mapping[str, Any],
+    ) -> Path:
+        """Write `meta.json`, flush everything to the disk and give the folder its name.
+
+        Args:
+            dense_names: The dense features, in column order.
+            ids: The raw id of every row, by categorical feature, in column order.
+            splits: Sample numbers of "train", "test" and "validation".
+            about: What else meta.json should say: convention, transform, sources.
+        """
+        for rows in ids.values():
+            self._files["ids"].write(np.ascontiguousarray(rows, _DTYPES["ids"]).data)
+        meta = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            **about,
+            "num_samples": self.num_samples,
+            "splits": {name: [part.start, part.stop] for name, part in splits.items()},
+            "dense_names": list(dense_names),
+            "num_embeddings": {name: len(rows) for name, rows in ids.items()},
+            "dtypes": _DTYPES,
+        }
+        (self.folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+        try:
+            self.folder.rename(self.path)
+        except OSError as error:
+            if self.path.exists():
+                raise AlreadyExists(
+                    f"store {self.path} was made by somebody else meanwhile; choose another folder"
+                ) from error
+            raise
+        return self.path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+        shutil.rmtree(self.folder, ignore_errors=True)  # gone already where `finish` renamed it
+
+
+class Store:
+    """A prepared store, opened for reading: a `SampleSource`.
+
+    Args:
+        path: A folder that `recsys prepare` made.
+
+    Raises:
+        StoreError: `path` is no whole store of a version this library reads.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.meta = self._read_meta()
+        self.num_samples: int = self.meta["num_samples"]
+        self.table_sizes: dict[str, int] = self.meta["num_embeddings"]
+        self.splits = {name: range(*self.meta["splits"][name]) for name in SPLITS}
+        self.num_dense = len(self.meta["dense_names"])
+        num_rows = sum(self.table_sizes.values())
+        self.labels = self._map("labels", (self.num_samples,))
+        self.dense = self._map("dense", (self.num_samples, self.num_dense))
+        self.sparse = self._map("sparse", (self.num_samples, len(self.table_sizes)))
+        self.ids = self._map("ids", (num_rows,))
+
+    def read(self, samples: NDArray[np.int64]) -> Batch:
+        """The given samples, in the given order; see `SampleSource.read`.
+
+        Raises:
+            IndexError: a sample number is out of range.
+        """
+        if len(samples) and not 0 <= samples.min() <= samples.max() < self.num_samples:
+            raise IndexError(
+                f"store {self.path}: sample numbers must lie in [0, {self.num_samples}), "
+                f"got {samples.min()} to {samples.max()}"
+            )
+        labels_B = np.empty(len(samples), np.float32)
+        dense_BI = np.empty((len(samples), self.num_dense), np.float32)
+        ids_FB = np.empty((len(self.table_sizes), len(samples)), np.int64)
+        _gather_kernel(self.labels, self.dense, self.sparse, samples, labels_B, dense_BI, ids_FB)
+        if self.meta["dense_transform"] == "log(x+1)":
+            dense_BI += 1
+            np.log(dense_BI, out=dense_BI)
+        return Batch(
+            torch.from_numpy(dense_BI),
+            JaggedIds.from_one_hot(list(self.table_sizes), torch.from_numpy(ids_FB)),
+            torch.from_numpy(labels_B),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What a run record says of this data."""
+        kept = ("convention", "sources", "num_samples", "splits", "num_embeddings")
+        return {"name": str(self.path), **{key: self.meta[key] for key in kept}}
+
+    def _read_meta(self) -> dict[str, Any]:
+        file = self.path / "meta.json"
+        if not file.is_file():
+            raise StoreError(
+                f"{self.path} is not a store: it has no meta.json; make one with "
+                f"`recsys prepare criteo-kaggle RAW --out {self.path}`"
+            )
+        try:
+            meta: dict[str, Any] = json.loads(file.read_text())
+        except ValueError as error:
+            raise StoreError(f"{file} is not JSON ({error}); prepare the store again") from error
+        found = (meta.get("format"), meta.get("version"), meta.get("dtypes"))
+        if found != (_FORMAT, _VERSION, _DTYPES):
+            raise StoreError(
+                f"{file}: expected format {_FORMAT!r}, version {_VERSION}, dtypes {_DTYPES}, got "
+                f"{found[0]!r}, {found[1]!r}, {found[2]!r}; prepare the store again"
+            )
+        return meta
+
+    def _map(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        file = self.path / f"{name}.bin"
+        dtype = np.dtype(_DTYPES[name])
+        expected = dtype.itemsize * int(np.prod(shape))
+        found = file.stat().st_size if file.is_file() else 0
+        if found != expected:
+            raise StoreError(
+                f"{file} must have {expected} bytes, has {found}: the store is damaged; "
+                "prepare it again"
+            )
+        if not expected:
+            return np.empty(shape, dtype)
+        return np.memmap(file, dtype, mode="r", shape=shape).view(np.ndarray)
+
+    def __repr__(self) -> str:
+        return (
+            f"Store({str(self.path)!r}, num_samples={self.num_samples}, "
+            f"num_tables={len(self.table_sizes)}, num_rows={len(self.ids)})"
+        )
+
+
+@njit(nogil=True, cache=True)
+def _gather_kernel(
+    labels: NDArray[np.int8],
+    dense: NDArray[np.int32],
+    sparse: NDArray[np.int32],
+    samples: NDArray[np.int64],
+    labels_B: NDArray[np.float32],
+    dense_BI: NDArray[np.float32],
+    ids_FB: NDArray[np.int64],
+) -> None:
+    """One thread: the loader's, beside the training threads."""
+    for position, sample in enumerate(samples):
+        labels_B[position] = labels[sample]
+        for column in range(dense.shape[1]):
+            dense_BI[position, column] = dense[sample, column]
+        for column in range(sparse.shape[1]):
+            ids_FB[column, position] = sparse[sample, column]

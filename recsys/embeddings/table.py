@@ -1,0 +1,36 @@
+"""What a table is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["TableConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableConfig:
+    """One embedding table, with the field names of TorchRec's `EmbeddingBagConfig`.
+
+    Attributes:
+        name: Of the table; `state_dict` keys are `embedding_bags.<name>.weight`.
+        num_embeddings: E, rows.
+        embedding_dim: D, columns.
+        feature_names: The features that look rows up in it; the table's name where none is given.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    feature_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_embeddings < 1 or self.embedding_dim < 1:
+            raise ValueError(
+                f"table {self.name!r}: num_embeddings and embedding_dim must be at least 1, "
+                f"got {self.num_embeddings} and {self.embedding_dim}"
+            )
+        if not self.feature_names:
+            object.__setattr__(self, "feature_names", (self.name,))

@@ -1,0 +1,51 @@
+"""Every error a caller may want to handle.
+
+    RecsysError
+    |-- ConfigError         (ValueError)       a key, its value, or two that exclude each other
+    |-- DatasetFormatError  (ValueError)       a line of a raw file that breaks the format's rules
+    |-- StoreError          (ValueError)       a store that is missing, unfinished or damaged
+    |-- AlreadyExists       (FileExistsError)  a store or run folder that would be overwritten
+    |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
+    `-- MissingDependency   (ImportError)      an optional package that this call needs
+
+Each also derives from the built-in a caller would guess, so `except ValueError` goes on working. A
+message names the place, the rule, the value found and the way out.
+"""
+
+__all__ = [
+    "AlreadyExists",
+    "ConfigError",
+    "DatasetFormatError",
+    "MissingDependency",
+    "RecsysError",
+    "StoreError",
+    "TrainingDiverged",
+]
+
+
+class RecsysError(Exception):
+    """Base of the errors above."""
+
+
+class ConfigError(RecsysError, ValueError):
+    """A configuration that cannot be carried out."""
+
+
+class DatasetFormatError(RecsysError, ValueError):
+    """A raw line that breaks its format; the message names file and line."""
+
+
+class StoreError(RecsysError, ValueError):
+    """A folder that is not a whole, readable store."""
+
+
+class AlreadyExists(RecsysError, FileExistsError):
+    """A folder that would have been overwritten."""
+
+
+class TrainingDiverged(RecsysError, ArithmeticError):
+    """The loss is not a number any more."""
+
+
+class MissingDependency(RecsysError, ImportError):
+    """An optional package is needed and not installed; the message says how to get it."""

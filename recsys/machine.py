@@ -1,0 +1,91 @@
+"""What a run runs on: its threads, its memory, the names and versions a record must carry."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recsys._version import __version__
+
+__all__ = ["describe_environment", "peak_memory_bytes", "set_num_threads"]
+
+
+def set_num_threads(num_threads: int) -> int:
+    """Use that many threads, 0 meaning one per core; the one place where this is set.
+
+    Kernels of ours outside torch run on the thread that calls them, so torch's pool is all there is
+    to size.
+    """
+    num_threads = num_threads or _num_cores()
+    torch.set_num_threads(num_threads)
+    return num_threads
+
+
+def peak_memory_bytes() -> int:
+    """The most physical memory this process has held at once."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # Not getrusage: its maximum is inherited from the parent across exec.
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return maximum if sys.platform == "darwin" else maximum * 1024
+
+
+def describe_environment() -> dict[str, Any]:
+    """Machine, versions and commit, in JSON types.
+
+    `commit` and `dirty` are those of the checkout this package is imported from, null for an
+    installed one.
+    """
+    commit = _git("rev-parse", "HEAD")
+    return {
+        "recsys": __version__,
+        "commit": commit,
+        "dirty": None if commit is None else bool(_git("status", "--porcelain")),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": _cpu_name(),
+        "num_cores": _num_cores(),
+        "num_threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "platform": platform.platform(),
+    }
+
+
+def _num_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str | None:
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,206 @@
+r"""DLRM with TorchRec's signatures, submodule names and state_dict keys, over any embeddings.
+
+    dense_features (B, I) -> DenseArch  -> (B, D)    --\
+                                                        InteractionArch -> OverArch -> logits
+    sparse_features       -> SparseArch -> (B, F, D) --/
+
+The embeddings are any module that has `embedding_bag_configs()` and maps `JaggedIds` or a
+`KeyedJaggedTensor` to `PooledEmbeddings` or a `KeyedTensor`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import comb, sqrt
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from recsys.models.interaction import InteractionArch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from recsys.batch import Batch, Features, Pooled
+
+__all__ = ["DLRM", "MLP", "DLRMTrain", "DenseArch", "OverArch", "SparseArch", "initialize_classic"]
+
+
+class Perceptron(nn.Module):
+    """A linear layer and a ReLU."""
+
+    def __init__(self, in_size: int, out_size: int, device: torch.device | None = None) -> None:
+        super().__init__()
+        self._linear = nn.Linear(in_size, out_size, device=device)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(B, in_size) -> (B, out_size)."""
+        return cast("Tensor", self._linear(features)).relu()
+
+
+class MLP(nn.Module):
+    """Perceptrons one after the other.
+
+    Args:
+        in_size: Width of the input.
+        layer_sizes: Width of each layer.
+        device: Where parameters live.
+    """
+
+    def __init__(
+        self, in_size: int, layer_sizes: Sequence[int], device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        sizes = [in_size, *layer_sizes]
+        self._mlp = nn.Sequential(*(Perceptron(*pair, device=device) for pair in pairwise(sizes)))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(B, in_size) -> (B, layer_sizes[-1])."""
+        return cast("Tensor", self._mlp(features))
+
+
+class SparseArch(nn.Module):
+    """The embeddings of all categorical features."""
+
+    def __init__(self, embedding_bag_collection: nn.Module) -> None:
+        super().__init__()
+        self.embedding_bag_collection = embedding_bag_collection
+        configs: list[Any] = embedding_bag_collection.embedding_bag_configs()  # type: ignore[operator]  # any module
+        if not configs:
+            raise ValueError("embedding_bag_collection must have at least one table, has none")
+        dims = {config.name: config.embedding_dim for config in configs}
+        if len(set(dims.values())) != 1:
+            raise ValueError(f"all tables must have one embedding_dim, got {dims}")
+        self.embedding_dim: int = configs[0].embedding_dim
+        self.sparse_feature_names = [name for config in configs for name in config.feature_names]
+
+    def forward(self, features: Features) -> Tensor:
+        """Pooled vectors, (B, F, D), in the tables' order."""
+        pooled: Pooled = self.embedding_bag_collection(features)
+        return pooled.values().view(-1, len(self.sparse_feature_names), self.embedding_dim)
+
+
+class DenseArch(nn.Module):
+    """The bottom MLP."""
+
+    def __init__(
+        self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.model = MLP(in_features, layer_sizes, device)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(B, I) -> (B, D)."""
+        return cast("Tensor", self.model(features))
+
+
+class OverArch(nn.Module):
+    """The top MLP; its last layer is linear."""
+
+    def __init__(
+        self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        if len(layer_sizes) < 2:
+            raise ValueError(
+                f"over_arch_layer_sizes must have two sizes or more, got {layer_sizes}"
+            )
+        self.model = nn.Sequential(
+            MLP(in_features, layer_sizes[:-1], device),
+            nn.Linear(layer_sizes[-2], layer_sizes[-1], device=device),
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(B, in_features) -> (B, layer_sizes[-1]), before the sigmoid."""
+        return cast("Tensor", self.model(features))
+
+
+class DLRM(nn.Module):
+    """Deep Learning Recommendation Model; a drop-in for `torchrec.models.dlrm.DLRM`.
+
+    Args:
+        embedding_bag_collection: Embeddings of one `embedding_dim` D.
+        dense_in_features: I, dense features.
+        dense_arch_layer_sizes: Bottom MLP; the last size must be D.
+        over_arch_layer_sizes: Top MLP; two sizes or more.
+        dense_device: Where the MLPs live.
+
+    Shape:
+        dense_features (B, I); sparse_features F features of B samples; result logits (B,
+        over_arch_layer_sizes[-1]).
+
+    Raises:
+        ValueError: sizes do not fit each other.
+
+    References:
+        Naumov et al. (2019), Deep Learning Recommendation Model for Personalization and
+        Recommendation Systems.
+    """
+
+    def __init__(
+        self,
+        embedding_bag_collection: nn.Module,
+        dense_in_features: int,
+        dense_arch_layer_sizes: Sequence[int],
+        over_arch_layer_sizes: Sequence[int],
+        dense_device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.sparse_arch = SparseArch(embedding_bag_collection)
+        embedding_dim = self.sparse_arch.embedding_dim
+        if dense_arch_layer_sizes[-1] != embedding_dim:
+            raise ValueError(
+                f"dense_arch_layer_sizes must end in embedding_dim {embedding_dim}, "
+                f"got {list(dense_arch_layer_sizes)}"
+            )
+        num_sparse = len(self.sparse_arch.sparse_feature_names)
+        self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, dense_device)
+        self.inter_arch = InteractionArch(num_sparse)
+        over_in_features = embedding_dim + num_sparse + comb(num_sparse, 2)
+        self.over_arch = OverArch(over_in_features, over_arch_layer_sizes, dense_device)
+
+    def forward(self, dense_features: Tensor, sparse_features: Features) -> Tensor:
+        """Logits, (B, over_arch_layer_sizes[-1])."""
+        embedded_dense = self.dense_arch(dense_features)
+        embedded_sparse = self.sparse_arch(sparse_features)
+        interactions = self.inter_arch(embedded_dense, embedded_sparse)
+        return cast("Tensor", self.over_arch(interactions))
+
+
+class DLRMTrain(nn.Module):
+    """A DLRM and its loss, in the form train pipelines ask for.
+
+    Args:
+        dlrm_module: The model; its last layer has one output.
+
+    Shape:
+        result (loss, (loss, logits, labels)), loss () with gradient, the others detached and (B,)
+        where not ().
+    """
+
+    def __init__(self, dlrm_module: nn.Module) -> None:
+        super().__init__()
+        self.model = dlrm_module
+        self.loss_fn = nn.BCEWithLogitsLoss()
+
+    def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Mean binary cross-entropy of the batch, and what a pipeline reports."""
+        logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
+        loss = self.loss_fn(logits, batch.labels.float())
+        return loss, (loss.detach(), logits.detach(), batch.labels.detach())
+
+
+def initialize_classic(model: nn.Module) -> None:
+    """Draw every linear layer anew as facebookresearch/dlrm does, from torch's default generator.
+
+    Weights of a layer with m outputs and n inputs are normal with variance 2 / (m + n), biases with
+    variance 1 / m. Embeddings are left alone: providers draw theirs by the classic rule already,
+    uniform within sqrt(1 / E).
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            num_outputs, num_inputs = module.weight.shape
+            nn.init.normal_(module.weight, std=sqrt(2 / (num_outputs + num_inputs)))
+            nn.init.normal_(module.bias, std=sqrt(1 / num_outputs))

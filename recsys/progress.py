@@ -1,0 +1,163 @@
+"""What a run says while it trains: where its time goes, how the loss moves, how fast it is."""
+
+from __future__ import annotations
+
+import time
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from tqdm import tqdm
+
+from recsys.machine import peak_memory_bytes
+from recsys.metrics import auc
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from recsys.metrics import Metrics
+    from recsys.run_folder import RunFolder
+
+__all__ = ["STAGES", "Progress", "StageClock"]
+
+STAGES = ("load", "forward", "backward", "update", "evaluate", "other")
+
+
+class StageClock:
+    """Books every instant since `start` to one stage.
+
+        load        waiting for the next mini-batch
+        forward, backward
+        update      optimizer steps (fused optimizers update within backward)
+        evaluate    left out of `train_seconds`
+        other       reports and the progress bar
+
+    On a CUDA device a stage holds the time to queue its work, not to do it.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.start()
+
+    def start(self) -> None:
+        """What went before is booked to no stage."""
+        self._last = time.perf_counter()
+
+    def mark(self, stage: str) -> None:
+        """The time since the last mark was spent on `stage`."""
+        now = time.perf_counter()
+        self.seconds[stage] += now - self._last
+        self._last = now
+
+    @property
+    def train_seconds(self) -> float:
+        """All stages but evaluation."""
+        return sum(self.seconds.values()) - self.seconds["evaluate"]
+
+
+class Progress:
+    """Gathers steps; at each report writes a history line and moves the bar. A context manager.
+
+    `train_loss` and `train_auc` are those of the samples since the last report, each predicted
+    before it was learnt from.
+
+    Args:
+        folder: Where the history goes.
+        clock: The run's time.
+        num_samples: Samples the run will train on.
+        show: Draw the bar.
+    """
+
+    def __init__(
+        self, folder: RunFolder, clock: StageClock, num_samples: int, *, show: bool
+    ) -> None:
+        self.num_steps = 0
+        self.num_samples = 0
+        self.peak_memory_bytes = 0  # of the process, until the run ended
+        self.last_validation: dict[str, Any] | None = None
+        self._folder = folder
+        self._clock = clock
+        self._bar = tqdm(
+            total=num_samples,
+            desc="train",
+            unit_scale=True,
+            disable=not show,
+            # Its own rate would count evaluation; ours is in the postfix.
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} samples [{elapsed}<{remaining}{postfix}]",
+        )
+        self._losses: list[Tensor] = []
+        self._logits: list[Tensor] = []
+        self._labels: list[Tensor] = []
+        self._reported = (0, 0.0)
+
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Take note of one step."""
+        self.num_steps += 1
+        self.num_samples += len(labels)
+        self._losses.append(loss * len(labels))
+        self._logits.append(logits)
+        self._labels.append(labels)
+
+    def report(self, epoch: int, validation: Metrics | None = None) -> float:
+        """Write a history line over the steps since the last one; returns their mean loss."""
+        num_samples, seconds = self._reported
+        self._reported = (self.num_samples, self._clock.train_seconds)
+        num_samples, seconds = self.num_samples - num_samples, self._clock.train_seconds - seconds
+        loss = float(torch.stack(self._losses).sum()) / num_samples
+        logits = torch.cat(self._logits).float().cpu().numpy()
+        labels = torch.cat(self._labels).cpu().numpy()
+        self._losses, self._logits, self._labels = [], [], []
+        entry = {
+            **self.position(),
+            "epoch": epoch,
+            "samples_per_second": num_samples / seconds,
+            "train_loss": loss,
+            "train_auc": auc(logits, labels) if isfinite(loss) else None,
+        }
+        if validation is not None:
+            self.last_validation = {"step": self.num_steps, **validation.as_dict()}
+            entry["validation"] = validation.as_dict()
+        self._folder.append_history(entry)
+        shown = {"loss": f"{loss:.4f}", "auc": _rounded(entry["train_auc"])}
+        if self.last_validation is not None:
+            shown["validation_auc"] = _rounded(self.last_validation["auc"])
+        shown["samples/s"] = f"{self.throughput()['samples_per_second']:,.0f}"
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(num_samples)
+        return loss
+
+    def position(self) -> dict[str, Any]:
+        """How far the run is."""
+        return {
+            "step": self.num_steps,
+            "num_samples": self.num_samples,
+            "train_seconds": self._clock.train_seconds,
+        }
+
+    def throughput(self) -> dict[str, float | None]:
+        """Samples trained on over the time it took, evaluation left out."""
+        seconds = self._clock.train_seconds
+        return {
+            "samples_per_second": self.num_samples / seconds if seconds else None,
+            "num_samples": self.num_samples,
+            "num_steps": self.num_steps,
+            "train_seconds": seconds,
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.peak_memory_bytes = peak_memory_bytes()
+        self._bar.close()
+
+
+def _rounded(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,256 @@
+"""One training run, from a configuration to a folder of results.
+
+`train` builds and saves; `_fit` is the loop, short enough to copy.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from recsys.build import build_model, open_source
+from recsys.datasets.loader import BatchLoader
+from recsys.errors import TrainingDiverged
+from recsys.machine import describe_environment, set_num_threads
+from recsys.metrics import Metrics, evaluate_logits
+from recsys.progress import STAGES, Progress, StageClock
+from recsys.report import plot_curves
+from recsys.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["evaluate_run", "evaluate_split", "train"]
+
+_REPORTS_PER_RUN = 100
+_EVALUATIONS_PER_EPOCH = 10
+_LOWER_LR = "lower optimizer.lr or dense_optimizer.lr"
+
+
+def train(
+    config: TrainConfig, run_dir: str | Path, *, show_progress: bool = True
+) -> dict[str, Any]:
+    """Train, save the model, evaluate it, and write all of it to a run folder.
+
+    Ctrl-C ends training behind the current step: the model and what was measured so far are
+    written, and `status` is "interrupted" instead of "finished".
+
+    Args:
+        config: What to do.
+        run_dir: A new or empty folder; see `RunFolder` for what it will hold.
+        show_progress: Draw a progress bar.
+
+    Returns:
+        The run record, as in `run.json`.
+
+    Raises:
+        AlreadyExists: `run_dir` has something in it.
+        ConfigError, StoreError: the configuration does not fit the data, or there is no data.
+        TrainingDiverged: the loss is not a number any more; the record is written, `status`
+            "diverged".
+    """
+    source = open_source(config)
+    folder = RunFolder.create(run_dir, config)
+    set_num_threads(config.num_threads)
+    model, optimizers = build_model(config, source)
+    loader = BatchLoader(
+        source,
+        "train",
+        config.batch_size,
+        shuffle=True,
+        seed=config.seed,
+        prefetch=config.prefetch,
+    )
+    source.read(np.arange(1))  # compiles the reader's kernels, which is not training time
+    clock = StageClock()
+    num_samples = config.epochs * len(source.splits["train"])
+    progress = Progress(folder, clock, num_samples, show=show_progress)
+    status = "interrupted"
+    metrics: dict[str, Any] = {"test": None, "validation": None}
+    try:
+        with progress, _interrupts() as interrupted:
+            _fit(model, optimizers, loader, config, progress, clock, interrupted)
+        folder.save_model(model.model)
+        metrics["validation"] = progress.last_validation
+        if not interrupted.is_set():
+            clock.start()
+            for split in metrics:
+                found = evaluate_split(model, source, split, config.eval.batch_size)
+                metrics[split] = found.as_dict()
+            clock.mark("evaluate")
+            folder.append_history({**progress.position(), **metrics})
+            status = "finished"
+    except TrainingDiverged:
+        status = "diverged"
+        raise
+    finally:
+        record = {
+            "status": status,
+            "config": asdict(config),
+            "environment": describe_environment(),
+            "data": source.describe(),
+            "metrics": metrics,
+            "throughput": progress.throughput(),
+            "stalls": {f"{stage}_seconds": clock.seconds[stage] for stage in STAGES},
+            "tiers": None,
+            "skipped": None,
+            "peak_memory_bytes": progress.peak_memory_bytes,
+        }
+        folder.write_record(record)
+        plot_curves(folder)
+    return record
+
+
+def _fit(
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    loader: BatchLoader,
+    config: TrainConfig,
+    progress: Progress,
+    clock: StageClock,
+    interrupted: threading.Event,
+) -> None:
+    """The training loop: returns when all epochs are done or `interrupted` is set.
+
+    Raises:
+        TrainingDiverged: the loss is not a number any more.
+    """
+    num_steps = config.epochs * len(loader)
+    report_every = max(1, num_steps // _REPORTS_PER_RUN)
+    eval_every = config.eval.every_steps or max(1, len(loader) // _EVALUATIONS_PER_EPOCH)
+    model.train()
+    clock.start()
+    for epoch in range(config.epochs):
+        for batch in loader:
+            batch = batch.to(config.device)  # noqa: PLW2901  # the host's copy is not needed again
+            clock.mark("load")
+            loss, (_, logits, labels) = model(batch)
+            clock.mark("forward")
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            clock.mark("backward")
+            for optimizer in optimizers:
+                optimizer.step()
+            clock.mark("update")
+
+            progress.add(loss.detach(), logits, labels)
+            step = progress.num_steps
+            validation = None
+            if step % eval_every == 0 and step < num_steps:
+                clock.mark("other")
+                validation = evaluate_split(
+                    model,
+                    loader.source,
+                    "validation",
+                    config.eval.batch_size,
+                    config.eval.max_samples,
+                )
+                clock.mark("evaluate")
+            is_last = step == num_steps or interrupted.is_set()
+            if validation is not None or step % report_every == 0 or is_last:
+                mean_loss = progress.report(epoch, validation)
+                if not isfinite(mean_loss):
+                    raise TrainingDiverged(f"step {step}: the loss is {mean_loss}; {_LOWER_LR}")
+            clock.mark("other")
+            if interrupted.is_set():
+                return
+
+
+def evaluate_split(
+    model: nn.Module,
+    source: SampleSource,
+    split: str,
+    batch_size: int,
+    max_samples: int | None = None,
+) -> Metrics:
+    """Metrics over a split.
+
+    Args:
+        model: Maps a batch to (loss, (loss, logits, labels)).
+        source: The data.
+        split: "train", "test" or "validation".
+        batch_size: Samples per forward.
+        max_samples: Stop behind so many.
+
+    Raises:
+        TrainingDiverged: a logit is not a number.
+    """
+    device = next(model.parameters()).device
+    logits, labels = [], []
+    num_samples = 0
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for batch in BatchLoader(source, split, batch_size, shuffle=False):
+            _, (_, batch_logits, batch_labels) = model(batch.to(device))
+            logits.append(batch_logits.float().cpu())
+            labels.append(batch_labels.cpu())
+            num_samples += len(batch)
+            if max_samples is not None and num_samples >= max_samples:
+                break
+    model.train(was_training)
+    all_logits = torch.cat(logits)[:max_samples].numpy()
+    num_bad = int(np.isnan(all_logits).sum())
+    if num_bad:
+        raise TrainingDiverged(
+            f"{split}: {num_bad} of {len(all_logits)} logits are not numbers; {_LOWER_LR}"
+        )
+    return evaluate_logits(all_logits, torch.cat(labels)[:max_samples].numpy())
+
+
+def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metrics]:
+    """Metrics of a saved model on the test and validation parts of some data.
+
+    Args:
+        run_dir: A run that saved its model.
+        data: A store or synthetic data; the run's own by default.
+
+    Raises:
+        ConfigError: there is no saved model, or it does not fit the data.
+    """
+    folder = RunFolder.open(run_dir)
+    config = folder.read_config()
+    if data is not None:
+        config = replace(config, data=data)
+    source = open_source(config)
+    set_num_threads(config.num_threads)
+    model, _ = build_model(config, source)
+    folder.load_model(model.model)
+    return {
+        split: evaluate_split(model, source, split, config.eval.batch_size)
+        for split in ("test", "validation")
+    }
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """While it lasts, the first Ctrl-C sets the event and the second interrupts as usual."""
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted  # signals are the main thread's business
+        return
+
+    def on_signal(*_: object) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,62 @@
+import json
+
+import numpy as np
+
+from recsys.bench import prepare
+from recsys.bench.harness import summarize, write_rows
+from recsys.datasets.criteo import prepare_criteo_kaggle
+
+
+def test_the_long_text_is_good_and_brings_new_ids_with_every_repetition(raw_line, tmp_path):
+    raw, text = tmp_path / "raw.txt", tmp_path / "long.txt"
+    lines = [raw_line(categories=["aaaaaaaa"] * 25 + [f"{line + 2**31:08x}"]) for line in range(10)]
+    raw.write_text("\n".join(lines) + "\n")
+
+    num_bytes, num_lines = prepare.write_long_text(raw, text, 4 * raw.stat().st_size)
+
+    report = prepare_criteo_kaggle([text], tmp_path / "store", show_progress=False)
+    assert num_bytes == text.stat().st_size == 4 * raw.stat().st_size
+    assert num_lines == report.num_samples == 40
+    # One popular id in each of 25 columns; ten new ones per repetition in the last.
+    assert report.num_rows == 25 + 40
+
+
+def test_both_providers_are_measured_into_rows(raw_line, tmp_path, monkeypatch):
+    raw = tmp_path / "raw.txt"
+    raw.write_text("".join(raw_line(categories=[f"{n:08x}"] * 26) + "\n" for n in range(50)))
+    monkeypatch.setattr(prepare, "_QUICK_BYTES", 100_000)
+
+    rows = prepare.bench_prepare(raw, quick=True)
+
+    assert [(row.provider, row.metric, row.unit) for row in rows] == [
+        ("recsys", "throughput", "MB/s"),
+        ("recsys", "peak_memory", "bytes"),
+        ("pandas", "throughput", "MB/s"),
+        ("pandas", "peak_memory", "bytes"),
+    ]
+    assert all(row.median > 0 and row.num_runs == 1 for row in rows)
+    assert len({row.case for row in rows}) == 1
+
+
+def test_rows_are_medians_with_their_spread_and_carry_the_environment(tmp_path):
+    values = np.arange(1.0, 12.0).tolist()
+    row = summarize(
+        bench="b", case="B=1", provider="recsys", metric="time", unit="ms", values=values
+    )
+
+    write_rows(tmp_path / "rows.json", [row])
+
+    record = json.loads((tmp_path / "rows.json").read_text())
+    assert (row.p20, row.median, row.p80, row.num_runs) == (3.0, 6.0, 9.0, 11)
+    assert set(record["rows"][0]) == {
+        "bench",
+        "case",
+        "provider",
+        "metric",
+        "unit",
+        "median",
+        "p20",
+        "p80",
+        "num_runs",
+    }
+    assert "torch" in record["environment"]

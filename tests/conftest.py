@@ -1,0 +1,84 @@
+"""What tests share: hypothesis profiles, the real samples, small data."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from recsys.config import load_config
+from recsys.datasets.criteo import prepare_criteo_kaggle
+
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("dev", max_examples=50, **_COMMON)
+settings.register_profile("ci", max_examples=200, derandomize=True, **_COMMON)
+settings.register_profile("stress", max_examples=1000, **_COMMON)
+_CHOSEN = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
+settings.load_profile(_CHOSEN)
+
+# Of the model and the data, whatever is small enough to train in a blink.
+SMALL_SETTINGS = (
+    "model.embedding_dim=4",
+    "model.dense_arch=[8, 4]",
+    "model.over_arch=[8, 1]",
+    "synthetic.num_samples=2100",
+    "synthetic.table_sizes=[30, 7, 1, 500]",
+)
+
+
+def _sample(folder):
+    root = os.environ.get("RECSYS_DATA")
+    if not root:
+        pytest.skip("set RECSYS_DATA to the folder of real samples")
+    path = Path(root) / folder / "train.txt.gz"
+    if not path.is_file():
+        pytest.skip(f"RECSYS_DATA has no {folder}/train.txt.gz")
+    return path
+
+
+@pytest.fixture(scope="session")
+def kaggle_10k():
+    """The first 10,000 raw lines of Criteo Kaggle."""
+    return _sample("criteo_kaggle_10k")
+
+
+@pytest.fixture(scope="session")
+def kaggle_137k():
+    """A uniform sample of 137,139 raw lines of Criteo Kaggle."""
+    return _sample("criteo_kaggle_137k")
+
+
+@pytest.fixture(scope="session")
+def kaggle_137k_store(kaggle_137k, tmp_path_factory):
+    """The same, prepared."""
+    path = tmp_path_factory.mktemp("stores") / "kaggle-137k"
+    prepare_criteo_kaggle([kaggle_137k], path, show_progress=False)
+    return path
+
+
+@pytest.fixture
+def small_config():
+    """Builds a configuration that trains in a blink, from more settings."""
+
+    def build(*settings, **values):
+        return load_config(None, [*SMALL_SETTINGS, *settings], **values)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def small_settings():
+    """`--set` options of the same."""
+    return [part for setting in SMALL_SETTINGS for part in ("--set", setting)]
+
+
+@pytest.fixture
+def raw_line():
+    """Builds a raw Criteo line, a good one unless told otherwise."""
+
+    def build(label="0", integers=None, categories=None):
+        integers = ["1"] * 13 if integers is None else integers
+        categories = ["05db9164"] * 26 if categories is None else categories
+        return "\t".join([label, *integers, *categories])
+
+    return build

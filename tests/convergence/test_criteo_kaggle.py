@@ -1,0 +1,27 @@
+"""The reference recipes on the real sample; bounds leave the seed's spread below the references."""
+
+import pytest
+
+from recsys.config import load_config
+from recsys.trainer import train
+
+RECIPES = {
+    "sgd": (["optimizer.lr=0.1", "batch_size=128"], 0.714),
+    "adagrad": (["optimizer.name=adagrad", "optimizer.lr=0.01", "batch_size=1024"], 0.757),
+}
+
+
+@pytest.mark.convergence
+@pytest.mark.slow
+@pytest.mark.parametrize("provider", ["torch", "fbgemm"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_test_auc_reaches_the_reference(kaggle_137k_store, tmp_path, provider, recipe):
+    if provider == "fbgemm":
+        pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
+    settings, least = RECIPES[recipe]
+    config = load_config(None, [*settings, f"embeddings={provider}"], data=str(kaggle_137k_store))
+
+    record = train(config, tmp_path / "run", show_progress=False)
+
+    assert record["metrics"]["test"]["num_samples"] == 9796
+    assert record["metrics"]["test"]["auc"] >= least

@@ -1,0 +1,174 @@
+import functools
+import operator
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.batch import Batch, JaggedIds
+from recsys.datasets.loader import BatchLoader
+from recsys.errors import ConfigError
+
+
+class Numbered:
+    """A source whose samples say their own number."""
+
+    num_dense = 1
+
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+        self.table_sizes = {"number": num_samples}
+        half = num_samples // 2
+        self.splits = {
+            "train": range(half, num_samples),
+            "test": range(half),
+            "validation": range(0),
+        }
+
+    def read(self, samples):
+        numbers = torch.from_numpy(samples)
+        ids = JaggedIds.from_one_hot(["number"], numbers.unsqueeze(0))
+        return Batch(numbers.unsqueeze(1).float(), ids, torch.zeros(len(samples)))
+
+    def describe(self):
+        return {}
+
+
+def numbers(batch):
+    return batch.sparse_features.values().tolist()
+
+
+def epochs_of(loader, num_epochs):
+    return [[numbers(batch) for batch in loader] for _ in range(loader.epoch, num_epochs)]
+
+
+@given(
+    num_samples=st.integers(2, 60),
+    batch_size=st.integers(1, 20),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    seed=st.integers(0, 2**32),
+    prefetch=st.integers(1, 4),
+    data=st.data(),
+)
+def test_a_loader_stopped_anywhere_and_resumed_gives_the_batches_of_an_uninterrupted_one(
+    num_samples, batch_size, shuffle, drop_last, seed, prefetch, data
+):
+    def make():
+        return BatchLoader(
+            Numbered(num_samples),
+            "train",
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            prefetch=prefetch,
+        )
+
+    expected = [batch for epoch in epochs_of(make(), 3) for batch in epoch]
+    num_before = data.draw(st.integers(0, len(expected)))
+    stopped, seen = make(), []
+    while len(seen) < num_before:
+        for batch in stopped:
+            seen.append(numbers(batch))
+            if len(seen) == num_before:
+                break
+
+    resumed = make()
+    resumed.load_state_dict(stopped.state_dict())
+    seen += [batch for epoch in epochs_of(resumed, 3) for batch in epoch]
+
+    assert seen == expected
+
+
+@given(st.integers(2, 100), st.integers(1, 30), st.booleans())
+def test_every_sample_comes_once_per_epoch(num_samples, batch_size, shuffle):
+    source = Numbered(num_samples)
+    loader = BatchLoader(source, "train", batch_size, shuffle=shuffle)
+
+    batches = [numbers(batch) for batch in loader]
+
+    assert len(batches) == len(loader)
+    assert sorted(functools.reduce(operator.iadd, batches, [])) == list(source.splits["train"])
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    def orders(seed):
+        loader = BatchLoader(Numbered(200), "train", 100, shuffle=True, seed=seed)
+        return epochs_of(loader, 2)
+
+    (first, second), (other, _) = orders(0), orders(1)
+
+    assert first != second
+    assert first != other
+    assert orders(0) == [first, second]
+
+
+def test_an_iteration_left_early_goes_on_where_it_stopped():
+    loader = BatchLoader(Numbered(40), "test", 5, shuffle=False)
+
+    first = numbers(next(iter(loader)))
+    rest = [numbers(batch) for batch in loader]
+
+    assert first + functools.reduce(operator.iadd, rest, []) == list(range(20))
+
+
+def test_the_reading_thread_ends_with_the_iteration():
+    before = threading.active_count()
+    iterator = iter(BatchLoader(Numbered(40), "train", 5, shuffle=False))
+    next(iterator)
+
+    iterator.close()
+
+    assert threading.active_count() == before
+
+
+def test_an_error_while_reading_ahead_comes_out_of_the_iteration():
+    class Broken(Numbered):
+        def read(self, samples):
+            if samples.max() >= 30:
+                raise OSError("the disk is gone")
+            return super().read(samples)
+
+    loader = BatchLoader(Broken(40), "train", 5, shuffle=False)
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(loader)
+    assert loader.state_dict()["next_sample"] == 10
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"split": "test"}])
+def test_a_state_of_another_loader_is_refused(change):
+    options = {"split": "train", "shuffle": True, "seed": 0}
+    state = BatchLoader(Numbered(41), batch_size=5, **options).state_dict()
+    other = BatchLoader(Numbered(41), batch_size=5, **(options | change))
+
+    with pytest.raises(ConfigError, match="make the loader as the one that was saved"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("split", "batch_size", "prefetch", "message"),
+    [
+        ("all", 5, 2, "split must be one of"),
+        ("train", 0, 2, "batch_size must be at least 1, got 0"),
+        ("train", 5, 0, "prefetch must be at least 1, got 0"),
+        ("validation", 5, 2, "the validation split is empty"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(split, batch_size, prefetch, message):
+    with pytest.raises(ConfigError, match=message):
+        BatchLoader(Numbered(40), split, batch_size, shuffle=False, prefetch=prefetch)
+
+
+def test_large_sources_are_addressed_with_64_bits():
+    source = Numbered(4)
+    source.splits = {"train": range(2**31 - 2, 2**31 + 2)}
+
+    batches = [numbers(batch) for batch in BatchLoader(source, "train", 3, shuffle=False)]
+
+    assert batches == [[2**31 - 2, 2**31 - 1, 2**31], [2**31 + 1]]
+    assert np.iinfo(np.int32).max < batches[1][0]

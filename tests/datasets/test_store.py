@@ -1,0 +1,94 @@
+import json
+
+import numpy as np
+import pytest
+
+from recsys.datasets.source import classic_splits
+from recsys.datasets.store import Store, StoreWriter
+from recsys.errors import StoreError
+
+
+@pytest.fixture
+def store(tmp_path):
+    rng = np.random.default_rng(0)
+    with StoreWriter(tmp_path / "store") as writer:
+        writer.append(
+            rng.integers(0, 2, 21).astype(np.int8),
+            rng.integers(0, 100, (21, 2)).astype(np.int32),
+            rng.integers(0, 5, (21, 3)).astype(np.int32),
+        )
+        writer.finish(
+            dense_names=["int_0", "int_1"],
+            ids={name: np.arange(5, dtype=np.uint32) for name in ("cat_0", "cat_1", "cat_2")},
+            splits=classic_splits(21),
+            about={"convention": "classic", "dense_transform": "log(x+1)", "sources": []},
+        )
+    return Store(tmp_path / "store")
+
+
+def test_reading_gathers_samples_in_the_order_asked_for(store):
+    samples = np.array([20, 3, 3, 0])
+
+    batch = store.read(samples)
+
+    np.testing.assert_array_equal(batch.labels, store.labels[samples])
+    expected_dense = np.log(store.dense[samples].astype(np.float32) + 1)
+    np.testing.assert_array_equal(batch.dense_features, expected_dense)
+    assert batch.sparse_features.keys() == ["cat_0", "cat_1", "cat_2"]
+    for column, key in enumerate(batch.sparse_features.keys()):
+        np.testing.assert_array_equal(
+            batch.sparse_features[key].values(), store.sparse[samples, column]
+        )
+
+
+@pytest.mark.parametrize("samples", [[-1], [21], [0, 21]])
+def test_sample_numbers_out_of_range_are_refused(store, samples):
+    with pytest.raises(IndexError, match=r"must lie in \[0, 21\)"):
+        store.read(np.array(samples))
+
+
+def test_nothing_appears_when_writing_fails(tmp_path):
+    def fail():
+        with StoreWriter(tmp_path / "store") as writer:
+            writer.append(
+                np.zeros(1, np.int8), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32)
+            )
+            raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        fail()
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_no_store_is_refused_with_the_way_out(tmp_path):
+    with pytest.raises(StoreError, match=r"no meta\.json; make one with `recsys prepare"):
+        Store(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["labels", "dense", "sparse", "ids"])
+def test_a_truncated_array_is_refused_by_name(store, name):
+    file = store.path / f"{name}.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+
+    with pytest.raises(StoreError, match=rf"{name}\.bin must have \d+ bytes, has \d+"):
+        Store(store.path)
+
+
+def test_a_store_of_another_version_is_refused(store):
+    meta = json.loads((store.path / "meta.json").read_text())
+    (store.path / "meta.json").write_text(json.dumps(meta | {"version": 99}))
+
+    with pytest.raises(StoreError, match="prepare the store again"):
+        Store(store.path)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "sizes"),
+    [(0, [0, 0, 0]), (1, [1, 0, 0]), (13, [12, 1, 0]), (137_139, [117_548, 9_796, 9_795])],
+)
+def test_the_classic_split_halves_the_last_of_seven_parts(num_samples, sizes):
+    splits = classic_splits(num_samples)
+
+    assert [len(splits[name]) for name in ("train", "test", "validation")] == sizes
+    assert [*splits["train"], *splits["test"], *splits["validation"]] == list(range(num_samples))

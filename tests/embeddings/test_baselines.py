@@ -1,0 +1,178 @@
+import pytest
+import torch
+from torch.nn.functional import embedding_bag
+
+from recsys.batch import JaggedIds
+from recsys.config import OptimizerConfig
+from recsys.embeddings.baselines import build_embeddings
+from recsys.embeddings.table import TableConfig
+from recsys.errors import ConfigError
+
+PROVIDERS = ["torch", "fbgemm"]
+TABLES = [
+    TableConfig(name="users", num_embeddings=9, embedding_dim=4, feature_names=("user", "friend")),
+    TableConfig(name="goods", num_embeddings=5, embedding_dim=8, feature_names=("item",)),
+    TableConfig(name="friends", num_embeddings=9, embedding_dim=4, feature_names=("friend",)),
+]
+# user: [0, 8], [], [3]   friend: [3], [3, 3, 1], []   item: [4], [0], [2, 2]
+IDS = JaggedIds(
+    ["user", "friend", "item"],
+    torch.tensor([0, 8, 3, 3, 3, 3, 1, 4, 0, 2, 2]),
+    torch.tensor([0, 2, 2, 3, 4, 7, 7, 8, 9, 11]),
+)
+
+
+def build(provider, **optimizer):
+    if provider == "fbgemm":
+        pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
+    torch.manual_seed(0)
+    return build_embeddings(provider, TABLES, OptimizerConfig(**optimizer))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_every_feature_is_pooled_from_its_table(provider):
+    module, _ = build(provider)
+    weights = dict(zip(["users", "goods", "friends"], module.table_weights(), strict=True))
+
+    pooled = module(IDS)
+
+    lookups = {
+        "user": "users",
+        "friend@users": "users",
+        "item": "goods",
+        "friend@friends": "friends",
+    }
+    assert pooled.keys() == list(lookups)
+    for key, table in lookups.items():
+        bags = IDS[key.partition("@")[0]]
+        expected = embedding_bag(bags.values(), weights[table], bags.offsets()[:-1], mode="sum")
+        torch.testing.assert_close(pooled[key], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_features_are_found_by_name_whatever_their_order(provider):
+    module, _ = build(provider)
+    order = ["item", "user", "friend"]
+    parts = [IDS[key] for key in order]
+    sizes = torch.cat([part.lengths() for part in parts])
+    shuffled = JaggedIds(
+        order,
+        torch.cat([part.values() for part in parts]),
+        torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]),
+    )
+
+    assert torch.equal(module(shuffled).values(), module(IDS).values())
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_missing_feature_is_named(provider):
+    module, _ = build(provider)
+    ids = JaggedIds(["user", "item"], torch.tensor([0, 1]), torch.tensor([0, 1, 2]))
+
+    with pytest.raises(KeyError, match=r"features \['friend', 'friend'\] are missing"):
+        module(ids)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_weighted_lookups(provider):
+    module, _ = build(provider)
+    weights = torch.rand(11)
+    weighted = JaggedIds(IDS.keys(), IDS.values(), IDS.offsets(), weights)
+
+    pooled = module(weighted)
+
+    users = module.table_weights()[0]
+    expected = weights[0] * users[0] + weights[1] * users[8]
+    torch.testing.assert_close(pooled["user"][0], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "lr"), [("sgd", 0.5), ("adagrad", 0.1)], ids=["sgd", "adagrad"])
+def test_both_providers_draw_and_update_alike(name, lr):
+    results = {}
+    for provider in PROVIDERS:
+        module, optimizer = build(provider, name=name, lr=lr)
+        for step in range(3):
+            pooled = module(IDS).values()
+            if optimizer is not None:
+                optimizer.zero_grad()
+            (
+                pooled * torch.arange(1.0, pooled.numel() + 1).view_as(pooled) * (step + 1)
+            ).sum().backward()
+            if optimizer is not None:
+                optimizer.step()
+        results[provider] = module.state_dict()
+
+    assert list(results["torch"]) == list(results["fbgemm"])
+    assert next(iter(results["torch"])) == "embedding_bags.users.weight"
+    for key, expected in results["torch"].items():
+        torch.testing.assert_close(results["fbgemm"][key], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rowwise_adagrad_keeps_one_sum_per_row():
+    lr, eps = 0.1, 1e-10
+    module, _ = build("fbgemm", name="rowwise_adagrad", lr=lr, eps=eps)
+    before = module.table_weights()[1].clone()
+    gradient = torch.arange(1.0, 9.0)
+
+    (module(IDS)["item"][1] * gradient).sum().backward()
+
+    root = gradient.square().mean().sqrt()
+    expected = before[0] - lr * gradient / (root + eps)
+    torch.testing.assert_close(module.table_weights()[1][0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("saver", PROVIDERS)
+@pytest.mark.parametrize("loader", PROVIDERS)
+def test_rows_saved_by_one_provider_load_into_the_other(saver, loader):
+    source, _ = build(saver)
+    target, _ = build(loader)
+    for weight in target.table_weights():
+        weight.detach().zero_()
+
+    target.load_state_dict(source.state_dict())
+
+    for loaded, saved in zip(target.table_weights(), source.table_weights(), strict=True):
+        assert torch.equal(loaded, saved)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_state_dict_that_does_not_fit_is_refused(provider):
+    module, _ = build(provider)
+    state = module.state_dict()
+    wrong_shape = state | {"embedding_bags.users.weight": torch.zeros(8, 4)}
+    missing = {key: value for key, value in state.items() if "users" not in key}
+
+    with pytest.raises(RuntimeError, match=r"users\.weight"):
+        module.load_state_dict(wrong_shape)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        module.load_state_dict(missing)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        module.load_state_dict(state | {"embedding_bags.x.weight": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_initial_rows_are_uniform_within_the_root_of_one_over_the_rows(provider):
+    module, _ = build(provider)
+
+    for weight in module.table_weights():
+        bound = len(weight) ** -0.5
+        assert weight.abs().max() <= bound
+        assert weight.abs().max() > 0.7 * bound
+
+
+def test_what_a_provider_lacks_is_refused():
+    with pytest.raises(ConfigError, match=r"not in torch\.optim"):
+        build("torch", name="rowwise_adagrad")
+    with pytest.raises(ConfigError, match="must be one of 'torch', 'fbgemm', got 'mine'"):
+        build("mine")
+    pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
+    odd = [TableConfig(name="t", num_embeddings=2, embedding_dim=6)]
+    with pytest.raises(ConfigError, match="table 't': embedding_dim must be a multiple of 4"):
+        build_embeddings("fbgemm", odd, OptimizerConfig())
+
+
+def test_a_table_without_rows_is_refused():
+    with pytest.raises(ValueError, match="table 't': num_embeddings and embedding_dim must be"):
+        TableConfig(name="t", num_embeddings=0, embedding_dim=4)
+    with pytest.raises(ValueError, match="table names must be distinct"):
+        build_embeddings("torch", [TABLES[1], TABLES[1]], OptimizerConfig())

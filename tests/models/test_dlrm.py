@@ -1,0 +1,170 @@
+from math import sqrt
+
+import pytest
+import torch
+
+from recsys import DLRM, Batch, DLRMTrain, JaggedIds
+from recsys.config import OptimizerConfig
+from recsys.embeddings.baselines import TorchEmbeddingBags
+from recsys.embeddings.table import TableConfig
+from recsys.models.dlrm import initialize_classic
+
+SIZES = {"cat_0": 11, "cat_1": 1, "cat_2": 7}
+
+
+def make_tables(dim=4):
+    return [
+        TableConfig(
+            name=f"t_{feature}", num_embeddings=size, embedding_dim=dim, feature_names=(feature,)
+        )
+        for feature, size in SIZES.items()
+    ]
+
+
+def make_dlrm(dim=4):
+    return DLRM(TorchEmbeddingBags(make_tables(dim)), 5, [8, dim], [16, 8, 1])
+
+
+def make_batch(batch_size=6):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 3, (len(SIZES) * batch_size,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    values = torch.cat(
+        [
+            torch.randint(0, size, (int(lengths[n * batch_size : (n + 1) * batch_size].sum()),))
+            for n, size in enumerate(SIZES.values())
+        ]
+    )
+    labels = torch.randint(0, 2, (batch_size,), generator=generator).float()
+    dense = torch.rand(batch_size, 5, generator=generator)
+    return Batch(dense, JaggedIds(list(SIZES), values, offsets), labels)
+
+
+@pytest.fixture
+def torchrec_pair():
+    """Our DLRM and TorchRec's with the same weights."""
+    pytest.importorskip("torchrec", exc_type=ImportError)
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.models import dlrm as torchrec_dlrm
+
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            feature_names=list(table.feature_names),
+        )
+        for table in make_tables()
+    ]
+    torch.manual_seed(0)
+    theirs = torchrec_dlrm.DLRM(EmbeddingBagCollection(tables=configs), 5, [8, 4], [16, 8, 1])
+    ours = make_dlrm()
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def test_state_dict_keys_and_shapes_are_torchrecs(torchrec_pair):
+    ours, theirs = torchrec_pair
+
+    def shapes(model):
+        return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+
+    assert shapes(ours) == shapes(theirs)
+
+
+def test_logits_and_gradients_are_torchrecs(torchrec_pair):
+    ours, theirs = torchrec_pair
+    batch = make_batch()
+    kjt = batch.sparse_features.to_torchrec()
+
+    our_logits = ours(batch.dense_features, batch.sparse_features)
+    their_logits = theirs(batch.dense_features, kjt)
+    our_logits.square().sum().backward()
+    their_logits.square().sum().backward()
+
+    torch.testing.assert_close(our_logits, their_logits, rtol=1e-6, atol=1e-6)
+    their_gradients = {name: value.grad for name, value in theirs.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        gradient = parameter.grad.to_dense()
+        torch.testing.assert_close(gradient, their_gradients[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_it_runs_over_torchrecs_collection_and_on_its_jagged_tensors(torchrec_pair):
+    ours, theirs = torchrec_pair
+    batch = make_batch()
+    kjt = batch.sparse_features.to_torchrec()
+    over_theirs = DLRM(theirs.sparse_arch.embedding_bag_collection, 5, [8, 4], [16, 8, 1])
+    over_theirs.load_state_dict(theirs.state_dict())
+
+    expected = ours(batch.dense_features, batch.sparse_features)
+
+    torch.testing.assert_close(ours(batch.dense_features, kjt), expected, rtol=0, atol=0)
+    torch.testing.assert_close(
+        over_theirs(batch.dense_features, kjt), expected, rtol=1e-6, atol=1e-6
+    )
+
+
+def test_training_modules_of_both_libraries_take_either_batch(torchrec_pair):
+    from torchrec.datasets.utils import Batch as TorchRecBatch
+    from torchrec.models.dlrm import DLRMTrain as TorchRecDLRMTrain
+
+    ours, theirs = torchrec_pair
+    batch = make_batch()
+    their_batch = TorchRecBatch(
+        batch.dense_features, batch.sparse_features.to_torchrec(), batch.labels
+    )
+
+    our_loss, (detached, logits, labels) = DLRMTrain(ours)(their_batch)
+    their_loss, (_, their_logits, their_labels) = TorchRecDLRMTrain(theirs)(their_batch)
+
+    torch.testing.assert_close(our_loss, their_loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits, their_logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(labels, their_labels)
+    assert (our_loss.requires_grad, detached.requires_grad, logits.requires_grad) == (
+        True,
+        False,
+        False,
+    )
+
+
+def test_classic_initialisation_has_the_variances_of_the_classic_script():
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(400, 600)
+
+    initialize_classic(layer)
+
+    assert layer.weight.std().item() == pytest.approx(sqrt(2 / 1000), rel=0.02)
+    assert layer.bias.std().item() == pytest.approx(sqrt(1 / 600), rel=0.1)
+    assert abs(layer.weight.mean().item()) < 1e-3
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"must end in embedding_dim 4, got \[8, 5\]"):
+        DLRM(TorchEmbeddingBags(make_tables()), 5, [8, 5], [16, 1])
+    with pytest.raises(ValueError, match="two sizes or more"):
+        DLRM(TorchEmbeddingBags(make_tables()), 5, [8, 4], [1])
+    mixed = [*make_tables(), TableConfig(name="t", num_embeddings=2, embedding_dim=8)]
+    with pytest.raises(ValueError, match="one embedding_dim"):
+        DLRM(TorchEmbeddingBags(mixed), 5, [8, 4], [16, 1])
+
+
+def test_the_loss_goes_down_on_a_batch_that_is_seen_again():
+    torch.manual_seed(0)
+    model, batch = DLRMTrain(make_dlrm()), make_batch()
+    embeddings = model.model.sparse_arch.embedding_bag_collection
+    rows = embeddings.make_optimizer(OptimizerConfig())
+    dense = torch.optim.SGD(
+        [p for n, p in model.named_parameters() if "embedding_bags" not in n], lr=0.1
+    )
+    losses = []
+
+    for _ in range(20):
+        loss, _ = model(batch)
+        rows.zero_grad()
+        dense.zero_grad()
+        loss.backward()
+        rows.step()
+        dense.step()
+        losses.append(loss.item())
+
+    assert losses[-1] < losses[0]

@@ -1,0 +1,131 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.batch import Batch, JaggedIds, PooledEmbeddings
+
+BAGS = st.lists(
+    st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=2, max_size=2), max_size=4
+)
+
+
+def jagged(bags_by_key, **options):
+    """From {"key": [[ids of sample 0], ...], ...}."""
+    flat = [bag for bags in bags_by_key.values() for bag in bags]
+    values = torch.tensor([row for bag in flat for row in bag], dtype=torch.int64)
+    offsets = torch.tensor([0, *[len(bag) for bag in flat]]).cumsum(0)
+    return JaggedIds(list(bags_by_key), values, offsets, **options)
+
+
+@given(BAGS)
+def test_bags_come_back_from_the_layout(bags_of_samples):
+    bags = {key: [sample[n] for sample in bags_of_samples] for n, key in enumerate("ab")}
+
+    ids = jagged(bags)
+
+    assert ids.stride() == len(bags_of_samples)
+    for key, expected in bags.items():
+        part = ids[key]
+        offsets = part.offsets().tolist()
+        values = part.values().tolist()
+        assert [values[a:b] for a, b in pairwise(offsets)] == expected
+    assert ids.lengths().tolist() == [len(bag) for key in "ab" for bag in bags[key]]
+
+
+def test_one_hot_ids_are_taken_without_a_copy():
+    ids_FB = torch.arange(6).view(2, 3)
+
+    ids = JaggedIds.from_one_hot(["a", "b"], ids_FB)
+
+    assert ids.values().data_ptr() == ids_FB.data_ptr()
+    assert ids.offsets().tolist() == list(range(7))
+    assert ids["b"].values().tolist() == [3, 4, 5]
+
+
+def test_weights_go_with_their_lookups():
+    ids = jagged({"a": [[1], [2, 3]], "b": [[], [4]]}, weights=torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    assert ids["a"].weights_or_none().tolist() == [1.0, 2.0, 3.0]
+    assert ids["b"].weights_or_none().tolist() == [4.0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "offsets", "message"),
+    [
+        ([], [1], [0, 1], "at least one feature"),
+        (["a", "a"], [1, 2], [0, 1, 2], "distinct"),
+        (["a"], [[1]], [0, 1], r"values must be \(N,\) int32 or int64"),
+        (["a"], [1.0], [0, 1], r"values must be \(N,\) int32 or int64"),
+        (["a", "b"], [1, 2], [0, 2], r"F \* B \+ 1 entries with F = 2, got 2"),
+        (["a"], [1, 2], [0, 1], "end at N = 2, got 0 and 1"),
+        (["a"], [1, 2], [1, 2], "start at 0"),
+        (["a", "b"], [1, 2], [0, 2, 1, 1, 2], "got 2 then 1 at feature 'a', sample 1"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(keys, values, offsets, message):
+    with pytest.raises(ValueError, match=message):
+        JaggedIds(keys, torch.tensor(values), torch.tensor(offsets))
+
+
+def test_offsets_have_the_dtype_of_values_and_weights_their_shape():
+    values, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
+
+    with pytest.raises(ValueError, match="int64 like values"):
+        JaggedIds(["a"], values, offsets.int())
+    with pytest.raises(ValueError, match="one entry per lookup"):
+        JaggedIds(["a"], values, offsets, torch.ones(3))
+
+
+def test_an_unknown_feature_is_named_with_the_known_ones():
+    with pytest.raises(KeyError, match=r"no feature 'c'; it has \['a'\]"):
+        jagged({"a": [[1]]})["c"]
+
+
+def test_torchrec_sees_the_same_bags_in_the_same_memory():
+    pytest.importorskip("torchrec", exc_type=ImportError)
+    ids = jagged({"a": [[1], [2, 3]], "b": [[], [4]]}, weights=torch.rand(4))
+
+    theirs = ids.to_torchrec()
+    back = JaggedIds.from_torchrec(theirs)
+
+    assert theirs.keys() == ["a", "b"]
+    assert theirs.stride() == 2
+    assert theirs["a"].to_dense()[1].tolist() == [2, 3]
+    assert theirs.values().data_ptr() == ids.values().data_ptr() == back.values().data_ptr()
+    assert back.offsets().tolist() == ids.offsets().tolist()
+    assert back.weights_or_none().data_ptr() == ids.weights_or_none().data_ptr()
+
+
+def test_pooled_embeddings_are_found_by_name():
+    values = torch.arange(10.0).view(2, 5)
+
+    pooled = PooledEmbeddings(["a", "b"], [2, 3], values)
+
+    assert pooled["b"].tolist() == [[2, 3, 4], [7, 8, 9]]
+    assert {key: tuple(part.shape) for key, part in pooled.to_dict().items()} == {
+        "a": (2, 2),
+        "b": (2, 3),
+    }
+    with pytest.raises(KeyError, match="no feature 'c'"):
+        pooled["c"]
+
+
+def test_pooled_embeddings_of_another_width_are_refused():
+    with pytest.raises(ValueError, match=r"values must be \(B, 5\), got \(2, 4\)"):
+        PooledEmbeddings(["a", "b"], [2, 3], torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="one entry per key"):
+        PooledEmbeddings(["a", "b"], [5], torch.zeros(2, 5))
+
+
+def test_a_batch_moves_as_a_whole():
+    batch = Batch(torch.zeros(2, 3), jagged({"a": [[1], [2]]}), torch.ones(2))
+
+    moved = batch.to("meta")
+
+    assert {moved.dense_features.device.type, moved.labels.device.type} == {"meta"}
+    assert moved.sparse_features.values().device.type == "meta"
+    assert len(batch) == 2
+    assert batch.sparse_features.to("cpu") is batch.sparse_features

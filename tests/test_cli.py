@@ -1,0 +1,174 @@
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from recsys.cli import build_parser, main
+
+
+def run_cli(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def test_options_are_these_and_no_others():
+    def options(parser):
+        found = {}
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found |= {name: options(sub) for name, sub in action.choices.items()}
+            elif action.dest != "help":
+                found[action.option_strings[-1] if action.option_strings else action.dest] = None
+        return {key: value or "" for key, value in found.items()}
+
+    assert options(build_parser()) == {
+        "--version": "",
+        "prepare": {
+            "format": "",
+            "raw": "",
+            "--out": "",
+            "--convention": "",
+            "--skip-bad-lines": "",
+        },
+        "train": {"data": "", "--config": "", "--set": "", "--run": ""},
+        "evaluate": {"run": "", "--data": "", "--json": ""},
+        "bench": {"prepare": {"--raw": "", "--quick": "", "--json": ""}},
+    }
+
+
+def test_prepare_train_evaluate(raw_line, tmp_path, small_settings, capsys):
+    raw = tmp_path / "raw.txt"
+    raw.write_text(
+        "\n".join(
+            raw_line(str(line % 3 // 2), [str(line % 5)] * 13, [f"{line % 7:x}"] * 26)
+            for line in range(700)
+        )
+    )
+    store, folder = tmp_path / "store", tmp_path / "run"
+
+    assert run_cli("prepare", "criteo-kaggle", raw, "--out", store) == 0
+    assert run_cli("train", store, *small_settings, "--run", folder) == 0
+    printed_by_train = capsys.readouterr().out
+    metrics_file = tmp_path / "metrics.json"
+    assert run_cli("evaluate", folder, "--data", store, "--json", metrics_file) == 0
+
+    for word in ("auc", "logloss", "samples/s", str(folder)):
+        assert word in printed_by_train
+    record = json.loads((folder / "run.json").read_text())
+    assert json.loads(metrics_file.read_text())["metrics"] == record["metrics"]
+
+
+def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
+    raw = tmp_path / "raw.txt"
+    raw.write_text(f"{raw_line()}\noops\n")
+
+    assert run_cli("prepare", "criteo-kaggle", raw, "--out", tmp_path / "a") == 2
+    assert f"{raw} line 2: expected 40" in capsys.readouterr().err
+    assert (
+        run_cli("prepare", "criteo-kaggle", raw, "--out", tmp_path / "b", "--skip-bad-lines") == 0
+    )
+    assert "left out 1 bad lines, listed in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere"], "nowhere is not a store"),
+        (["train", "synthetic:criteo-kaggle", "--set", "x=1"], "unknown key x"),
+        (["evaluate", "nowhere"], "nowhere is not a run"),
+        (["prepare", "criteo-kaggle", "nowhere", "--out", "s"], "nowhere does not exist"),
+        (["bench", "prepare", "--raw", "nowhere"], "nowhere is no file"),
+    ],
+)
+def test_bad_input_ends_with_a_message_and_status_2(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+
+    assert run_cli(*arguments) == 2
+
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_every_configuration_key(capsys):
+    with pytest.raises(SystemExit) as caught:
+        run_cli("train", "--help")
+
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert "optimizer.lr" in printed
+    assert "eval.every_steps" in printed
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_cleanly_with_what_was_measured(tmp_path, small_settings):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "recsys.cli", "train", "synthetic:criteo-kaggle"]
+    command += [*small_settings, "--set", "synthetic.num_samples=100000000"]
+    command += ["--set", "eval.every_steps=20", "--set", "eval.max_samples=1000"]
+    with subprocess.Popen(
+        [*command, "--run", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        history = folder / "history.jsonl"
+        give_up = time.monotonic() + 60
+        while not history.is_file() or "validation" not in history.read_text():
+            assert process.poll() is None
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    record = json.loads((folder / "run.json").read_text())
+    assert record["status"] == "interrupted"
+    assert record["metrics"]["test"] is None
+    assert record["metrics"]["validation"]["auc"] is not None
+    assert record["throughput"]["samples_per_second"] > 0
+    assert (folder / "model.safetensors").is_file()
+    assert (folder / "curves.png").is_file()
+    assert "interrupted at step" in printed
+
+
+BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torchrec", "fbgemm_gpu"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+import recsys
+from recsys.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_training_needs_neither_torchrec_nor_fbgemm(tmp_path, small_settings):
+    def run_blocked(*settings):
+        command = [sys.executable, "-c", BLOCKED, "train", "synthetic:criteo-kaggle"]
+        return subprocess.run(
+            [*command, *small_settings, *settings, "--run", str(tmp_path / f"run{len(settings)}")],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONWARNINGS": "error"},
+            check=False,
+        )
+
+    plain = run_blocked()
+    fbgemm = run_blocked("--set", "embeddings=fbgemm")
+
+    assert plain.returncode == 0, plain.stderr
+    assert "samples/s" in plain.stdout
+    assert fbgemm.returncode == 2
+    assert "embeddings 'fbgemm' needs fbgemm-gpu-cpu" in fbgemm.stderr

@@ -1,0 +1,121 @@
+import pytest
+
+from recsys.config import OptimizerConfig, TrainConfig, describe_keys, load_config, to_toml
+from recsys.errors import ConfigError
+
+
+def test_defaults_are_the_public_kaggle_recipe():
+    config = TrainConfig()
+
+    assert (config.optimizer.name, config.optimizer.lr) == ("sgd", 0.1)
+    assert (config.batch_size, config.epochs, config.seed) == (128, 1, 0)
+    assert config.model.dense_arch == (512, 256, 64, 16)
+    assert config.model.over_arch == (512, 256, 1)
+
+
+def test_settings_win_over_the_file_and_values_over_both(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(
+        'seed = 1\nepochs = 2\ndata = "file"\n[optimizer]\nlr = 0.5\nname = "adagrad"\n'
+    )
+
+    config = load_config(file, ["optimizer.lr=1", "epochs = 3"], data="given")
+
+    assert (config.seed, config.epochs, config.data) == (1, 3, "given")
+    assert config.optimizer == OptimizerConfig(name="adagrad", lr=1.0)
+
+
+def test_what_is_written_is_what_was_read(tmp_path):
+    settings = ["model.dense_arch=[8, 4]", "model.embedding_dim=4", "dense_optimizer.lr=0.5"]
+    config = load_config(None, settings, data="some/store")
+    file = tmp_path / "config.toml"
+
+    file.write_text(to_toml(config))
+
+    assert load_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "lr"),
+    [
+        ([], "sgd", 0.1),
+        (["optimizer.name=adagrad", "optimizer.lr=0.01"], "adagrad", 0.01),
+        (["optimizer.name=adagrad", "dense_optimizer.lr=0.5"], "adagrad", 0.5),
+        (["dense_optimizer.name=adagrad"], "adagrad", 0.1),
+    ],
+)
+def test_the_dense_part_takes_from_the_rows_what_is_not_set(settings, name, lr):
+    dense = load_config(None, settings).dense_optimizer
+
+    assert (dense.name, dense.lr) == (name, lr)
+
+
+def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
+    settings = ["optimizer.name=rowwise_adagrad", "embeddings=fbgemm"]
+
+    config = load_config(None, settings)
+
+    assert config.dense_optimizer.name == "adagrad"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("optimiser.lr=1", "unknown key optimiser; did you mean optimizer?"),
+        ("optimizer.learning_rate=1", "unknown key optimizer.learning_rate; keys are"),
+        ("batch_size=big", "batch_size must be of type int, got 'big'"),
+        ("batch_size=1.5", "batch_size must be of type int, got 1.5"),
+        ("batch_size=true", "batch_size must be of type int, got True"),
+        ("batch_size=0", "batch_size must be at least 1, got 0"),
+        ("optimizer=1", "optimizer must be a table of keys, got 1"),
+        ("optimizer.name=lamb", "optimizer.name must be one of 'sgd', 'adagrad'"),
+        ("optimizer.lr=-1", "optimizer.lr must be at least 0, got -1.0"),
+        ("optimizer.lr=nan", "optimizer.lr must be at least 0, got nan"),
+        ("optimizer.name=rowwise_adagrad", "not in torch.optim, so embeddings 'torch' cannot"),
+        ("dense_optimizer.name=rowwise_adagrad", "dense_optimizer.name must be 'sgd' or"),
+        ("embeddings=mine", "embeddings must be one of 'torch', 'fbgemm'; got 'mine'"),
+        ("device=tpu", "device must be one of"),
+        ("model.dense_arch=[8]", "model.dense_arch must end in model.embedding_dim 16, got [8]"),
+        ("model.dense_arch=8", "model.dense_arch must be a list of integers, got 8"),
+        ("model.dense_arch=[]", "model.dense_arch must be positive sizes, got []"),
+        ("model.over_arch=[1]", "model.over_arch must have two sizes or more and end in 1"),
+        ("synthetic.table_sizes=[0]", "synthetic.table_sizes must be positive, got [0]"),
+        ("seed", "a setting must be key=value, got 'seed'"),
+        ("seed.x=1", "seed must be of type int, got {'x': 1}"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(setting, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [setting])
+
+    assert message in str(caught.value)
+
+
+def test_a_key_below_a_value_is_refused():
+    with pytest.raises(ConfigError, match=r"key seed\.x: seed is a value, not a table"):
+        load_config(None, ["seed=1", "seed.x=1"])
+
+
+def test_fbgemm_refuses_what_it_cannot_do():
+    with pytest.raises(ConfigError, match="runs on device 'cpu' here, got 'cuda'"):
+        load_config(None, ["embeddings=fbgemm", "device=cuda"])
+    with pytest.raises(ConfigError, match="multiple of 4 with embeddings 'fbgemm', got 6"):
+        load_config(None, ["embeddings=fbgemm", "model.embedding_dim=6", "model.dense_arch=[8, 6]"])
+
+
+def test_a_file_that_is_no_toml_is_named(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("seed = ")
+
+    with pytest.raises(ConfigError, match=r"config\.toml is not TOML"):
+        load_config(file)
+    with pytest.raises(ConfigError, match=r"missing\.toml cannot be read"):
+        load_config(tmp_path / "missing.toml")
+
+
+def test_every_key_is_described():
+    keys = {key: meaning for key, _, meaning in describe_keys()}
+
+    assert "optimizer.lr" in keys
+    assert "model.dense_arch" in keys
+    assert all(keys.values())

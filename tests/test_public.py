@@ -1,0 +1,65 @@
+import subprocess
+import sys
+
+import pytest
+
+import recsys
+import recsys.datasets
+import recsys.embeddings
+import recsys.models
+
+
+def test_public_names_are_these_and_no_others():
+    assert {
+        "recsys": recsys.__all__,
+        "recsys.datasets": recsys.datasets.__all__,
+        "recsys.embeddings": recsys.embeddings.__all__,
+        "recsys.models": recsys.models.__all__,
+    } == {
+        "recsys": [
+            "DLRM",
+            "Batch",
+            "DLRMTrain",
+            "JaggedIds",
+            "PooledEmbeddings",
+            "__version__",
+        ],
+        "recsys.datasets": [
+            "BatchLoader",
+            "SampleSource",
+            "Store",
+            "SyntheticCriteo",
+            "prepare_criteo_kaggle",
+        ],
+        "recsys.embeddings": ["TableConfig"],
+        "recsys.models": ["DLRM", "DLRMTrain"],
+    }
+    for module in (recsys, recsys.datasets, recsys.embeddings, recsys.models):
+        assert all(hasattr(module, name) for name in module.__all__)
+
+
+IMPORT_ALL = """
+import importlib, pathlib, pkgutil, sys
+import recsys
+assert pathlib.Path(recsys.__file__).is_relative_to(sys.argv[1]), recsys.__file__
+for module in pkgutil.walk_packages(recsys.__path__, "recsys."):
+    importlib.import_module(module.name)
+assert (pathlib.Path(recsys.__file__).parent / "py.typed").is_file()
+"""
+
+
+def run_python(*arguments, **options):
+    subprocess.run([sys.executable, *map(str, arguments)], check=True, **options)
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_every_module(tmp_path, pytestconfig):
+    root, installed = pytestconfig.rootpath, tmp_path / "site"
+    offline = ("--quiet", "--no-deps")
+    run_python("-m", "pip", "wheel", *offline, "--no-build-isolation", "-w", tmp_path, root)
+    (wheel,) = tmp_path.glob("recsys-*.whl")
+
+    run_python("-m", "pip", "install", *offline, "--target", installed, wheel)
+
+    environment = {"PYTHONPATH": str(installed)}
+    run_python("-c", IMPORT_ALL, installed, cwd=tmp_path, env=environment)

@@ -1,0 +1,219 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from recsys.build import build_model, open_source
+from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
+from recsys.progress import STAGES
+from recsys.run_folder import RunFolder
+from recsys.trainer import evaluate_run, evaluate_split, train
+
+PROVIDERS = ["torch", "fbgemm"]
+
+
+def need(provider):
+    if provider == "fbgemm":
+        pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
+
+
+def run(config, folder):
+    return train(config, folder, show_progress=False)
+
+
+def history(folder):
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_run_leaves_its_whole_record(small_config, tmp_path, provider):
+    need(provider)
+    config = small_config(f"embeddings={provider}", "epochs=2", "seed=3")
+
+    record = run(config, tmp_path / "run")
+
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert files == {
+        "config.toml",
+        "history.jsonl",
+        "run.json",
+        "curves.png",
+        "model.safetensors",
+    }
+    saved = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert saved == json.loads(json.dumps(record))
+    assert saved["status"] == "finished"
+    assert saved["config"]["seed"] == 3
+    assert {"cpu", "gpu", "torch", "commit", "dirty"} <= set(saved["environment"])
+    assert saved["data"]["name"] == "synthetic:criteo-kaggle"
+    for split in ("test", "validation"):
+        assert set(saved["metrics"][split]) == {
+            "auc",
+            "logloss",
+            "normalized_entropy",
+            "calibration",
+            "accuracy",
+            "num_samples",
+        }
+    assert saved["metrics"]["test"]["num_samples"] == 150
+    assert saved["throughput"]["num_samples"] == 2 * 1800
+    assert saved["throughput"]["num_steps"] == 2 * 15
+    assert saved["peak_memory_bytes"] > 2**20
+
+
+def test_stages_add_up_to_the_time_that_samples_per_second_is_made_of(small_config, tmp_path):
+    record = run(small_config(), tmp_path / "run")
+
+    stages = {key: value for key, value in record["stalls"].items() if key != "evaluate_seconds"}
+    assert set(record["stalls"]) == {f"{stage}_seconds" for stage in STAGES}
+    assert min(record["stalls"].values()) > 0
+    throughput = record["throughput"]
+    assert sum(stages.values()) == pytest.approx(throughput["train_seconds"])
+    assert throughput["samples_per_second"] == pytest.approx(1800 / throughput["train_seconds"])
+
+
+def test_history_covers_every_sample_once_and_evaluates_when_told(small_config, tmp_path):
+    run(small_config("eval.every_steps=4"), tmp_path / "run")
+
+    entries = history(tmp_path / "run")
+    training = [entry for entry in entries if "train_loss" in entry]
+    assert [entry["num_samples"] for entry in training] == [
+        min(128 * step, 1800) for step in range(1, 16)
+    ]
+    assert [entry["step"] for entry in training if "validation" in entry] == [4, 8, 12]
+    assert set(entries[-1]) >= {"validation", "test", "step"}
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(small_config, tmp_path):
+    def losses(name, seed):
+        run(small_config(f"seed={seed}", "num_threads=1"), tmp_path / name)
+        return [entry.get("train_loss") for entry in history(tmp_path / name)]
+
+    first, again, other = losses("first", 0), losses("again", 0), losses("other", 1)
+
+    assert first == again
+    assert first != other
+
+
+def test_both_providers_start_from_the_same_model_and_learn_alike(small_config, tmp_path):
+    need("fbgemm")
+
+    records = {
+        provider: run(small_config(f"embeddings={provider}"), tmp_path / provider)
+        for provider in PROVIDERS
+    }
+
+    torch_loss, fbgemm_loss = (
+        records[provider]["metrics"]["test"]["logloss"] for provider in PROVIDERS
+    )
+    assert torch_loss == pytest.approx(fbgemm_loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("trained_with", PROVIDERS)
+def test_a_saved_model_evaluates_to_the_metrics_of_its_run(small_config, tmp_path, trained_with):
+    need(trained_with)
+    record = run(small_config(f"embeddings={trained_with}"), tmp_path / "run")
+
+    found = evaluate_run(tmp_path / "run")
+
+    assert {split: metrics.as_dict() for split, metrics in found.items()} == record["metrics"]
+
+
+def test_the_model_file_has_the_keys_of_a_plain_dlrm(small_config, tmp_path):
+    run(small_config(), tmp_path / "run")
+
+    with safe_open(tmp_path / "run" / "model.safetensors", "pt") as file:
+        keys = set(file.keys())
+        rows = file.get_slice("sparse_arch.embedding_bag_collection.embedding_bags.t_cat_3.weight")
+        assert rows.get_shape() == [500, 4]
+    assert "dense_arch.model._mlp.0._linear.weight" in keys
+    assert "over_arch.model.1.bias" in keys
+
+
+def test_evaluating_on_data_of_other_sizes_is_refused(small_config, tmp_path):
+    run(small_config(), tmp_path / "run")
+    config = (tmp_path / "run" / "config.toml").read_text()
+    (tmp_path / "run" / "config.toml").write_text(config.replace("500", "501"))
+
+    with pytest.raises(ConfigError, match=r"(?s)does not fit the model: .*t_cat_3"):
+        evaluate_run(tmp_path / "run")
+
+
+def test_evaluation_stops_behind_the_samples_asked_for(small_config):
+    config = small_config()
+    source = open_source(config)
+    model, _ = build_model(config, source)
+
+    part = evaluate_split(model, source, "train", batch_size=64, max_samples=100)
+    whole = evaluate_split(model, source, "train", batch_size=64)
+    in_one = evaluate_split(model, source, "train", batch_size=1800)
+
+    assert (part.num_samples, whole.num_samples) == (100, 1800)
+    assert whole.logloss == pytest.approx(in_one.logloss, rel=1e-6)
+    assert model.training
+
+
+def test_a_loss_that_is_no_number_stops_with_a_record(small_config, tmp_path):
+    config = small_config("optimizer.lr=1e30")
+
+    with pytest.raises(
+        TrainingDiverged, match=r"(step 1: the loss is|logits are not).*; lower optimizer\.lr"
+    ):
+        run(config, tmp_path / "run")
+
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "diverged"
+    assert record["metrics"] == {"test": None, "validation": None}
+    assert not math.isnan(record["throughput"]["samples_per_second"])
+
+
+def test_a_folder_with_something_in_it_is_not_touched(small_config, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+
+    with pytest.raises(AlreadyExists, match="is not empty; remove it or choose another"):
+        run(small_config(), tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_data_too_small_to_split_is_refused_before_anything_is_written(small_config, tmp_path):
+    with pytest.raises(ConfigError, match="the validation part of 8 samples is empty"):
+        run(small_config("synthetic.num_samples=8"), tmp_path / "run")
+
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_is_no_run_cannot_be_evaluated(tmp_path):
+    with pytest.raises(ConfigError, match=r"is not a run: it has no config\.toml"):
+        evaluate_run(tmp_path)
+
+
+def test_numbers_json_cannot_say_become_null(small_config, tmp_path):
+    folder = RunFolder.create(tmp_path / "run", small_config())
+
+    folder.append_history({"a": [float("nan"), 1.0], "b": {"c": float("inf")}})
+
+    assert folder.read_history() == [{"a": [None, 1.0], "b": {"c": None}}]
+
+
+def test_unknown_synthetic_data_is_refused(small_config):
+    with pytest.raises(ConfigError, match="must be 'synthetic:criteo-kaggle', got 'synthetic:x'"):
+        open_source(small_config(data="synthetic:x"))
+
+
+def test_training_learns_what_synthetic_data_plants(small_config, tmp_path):
+    config = small_config(
+        "synthetic.num_samples=60000",
+        "model.dense_arch=[16, 4]",
+        "model.over_arch=[16, 1]",
+        "optimizer.name=adagrad",
+        "optimizer.lr=0.05",
+    )
+
+    record = run(config, tmp_path / "run")
+
+    assert record["metrics"]["test"]["auc"] > 0.68
+    curve = [entry["train_loss"] for entry in history(tmp_path / "run") if "train_loss" in entry]
+    assert np.mean(curve[-10:]) < np.mean(curve[:10])
