@@ -1,6 +1,6 @@
 # Two commands do everything on a machine that has Python 3.11: `make train` and `make test`.
 
-PYTHON ?= python3
+PYTHON ?= $(shell command -v python3.11 || echo python3)
 BIN := .venv/bin
 DATA ?=
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)

@@ -81,7 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
     bench_prepare.add_argument(
         "--raw", type=Path, metavar="FILE", help="default: criteo_kaggle_137k under RECSYS_DATA"
     )
-    bench_prepare.add_argument("--quick", action="store_true", help="a tenth of the text, one run")
+    size = bench_prepare.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="a tenth of the text, one run")
+    size.add_argument(
+        "--kaggle-size",
+        action="store_true",
+        help="46 M lines and 34 M ids, one run; takes 20 GB of disk for a while",
+    )
     bench_prepare.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     bench_prepare.set_defaults(run_command=_bench_prepare)
     return parser
@@ -132,9 +138,10 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def _bench_prepare(options: argparse.Namespace) -> int:
     from recsys.bench.harness import print_rows, write_rows
-    from recsys.bench.prepare import bench_prepare
+    from recsys.bench.prepare import SIZES, bench_prepare
 
-    rows = bench_prepare(options.raw, quick=options.quick)
+    size = "quick" if options.quick else "kaggle" if options.kaggle_size else "gigabyte"
+    rows = bench_prepare(options.raw, SIZES[size])
     print_rows(rows)
     if options.json is not None:
         write_rows(options.json, rows)

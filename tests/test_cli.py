@@ -36,7 +36,7 @@ def test_options_are_these_and_no_others():
         },
         "train": {"data": "", "--config": "", "--set": "", "--run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},
-        "bench": {"prepare": {"--raw": "", "--quick": "", "--json": ""}},
+        "bench": {"prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""}},
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,8 +68,9 @@ def summarize(
 
 def in_own_process(function: Callable[..., _T], *arguments: Any) -> _T:
     """Call a top-level function in a fresh process, so that its memory is its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import gzip
 import os
+import shutil
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,22 +31,43 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["bench_prepare", "prepare_with_pandas"]
+    from recsys.datasets.criteo_parse import ParsedLines
 
-_FULL_BYTES = 1_000_000_000
-_QUICK_BYTES = 100_000_000
-_FULL_RUNS = 3
+__all__ = ["SIZES", "Size", "bench_prepare", "prepare_with_pandas", "write_long_text"]
+
 _PANDAS_CHUNK_LINES = 200_000
 _HEX_DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
 
 
-def bench_prepare(raw: Path | None, *, quick: bool) -> list[Row]:
+@dataclass(frozen=True)
+class Size:
+    """How much text is read, how often.
+
+    Attributes:
+        num_lines: Lines at least; the sample is repeated as a whole.
+        num_ids: Distinct ids; where None, every id that occurs once changes in every repetition.
+        num_runs: Runs of each provider.
+    """
+
+    num_lines: int
+    num_ids: int | None
+    num_runs: int
+
+
+SIZES = {
+    "quick": Size(num_lines=400_000, num_ids=None, num_runs=1),
+    "gigabyte": Size(num_lines=4_114_000, num_ids=None, num_runs=3),
+    "kaggle": Size(num_lines=45_840_617, num_ids=33_762_577, num_runs=1),
+}
+
+
+def bench_prepare(raw: Path | None, size: Size) -> list[Row]:
     """Measure throughput and peak memory of both providers.
 
     Args:
         raw: The sample, plain or gzip; `criteo_kaggle_137k` under the folder RECSYS_DATA names by
             default.
-        quick: A tenth of the text, one run.
+        size: How much of it; see `SIZES`.
 
     Raises:
         ConfigError: there is no sample.
@@ -59,13 +82,13 @@ def bench_prepare(raw: Path | None, *, quick: bool) -> list[Row]:
     seconds: dict[str, list[float]] = {provider: [] for provider in providers}
     peaks: dict[str, list[float]] = {provider: [] for provider in providers}
     with tempfile.TemporaryDirectory(prefix="recsys-bench-") as folder:
-        text = Path(folder) / "train.txt"
-        num_bytes, num_lines = write_long_text(raw, text, _QUICK_BYTES if quick else _FULL_BYTES)
+        text, out = Path(folder) / "train.txt", Path(folder) / "out"
+        num_bytes, num_lines = write_long_text(raw, text, size)
         num_ids = 0
-        for run in range(1 if quick else _FULL_RUNS):
+        for _ in range(size.num_runs):
             for provider, prepare in providers.items():
-                out = Path(folder) / f"{provider}-{run}"
                 spent, peak, num_ids = in_own_process(_measure, prepare, text, out)
+                shutil.rmtree(out)
                 seconds[provider].append(spent)
                 peaks[provider].append(peak)
     case = f"bytes={num_bytes},lines={num_lines},ids={num_ids}"
@@ -89,37 +112,46 @@ def bench_prepare(raw: Path | None, *, quick: bool) -> list[Row]:
     return rows
 
 
-def write_long_text(raw: Path, out: Path, num_bytes: int) -> tuple[int, int]:
-    """Repeat a sample until there are `num_bytes`; returns the bytes and lines written."""
+def write_long_text(raw: Path, out: Path, size: Size) -> tuple[int, int]:
+    """Repeat a sample to a size; returns the bytes and lines written."""
     content = raw.read_bytes()
-    text = np.frombuffer(
-        gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content, np.uint8
-    )
+    is_gzip = content[:2] == b"\x1f\x8b"
+    text = np.frombuffer(gzip.decompress(content) if is_gzip else content, np.uint8)
     parsed = parse_lines(text, 0, len(text), stop_at_bad_line=True)
-    separators = np.flatnonzero((text == ord("\t")) | (text == ord("\n")))
-    field_ends = separators.reshape(-1, NUM_FIELDS)[:, 1 + NUM_INTEGERS :]
-    # Fields of eight digits whose id is seen once: where they begin, and the id.
-    begins, ids = [], []
-    for column, values in enumerate(parsed.categories):
-        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ends = field_ends[:, column]
-        is_once = (counts[inverse] == 1) & (text[ends - 9] == ord("\t"))
-        begins.append(ends[is_once] - 8)
-        ids.append(values[is_once].astype(np.uint64))
-    digit_places = np.concatenate(begins)[:, None] + np.arange(8)
-    once_ids = np.concatenate(ids)
-    num_repetitions = -(-num_bytes // len(text))
+    num_repetitions = -(-size.num_lines // parsed.num_lines)
+    places, ids, num_others = _ids_seen_once(text, parsed)
+    if size.num_ids is not None and num_repetitions > 1:
+        num_changing = (size.num_ids - num_others - len(ids)) // (num_repetitions - 1)
+        chosen = np.random.default_rng(0).permutation(len(ids))[:num_changing]
+        places, ids = places[chosen], ids[chosen]
+    digit_places = places[:, None] + np.arange(8)
     changed = text.copy()
     with out.open("wb") as file:
         for repetition in range(num_repetitions):
             if repetition:
-                new_ids = _other_ids(once_ids, repetition)
-                nibbles = (new_ids[:, None] >> np.arange(28, -1, -4, dtype=np.uint64)) & np.uint64(
-                    15
-                )
-                changed[digit_places] = _HEX_DIGITS[nibbles]
+                new_ids = _other_ids(ids, repetition)
+                digits = new_ids[:, None] >> np.arange(28, -1, -4, dtype=np.uint64)
+                changed[digit_places] = _HEX_DIGITS[digits & np.uint64(15)]
             file.write(changed.data)
     return num_repetitions * len(text), num_repetitions * parsed.num_lines
+
+
+def _ids_seen_once(
+    text: NDArray[np.uint8], parsed: ParsedLines
+) -> tuple[NDArray[np.int64], NDArray[np.uint64], int]:
+    """Where ids of eight digits seen once in their column stand; those ids; how many others."""
+    separators = np.flatnonzero((text == ord("\t")) | (text == ord("\n")))
+    field_ends = separators.reshape(-1, NUM_FIELDS)[:, 1 + NUM_INTEGERS :]
+    places, ids, num_distinct = [], [], 0
+    for column, values in enumerate(parsed.categories):
+        distinct, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ends = field_ends[:, column]
+        is_once = (counts[inverse] == 1) & (text[ends - 9] == ord("\t"))
+        places.append(ends[is_once] - 8)
+        ids.append(values[is_once].astype(np.uint64))
+        num_distinct += len(distinct)
+    once = np.concatenate(ids)
+    return np.concatenate(places), once, num_distinct - len(once)
 
 
 def prepare_with_pandas(text: Path, out: Path) -> int:

@@ -12,21 +12,29 @@ def test_the_long_text_is_good_and_brings_new_ids_with_every_repetition(raw_line
     lines = [raw_line(categories=["aaaaaaaa"] * 25 + [f"{line + 2**31:08x}"]) for line in range(10)]
     raw.write_text("\n".join(lines) + "\n")
 
-    num_bytes, num_lines = prepare.write_long_text(raw, text, 4 * raw.stat().st_size)
+    sizes = prepare.write_long_text(raw, text, prepare.Size(35, num_ids=None, num_runs=1))
 
     report = prepare_criteo_kaggle([text], tmp_path / "store", show_progress=False)
-    assert num_bytes == text.stat().st_size == 4 * raw.stat().st_size
-    assert num_lines == report.num_samples == 40
+    assert sizes == (text.stat().st_size, 40) == (4 * raw.stat().st_size, report.num_samples)
     # One popular id in each of 25 columns; ten new ones per repetition in the last.
     assert report.num_rows == 25 + 40
 
 
-def test_both_providers_are_measured_into_rows(raw_line, tmp_path, monkeypatch):
+def test_the_long_text_has_as_many_ids_as_asked_for(raw_line, tmp_path):
+    raw, text = tmp_path / "raw.txt", tmp_path / "long.txt"
+    raw.write_text("".join(raw_line(categories=[f"{n:08x}"] * 26) + "\n" for n in range(10)))
+
+    prepare.write_long_text(raw, text, prepare.Size(50, num_ids=300, num_runs=1))
+
+    report = prepare_criteo_kaggle([text], tmp_path / "store", show_progress=False)
+    assert report.num_rows == 300
+
+
+def test_both_providers_are_measured_into_rows(raw_line, tmp_path):
     raw = tmp_path / "raw.txt"
     raw.write_text("".join(raw_line(categories=[f"{n:08x}"] * 26) + "\n" for n in range(50)))
-    monkeypatch.setattr(prepare, "_QUICK_BYTES", 100_000)
 
-    rows = prepare.bench_prepare(raw, quick=True)
+    rows = prepare.bench_prepare(raw, prepare.Size(500, num_ids=None, num_runs=1))
 
     assert [(row.provider, row.metric, row.unit) for row in rows] == [
         ("recsys", "throughput", "MB/s"),
@@ -35,7 +43,7 @@ def test_both_providers_are_measured_into_rows(raw_line, tmp_path, monkeypatch):
         ("pandas", "peak_memory", "bytes"),
     ]
     assert all(row.median > 0 and row.num_runs == 1 for row in rows)
-    assert len({row.case for row in rows}) == 1
+    assert {row.case.split(",")[1:] == ["lines=500", "ids=13000"] for row in rows} == {True}
 
 
 def test_rows_are_medians_with_their_spread_and_carry_the_environment(tmp_path):
