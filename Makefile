@@ -51,6 +51,7 @@ check: setup
 
 bench: setup
 	$(BIN)/recsys bench prepare --json docs/benchmarks/prepare.json
+	$(BIN)/recsys bench prepare --kaggle-size --json docs/benchmarks/prepare_kaggle_size.json
 
 reference: setup
 	sh docs/benchmarks/reference.sh

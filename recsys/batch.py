@@ -94,10 +94,9 @@ class JaggedIds:
         self._values = values
         self._offsets = offsets
         self._weights = weights
-        self._position = {key: position for position, key in enumerate(self._keys)}
         if not self._keys:
             raise ValueError("JaggedIds: keys must name at least one feature, got none")
-        if len(self._position) != len(self._keys):
+        if len(set(self._keys)) != len(self._keys):
             raise ValueError(f"JaggedIds: keys must be distinct, got {self._keys}")
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
             raise ValueError(
@@ -148,7 +147,7 @@ class JaggedIds:
                 f"got {tuple(ids_FB.shape)}"
             )
         offsets = torch.arange(ids_FB.numel() + 1, dtype=ids_FB.dtype, device=ids_FB.device)
-        return cls(keys, ids_FB.reshape(-1), offsets)
+        return cls._unchecked(keys, ids_FB.reshape(-1), offsets, None)
 
     def keys(self) -> list[str]:
         """Feature names, in order."""
@@ -176,10 +175,10 @@ class JaggedIds:
 
     def __getitem__(self, key: str) -> JaggedIds:
         """The bags of one feature, its offsets starting at 0 (reads two offsets to the host)."""
-        if key not in self._position:
+        if key not in self._keys:
             raise KeyError(f"JaggedIds has no feature {key!r}; it has {self._keys}")
         batch_size = self.stride()
-        begin = self._position[key] * batch_size
+        begin = self._keys.index(key) * batch_size
         offsets = self._offsets[begin : begin + batch_size + 1]
         lookups = slice(int(offsets[0]), int(offsets[-1]))
         weights = None if self._weights is None else self._weights[lookups]
@@ -202,12 +201,17 @@ class JaggedIds:
                 tensor.record_stream(stream)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> JaggedIds:
-        # The offsets were checked when `self` was built; a copy need not be checked again.
-        copy = object.__new__(JaggedIds)
-        copy._keys, copy._position = self._keys, self._position
-        copy._values, copy._offsets = change(self._values), change(self._offsets)
-        copy._weights = None if self._weights is None else change(self._weights)
-        return copy
+        weights = None if self._weights is None else change(self._weights)
+        return self._unchecked(self._keys, change(self._values), change(self._offsets), weights)
+
+    @classmethod
+    def _unchecked(
+        cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> JaggedIds:
+        """For offsets that are right by construction: checking reads all of them."""
+        ids = object.__new__(cls)
+        ids._keys, ids._values, ids._offsets, ids._weights = list(keys), values, offsets, weights
+        return ids
 
     def to_torchrec(self) -> KeyedJaggedTensor:
         """The same tensors as a `torchrec.KeyedJaggedTensor`; nothing is copied.

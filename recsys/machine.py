@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 
 from recsys._version import __version__
 
-__all__ = ["describe_environment", "peak_memory_bytes", "set_num_threads"]
+__all__ = ["describe_environment", "num_cores", "peak_memory_bytes", "set_num_threads"]
 
 
 def set_num_threads(num_threads: int) -> int:
@@ -23,19 +22,23 @@ def set_num_threads(num_threads: int) -> int:
     Kernels of ours outside torch run on the thread that calls them, so torch's pool is all there is
     to size.
     """
-    num_threads = num_threads or _num_cores()
+    num_threads = num_threads or num_cores()
     torch.set_num_threads(num_threads)
     return num_threads
 
 
-def peak_memory_bytes() -> int:
-    """The most physical memory this process has held at once."""
+def peak_memory_bytes() -> int | None:
+    """The most physical memory this process has held at once; None where nothing tells."""
     status = Path("/proc/self/status")
     if status.is_file():
         # Not getrusage: its maximum is inherited from the parent across exec.
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
     maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return maximum if sys.platform == "darwin" else maximum * 1024
 
@@ -54,19 +57,25 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpu": _cpu_name(),
-        "num_cores": _num_cores(),
+        "num_cores": num_cores(),
         "num_threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": _memory_bytes(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "platform": platform.platform(),
     }
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
     """Cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    if not hasattr(os, "sysconf"):  # Windows
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cpu_name() -> str:

@@ -75,7 +75,7 @@ class Progress:
     ) -> None:
         self.num_steps = 0
         self.num_samples = 0
-        self.peak_memory_bytes = 0  # of the process, until the run ended
+        self.peak_memory_bytes: int | None = None  # of the process, until the loop ended
         self.last_validation: dict[str, Any] | None = None
         self._folder = folder
         self._clock = clock

@@ -33,17 +33,25 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     evaluate = seconds.pop("evaluate")
     total = sum(seconds.values())
     shares = "  ".join(f"{stage} {spent / total:.0%}" for stage, spent in seconds.items())
-    lines = [format_metrics(record["metrics"]), ""]
+    config, sizes = record["config"], record["data"]["table_sizes"].values()
+    dim, optimizer = config["model"]["embedding_dim"], config["optimizer"]
+    peak = record["peak_memory_bytes"]
+    lines = []
     if record["status"] != "finished":
-        lines.insert(
-            0, f"{record['status']} at step {throughput['num_steps']:,}: what was measured so far"
-        )
+        lines += [f"{record['status']} at step {throughput['num_steps']:,}; measured so far:", ""]
     lines += [
-        f"samples/s           {'-' if rate is None else format(rate, '14,.0f')}",
+        format_metrics(record["metrics"]),
+        "",
+        f"data                {record['data']['name']}, {record['data']['num_samples']:,} samples",
+        f"tables              {len(sizes)}, {sum(sizes):,} rows of {dim}: "
+        f"{sum(sizes) * dim * 4 / 2**30:.2f} GiB, embeddings {config['embeddings']}",
+        f"recipe              {optimizer['name']} {optimizer['lr']:g}, B={config['batch_size']}, "
+        f"{config['epochs']} epoch{'s' if config['epochs'] > 1 else ''}, seed {config['seed']}",
+        f"samples/s           {'-' if rate is None else format(rate, ',.0f')}",
         f"training            {throughput['num_samples']:,} samples in {total:.1f} s; "
         f"evaluation took {evaluate:.1f} s more",
         f"time                {shares}",
-        f"peak memory         {record['peak_memory_bytes'] / 2**30:.2f} GiB",
+        f"peak memory         {'-' if peak is None else f'{peak / 2**30:.2f} GiB'}",
         f"saved               {run_dir}/ (run.json, history.jsonl, curves.png, model.safetensors)",
     ]
     return "\n".join(lines)

@@ -64,9 +64,9 @@ def train(
             "diverged".
     """
     source = open_source(config)
-    folder = RunFolder.create(run_dir, config)
     set_num_threads(config.num_threads)
     model, optimizers = build_model(config, source)
+    folder = RunFolder.create(run_dir, config)
     loader = BatchLoader(
         source,
         "train",

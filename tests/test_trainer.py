@@ -3,6 +3,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 
 from recsys.build import build_model, open_source
@@ -119,6 +120,18 @@ def test_a_saved_model_evaluates_to_the_metrics_of_its_run(small_config, tmp_pat
     found = evaluate_run(tmp_path / "run")
 
     assert {split: metrics.as_dict() for split, metrics in found.items()} == record["metrics"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_training_on_a_gpu_evaluates_to_the_metrics_of_its_run(small_config, tmp_path):
+    record = run(small_config("device=cuda"), tmp_path / "run")
+
+    found = evaluate_run(tmp_path / "run")
+
+    assert record["environment"]["gpu"] is not None
+    for split, metrics in found.items():
+        assert metrics.logloss == pytest.approx(record["metrics"][split]["logloss"], rel=1e-5)
 
 
 def test_the_model_file_has_the_keys_of_a_plain_dlrm(small_config, tmp_path):

@@ -198,7 +198,7 @@ def _prepare_with_recsys(text: Path, out: Path) -> int:
     return prepare_criteo_kaggle([text], out, show_progress=False).num_rows
 
 
-def _measure(prepare: Any, text: Path, out: Path) -> tuple[float, int, int]:
+def _measure(prepare: Any, text: Path, out: Path) -> tuple[float, float, int]:
     """Seconds, peak memory and distinct ids of one run; kernels are compiled beforehand."""
     with tempfile.TemporaryDirectory() as folder:
         short = Path(folder) / "short.txt"
@@ -207,7 +207,8 @@ def _measure(prepare: Any, text: Path, out: Path) -> tuple[float, int, int]:
         prepare(short, Path(folder) / "out")
     begin = time.perf_counter()
     num_ids = prepare(text, out)
-    return time.perf_counter() - begin, peak_memory_bytes(), num_ids
+    seconds = time.perf_counter() - begin
+    return seconds, float(peak_memory_bytes() or "nan"), num_ids
 
 
 def _other_ids(ids: NDArray[np.uint64], repetition: int) -> NDArray[np.uint64]:

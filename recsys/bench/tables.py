@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -28,9 +29,9 @@ def with_tables(text: str) -> str:
     return _PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[3], text)
 
 
-def prepare_table() -> str:
+def prepare_table(file: str) -> str:
     """`recsys bench prepare`: throughput and peak memory by provider."""
-    record = json.loads((_JSON / "prepare.json").read_text())
+    record = json.loads((_JSON / file).read_text())
     rows = {(row["provider"], row["metric"]): row for row in record["rows"]}
     case = dict(pair.split("=") for pair in record["rows"][0]["case"].split(","))
     lines = []
@@ -39,15 +40,17 @@ def prepare_table() -> str:
         lines.append(
             [
                 provider,
-                f"{rate['median']:.0f} ({rate['p20']:.0f}-{rate['p80']:.0f})",
+                f"{rate['median']:.0f}"
+                + (f" ({rate['p20']:.0f}-{rate['p80']:.0f})" if rate["num_runs"] > 1 else ""),
                 f"{peak['median'] / 2**30:.2f}",
             ]
         )
+    num_runs = rows["recsys", "throughput"]["num_runs"]
+    spread = f"median of {num_runs} runs (20th to 80th percentile)" if num_runs > 1 else "one run"
     caption = (
         f"Raw Criteo text to numbered arrays: {int(case['bytes']) / 1e9:.2f} GB, "
-        f"{int(case['lines']):,} lines, {int(case['ids']):,} distinct ids; median of "
-        f"{rows['recsys', 'throughput']['num_runs']} runs (20th to 80th percentile); "
-        f"{_machine(record['environment'])}."
+        f"{int(case['lines']):,} lines, {int(case['ids']):,} distinct ids; "
+        f"{spread}; {_machine(record['environment'])}."
     )
     return _table(caption, ["", "MB/s", "peak memory, GiB"], lines)
 
@@ -87,7 +90,8 @@ def reference_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "prepare": prepare_table,
+    "prepare": partial(prepare_table, "prepare.json"),
+    "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),
     "reference": reference_table,
 }
 

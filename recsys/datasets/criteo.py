@@ -18,7 +18,6 @@ distinct ids take about 0.6 GiB.
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,6 +33,7 @@ from recsys.datasets.row_numbers import RowNumbers
 from recsys.datasets.source import classic_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import DatasetFormatError
+from recsys.machine import num_cores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -95,7 +95,7 @@ def prepare_criteo_kaggle(
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"raw file {path} does not exist")
-    num_threads = num_threads or os.cpu_count() or 1
+    num_threads = num_threads or num_cores()
     columns = [RowNumbers() for _ in CATEGORY_NAMES]
     sources = []
     with (

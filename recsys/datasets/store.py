@@ -189,8 +189,8 @@ class Store:
 
     def describe(self) -> dict[str, Any]:
         """What a run record says of this data."""
-        kept = ("convention", "sources", "num_samples", "splits", "num_embeddings")
-        return {"name": str(self.path), **{key: self.meta[key] for key in kept}}
+        kept = {key: self.meta[key] for key in ("convention", "sources", "num_samples", "splits")}
+        return {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
 
     def _read_meta(self) -> dict[str, Any]:
         file = self.path / "meta.json"

@@ -79,7 +79,7 @@ class SparseArch(nn.Module):
     def forward(self, features: Features) -> Tensor:
         """Pooled vectors, (B, F, D), in the tables' order."""
         pooled: Pooled = self.embedding_bag_collection(features)
-        return pooled.values().view(-1, len(self.sparse_feature_names), self.embedding_dim)
+        return pooled.values().reshape(-1, len(self.sparse_feature_names), self.embedding_dim)
 
 
 class DenseArch(nn.Module):

@@ -25,14 +25,13 @@ class InteractionArch(nn.Module):
         Recommendation Systems.
     """
 
-    _pairs: Tensor
-
     def __init__(self, num_sparse_features: int) -> None:
         super().__init__()
         self.num_sparse_features = num_sparse_features
         size = num_sparse_features + 1
         first, second = torch.triu_indices(size, size, offset=1)
-        self.register_buffer("_pairs", first * size + second, persistent=False)
+        # No buffer: it is made of sizes alone, and must survive `to_empty` after a meta device.
+        self._pairs = first * size + second
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
         """Combine one dense and F sparse vectors per sample."""
@@ -40,5 +39,7 @@ class InteractionArch(nn.Module):
             return dense_features
         vectors = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
+        if self._pairs.device != products.device:
+            self._pairs = self._pairs.to(products.device)
         pairs = products.flatten(1).index_select(1, self._pairs)
         return torch.cat([dense_features, pairs], dim=1)

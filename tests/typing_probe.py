@@ -1,0 +1,26 @@
+"""Checked by mypy, never run: the public surface as a typed program uses it."""
+
+from typing import assert_type
+
+import torch
+
+import recsys
+from recsys.config import OptimizerConfig, TrainConfig, load_config
+from recsys.datasets import BatchLoader, SampleSource, Store, SyntheticCriteo
+from recsys.embeddings import TableConfig
+from recsys.embeddings.baselines import build_embeddings
+from recsys.metrics import Metrics
+from recsys.trainer import evaluate_run
+
+sources: list[SampleSource] = [SyntheticCriteo(num_samples=7), Store("store")]
+for batch in BatchLoader(sources[0], "train", 128, shuffle=True):
+    assert_type(batch, recsys.Batch)
+    assert_type(batch.sparse_features.values(), torch.Tensor)
+
+table = TableConfig(name="t", num_embeddings=1, embedding_dim=4)
+embeddings, row_optimizer = build_embeddings("torch", [table], OptimizerConfig(lr=0.1))
+assert_type(row_optimizer, torch.optim.Optimizer | None)
+model = recsys.DLRMTrain(recsys.DLRM(embeddings, 13, [8, 4], [8, 1]))
+
+assert_type(load_config(None, ["seed=1"], data="store"), TrainConfig)
+assert_type(evaluate_run("run"), dict[str, Metrics])
