@@ -29,12 +29,13 @@ ifeq ($(DATA),)
 train: setup
 	$(BIN)/recsys train synthetic:criteo-kaggle --run $(RUN) $(ARGS)
 else
-# The raw file is prepared once, into a store named after its whole path: many are called train.txt.gz.
-STORE := stores/$(subst /,-,$(patsubst /%,%,$(basename $(basename $(abspath $(DATA))))))
+# Raw files are prepared once. Many are called train.txt.gz, so the store's name has a sum of their
+# paths; one that has changed since is for `recsys prepare` to refuse.
+STORE := stores/$(notdir $(firstword $(DATA)))-$(shell echo "$(abspath $(DATA))" | cksum | cut -d' ' -f1)
 train: setup $(STORE)
 	$(BIN)/recsys train $(STORE) --run $(RUN) $(ARGS)
 
-$(STORE): | setup
+$(STORE): $(wildcard $(DATA)) | setup
 	$(BIN)/recsys prepare criteo-kaggle $(DATA) --out $@
 endif
 
@@ -57,7 +58,7 @@ reference: setup
 	sh docs/benchmarks/reference.sh
 
 tables: setup
-	$(BIN)/python -m recsys.bench.tables
+	$(BIN)/python docs/benchmarks/tables.py
 
 clean:
 	rm -rf .venv build dist recsys.egg-info

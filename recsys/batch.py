@@ -1,8 +1,8 @@
 """What one mini-batch is made of: dense features, jagged ids, labels; and what a lookup returns.
 
 `JaggedIds` and `PooledEmbeddings` are the light counterparts of TorchRec's `KeyedJaggedTensor` and
-`KeyedTensor`: same layout, same method names, no dependency. A module that takes one takes the
-other.
+`KeyedTensor`: the same layout, the methods that lookups and models need under the same names, and
+no dependency. Modules here take either.
 
     keys    = ["cat_0", "cat_1"]          batch of 3 samples
     values  = [4, 9, 9 | 0, 2]            the rows of cat_0, then those of cat_1
@@ -18,7 +18,7 @@ Shape letters: B samples, F features, N lookups, D embedding_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -30,10 +30,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = ["Batch", "Features", "JaggedIds", "Pooled", "PooledEmbeddings"]
+__all__ = [
+    "Batch",
+    "Features",
+    "JaggedIds",
+    "Pooled",
+    "PooledEmbeddings",
+    "require_one_batch_size",
+]
 
 
-@runtime_checkable
 class Features(Protocol):
     """What modules ask of sparse input: `JaggedIds` and TorchRec's `KeyedJaggedTensor` have it."""
 
@@ -62,8 +68,23 @@ class Pooled(Protocol):
     def values(self) -> Tensor:
         """Pooled vectors side by side, (B, sum of dims)."""
 
-    def __getitem__(self, key: str) -> Tensor:
-        """The columns of one feature, (B, D)."""
+    def to_dict(self) -> dict[str, Tensor]:
+        """Vectors by feature name, (B, D) each."""
+
+
+def require_one_batch_size(features: object) -> None:
+    """Refuse a `KeyedJaggedTensor` whose features have batch sizes of their own.
+
+    Raises:
+        ValueError: they do.
+    """
+    varies = getattr(features, "variable_stride_per_key", None)
+    inverse = getattr(features, "inverse_indices_or_none", None)
+    if (varies is not None and varies()) or (inverse is not None and inverse() is not None):
+        raise ValueError(
+            "features with batch sizes of their own (variable_stride_per_key, inverse_indices) are "
+            "not supported here; expand them to one batch size"
+        )
 
 
 class JaggedIds:
@@ -135,19 +156,19 @@ class JaggedIds:
                 )
 
     @classmethod
-    def from_one_hot(cls, keys: Sequence[str], ids_FB: Tensor) -> JaggedIds:
+    def from_one_hot(cls, keys: Sequence[str], rows_FB: Tensor) -> JaggedIds:
         """One lookup per feature and sample.
 
         Shape:
-            ids_FB (F, B) int32 or int64, contiguous (then nothing is copied).
+            rows_FB (F, B) int32 or int64, contiguous (then nothing is copied).
         """
-        if ids_FB.dim() != 2 or ids_FB.shape[0] != len(keys):
+        if rows_FB.dim() != 2 or rows_FB.shape[0] != len(keys):
             raise ValueError(
-                f"JaggedIds: one-hot ids must be (F, B) with F = {len(keys)}, "
-                f"got {tuple(ids_FB.shape)}"
+                f"JaggedIds: one-hot rows must be (F, B) with F = {len(keys)}, "
+                f"got {tuple(rows_FB.shape)}"
             )
-        offsets = torch.arange(ids_FB.numel() + 1, dtype=ids_FB.dtype, device=ids_FB.device)
-        return cls._unchecked(keys, ids_FB.reshape(-1), offsets, None)
+        offsets = torch.arange(rows_FB.numel() + 1, dtype=rows_FB.dtype, device=rows_FB.device)
+        return cls._unchecked(keys, rows_FB.reshape(-1), offsets, None)
 
     def keys(self) -> list[str]:
         """Feature names, in order."""
@@ -231,7 +252,12 @@ class JaggedIds:
 
     @classmethod
     def from_torchrec(cls, features: KeyedJaggedTensor) -> JaggedIds:
-        """The tensors of a `torchrec.KeyedJaggedTensor`; nothing is copied unless dtypes differ."""
+        """The tensors of a `torchrec.KeyedJaggedTensor`; nothing is copied unless dtypes differ.
+
+        Raises:
+            ValueError: its features have batch sizes of their own.
+        """
+        require_one_batch_size(features)
         values = features.values()
         return cls(
             features.keys(), values, features.offsets().to(values.dtype), features.weights_or_none()

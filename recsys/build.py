@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from recsys.config import SYNTHETIC_PREFIX
-from recsys.datasets.criteo_profile import KAGGLE_TABLE_SIZES
+from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.embeddings.baselines import build_embeddings
@@ -52,7 +52,14 @@ def open_source(config: TrainConfig) -> SampleSource:
 
 
 def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, list[Optimizer]]:
-    """A model for some data, drawn from `config.seed`, and what to step after backward."""
+    """A model for some data, drawn from `config.seed`, and what to step after backward.
+
+    Raises:
+        ConfigError: the device is not here, or the embeddings lack the optimizer or the dimension.
+        MissingDependency: the embeddings' package is not installed.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda' is not here: torch sees no CUDA device; use device 'cpu'")
     torch.manual_seed(config.seed)
     device = torch.device(config.device)
     tables = [
@@ -77,7 +84,7 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
     if config.model.init == "classic":
         initialize_classic(dlrm)
     dense_parameters = [*dlrm.dense_arch.parameters(), *dlrm.over_arch.parameters()]
-    dense = config.dense_optimizer
+    dense = config.resolved_dense_optimizer
     optimizers: list[Optimizer] = [
         torch.optim.SGD(dense_parameters, lr=dense.lr)
         if dense.name == "sgd"

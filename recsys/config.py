@@ -18,7 +18,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import tomli_w
 
@@ -34,6 +34,7 @@ __all__ = [
     "OptimizerConfig",
     "SyntheticConfig",
     "TrainConfig",
+    "describe_config",
     "describe_keys",
     "load_config",
     "to_toml",
@@ -41,6 +42,7 @@ __all__ = [
 
 EMBEDDINGS = ("torch", "fbgemm")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+_DENSE_OPTIMIZERS = ("sgd", "adagrad")
 SYNTHETIC_PREFIX = "synthetic:"
 
 _T = TypeVar("_T")
@@ -75,22 +77,21 @@ class ModelConfig:
     init: str = _key("classic", "classic (facebookresearch/dlrm) or torch (nn.Linear's own)")
 
     def __post_init__(self) -> None:
-        _one_of("model.name", self.name, ("dlrm",))
-        _one_of("model.interaction", self.interaction, ("dot",))
-        _one_of("model.init", self.init, ("classic", "torch"))
-        _at_least("model.embedding_dim", self.embedding_dim, 1)
+        _one_of("name", self.name, ("dlrm",))
+        _one_of("interaction", self.interaction, ("dot",))
+        _one_of("init", self.init, ("classic", "torch"))
+        _at_least("embedding_dim", self.embedding_dim, 1)
         for key, sizes in (("dense_arch", self.dense_arch), ("over_arch", self.over_arch)):
             if not sizes or min(sizes) < 1:
-                raise ConfigError(f"model.{key} must be positive sizes, got {list(sizes)}")
+                raise ConfigError(f"{key} must be positive sizes, got {list(sizes)}")
         if self.dense_arch[-1] != self.embedding_dim:
             raise ConfigError(
-                f"model.dense_arch must end in model.embedding_dim {self.embedding_dim}, "
+                f"dense_arch must end in embedding_dim {self.embedding_dim}, "
                 f"got {list(self.dense_arch)}"
             )
         if len(self.over_arch) < 2 or self.over_arch[-1] != 1:
             raise ConfigError(
-                "model.over_arch must have two sizes or more and end in 1, "
-                f"got {list(self.over_arch)}"
+                f"over_arch must have two sizes or more and end in 1, got {list(self.over_arch)}"
             )
 
 
@@ -103,20 +104,17 @@ class OptimizerConfig:
     eps: float = _key(1e-10, "added to Adagrad's denominator; torch's default")
 
     def __post_init__(self) -> None:
-        _one_of("optimizer.name", self.name, OPTIMIZERS)
+        _one_of("name", self.name, OPTIMIZERS)
         if not self.lr >= 0:
-            raise ConfigError(f"optimizer.lr must be at least 0, got {self.lr}")
+            raise ConfigError(f"lr must be at least 0, got {self.lr}")
         if not self.eps >= 0:
-            raise ConfigError(f"optimizer.eps must be at least 0, got {self.eps}")
+            raise ConfigError(f"eps must be at least 0, got {self.eps}")
 
     def for_dense(self) -> OptimizerConfig:
         """The dense part's counterpart of an optimizer of rows."""
         if self.name == "rowwise_adagrad":
             return dataclasses.replace(self, name="adagrad")
         return self
-
-
-_AS_ROWS = OptimizerConfig()  # compared by identity: nothing was said of the dense part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +126,9 @@ class EvalConfig:
     batch_size: int = _key(2048, "mini-batch of evaluations")
 
     def __post_init__(self) -> None:
-        _at_least("eval.every_steps", self.every_steps, 0)
-        _at_least("eval.max_samples", self.max_samples, 1)
-        _at_least("eval.batch_size", self.batch_size, 1)
+        _at_least("every_steps", self.every_steps, 0)
+        _at_least("max_samples", self.max_samples, 1)
+        _at_least("batch_size", self.batch_size, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +140,10 @@ class SyntheticConfig:
     table_sizes: tuple[int, ...] = _key((), "rows per table; empty: Kaggle's 26 sizes")
 
     def __post_init__(self) -> None:
-        _at_least("synthetic.num_samples", self.num_samples, 1)
-        _at_least("synthetic.seed", self.seed, 0)
+        _at_least("num_samples", self.num_samples, 1)
+        _at_least("seed", self.seed, 0)
         if self.table_sizes and min(self.table_sizes) < 1:
-            raise ConfigError(
-                f"synthetic.table_sizes must be positive, got {list(self.table_sizes)}"
-            )
+            raise ConfigError(f"table_sizes must be positive, got {list(self.table_sizes)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,40 +160,32 @@ class TrainConfig:
     embeddings: str = _key("torch", "torch (nn.EmbeddingBag) or fbgemm (TBE)")
     model: ModelConfig = _key(ModelConfig, "")
     optimizer: OptimizerConfig = _key(OptimizerConfig, "")
-    dense_optimizer: OptimizerConfig = _key(_AS_ROWS, "")
+    dense_optimizer: OptimizerConfig | None = _key(None, "")
     eval: EvalConfig = _key(EvalConfig, "")
     synthetic: SyntheticConfig = _key(SyntheticConfig, "")
 
     def __post_init__(self) -> None:
-        if self.dense_optimizer is _AS_ROWS:
-            object.__setattr__(self, "dense_optimizer", self.optimizer.for_dense())
         _one_of("embeddings", self.embeddings, EMBEDDINGS)
         _one_of("device", self.device, ("cpu", "cuda"))
         _at_least("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed must be less than 2**63, got {self.seed}")
         _at_least("epochs", self.epochs, 1)
         _at_least("batch_size", self.batch_size, 1)
         _at_least("num_threads", self.num_threads, 0)
         _at_least("prefetch", self.prefetch, 1)
-        if self.dense_optimizer.name == "rowwise_adagrad":
+        if self.dense_optimizer is not None and self.dense_optimizer.name not in _DENSE_OPTIMIZERS:
             raise ConfigError(
                 "dense_optimizer.name must be 'sgd' or 'adagrad' ('rowwise_adagrad' is for rows), "
                 f"got {self.dense_optimizer.name!r}"
             )
-        if self.embeddings == "torch" and self.optimizer.name == "rowwise_adagrad":
-            raise ConfigError(
-                "optimizer.name 'rowwise_adagrad' is not in torch.optim, so embeddings 'torch' "
-                "cannot use it; choose 'sgd' or 'adagrad', or embeddings 'fbgemm'"
-            )
-        if self.embeddings == "fbgemm" and self.device != "cpu":
-            raise ConfigError(
-                f"embeddings 'fbgemm' runs on device 'cpu' here, got {self.device!r}; "
-                "choose embeddings 'torch'"
-            )
-        if self.embeddings == "fbgemm" and self.model.embedding_dim % 4:
-            raise ConfigError(
-                "model.embedding_dim must be a multiple of 4 with embeddings 'fbgemm', "
-                f"got {self.model.embedding_dim}"
-            )
+
+    @property
+    def resolved_dense_optimizer(self) -> OptimizerConfig:
+        """How the dense part is updated."""
+        if self.dense_optimizer is not None:
+            return self.dense_optimizer
+        return self.optimizer.for_dense()
 
 
 def load_config(
@@ -226,9 +214,10 @@ def load_config(
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"a setting must be key=value, got {setting!r}")
+        if key.strip() in values:
+            raise ConfigError(f"{key.strip()} is named elsewhere on the command; drop {setting!r}")
         _put(tree, key.strip(), _parse_value(text.strip()))
     tree |= values
-    tree = dict(tree)
     # A dense optimizer that is half set takes the rest from the rows' optimizer.
     rows = _build(OptimizerConfig, tree.get("optimizer", {}), "optimizer.")
     dense = tree.get("dense_optimizer")
@@ -239,15 +228,23 @@ def load_config(
 
 def to_toml(config: TrainConfig) -> str:
     """The whole configuration as TOML."""
-    return tomli_w.dumps(dataclasses.asdict(config))
+    tree = dataclasses.asdict(config)
+    return tomli_w.dumps({key: value for key, value in tree.items() if value is not None})
+
+
+def describe_config(config: TrainConfig) -> dict[str, Any]:
+    """The whole configuration in JSON types, with nothing left to be derived."""
+    dense = dataclasses.asdict(config.resolved_dense_optimizer)
+    return {**dataclasses.asdict(config), "dense_optimizer": dense}
 
 
 def describe_keys(kind: type = TrainConfig, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """Every key of a configuration: its name, its default and its meaning."""
     types = get_type_hints(kind)
     for entry in fields(kind):
-        if dataclasses.is_dataclass(types[entry.name]):
-            yield from describe_keys(types[entry.name], f"{prefix}{entry.name}.")
+        table = _table_of(types[entry.name])
+        if table is not None:
+            yield from describe_keys(table, f"{prefix}{entry.name}.")
         else:
             default = "as for rows" if prefix == "dense_optimizer." else entry.default
             yield prefix + entry.name, default, entry.metadata["meaning"]
@@ -265,11 +262,23 @@ def _build(kind: type[_T], tree: Any, prefix: str) -> _T:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {prefix}{close[0]}?" if close else f"; keys are {names}"
             raise ConfigError(f"unknown key {prefix}{name}{hint}")
-        if dataclasses.is_dataclass(types[name]):
-            built[name] = _build(types[name], value, f"{prefix}{name}.")
+        table = _table_of(types[name])
+        if table is not None:
+            built[name] = _build(table, value, f"{prefix}{name}.")
         else:
             built[name] = _checked(prefix + name, value, types[name])
-    return kind(**built)
+    try:
+        return kind(**built)
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+def _table_of(kind: Any) -> type | None:
+    """The configuration class that a key's type names, optional or not; None for a plain value."""
+    for choice in (kind, *get_args(kind)):
+        if dataclasses.is_dataclass(choice) and isinstance(choice, type):
+            return choice
+    return None
 
 
 def _checked(key: str, value: Any, kind: Any) -> Any:

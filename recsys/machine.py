@@ -16,15 +16,13 @@ from recsys._version import __version__
 __all__ = ["describe_environment", "num_cores", "peak_memory_bytes", "set_num_threads"]
 
 
-def set_num_threads(num_threads: int) -> int:
+def set_num_threads(num_threads: int) -> None:
     """Use that many threads, 0 meaning one per core; the one place where this is set.
 
     Kernels of ours outside torch run on the thread that calls them, so torch's pool is all there is
     to size.
     """
-    num_threads = num_threads or num_cores()
-    torch.set_num_threads(num_threads)
-    return num_threads
+    torch.set_num_threads(num_threads or num_cores())
 
 
 def peak_memory_bytes() -> int | None:
@@ -46,14 +44,14 @@ def peak_memory_bytes() -> int | None:
 def describe_environment() -> dict[str, Any]:
     """Machine, versions and commit, in JSON types.
 
-    `commit` and `dirty` are those of the checkout this package is imported from, null for an
-    installed one.
+    `commit` is that of the checkout this package is imported from, null for an installed one;
+    `dirty` says whether the package differs from it.
     """
     commit = _git("rev-parse", "HEAD")
     return {
         "recsys": __version__,
         "commit": commit,
-        "dirty": None if commit is None else bool(_git("status", "--porcelain")),
+        "dirty": None if commit is None else bool(_git("status", "--porcelain", "--", "recsys")),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cpu": _cpu_name(),

@@ -50,7 +50,7 @@ def auc(scores: NDArray[Any], labels: NDArray[Any]) -> float | None:
         scores (N,) any order-preserving score; labels (N,) 0 or 1; result None if all labels agree.
 
     Raises:
-        ValueError: a score is not a number, or shapes differ.
+        ValueError: a score is NaN, or shapes differ.
     """
     if scores.shape != labels.shape or scores.ndim != 1:
         raise ValueError(
@@ -81,10 +81,13 @@ def evaluate_logits(logits: NDArray[np.float32], labels: NDArray[Any]) -> Metric
         logits (N,) float32, before the sigmoid; labels (N,) 0 or 1; N at least 1.
 
     Raises:
-        ValueError: no samples, shapes differ, or a logit is not a number.
+        ValueError: no samples, shapes differ, or a logit is not finite.
     """
     if len(logits) == 0:
         raise ValueError("evaluate_logits: at least one sample is needed, got none")
+    num_bad = int((~np.isfinite(logits)).sum())
+    if num_bad:
+        raise ValueError(f"evaluate_logits: {num_bad} of {len(logits)} logits are not finite")
     area = auc(logits, labels)
     logits_64, labels_64 = logits.astype(np.float64), labels.astype(np.float64)
     logloss = float(np.mean(np.logaddexp(0, logits_64) - labels_64 * logits_64))

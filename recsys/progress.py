@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
@@ -84,6 +85,7 @@ class Progress:
             desc="train",
             unit_scale=True,
             disable=not show,
+            mininterval=0.1 if sys.stderr.isatty() else 10,  # a log is not a screen
             # Its own rate would count evaluation; ours is in the postfix.
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} samples [{elapsed}<{remaining}{postfix}]",
         )
@@ -117,8 +119,7 @@ class Progress:
             "train_auc": auc(logits, labels) if isfinite(loss) else None,
         }
         if validation is not None:
-            self.last_validation = {"step": self.num_steps, **validation.as_dict()}
-            entry["validation"] = validation.as_dict()
+            self.last_validation = entry["validation"] = validation.as_dict()
         self._folder.append_history(entry)
         shown = {"loss": f"{loss:.4f}", "auc": _rounded(entry["train_auc"])}
         if self.last_validation is not None:

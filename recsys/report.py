@@ -1,4 +1,4 @@
-"""A run's results as a person reads them: the table at the end of training, the curves."""
+"""A run's results as a person reads them: the table at the end of training."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from recsys.run_folder import RunFolder
-
-__all__ = ["format_metrics", "format_run", "plot_curves"]
+__all__ = ["format_metrics", "format_run"]
 
 _METRICS = ("auc", "logloss", "normalized_entropy", "calibration", "accuracy", "num_samples")
 
@@ -18,6 +16,8 @@ _METRICS = ("auc", "logloss", "normalized_entropy", "calibration", "accuracy", "
 def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
     """A table with a line per metric and a column per split."""
     measured = {split: values for split, values in metrics.items() if values is not None}
+    if not measured:
+        return "no evaluation was made"
     lines = [" " * 20 + "".join(f"{split:>14}" for split in measured)]
     for name in _METRICS:
         cells = "".join(f"{_cell(values[name]):>14}" for values in measured.values())
@@ -36,6 +36,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     config, sizes = record["config"], record["data"]["table_sizes"].values()
     dim, optimizer = config["model"]["embedding_dim"], config["optimizer"]
     peak = record["peak_memory_bytes"]
+    files = sorted(file.name for file in run_dir.iterdir())
     lines = []
     if record["status"] != "finished":
         lines += [f"{record['status']} at step {throughput['num_steps']:,}; measured so far:", ""]
@@ -52,45 +53,9 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"evaluation took {evaluate:.1f} s more",
         f"time                {shares}",
         f"peak memory         {'-' if peak is None else f'{peak / 2**30:.2f} GiB'}",
-        f"saved               {run_dir}/ (run.json, history.jsonl, curves.png, model.safetensors)",
+        f"saved               {run_dir}/: {', '.join(files)}",
     ]
     return "\n".join(lines)
-
-
-def plot_curves(folder: RunFolder) -> None:
-    """Draw `curves.png` from the history: loss and AUC over samples, of training and validation."""
-    history = folder.read_history()
-    training = [entry for entry in history if "train_loss" in entry]
-    if not training:
-        return
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    validation = [entry for entry in history if entry.get("validation")]
-    with mpl.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
-        figure = Figure(figsize=(9, 3.5), layout="constrained")
-        for axis, key, name in zip(
-            figure.subplots(1, 2), ("logloss", "auc"), ("loss", "AUC"), strict=True
-        ):
-            train_key = "train_loss" if key == "logloss" else "train_auc"
-            axis.plot(
-                [entry["num_samples"] for entry in training],
-                [entry[train_key] for entry in training],
-                label="training (before each update)",
-                linewidth=1,
-                alpha=0.7,
-            )
-            axis.plot(
-                [entry["num_samples"] for entry in validation],
-                [entry["validation"][key] for entry in validation],
-                label="validation",
-                marker="o",
-                markersize=3,
-            )
-            axis.set_xlabel("samples")
-            axis.set_ylabel(name)
-            axis.legend()
-        figure.savefig(folder.curves_file, dpi=120)
 
 
 def _cell(value: Any) -> str:

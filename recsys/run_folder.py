@@ -1,10 +1,10 @@
 """The folder of a training run.
 
-    DIR/config.toml         the whole configuration, written first
-        history.jsonl       one JSON object per report interval, appended as training goes
-        run.json            what was measured: configuration, environment, data, metrics,
-        throughput, stages, memory curves.png          loss and AUC over samples
-        model.safetensors   the final state_dict, readable without this library
+    DIR/config.toml        the whole configuration, written first
+        history.jsonl      one JSON object per report interval, appended as training goes
+        run.json           configuration, environment, data, metrics, throughput, stages, memory
+        curves.png         loss and AUC over samples
+        model.safetensors  the final state_dict, readable without this library
 
 `run.json` and the model appear under their names only when whole.
 """
@@ -13,16 +13,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from recsys.config import TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from collections.abc import Iterator
+
+    from torch import nn
 
 __all__ = ["RunFolder"]
 
@@ -90,32 +96,63 @@ class RunFolder:
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Write `run.json`."""
-        partial = self.record_file.with_suffix(".partial")
-        partial.write_text(json.dumps(_without_nan(record), indent=2) + "\n")
-        partial.rename(self.record_file)
+        with _appearing_whole(self.record_file) as partial:
+            partial.write_text(json.dumps(_without_nan(record), indent=2) + "\n")
 
     def save_model(self, model: nn.Module) -> None:
-        """Write a model's state_dict."""
-        partial = self.model_file.with_suffix(".partial")
-        save_file({key: value.contiguous() for key, value in model.state_dict().items()}, partial)
-        partial.rename(self.model_file)
-
-    def load_model(self, model: nn.Module) -> None:
-        """Read the state_dict into a model of the same shape.
+        """Write a model's state_dict, from the tensors themselves: no copy of a table is made.
 
         Raises:
-            ConfigError: there is no saved model, or its shapes are others.
+            OSError: the disk is full, or the folder is gone.
+        """
+        state = {key: value.contiguous() for key, value in model.state_dict().items()}
+        with _appearing_whole(self.model_file) as partial:
+            try:
+                save_file(state, partial)
+            except SafetensorError as error:
+                raise OSError(f"{self.model_file} cannot be written: {error}") from error
+
+    def load_model(self, model: nn.Module) -> None:
+        """Read the saved state_dict into a model of the same shape, one tensor at a time.
+
+        Raises:
+            ConfigError: there is no saved model, or its keys or shapes are others.
         """
         if not self.model_file.is_file():
-            raise ConfigError(f"{self.path} has no {self.model_file.name}: the run did not end")
-        state: dict[str, Tensor] = load_file(self.model_file)
-        try:
-            model.load_state_dict(state)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{self.model_file} does not fit the model: {error}; evaluate on the data the run "
-                "was trained on, or data prepared with the same ids"
-            ) from error
+            raise ConfigError(f"{self.path} has no {self.model_file.name}: the run saved no model")
+        state = model.state_dict()
+        with safe_open(self.model_file, "pt") as saved:
+            found = {key: saved.get_slice(key).get_shape() for key in saved.keys()}  # noqa: SIM118
+            expected = {key: list(value.shape) for key, value in state.items()}
+            if found != expected:
+                key = min(key for key in found | expected if found.get(key) != expected.get(key))
+                raise ConfigError(
+                    f"{self.model_file} does not fit the model: {key} is {found.get(key)} in the "
+                    f"file and {expected.get(key)} in the model; evaluate on the data the run was "
+                    "trained on, or data prepared with the same ids"
+                )
+            with torch.no_grad():
+                for key, value in state.items():
+                    value.copy_(saved.get_tensor(key))
+
+
+@contextmanager
+def _appearing_whole(file: Path) -> Iterator[Path]:
+    """A file to write to; it gets its name when it is written, or is removed where that fails."""
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        yield partial
+        partial.chmod(0o666 & ~_umask())  # safetensors makes private files
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """What new files are not allowed to be; there is no way to read it but to set it."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
 
 
 def _without_nan(value: Any) -> Any:

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+import warnings
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +18,13 @@ import numpy as np
 import torch
 
 from recsys.build import build_model, open_source
+from recsys.config import OptimizerConfig, describe_config
+from recsys.curves import plot_curves
 from recsys.datasets.loader import BatchLoader
 from recsys.errors import TrainingDiverged
 from recsys.machine import describe_environment, set_num_threads
 from recsys.metrics import Metrics, evaluate_logits
 from recsys.progress import STAGES, Progress, StageClock
-from recsys.report import plot_curves
 from recsys.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ __all__ = ["evaluate_run", "evaluate_split", "train"]
 
 _REPORTS_PER_RUN = 100
 _EVALUATIONS_PER_EPOCH = 10
+_INTERRUPT_NOTICE = "\nending behind this step; Ctrl-C again stops at once"
 _LOWER_LR = "lower optimizer.lr or dense_optimizer.lr"
 
 
@@ -46,8 +50,8 @@ def train(
 ) -> dict[str, Any]:
     """Train, save the model, evaluate it, and write all of it to a run folder.
 
-    Ctrl-C ends training behind the current step: the model and what was measured so far are
-    written, and `status` is "interrupted" instead of "finished".
+    The first Ctrl-C ends training behind the current step: the model and what was measured so far
+    are written. The second interrupts at once; what was measured is still written.
 
     Args:
         config: What to do.
@@ -55,18 +59,17 @@ def train(
         show_progress: Draw a progress bar.
 
     Returns:
-        The run record, as in `run.json`.
+        The run record, as in `run.json`; `status` is "finished" or "interrupted".
 
     Raises:
         AlreadyExists: `run_dir` has something in it.
         ConfigError, StoreError: the configuration does not fit the data, or there is no data.
-        TrainingDiverged: the loss is not a number any more; the record is written, `status`
-            "diverged".
+        TrainingDiverged: the loss is not a number any more. As after any other error, the record is
+            written; its `status` is then "diverged", or "failed".
     """
     source = open_source(config)
     set_num_threads(config.num_threads)
     model, optimizers = build_model(config, source)
-    folder = RunFolder.create(run_dir, config)
     loader = BatchLoader(
         source,
         "train",
@@ -76,34 +79,42 @@ def train(
         prefetch=config.prefetch,
     )
     source.read(np.arange(1))  # compiles the reader's kernels, which is not training time
+    folder = RunFolder.create(run_dir, config)
     clock = StageClock()
     num_samples = config.epochs * len(source.splits["train"])
     progress = Progress(folder, clock, num_samples, show=show_progress)
-    status = "interrupted"
     metrics: dict[str, Any] = {"test": None, "validation": None}
+    record: dict[str, Any] = {
+        "status": "failed",
+        "config": describe_config(config),
+        "environment": describe_environment(),
+        "data": source.describe(),
+        "metrics": metrics,
+    }
     try:
-        with progress, _interrupts() as interrupted:
-            _fit(model, optimizers, loader, config, progress, clock, interrupted)
-        folder.save_model(model.model)
-        metrics["validation"] = progress.last_validation
-        if not interrupted.is_set():
-            clock.start()
-            for split in metrics:
-                found = evaluate_split(model, source, split, config.eval.batch_size)
-                metrics[split] = found.as_dict()
-            clock.mark("evaluate")
-            folder.append_history({**progress.position(), **metrics})
-            status = "finished"
+        with _interrupts() as interrupted:
+            with progress:
+                _fit(model, optimizers, loader, config, progress, clock, interrupted)
+            metrics["validation"] = progress.last_validation
+            is_whole = progress.num_samples == num_samples
+            folder.save_model(model.model)
+            if is_whole:
+                clock.start()
+                for split in metrics:
+                    found = evaluate_split(model, source, split, config.eval.batch_size)
+                    metrics[split] = found.as_dict()
+                clock.mark("evaluate")
+                folder.append_history({**progress.position(), **metrics})
+            record["status"] = "finished" if is_whole else "interrupted"
+    except KeyboardInterrupt:
+        metrics["validation"] = metrics["validation"] or progress.last_validation
+        record["status"] = "interrupted"
+        raise
     except TrainingDiverged:
-        status = "diverged"
+        record["status"] = "diverged"
         raise
     finally:
-        record = {
-            "status": status,
-            "config": asdict(config),
-            "environment": describe_environment(),
-            "data": source.describe(),
-            "metrics": metrics,
+        record |= {
             "throughput": progress.throughput(),
             "stalls": {f"{stage}_seconds": clock.seconds[stage] for stage in STAGES},
             "tiers": None,
@@ -111,7 +122,7 @@ def train(
             "peak_memory_bytes": progress.peak_memory_bytes,
         }
         folder.write_record(record)
-        plot_curves(folder)
+    plot_curves(folder)
     return record
 
 
@@ -165,7 +176,7 @@ def _fit(
             if validation is not None or step % report_every == 0 or is_last:
                 mean_loss = progress.report(epoch, validation)
                 if not isfinite(mean_loss):
-                    raise TrainingDiverged(f"step {step}: the loss is {mean_loss}; {_LOWER_LR}")
+                    raise TrainingDiverged(f"by step {step} the loss is {mean_loss}; {_LOWER_LR}")
             clock.mark("other")
             if interrupted.is_set():
                 return
@@ -188,7 +199,7 @@ def evaluate_split(
         max_samples: Stop behind so many.
 
     Raises:
-        TrainingDiverged: a logit is not a number.
+        TrainingDiverged: a logit is not finite.
     """
     device = next(model.parameters()).device
     logits, labels = [], []
@@ -205,10 +216,10 @@ def evaluate_split(
                 break
     model.train(was_training)
     all_logits = torch.cat(logits)[:max_samples].numpy()
-    num_bad = int(np.isnan(all_logits).sum())
+    num_bad = int((~np.isfinite(all_logits)).sum())
     if num_bad:
         raise TrainingDiverged(
-            f"{split}: {num_bad} of {len(all_logits)} logits are not numbers; {_LOWER_LR}"
+            f"{split}: {num_bad} of {len(all_logits)} logits are not finite; {_LOWER_LR}"
         )
     return evaluate_logits(all_logits, torch.cat(labels)[:max_samples].numpy())
 
@@ -224,9 +235,13 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metr
         ConfigError: there is no saved model, or it does not fit the data.
     """
     folder = RunFolder.open(run_dir)
-    config = folder.read_config()
+    # Rows are only read: plain SGD has no state to make room for.
+    config = replace(folder.read_config(), optimizer=OptimizerConfig(), dense_optimizer=None)
     if data is not None:
         config = replace(config, data=data)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        warnings.warn("the run's device 'cuda' is not here; evaluating on 'cpu'", stacklevel=2)
+        config = replace(config, device="cpu")
     source = open_source(config)
     set_num_threads(config.num_threads)
     model, _ = build_model(config, source)
@@ -248,6 +263,7 @@ def _interrupts() -> Iterator[threading.Event]:
     def on_signal(*_: object) -> None:
         interrupted.set()
         signal.signal(signal.SIGINT, before)
+        print(_INTERRUPT_NOTICE, file=sys.stderr)  # noqa: T201  # an answer to a key
 
     before = signal.signal(signal.SIGINT, on_signal)
     try:

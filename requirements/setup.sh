@@ -1,7 +1,9 @@
 #!/bin/sh
 # Makes .venv from requirements/cpu.txt and tries it; `make setup` skips it while the lock is
-# unchanged.
+# unchanged. A .venv that did not get ready is removed, so that the next try starts afresh.
 set -eu
+trap 'rm -rf .venv' EXIT
+trap 'exit 130' INT TERM
 
 remedy() {
     echo >&2
@@ -23,4 +25,5 @@ echo "setup: installing into .venv, once; this takes a minute or two"
 .venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 .venv/bin/python -c 'import torch, fbgemm_gpu' ||
     remedy "torch and fbgemm_gpu do not import together"
+trap - EXIT
 echo "setup: .venv is ready"

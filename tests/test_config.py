@@ -1,6 +1,15 @@
+from dataclasses import replace
+
 import pytest
 
-from recsys.config import OptimizerConfig, TrainConfig, describe_keys, load_config, to_toml
+from recsys.config import (
+    OptimizerConfig,
+    TrainConfig,
+    describe_config,
+    describe_keys,
+    load_config,
+    to_toml,
+)
 from recsys.errors import ConfigError
 
 
@@ -45,7 +54,7 @@ def test_what_is_written_is_what_was_read(tmp_path):
     ],
 )
 def test_the_dense_part_takes_from_the_rows_what_is_not_set(settings, name, lr):
-    dense = load_config(None, settings).dense_optimizer
+    dense = load_config(None, settings).resolved_dense_optimizer
 
     assert (dense.name, dense.lr) == (name, lr)
 
@@ -55,7 +64,7 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
 
     config = load_config(None, settings)
 
-    assert config.dense_optimizer.name == "adagrad"
+    assert config.resolved_dense_optimizer.name == "adagrad"
 
 
 @pytest.mark.parametrize(
@@ -71,11 +80,12 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
         ("optimizer.name=lamb", "optimizer.name must be one of 'sgd', 'adagrad'"),
         ("optimizer.lr=-1", "optimizer.lr must be at least 0, got -1.0"),
         ("optimizer.lr=nan", "optimizer.lr must be at least 0, got nan"),
-        ("optimizer.name=rowwise_adagrad", "not in torch.optim, so embeddings 'torch' cannot"),
+        ("dense_optimizer.lr=-1", "dense_optimizer.lr must be at least 0, got -1.0"),
+        ("seed=9223372036854775808", "seed must be less than 2**63"),
         ("dense_optimizer.name=rowwise_adagrad", "dense_optimizer.name must be 'sgd' or"),
         ("embeddings=mine", "embeddings must be one of 'torch', 'fbgemm'; got 'mine'"),
         ("device=tpu", "device must be one of"),
-        ("model.dense_arch=[8]", "model.dense_arch must end in model.embedding_dim 16, got [8]"),
+        ("model.dense_arch=[8]", "model.dense_arch must end in embedding_dim 16, got [8]"),
         ("model.dense_arch=8", "model.dense_arch must be a list of integers, got 8"),
         ("model.dense_arch=[]", "model.dense_arch must be positive sizes, got []"),
         ("model.over_arch=[1]", "model.over_arch must have two sizes or more and end in 1"),
@@ -96,11 +106,11 @@ def test_a_key_below_a_value_is_refused():
         load_config(None, ["seed=1", "seed.x=1"])
 
 
-def test_fbgemm_refuses_what_it_cannot_do():
-    with pytest.raises(ConfigError, match="runs on device 'cpu' here, got 'cuda'"):
-        load_config(None, ["embeddings=fbgemm", "device=cuda"])
-    with pytest.raises(ConfigError, match="multiple of 4 with embeddings 'fbgemm', got 6"):
-        load_config(None, ["embeddings=fbgemm", "model.embedding_dim=6", "model.dense_arch=[8, 6]"])
+def test_the_dense_part_follows_when_the_rows_optimizer_is_replaced():
+    config = replace(TrainConfig(), optimizer=OptimizerConfig(name="adagrad", lr=0.01))
+
+    assert config.resolved_dense_optimizer == config.optimizer
+    assert describe_config(config)["dense_optimizer"]["lr"] == 0.01
 
 
 def test_a_file_that_is_no_toml_is_named(tmp_path):

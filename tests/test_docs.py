@@ -1,15 +1,42 @@
+import json
 import re
+import runpy
+from statistics import mean
 
 import pytest
 
-from recsys.bench.tables import DOCUMENTS, with_tables
+
+def test_tables_are_what_their_json_makes_them(pytestconfig):
+    folder = pytestconfig.rootpath / "docs" / "benchmarks"
+    tables = runpy.run_path(str(folder / "tables.py"))
+
+    for name in tables["DOCUMENTS"]:
+        text = (pytestconfig.rootpath / name).read_text()
+
+        assert tables["with_tables"](text) == text
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_tables_are_what_their_json_makes_them(pytestconfig, name):
-    text = (pytestconfig.rootpath / name).read_text()
+@pytest.mark.parametrize(("recipe", "least"), [("sgd", 0.718), ("adagrad", 0.759)])
+@pytest.mark.parametrize("provider", ["torch", "fbgemm"])
+def test_the_reference_recipes_reach_their_bounds_over_three_seeds(
+    pytestconfig, recipe, least, provider
+):
+    folder = pytestconfig.rootpath / "docs" / "benchmarks" / "reference"
 
-    assert with_tables(text) == text
+    runs = [json.loads((folder / f"{recipe}-{provider}-{n}.json").read_text()) for n in range(3)]
+
+    assert [run["config"]["seed"] for run in runs] == [0, 1, 2]
+    assert mean(run["metrics"]["test"]["auc"] for run in runs) >= least
+
+
+def test_kept_results_are_of_a_commit(pytestconfig):
+    records = list((pytestconfig.rootpath / "docs" / "benchmarks").rglob("*.json"))
+
+    assert records
+    for record in records:
+        environment = json.loads(record.read_text())["environment"]
+        assert environment["commit"], record
+        assert environment["dirty"] is False, record
 
 
 @pytest.mark.parametrize("name", ["README.md"])

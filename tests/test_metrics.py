@@ -72,6 +72,12 @@ def test_labels_that_agree_leave_open_what_has_no_meaning():
     assert found.logloss == pytest.approx(np.log(2))
 
 
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_logits_that_are_not_finite_are_refused(bad):
+    with pytest.raises(ValueError, match="1 of 2 logits are not finite"):
+        evaluate_logits(np.array([bad, 0.0], np.float32), np.array([0.0, 1.0]))
+
+
 def test_no_samples_are_refused():
     with pytest.raises(ValueError, match="at least one sample"):
         evaluate_logits(np.zeros(0, np.float32), np.zeros(0))

@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 
@@ -54,7 +55,12 @@ def run_python(*arguments, **options):
 
 @pytest.mark.slow
 def test_the_wheel_holds_every_module(tmp_path, pytestconfig):
-    root, installed = pytestconfig.rootpath, tmp_path / "site"
+    root, installed = tmp_path / "source", tmp_path / "site"
+    # Building leaves a build folder behind, from which a later wheel would take deleted modules.
+    root.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(pytestconfig.rootpath / name, root)
+    shutil.copytree(pytestconfig.rootpath / "recsys", root / "recsys")
     offline = ("--quiet", "--no-deps")
     run_python("-m", "pip", "wheel", *offline, "--no-build-isolation", "-w", tmp_path, root)
     (wheel,) = tmp_path.glob("recsys-*.whl")

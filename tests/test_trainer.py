@@ -1,10 +1,10 @@
 import json
-import math
+import signal
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from recsys.build import build_model, open_source
 from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
@@ -172,14 +172,75 @@ def test_a_loss_that_is_no_number_stops_with_a_record(small_config, tmp_path):
     config = small_config("optimizer.lr=1e30")
 
     with pytest.raises(
-        TrainingDiverged, match=r"(step 1: the loss is|logits are not).*; lower optimizer\.lr"
+        TrainingDiverged, match=r"(the loss is|logits are not).*; lower optimizer\.lr"
     ):
         run(config, tmp_path / "run")
 
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["status"] == "diverged"
     assert record["metrics"] == {"test": None, "validation": None}
-    assert not math.isnan(record["throughput"]["samples_per_second"])
+    assert record["throughput"]["num_steps"] >= 1
+
+
+def test_a_run_that_fails_says_so_in_its_record(small_config, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(RunFolder, "save_model", fail)
+
+    with pytest.raises(OSError, match="the disk is full"):
+        run(small_config(), tmp_path / "run")
+
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "failed"
+    assert record["throughput"]["num_steps"] == 15
+
+
+@pytest.mark.parametrize("moment", ["save_model", "write_history"])
+def test_a_second_ctrl_c_keeps_what_was_measured(small_config, tmp_path, monkeypatch, moment):
+    def interrupt_twice(*_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    method = {"save_model": "save_model", "write_history": "append_history"}[moment]
+    monkeypatch.setattr(RunFolder, method, interrupt_twice)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(small_config("eval.every_steps=4"), tmp_path / "run")
+
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "interrupted"
+    assert record["throughput"]["num_steps"] >= 1
+    assert not list((tmp_path / "run").glob("*.partial"))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_behind_the_last_step_costs_nothing(small_config, tmp_path, monkeypatch):
+    save = RunFolder.save_model
+
+    def interrupt_and_save(folder, model):
+        signal.raise_signal(signal.SIGINT)
+        save(folder, model)
+
+    monkeypatch.setattr(RunFolder, "save_model", interrupt_and_save)
+
+    record = run(small_config(), tmp_path / "run")
+
+    assert record["status"] == "finished"
+    assert record["metrics"]["test"]["num_samples"] == 150
+
+
+def test_a_model_that_cannot_be_written_leaves_no_half_of_it(small_config, tmp_path, monkeypatch):
+    def fill_the_disk(state, file):
+        file.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("recsys.run_folder.save_file", fill_the_disk)
+
+    with pytest.raises(OSError, match=r"model\.safetensors cannot be written: No space left"):
+        run(small_config(), tmp_path / "run")
+
+    assert not list((tmp_path / "run").glob("model*"))
 
 
 def test_a_folder_with_something_in_it_is_not_touched(small_config, tmp_path):

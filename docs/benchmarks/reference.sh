@@ -1,5 +1,6 @@
 #!/bin/sh
-# The reference recipes on the real sample, into docs/benchmarks/reference/; called by `make reference`.
+# The reference recipes on the real sample, and the default run on synthetic data, into
+# docs/benchmarks/; called by `make reference`.
 set -eu
 
 work=$(mktemp -d)
@@ -20,6 +21,8 @@ for seed in 0 1 2; do
             --set optimizer.name=adagrad --set optimizer.lr=0.01 --set batch_size=1024
     done
 done
+"$recsys" train synthetic:criteo-kaggle --run synthetic
+cp synthetic/run.json "$results/../synthetic.json"
 for run in sgd-* adagrad-*; do
     cp "$run/run.json" "$results/$run.json"
 done

@@ -87,7 +87,9 @@ def bench_prepare(raw: Path | None, size: Size) -> list[Row]:
         num_ids = 0
         for _ in range(size.num_runs):
             for provider, prepare in providers.items():
-                spent, peak, num_ids = in_own_process(_measure, prepare, text, out)
+                spent, peak, found = in_own_process(_measure, prepare, text, out)
+                assert num_ids in (0, found), "the providers disagree on the number of ids"
+                num_ids = found
                 shutil.rmtree(out)
                 seconds[provider].append(spent)
                 peaks[provider].append(peak)
@@ -113,11 +115,21 @@ def bench_prepare(raw: Path | None, size: Size) -> list[Row]:
 
 
 def write_long_text(raw: Path, out: Path, size: Size) -> tuple[int, int]:
-    """Repeat a sample to a size; returns the bytes and lines written."""
+    """Repeat a sample to a size; returns the bytes and lines written.
+
+    Raises:
+        ConfigError: the sample has a bad line.
+    """
     content = raw.read_bytes()
     is_gzip = content[:2] == b"\x1f\x8b"
-    text = np.frombuffer(gzip.decompress(content) if is_gzip else content, np.uint8)
+    content = (gzip.decompress(content) if is_gzip else content).replace(b"\r\n", b"\n")
+    text = np.frombuffer(content.removesuffix(b"\n") + b"\n", np.uint8)
     parsed = parse_lines(text, 0, len(text), stop_at_bad_line=True)
+    if len(parsed.bad_lines):
+        raise ConfigError(
+            f"bench prepare needs good lines only, but line {parsed.num_lines} of {raw} is not; "
+            "see what `recsys prepare` says of it"
+        )
     num_repetitions = -(-size.num_lines // parsed.num_lines)
     places, ids, num_others = _ids_seen_once(text, parsed)
     if size.num_ids is not None and num_repetitions > 1:

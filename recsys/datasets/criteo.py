@@ -12,12 +12,12 @@ How the work flows, and who owns what:
     pool (all cores)    parses a block's parts side by side, then numbers its columns side by side
     writer (1 thread)   samples -> store, in order
 
-At most four blocks are alive at a time, so memory is bounded by the hash tables of ids: 34 M
-distinct ids take about 0.6 GiB.
+At most four blocks are alive at a time, so memory is bounded by the hash tables of ids.
 """
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -94,7 +94,7 @@ def prepare_criteo_kaggle(
     paths = [Path(file) for file in raw_files]
     for path in paths:
         if not path.is_file():
-            raise FileNotFoundError(f"raw file {path} does not exist")
+            raise FileNotFoundError(f"raw {path} is no file")
     num_threads = num_threads or num_cores()
     columns = [RowNumbers() for _ in CATEGORY_NAMES]
     sources = []
@@ -109,6 +109,7 @@ def prepare_criteo_kaggle(
             unit="B",
             unit_scale=True,
             disable=not show_progress,
+            mininterval=0.1 if sys.stderr.isatty() else 10,  # a log is not a screen
         ) as progress,
     ):
         bad_lines = BadLines(writer.folder / "bad_lines.jsonl", skip=skip_bad_lines)
@@ -143,7 +144,6 @@ def prepare_criteo_kaggle(
             splits=classic_splits(writer.num_samples),
             about={
                 "convention": "classic",
-                "dense_transform": "log(x+1)",
                 "sources": sources,
                 "num_bad_lines": bad_lines.num_bad,
             },

@@ -20,7 +20,8 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numba import njit
+
+from recsys.jit import kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,6 +69,7 @@ def parse_lines(
         end: Behind the last line's newline.
         stop_at_bad_line: Stop behind the first bad line instead of reading on.
     """
+    assert begin == end or text[end - 1] == _NEWLINE, "the last line must have an end"
     max_good = (end - begin) // MIN_LINE_BYTES + 1
     labels = np.empty(max_good, np.int8)
     integers = np.empty((max_good, NUM_INTEGERS), np.int32)
@@ -122,7 +124,7 @@ def _show(field: bytes) -> str:
     return shown + "..." if len(field) > 40 else shown
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _parse_kernel(
     text: NDArray[np.uint8],
     position: int,

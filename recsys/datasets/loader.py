@@ -36,7 +36,8 @@ class BatchLoader:
                 ...
                 state = loader.state_dict()     # continues behind `batch`
 
-    An iteration left early goes on where it stopped when the loader is iterated again.
+    An iteration left early goes on where it stopped when the loader is iterated again. There is one
+    position, so there is one iteration at a time.
 
     Owner of the reading thread: the running iteration; it ends with it.
 
@@ -51,6 +52,7 @@ class BatchLoader:
 
     Raises:
         ConfigError: an argument is out of range, or the split is empty.
+        RuntimeError: an iteration is begun, or a state loaded, while another iteration is running.
     """
 
     def __init__(
@@ -79,10 +81,12 @@ class BatchLoader:
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
+        self.drop_last = drop_last
         self.prefetch = prefetch
         self.epoch = 0
         self._samples = source.splits[split]
         self._next_sample = 0
+        self._is_iterating = False
         self._num_used = len(self._samples)
         if drop_last:
             self._num_used -= self._num_used % batch_size
@@ -92,6 +96,7 @@ class BatchLoader:
         return (self._num_used + self.batch_size - 1) // self.batch_size
 
     def __iter__(self) -> Iterator[Batch]:
+        self._require_idle("iterated")
         order = self._order()
         starts = iter(range(self._next_sample, self._num_used, self.batch_size))
         reader = ThreadPoolExecutor(1, "recsys-load")
@@ -100,6 +105,7 @@ class BatchLoader:
             samples = order[start : min(start + self.batch_size, self._num_used)]
             return reader.submit(self.source.read, samples.astype(np.int64))
 
+        self._is_iterating = True
         try:
             ahead = deque(map(read, islice(starts, self.prefetch)))
             while ahead:
@@ -109,6 +115,7 @@ class BatchLoader:
                 yield batch
         finally:
             reader.shutdown(cancel_futures=True)
+            self._is_iterating = False
         self.epoch += 1
         self._next_sample = 0
 
@@ -122,6 +129,12 @@ class BatchLoader:
         Raises:
             ConfigError: the state was taken with other data, another seed or another shuffling.
         """
+        own_state = self.state_dict()
+        if set(state) != set(own_state):
+            raise ConfigError(
+                f"loader state: keys must be {sorted(own_state)}, got {sorted(state)}; "
+                "use what state_dict returned"
+            )
         for key, own in self._identity().items():
             if state[key] != own:
                 raise ConfigError(
@@ -133,6 +146,7 @@ class BatchLoader:
                 f"loader state: next_sample must lie in [0, {len(self._samples)}], "
                 f"got {state['next_sample']}"
             )
+        self._require_idle("given a state")
         self.epoch = state["epoch"]
         self._next_sample = state["next_sample"]
 
@@ -142,7 +156,16 @@ class BatchLoader:
             "num_samples": len(self._samples),
             "shuffle": self.shuffle,
             "seed": self.seed,
+            "drop_last": self.drop_last,
+            "data": self.source.fingerprint,
         }
+
+    def _require_idle(self, action: str) -> None:
+        if self._is_iterating:
+            raise RuntimeError(
+                f"the loader of the {self.split} split cannot be {action}: an iteration of it is "
+                "still running; end that first, or use a loader of its own"
+            )
 
     def _order(self) -> NDArray[Any]:
         # 32-bit numbers where they suffice: 157 MB instead of 314 MB for Kaggle's training part.

@@ -47,6 +47,10 @@ class SampleSource(Protocol):
             sparse_features with one int64 lookup per feature and sample, labels (B,) float32.
         """
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal for sources with equal samples under equal numbers, different for others."""
+
     def describe(self) -> dict[str, Any]:
         """What a run record should say of this data; JSON types only."""
 

@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from numba import njit
 
 from recsys.batch import Batch, JaggedIds
 from recsys.datasets.source import SPLITS
 from recsys.errors import AlreadyExists, StoreError
+from recsys.jit import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,9 +38,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Store", "StoreWriter"]
 
-_FORMAT = "recsys-store"
-_VERSION = 1
 _DTYPES = {"labels": "<i1", "dense": "<i4", "sparse": "<i4", "ids": "<u4"}
+# What meta.json must say for `Store.read` to be right.
+_UNDERSTOOD = {
+    "format": "recsys-store",
+    "version": 1,
+    "dtypes": _DTYPES,
+    "dense_transform": "log(x+1)",
+}
+_META_KEYS = (
+    *_UNDERSTOOD,
+    "convention",
+    "sources",
+    "num_samples",
+    "splits",
+    "dense_names",
+    "num_embeddings",
+)
 
 
 class StoreWriter:
@@ -65,9 +80,8 @@ class StoreWriter:
                 f"store {self.path} exists already; remove it or choose another folder"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
-        # mkdtemp makes the folder private; a store is as readable as any folder made here.
-        self.folder.chmod(0o755)
+        self.folder = self.path.parent / f".{self.path.name}.{secrets.token_hex(4)}"
+        self.folder.mkdir()
         self._files = {name: (self.folder / f"{name}.bin").open("wb") for name in _DTYPES}
         self.num_samples = 0
 
@@ -97,25 +111,23 @@ class StoreWriter:
             dense_names: The dense features, in column order.
             ids: The raw id of every row, by categorical feature, in column order.
             splits: Sample numbers of "train", "test" and "validation".
-            about: What else meta.json should say: convention, transform, sources.
+            about: What else meta.json should say: convention, sources.
         """
         for rows in ids.values():
             self._files["ids"].write(np.ascontiguousarray(rows, _DTYPES["ids"]).data)
         meta = {
-            "format": _FORMAT,
-            "version": _VERSION,
+            **_UNDERSTOOD,
             **about,
             "num_samples": self.num_samples,
             "splits": {name: [part.start, part.stop] for name, part in splits.items()},
             "dense_names": list(dense_names),
             "num_embeddings": {name: len(rows) for name, rows in ids.items()},
-            "dtypes": _DTYPES,
         }
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
             file.close()
+        for path in (*self.folder.iterdir(), self.folder):
+            _flush(path)
         try:
             self.folder.rename(self.path)
         except OSError as error:
@@ -124,6 +136,7 @@ class StoreWriter:
                     f"store {self.path} was made by somebody else meanwhile; choose another folder"
                 ) from error
             raise
+        _flush(self.path.parent)
         return self.path
 
     def __enter__(self) -> Self:
@@ -136,8 +149,18 @@ class StoreWriter:
         trace: TracebackType | None,
     ) -> None:
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # closing flushes, which a full disk refuses once more
+                file.close()
         shutil.rmtree(self.folder, ignore_errors=True)  # gone already where `finish` renamed it
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold a file's content, or a folder's names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class Store:
@@ -176,16 +199,21 @@ class Store:
             )
         labels_B = np.empty(len(samples), np.float32)
         dense_BI = np.empty((len(samples), self.num_dense), np.float32)
-        ids_FB = np.empty((len(self.table_sizes), len(samples)), np.int64)
-        _gather_kernel(self.labels, self.dense, self.sparse, samples, labels_B, dense_BI, ids_FB)
-        if self.meta["dense_transform"] == "log(x+1)":
-            dense_BI += 1
-            np.log(dense_BI, out=dense_BI)
+        rows_FB = np.empty((len(self.table_sizes), len(samples)), np.int64)
+        _gather_kernel(self.labels, self.dense, self.sparse, samples, labels_B, dense_BI, rows_FB)
+        dense_BI += 1
+        np.log(dense_BI, out=dense_BI)
         return Batch(
             torch.from_numpy(dense_BI),
-            JaggedIds.from_one_hot(list(self.table_sizes), torch.from_numpy(ids_FB)),
+            JaggedIds.from_one_hot(list(self.table_sizes), torch.from_numpy(rows_FB)),
             torch.from_numpy(labels_B),
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for stores made by one convention of the same raw bytes."""
+        hashes = [source["sha256"] for source in self.meta["sources"]]
+        return " ".join([self.meta["convention"], str(self.num_samples), *hashes])
 
     def describe(self) -> dict[str, Any]:
         """What a run record says of this data."""
@@ -200,16 +228,19 @@ class Store:
                 f"`recsys prepare criteo-kaggle RAW --out {self.path}`"
             )
         try:
-            meta: dict[str, Any] = json.loads(file.read_text())
+            meta: Any = json.loads(file.read_text())
         except ValueError as error:
             raise StoreError(f"{file} is not JSON ({error}); prepare the store again") from error
-        found = (meta.get("format"), meta.get("version"), meta.get("dtypes"))
-        if found != (_FORMAT, _VERSION, _DTYPES):
-            raise StoreError(
-                f"{file}: expected format {_FORMAT!r}, version {_VERSION}, dtypes {_DTYPES}, got "
-                f"{found[0]!r}, {found[1]!r}, {found[2]!r}; prepare the store again"
-            )
-        return meta
+        missing = [key for key in _META_KEYS if not isinstance(meta, dict) or key not in meta]
+        if missing:
+            raise StoreError(f"{file} lacks {missing}; prepare the store again")
+        for key, expected in _UNDERSTOOD.items():
+            if meta[key] != expected:
+                raise StoreError(
+                    f"{file}: {key} must be {expected!r} for this version of recsys, got "
+                    f"{meta[key]!r}; prepare the store again"
+                )
+        return dict(meta)
 
     def _map(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         file = self.path / f"{name}.bin"
@@ -232,7 +263,7 @@ class Store:
         )
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _gather_kernel(
     labels: NDArray[np.int8],
     dense: NDArray[np.int32],
@@ -240,7 +271,7 @@ def _gather_kernel(
     samples: NDArray[np.int64],
     labels_B: NDArray[np.float32],
     dense_BI: NDArray[np.float32],
-    ids_FB: NDArray[np.int64],
+    rows_FB: NDArray[np.int64],
 ) -> None:
     """One thread: the loader's, beside the training threads."""
     for position, sample in enumerate(samples):
@@ -248,4 +279,4 @@ def _gather_kernel(
         for column in range(dense.shape[1]):
             dense_BI[position, column] = dense[sample, column]
         for column in range(sparse.shape[1]):
-            ids_FB[column, position] = sparse[sample, column]
+            rows_FB[column, position] = sparse[sample, column]

@@ -4,7 +4,7 @@ Sample i is a pure function of the seed, the table sizes and i: every random num
 of (seed, i, what the number is for). So samples come out the same in any order, any batch and any
 thread, and nothing is kept.
 
-- Lookups follow `recsys.datasets.criteo_profile`, which also says how the curves' tails were
+- Lookups follow `recsys.datasets.criteo_shape`, which also says how the curves' tails were
   found. The column's rank r is row (r * multiplier + shift) mod num_embeddings, a seeded bijection:
   nothing can be read off a row number, and popular rows lie scattered all over the table, the worst
   case for locality. (Rows numbered by first appearance put popular rows first.)
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.criteo_profile import (
+from recsys.datasets.criteo_shape import (
     KAGGLE_COLUMNS,
     KAGGLE_DENSE,
     KAGGLE_TABLE_SIZES,
@@ -64,7 +64,7 @@ class SyntheticCriteo:
         num_samples: Samples in all splits together. Sample i does not depend on it.
         seed: Any integer; its low 64 bits count.
         table_sizes: `num_embeddings` of each column, at least one. The columns take Kaggle's 26
-            profiles in turn; a smaller table truncates the popularity curve, a larger one
+            shapes in turn; a smaller table truncates the popularity curve, a larger one
             continues it.
 
     Raises:
@@ -127,7 +127,7 @@ class SyntheticCriteo:
         made = self._make(samples)
         return Batch(
             torch.from_numpy(made.dense),
-            JaggedIds.from_one_hot(list(self._table_sizes), torch.from_numpy(made.ids)),
+            JaggedIds.from_one_hot(list(self._table_sizes), torch.from_numpy(made.rows)),
             torch.from_numpy(made.labels),
         )
 
@@ -154,6 +154,12 @@ class SyntheticCriteo:
             )
         return area
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal seeds, table sizes and numbers of samples."""
+        sizes = ",".join(map(str, self._table_sizes.values()))
+        return f"synthetic:criteo-kaggle {self._num_samples} {self._seed} {sizes}"
+
     def describe(self) -> dict[str, Any]:
         """What a run record should say of this data; JSON types only."""
         return {
@@ -170,7 +176,7 @@ class SyntheticCriteo:
         num_samples = len(samples)
         made = Made(
             dense=np.empty((num_samples, len(KAGGLE_DENSE)), np.float32),
-            ids=np.empty((len(self._table_sizes), num_samples), np.int64),
+            rows=np.empty((len(self._table_sizes), num_samples), np.int64),
             logits=np.empty(num_samples, np.float64),
             labels=np.empty(num_samples, np.float32),
         )
@@ -199,10 +205,8 @@ def _check(num_samples: int, table_sizes: Sequence[int]) -> None:
 
 def _build_recipe(seed: int, sizes: list[int]) -> Recipe:
     num_columns = len(sizes)
-    profiles = [KAGGLE_COLUMNS[column % len(KAGGLE_COLUMNS)] for column in range(num_columns)]
-    curves = [
-        popularity_curve(profile, size) for profile, size in zip(profiles, sizes, strict=True)
-    ]
+    shapes = [KAGGLE_COLUMNS[column % len(KAGGLE_COLUMNS)] for column in range(num_columns)]
+    curves = [popularity_curve(shape, size) for shape, size in zip(shapes, sizes, strict=True)]
     starts = np.cumsum([0, *(len(edges) for edges, _ in curves)])
     bucket_begins = np.arange(GUIDE_SIZE) / GUIDE_SIZE
     guide = [
@@ -226,8 +230,8 @@ def _build_recipe(seed: int, sizes: list[int]) -> Recipe:
             [_multiplier(key, size) for key, size in zip(keys, sizes, strict=True)]
         ),
         shifts=np.array([key // size % size for key, size in zip(keys, sizes, strict=True)]),
-        groups=np.array([profile.group for profile in profiles]),
-        couplings=np.array([profile.coupling for profile in profiles]),
+        groups=np.array([shape.group for shape in shapes]),
+        couplings=np.array([shape.coupling for shape in shapes]),
         row_effects=learnable,
         pairs=pairs,
         pair_effects=_PAIR_EFFECT * learnable[pairs].prod(axis=1),
@@ -271,7 +275,7 @@ def _sigmoid(logits_B: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _expected_auc(rising_probabilities_B: NDArray[np.float64]) -> float:
     """AUC of click probabilities against labels drawn from them, in expectation."""
-    clicks, skips = rising_probabilities_B, 1 - rising_probabilities_B
-    skips_below = np.cumsum(skips) - skips
-    num_pairs = clicks.sum() * skips.sum() - clicks @ skips
-    return float(clicks @ skips_below / num_pairs)
+    clicks, unclicked = rising_probabilities_B, 1 - rising_probabilities_B
+    unclicked_below = np.cumsum(unclicked) - unclicked
+    num_pairs = clicks.sum() * unclicked.sum() - clicks @ unclicked
+    return float(clicks @ unclicked_below / num_pairs)

@@ -12,9 +12,9 @@ import math
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from numba import njit
 
-from recsys.datasets.criteo_profile import NUM_FACTORS, NUM_GROUPS
+from recsys.datasets.criteo_shape import NUM_FACTORS, NUM_GROUPS
+from recsys.jit import kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,11 +35,11 @@ class Made(NamedTuple):
     """Samples as the kernel writes them.
 
     Shape:
-        dense (B, I); ids (F, B); logits (B,); labels (B,).
+        dense (B, I); rows (F, B); logits (B,); labels (B,).
     """
 
     dense: NDArray[np.float32]
-    ids: NDArray[np.int64]
+    rows: NDArray[np.int64]
     logits: NDArray[np.float64]
     labels: NDArray[np.float32]
 
@@ -50,7 +50,7 @@ class Recipe(NamedTuple):
     Shape:
         edges, shares: the columns' popularity curves end to end; guide (F, 4096): where in them to
         start looking for a share in [j / 4096, (j + 1) / 4096); sizes to row_effects (F,); pairs
-        (P, 2) columns and pair_effects (P,); dense (I, 6), the fields of `DenseProfile`.
+        (P, 2) columns and pair_effects (P,); dense (I, 6), the fields of `DenseShape`.
     """
 
     seed: np.uint64
@@ -73,7 +73,7 @@ def bijection_key(seed: np.uint64, column: int) -> int:
     return int(_hash(seed, _BIJECTION + np.uint64(column)))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def make_samples(
     samples: NDArray[np.int64], recipe: Recipe, gain: float, bias: float, made: Made
 ) -> None:
@@ -106,7 +106,7 @@ def make_samples(
             if np.float64(draw & np.uint64(2047)) < recipe.couplings[column] * 2048.0:
                 uniform = group_uniforms[recipe.groups[column]]
             rank = _rank(uniform, recipe.guide[column], recipe.edges, recipe.shares)
-            made.ids[column, position] = (
+            made.rows[column, position] = (
                 rank * recipe.multipliers[column] + recipe.shifts[column]
             ) % recipe.sizes[column]
             row_hashes[column] = _hash(row_keys[column], np.uint64(rank))
@@ -133,7 +133,7 @@ def make_samples(
         made.labels[position] = 1.0 if is_click else 0.0
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _rank(
     uniform: float,
     guide: NDArray[np.int32],
@@ -149,33 +149,33 @@ def _rank(
     return first + min(int(within * width), width - 1)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _hash(key: np.uint64, counter: np.uint64) -> np.uint64:
     """Number `counter` of the SplitMix64 stream that starts at key."""
     mixed: np.uint64 = _mix(key + (counter + np.uint64(1)) * _GOLDEN)
     return mixed
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _mix(bits: np.uint64) -> np.uint64:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _uniform(bits: np.uint64) -> float:
     """A number in [0, 1)."""
     return np.float64(bits >> np.uint64(11)) * 2.0**-53
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _lane(bits: np.uint64, lane: int) -> float:
     """One of four independent numbers in [-0.5, 0.5)."""
     return np.float64((bits >> np.uint64(16 * lane)) & np.uint64(0xFFFF)) * 2.0**-16 - 0.5
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _normal(bits: np.uint64) -> float:
     """About N(0, 1): four uniform numbers added up, variance 4 / 12 scaled to 1."""
     total = 0.0
@@ -184,7 +184,7 @@ def _normal(bits: np.uint64) -> float:
     return total * math.sqrt(3.0)
 
 
-@njit(nogil=True, cache=True)
+@kernel
 def _dot(first: np.uint64, second: np.uint64) -> float:
     """The product of two rows' hidden vectors of four numbers; variance 4 / 144 scaled to 1."""
     # Mixed once more: the unmixed lanes already make the rows' own effects.

@@ -11,14 +11,15 @@ the other.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from recsys.batch import PooledEmbeddings
+from recsys.batch import PooledEmbeddings, require_one_batch_size
+from recsys.embeddings.table import output_names
 from recsys.errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:
@@ -50,15 +51,28 @@ def build_embeddings(
         MissingDependency: the provider's package is not installed.
     """
     if provider == "torch":
+        _require_torch_optimizer(optimizer)  # before the tables are drawn
         module = TorchEmbeddingBags(tables, device)
         return module, module.make_optimizer(optimizer)
     if provider == "fbgemm":
+        if device is not None and device.type != "cpu":
+            raise ConfigError(
+                f"embeddings 'fbgemm' runs on device 'cpu' here, got {device.type!r}; "
+                "choose embeddings 'torch'"
+            )
         return FbgemmEmbeddingBags(tables, optimizer), None
     raise ConfigError(f"embeddings must be one of 'torch', 'fbgemm', got {provider!r}")
 
 
-class AbstractEmbeddingBags(nn.Module):
-    """Sum-pooled lookups in several tables; output columns in table order, then feature order."""
+class AbstractEmbeddingBags(nn.Module, ABC):
+    """Sum-pooled lookups in several tables; output columns in table order, then feature order.
+
+    Args:
+        tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s.
+
+    Raises:
+        ValueError: names are not distinct, or a table is not sum-pooled.
+    """
 
     def __init__(self, tables: Sequence[TableConfig]) -> None:
         super().__init__()
@@ -66,17 +80,19 @@ class AbstractEmbeddingBags(nn.Module):
         names = [table.name for table in self._tables]
         if len(set(names)) != len(names):
             raise ValueError(f"table names must be distinct, got {names}")
+        for table in self._tables:
+            pooling = getattr(table, "pooling", None)
+            if pooling is not None and pooling.name != "SUM":
+                raise ValueError(
+                    f"table {table.name!r}: pooling must be SUM with the baselines, got {pooling}"
+                )
+        # One lookup per feature of a table: the table's position, and the feature.
         self._lookups = [
             (position, feature)
             for position, table in enumerate(self._tables)
             for feature in table.feature_names
         ]
-        features = [feature for _, feature in self._lookups]
-        self._features = features
-        self._output_keys = [
-            f"{feature}@{names[position]}" if features.count(feature) > 1 else feature
-            for position, feature in self._lookups
-        ]
+        self._output_keys = output_names(self._tables)
         self._output_dims = [self._tables[position].embedding_dim for position, _ in self._lookups]
 
     def embedding_bag_configs(self) -> list[TableConfig]:
@@ -104,20 +120,25 @@ class AbstractEmbeddingBags(nn.Module):
 
         Raises:
             KeyError: a feature is missing.
+            ValueError: features have batch sizes of their own.
         """
+        require_one_batch_size(features)
         keys = features.keys()
-        missing = [feature for feature in self._features if feature not in keys]
+        missing = [feature for _, feature in self._lookups if feature not in keys]
         if missing:
             raise KeyError(f"features {missing} are missing; the batch has {keys}")
-        return [keys.index(feature) for feature in self._features]
+        return [keys.index(feature) for _, feature in self._lookups]
 
     def _bags(self, features: Features) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Values, offsets (B + 1, from 0), weights of each lookup; reads offsets to the host."""
+        """Values, offsets (B + 1, from 0), weights of each lookup."""
+        positions = self._positions(features)
         values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
         batch_size = features.stride()
-        for position in self._positions(features):
+        # Where each feature begins, read to the host at once: on a GPU every read waits for it.
+        begins = offsets[::batch_size].tolist() if batch_size else [0] * (len(features.keys()) + 1)
+        for position in positions:
+            begin, end = begins[position], begins[position + 1]
             bounds = offsets[position * batch_size : (position + 1) * batch_size + 1]
-            begin, end = int(bounds[0]), int(bounds[-1])
             bag_weights = None if weights is None else weights[begin:end]
             yield values[begin:end], bounds - begin, bag_weights
 
@@ -152,17 +173,15 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
         Raises:
             ConfigError: `torch.optim` has no such optimizer for sparse gradients.
         """
+        _require_torch_optimizer(config)
         if config.name == "sgd":
             return torch.optim.SGD(self.parameters(), lr=config.lr)
-        if config.name == "adagrad":
-            # torch's Adagrad builds its own sparse tensors; saying that they need no checks, which
-            # is the default, keeps it from warning about it.
-            torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
-            return torch.optim.Adagrad(self.parameters(), lr=config.lr, eps=config.eps)
-        raise ConfigError(
-            f"optimizer.name {config.name!r} is not in torch.optim, so embeddings 'torch' cannot "
-            "use it; choose 'sgd' or 'adagrad', or embeddings 'fbgemm'"
-        )
+        checks = torch.sparse.check_sparse_tensor_invariants
+        if not checks.is_enabled():  # type: ignore[no-untyped-call]
+            # torch's Adagrad builds sparse tensors, and torch warns of each that it is not checked
+            # unless it was said aloud that it need not be.
+            checks.disable()  # type: ignore[no-untyped-call]
+        return torch.optim.Adagrad(self.parameters(), lr=config.lr, eps=config.eps)
 
     def forward(self, features: Features) -> PooledEmbeddings:
         """Look up and pool.
@@ -197,6 +216,7 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
         try:
             from fbgemm_gpu.split_embedding_configs import EmbOptimType
             from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+                BoundsCheckMode,
                 EmbeddingLocation,
                 PoolingMode,
             )
@@ -241,6 +261,8 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
             eps=optimizer.eps,
             pooling_mode=PoolingMode.SUM,
             stochastic_rounding=False,
+            # The default reads row 0 for a row out of range, and goes on.
+            bounds_check_mode=BoundsCheckMode.FATAL,
         )
         # Hidden in a tuple so that nn.Module does not register it: its parameters are nobody
         # else's to step or to save.
@@ -308,3 +330,11 @@ def _concatenate(
     sizes = torch.cat([bounds[1:] - bounds[:-1] for bounds in offsets])
     whole_offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     return torch.cat(values), whole_offsets, None if weights[0] is None else torch.cat(weights)
+
+
+def _require_torch_optimizer(config: OptimizerConfig) -> None:
+    if config.name not in ("sgd", "adagrad"):
+        raise ConfigError(
+            f"optimizer.name {config.name!r} is not in torch.optim, so embeddings 'torch' cannot "
+            "use it; choose 'sgd' or 'adagrad', or embeddings 'fbgemm'"
+        )

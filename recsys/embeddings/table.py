@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["TableConfig"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["TableConfig", "output_names"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +39,17 @@ class TableConfig:
             )
         if not self.feature_names:
             object.__setattr__(self, "feature_names", (self.name,))
+
+
+def output_names(tables: Sequence[Any]) -> list[str]:
+    """The names of pooled features: table by table, `feature@table` where tables share a feature.
+
+    Args:
+        tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s.
+    """
+    uses = Counter(feature for table in tables for feature in table.feature_names)
+    return [
+        f"{feature}@{table.name}" if uses[feature] > 1 else feature
+        for table in tables
+        for feature in table.feature_names
+    ]

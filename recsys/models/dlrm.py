@@ -14,14 +14,14 @@ from itertools import pairwise
 from math import comb, sqrt
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from recsys.embeddings.table import output_names
 from recsys.models.interaction import InteractionArch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from recsys.batch import Batch, Features, Pooled
 
@@ -74,12 +74,17 @@ class SparseArch(nn.Module):
         if len(set(dims.values())) != 1:
             raise ValueError(f"all tables must have one embedding_dim, got {dims}")
         self.embedding_dim: int = configs[0].embedding_dim
-        self.sparse_feature_names = [name for config in configs for name in config.feature_names]
+        self.sparse_feature_names = output_names(configs)
 
     def forward(self, features: Features) -> Tensor:
         """Pooled vectors, (B, F, D), in the tables' order."""
         pooled: Pooled = self.embedding_bag_collection(features)
-        return pooled.values().reshape(-1, len(self.sparse_feature_names), self.embedding_dim)
+        values = pooled.values()
+        if pooled.keys() != self.sparse_feature_names:
+            # Sharded collections return their columns in an order of their own.
+            columns = pooled.to_dict()
+            values = torch.cat([columns[name] for name in self.sparse_feature_names], dim=1)
+        return values.reshape(-1, len(self.sparse_feature_names), self.embedding_dim)
 
 
 class DenseArch(nn.Module):

@@ -27,16 +27,13 @@ class InteractionArch(nn.Module):
 
     def __init__(self, num_sparse_features: int) -> None:
         super().__init__()
-        self.num_sparse_features = num_sparse_features
         size = num_sparse_features + 1
-        first, second = torch.triu_indices(size, size, offset=1)
-        # No buffer: it is made of sizes alone, and must survive `to_empty` after a meta device.
+        first, second = torch.triu_indices(size, size, offset=1, device="cpu")
+        # No buffer, and on the CPU at first: made of sizes alone, it must survive a meta device.
         self._pairs = first * size + second
 
     def forward(self, dense_features: Tensor, sparse_features: Tensor) -> Tensor:
         """Combine one dense and F sparse vectors per sample."""
-        if self.num_sparse_features == 0:
-            return dense_features
         vectors = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         if self._pairs.device != products.device:

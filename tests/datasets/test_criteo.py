@@ -185,6 +185,20 @@ def test_a_file_without_line_ends_is_refused_before_it_fills_the_memory(tmp_path
         prepare(raw, tmp_path / "store")
 
 
+def test_ctrl_c_while_preparing_leaves_nothing_behind(raw_line, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    raw = tmp_path / "raw.txt"
+    raw.write_text(raw_line())
+    monkeypatch.setattr("recsys.datasets.criteo._number_columns", interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(raw, tmp_path / "store")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.txt"]
+
+
 def test_an_existing_store_is_never_overwritten(raw_line, tmp_path):
     raw = tmp_path / "raw.txt"
     raw.write_text(raw_line())

@@ -17,6 +17,7 @@ class Numbered:
     """A source whose samples say their own number."""
 
     num_dense = 1
+    fingerprint = "numbered"
 
     def __init__(self, num_samples):
         self.num_samples = num_samples
@@ -140,7 +141,9 @@ def test_an_error_while_reading_ahead_comes_out_of_the_iteration():
     assert loader.state_dict()["next_sample"] == 10
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}, {"split": "test"}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"shuffle": False}, {"split": "test"}, {"drop_last": True}]
+)
 def test_a_state_of_another_loader_is_refused(change):
     options = {"split": "train", "shuffle": True, "seed": 0}
     state = BatchLoader(Numbered(41), batch_size=5, **options).state_dict()
@@ -148,6 +151,42 @@ def test_a_state_of_another_loader_is_refused(change):
 
     with pytest.raises(ConfigError, match="make the loader as the one that was saved"):
         other.load_state_dict(state)
+
+
+def test_a_state_of_other_data_is_refused():
+    class Other(Numbered):
+        fingerprint = "other"
+
+    state = BatchLoader(Other(41), "train", 5, shuffle=False).state_dict()
+
+    with pytest.raises(ConfigError, match="data is 'other', but this loader has 'numbered'"):
+        BatchLoader(Numbered(41), "train", 5, shuffle=False).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change", [{"next_sample": 42}, {"next_sample": -1}, {"epoch": None, "epochs": 1}]
+)
+def test_a_state_that_is_none_is_refused(change):
+    loader = BatchLoader(Numbered(41), "train", 5, shuffle=False)
+    state = loader.state_dict() | change
+    state = {key: value for key, value in state.items() if value is not None}
+
+    with pytest.raises(ConfigError, match="loader state: "):
+        loader.load_state_dict(state)
+
+
+def test_one_position_means_one_iteration_at_a_time():
+    loader = BatchLoader(Numbered(40), "train", 5, shuffle=False)
+    running = iter(loader)
+    next(running)
+
+    with pytest.raises(RuntimeError, match="cannot be iterated: an iteration of it is still"):
+        next(iter(loader))
+    with pytest.raises(RuntimeError, match="cannot be given a state"):
+        loader.load_state_dict(loader.state_dict())
+
+    running.close()
+    assert len(list(loader)) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import errno
 import json
 
 import numpy as np
@@ -21,7 +22,7 @@ def store(tmp_path):
             dense_names=["int_0", "int_1"],
             ids={name: np.arange(5, dtype=np.uint32) for name in ("cat_0", "cat_1", "cat_2")},
             splits=classic_splits(21),
-            about={"convention": "classic", "dense_transform": "log(x+1)", "sources": []},
+            about={"convention": "classic", "sources": []},
         )
     return Store(tmp_path / "store")
 
@@ -61,6 +62,27 @@ def test_nothing_appears_when_writing_fails(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path):
+    class FullDisk:
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        close = fileno = write_through = lambda self: self.write(b"")
+
+    def fail():
+        with StoreWriter(tmp_path / "store") as writer:
+            writer._files["labels"].close()
+            writer._files["labels"] = FullDisk()
+            writer.append(
+                np.zeros(1, np.int8), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32)
+            )
+
+    with pytest.raises(OSError, match="No space left"):
+        fail()
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_is_no_store_is_refused_with_the_way_out(tmp_path):
     with pytest.raises(StoreError, match=r"no meta\.json; make one with `recsys prepare"):
         Store(tmp_path)
@@ -75,12 +97,38 @@ def test_a_truncated_array_is_refused_by_name(store, name):
         Store(store.path)
 
 
-def test_a_store_of_another_version_is_refused(store):
-    meta = json.loads((store.path / "meta.json").read_text())
-    (store.path / "meta.json").write_text(json.dumps(meta | {"version": 99}))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 99}, "version must be 1 for this version of recsys, got 99"),
+        ({"dense_transform": "log(x+3)"}, "dense_transform must be 'log"),
+        ({"splits": None}, r"lacks \['splits'\]"),
+    ],
+)
+def test_a_store_that_would_be_read_wrongly_is_refused(store, change, message):
+    meta = json.loads((store.path / "meta.json").read_text()) | change
+    meta = {key: value for key, value in meta.items() if value is not None}
+    (store.path / "meta.json").write_text(json.dumps(meta))
+
+    with pytest.raises(StoreError, match=message):
+        Store(store.path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}"])
+def test_a_meta_file_without_meaning_is_refused(store, text):
+    (store.path / "meta.json").write_text(text)
 
     with pytest.raises(StoreError, match="prepare the store again"):
         Store(store.path)
+
+
+def test_stores_of_other_raw_bytes_have_another_fingerprint(store):
+    before = store.fingerprint
+    meta = json.loads((store.path / "meta.json").read_text())
+    meta["sources"] = [{"sha256": "0" * 64}]
+    (store.path / "meta.json").write_text(json.dumps(meta))
+
+    assert Store(store.path).fingerprint != before
 
 
 @pytest.mark.parametrize(

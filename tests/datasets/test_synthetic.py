@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recsys.datasets.criteo_profile import KAGGLE_COLUMNS, KAGGLE_TABLE_SIZES, popularity_curve
+from recsys.datasets.criteo_shape import KAGGLE_COLUMNS, KAGGLE_TABLE_SIZES, popularity_curve
 from recsys.datasets.source import classic_splits
 from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.errors import ConfigError
@@ -257,8 +257,8 @@ def test_dense_features_are_logs_of_counts_with_missing_ones_at_zero(kaggle):
 
 @pytest.mark.parametrize("size", [1, 10, 583, 10_000])
 def test_curve_rises_from_nothing_to_all_lookups_at_the_last_row(size):
-    for profile in KAGGLE_COLUMNS:
-        edges, shares = popularity_curve(profile, size)
+    for shape in KAGGLE_COLUMNS:
+        edges, shares = popularity_curve(shape, size)
 
         assert edges[0] == shares[0] == 0
         assert edges[-1] == size

@@ -169,6 +169,54 @@ def test_what_a_provider_lacks_is_refused():
     odd = [TableConfig(name="t", num_embeddings=2, embedding_dim=6)]
     with pytest.raises(ConfigError, match="table 't': embedding_dim must be a multiple of 4"):
         build_embeddings("fbgemm", odd, OptimizerConfig())
+    with pytest.raises(ConfigError, match="runs on device 'cpu' here, got 'cuda'"):
+        build_embeddings("fbgemm", TABLES, OptimizerConfig(), torch.device("cuda"))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("row", [9, -1])
+def test_a_row_out_of_range_is_an_error_and_changes_nothing(provider, row):
+    module, _ = build(provider)
+    values = IDS.values().clone()
+    values[0] = row
+    before = values.clone()
+
+    with pytest.raises((IndexError, RuntimeError)):
+        module(JaggedIds(IDS.keys(), values, IDS.offsets()))
+
+    assert torch.equal(values, before)
+
+
+def test_tables_that_are_not_summed_are_refused():
+    pytest.importorskip("torchrec", exc_type=ImportError)
+    from torchrec import EmbeddingBagConfig, PoolingType
+
+    table = EmbeddingBagConfig(
+        name="t",
+        num_embeddings=2,
+        embedding_dim=4,
+        feature_names=["f"],
+        pooling=PoolingType.MEAN,
+    )
+
+    with pytest.raises(ValueError, match="table 't': pooling must be SUM"):
+        build_embeddings("torch", [table], OptimizerConfig())
+
+
+def test_features_with_batch_sizes_of_their_own_are_refused():
+    pytest.importorskip("torchrec", exc_type=ImportError)
+    from torchrec import KeyedJaggedTensor
+
+    module, _ = build("torch")
+    features = KeyedJaggedTensor(
+        keys=["user", "friend", "item"],
+        values=torch.tensor([0, 1, 2, 3]),
+        lengths=torch.tensor([1, 1, 1, 1]),
+        stride_per_key_per_rank=[[2], [1], [1]],
+    )
+
+    with pytest.raises(ValueError, match="batch sizes of their own"):
+        module(features)
 
 
 def test_a_table_without_rows_is_refused():

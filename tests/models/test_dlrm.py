@@ -3,7 +3,7 @@ from math import sqrt
 import pytest
 import torch
 
-from recsys import DLRM, Batch, DLRMTrain, JaggedIds
+from recsys import DLRM, Batch, DLRMTrain, JaggedIds, PooledEmbeddings
 from recsys.config import OptimizerConfig
 from recsys.embeddings.baselines import TorchEmbeddingBags
 from recsys.embeddings.table import TableConfig
@@ -125,6 +125,34 @@ def test_training_modules_of_both_libraries_take_either_batch(torchrec_pair):
         False,
         False,
     )
+
+
+def test_columns_are_found_by_name_when_a_collection_returns_them_in_another_order():
+    class Reversed(TorchEmbeddingBags):
+        def forward(self, features):
+            pooled = super().forward(features)
+            columns = dict(reversed(pooled.to_dict().items()))
+            values = torch.cat(list(columns.values()), dim=1)
+            return PooledEmbeddings(list(columns), pooled.length_per_key()[::-1], values)
+
+    plain, batch = make_dlrm(), make_batch()
+    turned = DLRM(Reversed(make_tables()), 5, [8, 4], [16, 8, 1])
+    turned.load_state_dict(plain.state_dict())
+
+    logits = turned(batch.dense_features, batch.sparse_features)
+
+    assert torch.equal(logits, plain(batch.dense_features, batch.sparse_features))
+
+
+def test_a_model_made_on_the_meta_device_can_be_filled_and_run():
+    plain, batch = make_dlrm(), make_batch()
+    with torch.device("meta"):
+        model = make_dlrm()
+
+    model.load_state_dict(plain.state_dict(), assign=True)
+
+    expected = plain(batch.dense_features, batch.sparse_features)
+    assert torch.equal(model(batch.dense_features, batch.sparse_features), expected)
 
 
 def test_classic_initialisation_has_the_variances_of_the_classic_script():

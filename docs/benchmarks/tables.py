@@ -1,4 +1,4 @@
-"""Tables in the docs, made from the JSON that commands wrote: `python -m recsys.bench.tables`.
+"""Tables in the docs, made from the JSON that commands wrote; `make tables` runs this.
 
 A table stands between two comments, `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function
 below. A test fails when a table is not what its JSON makes it.
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DOCUMENTS", "TABLES", "with_tables"]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+_JSON = Path(__file__).resolve().parent
+_ROOT = _JSON.parent.parent
 DOCUMENTS = ("README.md", "docs/benchmarks.md")
-_JSON = ROOT / "docs" / "benchmarks"
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -89,10 +89,33 @@ def reference_table() -> str:
     return _table(caption, header, lines)
 
 
+def synthetic_table() -> str:
+    """The default run: what `make train` does."""
+    run = json.loads((_JSON / "synthetic.json").read_text())
+    sizes = run["data"]["table_sizes"].values()
+    seconds = {stage.removesuffix("_seconds"): spent for stage, spent in run["stalls"].items()}
+    train_seconds = run["throughput"]["train_seconds"]
+    caption = (
+        f"{run['throughput']['num_samples']:,} training samples, {len(sizes)} tables, "
+        f"{sum(sizes):,} rows of {run['config']['model']['embedding_dim']}, embeddings "
+        f"{run['config']['embeddings']}; {_machine(run['environment'])}."
+    )
+    line = [
+        f"{run['metrics']['test']['auc']:.4f}",
+        f"{run['data']['planted_auc']:.2f}",
+        f"{run['throughput']['samples_per_second']:,.0f}",
+        f"{seconds['load'] / train_seconds:.0%}",
+        f"{run['peak_memory_bytes'] / 2**30:.2f}",
+    ]
+    header = ["test AUC", "best AUC planted", "samples/s", "waiting for data", "peak memory, GiB"]
+    return _table(caption, header, [line])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "prepare": partial(prepare_table, "prepare.json"),
     "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),
     "reference": reference_table,
+    "synthetic": synthetic_table,
 }
 
 
@@ -108,5 +131,5 @@ def _machine(environment: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     for name in DOCUMENTS:
-        document = ROOT / name
+        document = _ROOT / name
         document.write_text(with_tables(document.read_text()))
