@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,6 +110,8 @@ class RunFolder:
                 save_file(state, partial)
             except SafetensorError as error:
                 raise OSError(f"{self.model_file} cannot be written: {error}") from error
+            # safetensors makes private files; the model is as readable as its configuration.
+            partial.chmod(self.config_file.stat().st_mode)
 
     def load_model(self, model: nn.Module) -> None:
         """Read the saved state_dict into a model of the same shape, one tensor at a time.
@@ -142,17 +143,9 @@ def _appearing_whole(file: Path) -> Iterator[Path]:
     partial = file.with_name(f"{file.name}.partial")
     try:
         yield partial
-        partial.chmod(0o666 & ~_umask())  # safetensors makes private files
         partial.rename(file)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    """What new files are not allowed to be; there is no way to read it but to set it."""
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return umask
 
 
 def _without_nan(value: Any) -> Any:
