@@ -123,7 +123,7 @@ class RunFolder:
             raise ConfigError(f"{self.path} has no {self.model_file.name}: the run saved no model")
         state = model.state_dict()
         with safe_open(self.model_file, "pt") as saved:
-            found = {key: saved.get_slice(key).get_shape() for key in saved.keys()}  # noqa: SIM118
+            found = {key: saved.get_slice(key).get_shape() for key in saved.keys()}  # noqa: SIM118  # no mapping
             expected = {key: list(value.shape) for key, value in state.items()}
             if found != expected:
                 key = min(key for key in found | expected if found.get(key) != expected.get(key))

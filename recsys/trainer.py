@@ -142,7 +142,10 @@ def _fit(
     """
     num_steps = config.epochs * len(loader)
     report_every = max(1, num_steps // _REPORTS_PER_RUN)
-    eval_every = config.eval.every_steps or max(1, len(loader) // _EVALUATIONS_PER_EPOCH)
+    eval_every = config.eval.every_steps
+    if not eval_every:  # at a report, so that evaluating does not cut a report's window short
+        reports_between = len(loader) // (_EVALUATIONS_PER_EPOCH * report_every)
+        eval_every = report_every * max(1, reports_between)
     model.train()
     clock.start()
     for epoch in range(config.epochs):
