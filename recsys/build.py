@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
 
-__all__ = ["build_model", "open_source"]
+__all__ = ["autocast", "build_model", "open_source"]
 
 
 def open_source(config: TrainConfig) -> SampleSource:
@@ -93,3 +93,12 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
     if row_optimizer is not None:
         optimizers.append(row_optimizer)
     return DLRMTrain(dlrm).to(device), optimizers
+
+
+def autocast(config: TrainConfig) -> torch.autocast:
+    """The context in which a forward pass has the precision of `config`.
+
+    "bf16" multiplies the matrices of the dense part in bfloat16; parameters, embedding rows, the
+    last layer, the loss and all updates stay in float32.
+    """
+    return torch.autocast(config.device, torch.bfloat16, enabled=config.precision == "bf16")

@@ -90,6 +90,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench_prepare.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     bench_prepare.set_defaults(run_command=_bench_prepare)
+    bench_step = benchmarks.add_parser("step", help="one training step, beside its floors")
+    bench_step.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[128, 2048, 16384], metavar="B"
+    )
+    bench_step.add_argument("--quick", action="store_true", help="small tables, few rounds")
+    bench_step.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    bench_step.set_defaults(run_command=_bench_step)
     return parser
 
 
@@ -142,6 +149,22 @@ def _bench_prepare(options: argparse.Namespace) -> int:
 
     size = "quick" if options.quick else "kaggle" if options.kaggle_size else "gigabyte"
     rows = bench_prepare(options.raw, SIZES[size])
+    print_rows(rows)
+    if options.json is not None:
+        write_rows(options.json, rows)
+    return 0
+
+
+def _bench_step(options: argparse.Namespace) -> int:
+    from recsys.bench.harness import print_rows, write_rows
+    from recsys.bench.step import bench_step
+
+    rows = bench_step(
+        options.batch_sizes,
+        ("fp32", "bf16"),
+        num_rounds=5 if options.quick else 40,
+        table_sizes=[1000] * 26 if options.quick else (),
+    )
     print_rows(rows)
     if options.json is not None:
         write_rows(options.json, rows)

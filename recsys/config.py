@@ -157,6 +157,7 @@ class TrainConfig:
     device: str = _key("cpu", "cpu or cuda")
     num_threads: int = _key(0, "threads of the computation; 0: one per core")
     prefetch: int = _key(2, "mini-batches read ahead")
+    precision: str = _key("fp32", "of the dense part: fp32, or bf16 with parameters in fp32")
     embeddings: str = _key("torch", "torch (nn.EmbeddingBag) or fbgemm (TBE)")
     model: ModelConfig = _key(ModelConfig, "")
     optimizer: OptimizerConfig = _key(OptimizerConfig, "")
@@ -167,6 +168,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _one_of("embeddings", self.embeddings, EMBEDDINGS)
         _one_of("device", self.device, ("cpu", "cuda"))
+        _one_of("precision", self.precision, ("fp32", "bf16"))
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed must be less than 2**63, got {self.seed}")

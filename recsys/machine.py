@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -13,7 +14,14 @@ import torch
 
 from recsys._version import __version__
 
-__all__ = ["describe_environment", "num_cores", "peak_memory_bytes", "set_num_threads"]
+__all__ = [
+    "cpu_vendor",
+    "describe_environment",
+    "num_cores",
+    "peak_memory_bytes",
+    "set_num_threads",
+    "tune_allocator",
+]
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -23,6 +31,22 @@ def set_num_threads(num_threads: int) -> None:
     to size.
     """
     torch.set_num_threads(num_threads or num_cores())
+
+
+def tune_allocator() -> bool:
+    """Have the C library keep freed memory for the next step; true where that can be said.
+
+    By default glibc hands large blocks back to the system as soon as they are freed, and every
+    step's activations then come from it anew, page by page. For programs, not for libraries: it
+    holds for the whole process.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        mallopt = libc.mallopt
+    except (OSError, AttributeError, TypeError):  # not glibc
+        return False
+    # From malloc.h: M_MMAP_THRESHOLD, at its maximum, and M_TRIM_THRESHOLD.
+    return bool(mallopt(-3, 32 * 2**20)) and bool(mallopt(-1, 2**31 - 1))
 
 
 def peak_memory_bytes() -> int | None:
@@ -76,13 +100,23 @@ def _memory_bytes() -> int | None:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def cpu_vendor() -> str | None:
+    """Who made the processor, as it says itself ("GenuineIntel"); None where nothing tells."""
+    return _cpu_info("vendor_id")
+
+
 def _cpu_name() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_info(key: str) -> str | None:
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    return None
 
 
 def _git(*arguments: str) -> str | None:

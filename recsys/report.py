@@ -22,6 +22,9 @@ def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
     for name in _METRICS:
         cells = "".join(f"{_cell(values[name]):>14}" for values in measured.values())
         lines.append(f"{name.replace('_', ' '):<20}{cells}")
+    errors = [values["max_auc_error"] for values in measured.values() if values["max_auc_error"]]
+    if errors:
+        lines.append(f"auc was counted in bins; it is wrong by at most {max(errors):.1e}")
     return "\n".join(lines)
 
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recsys.build import build_model, open_source
+from recsys.build import autocast, build_model, open_source
 from recsys.config import OptimizerConfig, describe_config
 from recsys.curves import plot_curves
 from recsys.datasets.loader import BatchLoader
 from recsys.errors import TrainingDiverged
-from recsys.machine import describe_environment, set_num_threads
-from recsys.metrics import Metrics, evaluate_logits
+from recsys.machine import describe_environment, set_num_threads, tune_allocator
+from recsys.metrics import Metrics, MetricsAccumulator
 from recsys.progress import STAGES, Progress, StageClock
 from recsys.run_folder import RunFolder
 
@@ -69,6 +69,7 @@ def train(
     """
     source = open_source(config)
     set_num_threads(config.num_threads)
+    tune_allocator()
     model, optimizers = build_model(config, source)
     loader = BatchLoader(
         source,
@@ -101,7 +102,8 @@ def train(
             if is_whole:
                 clock.start()
                 for split in metrics:
-                    found = evaluate_split(model, source, split, config.eval.batch_size)
+                    with autocast(config):
+                        found = evaluate_split(model, source, split, config.eval.batch_size)
                     metrics[split] = found.as_dict()
                 clock.mark("evaluate")
                 folder.append_history({**progress.position(), **metrics})
@@ -152,7 +154,8 @@ def _fit(
         for batch in loader:
             batch = batch.to(config.device)  # noqa: PLW2901  # the host's copy is not needed again
             clock.mark("load")
-            loss, (_, logits, labels) = model(batch)
+            with autocast(config):
+                loss, (_, logits, labels) = model(batch)
             clock.mark("forward")
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -167,13 +170,14 @@ def _fit(
             validation = None
             if step % eval_every == 0 and step < num_steps:
                 clock.mark("other")
-                validation = evaluate_split(
-                    model,
-                    loader.source,
-                    "validation",
-                    config.eval.batch_size,
-                    config.eval.max_samples,
-                )
+                with autocast(config):
+                    validation = evaluate_split(
+                        model,
+                        loader.source,
+                        "validation",
+                        config.eval.batch_size,
+                        config.eval.max_samples,
+                    )
                 clock.mark("evaluate")
             is_last = step == num_steps or interrupted.is_set()
             if validation is not None or step % report_every == 0 or is_last:
@@ -205,26 +209,24 @@ def evaluate_split(
         TrainingDiverged: a logit is not finite.
     """
     device = next(model.parameters()).device
-    logits, labels = [], []
-    num_samples = 0
+    accumulator = MetricsAccumulator()
     was_training = model.training
     model.eval()
     with torch.no_grad():
         for batch in BatchLoader(source, split, batch_size, shuffle=False):
-            _, (_, batch_logits, batch_labels) = model(batch.to(device))
-            logits.append(batch_logits.float().cpu())
-            labels.append(batch_labels.cpu())
-            num_samples += len(batch)
-            if max_samples is not None and num_samples >= max_samples:
+            _, (_, logits, labels) = model(batch.to(device))
+            wanted = None if max_samples is None else max_samples - accumulator.num_samples
+            scores = logits[:wanted].float().cpu().numpy()
+            num_bad = int((~np.isfinite(scores)).sum())
+            if num_bad:
+                raise TrainingDiverged(
+                    f"{split}: {num_bad} of {len(scores)} logits are not finite; {_LOWER_LR}"
+                )
+            accumulator.add(scores, labels[:wanted].cpu().numpy())
+            if accumulator.num_samples == max_samples:
                 break
     model.train(was_training)
-    all_logits = torch.cat(logits)[:max_samples].numpy()
-    num_bad = int((~np.isfinite(all_logits)).sum())
-    if num_bad:
-        raise TrainingDiverged(
-            f"{split}: {num_bad} of {len(all_logits)} logits are not finite; {_LOWER_LR}"
-        )
-    return evaluate_logits(all_logits, torch.cat(labels)[:max_samples].numpy())
+    return accumulator.result()
 
 
 def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metrics]:
@@ -249,10 +251,11 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metr
     set_num_threads(config.num_threads)
     model, _ = build_model(config, source)
     folder.load_model(model.model)
-    return {
-        split: evaluate_split(model, source, split, config.eval.batch_size)
-        for split in ("test", "validation")
-    }
+    with autocast(config):
+        return {
+            split: evaluate_split(model, source, split, config.eval.batch_size)
+            for split in ("test", "validation")
+        }
 
 
 @contextmanager

@@ -36,7 +36,10 @@ def test_options_are_these_and_no_others():
         },
         "train": {"data": "", "--config": "", "--set": "", "--run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},
-        "bench": {"prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""}},
+        "bench": {
+            "prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""},
+            "step": {"--batch-sizes": "", "--quick": "", "--json": ""},
+        },
     }
 
 

@@ -85,6 +85,7 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
         ("dense_optimizer.name=rowwise_adagrad", "dense_optimizer.name must be 'sgd' or"),
         ("embeddings=mine", "embeddings must be one of 'torch', 'fbgemm'; got 'mine'"),
         ("device=tpu", "device must be one of"),
+        ("precision=fp8", "precision must be one of 'fp32', 'bf16'; got 'fp8'"),
         ("model.dense_arch=[8]", "model.dense_arch must end in embedding_dim 16, got [8]"),
         ("model.dense_arch=8", "model.dense_arch must be a list of integers, got 8"),
         ("model.dense_arch=[]", "model.dense_arch must be positive sizes, got []"),

@@ -1,10 +1,12 @@
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.metrics import auc, evaluate_logits
+from recsys.metrics import MetricsAccumulator, auc, evaluate_logits
 
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.booleans()), min_size=1, max_size=60))
@@ -81,3 +83,67 @@ def test_logits_that_are_not_finite_are_refused(bad):
 def test_no_samples_are_refused():
     with pytest.raises(ValueError, match="at least one sample"):
         evaluate_logits(np.zeros(0, np.float32), np.zeros(0))
+
+
+def scores_and_labels(num_samples, width, seed=0):
+    """Scores within `width` of each other, and labels that they predict."""
+    rng = np.random.default_rng(seed)
+    scores = rng.normal(size=num_samples)
+    labels = rng.random(num_samples) < 1 / (1 + np.exp(1 - scores))
+    return (1.5 + width * scores).astype(np.float32), labels.astype(np.float32)
+
+
+@pytest.mark.parametrize("width", [1.0, 1e-3, 1e-6])
+def test_auc_counted_in_bins_is_within_the_error_it_states(width, monkeypatch):
+    monkeypatch.setattr("recsys.metrics._NUM_BINS", 1 << 14)
+    scores, labels = scores_and_labels(200_000, width)
+    accumulator = MetricsAccumulator(max_exact_samples=50_000)
+
+    for begin in range(0, len(scores), 8192):
+        accumulator.add(scores[begin : begin + 8192], labels[begin : begin + 8192])
+
+    found, exact = accumulator.result(), evaluate_logits(scores, labels)
+    assert exact.max_auc_error == 0.0
+    assert 0 <= found.max_auc_error < 1e-4
+    assert abs(found.auc - exact.auc) <= found.max_auc_error
+    assert found.logloss == pytest.approx(exact.logloss, rel=1e-12)
+    assert found.num_samples == 200_000
+
+
+def test_bins_of_equal_width_would_not_do():
+    scores, labels = scores_and_labels(200_000, 1e-6)
+    exact = evaluate_logits(scores, labels).auc
+    probabilities = 1 / (1 + np.exp(-scores.astype(np.float64)))
+
+    coarse = auc(np.floor(probabilities * 65_536), labels)
+
+    assert abs(coarse - exact) > 1e-2
+
+
+@given(st.lists(st.tuples(st.integers(-4, 4), st.booleans()), min_size=2, max_size=80))
+def test_the_stated_error_holds_for_any_samples(samples):
+    scores = np.array([score for score, _ in samples], np.float32)
+    labels = np.array([label for _, label in samples], np.float32)
+    accumulator = MetricsAccumulator(max_exact_samples=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of large errors: these are few samples
+        for number in range(0, len(scores), 7):
+            accumulator.add(scores[number : number + 7], labels[number : number + 7])
+        found = accumulator.result()
+
+    exact = auc(scores, labels)
+    if exact is None:
+        assert found.auc is None
+    else:
+        assert abs(found.auc - exact) <= found.max_auc_error + 1e-12
+
+
+def test_a_large_error_is_told_aloud():
+    accumulator = MetricsAccumulator(max_exact_samples=10)
+    accumulator.add(np.full(11, 0.0, np.float32), np.arange(11) % 2)
+    scores, labels = scores_and_labels(1000, 1.0)
+    accumulator.add(scores, labels)
+
+    with pytest.warns(UserWarning, match="may be wrong by up to"):
+        accumulator.result()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 
-from recsys.build import build_model, open_source
+from recsys.build import autocast, build_model, open_source
 from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
 from recsys.progress import STAGES
 from recsys.run_folder import RunFolder
@@ -52,6 +52,7 @@ def test_a_run_leaves_its_whole_record(small_config, tmp_path, provider):
     for split in ("test", "validation"):
         assert set(saved["metrics"][split]) == {
             "auc",
+            "max_auc_error",
             "logloss",
             "normalized_entropy",
             "calibration",
@@ -120,6 +121,33 @@ def test_a_saved_model_evaluates_to_the_metrics_of_its_run(small_config, tmp_pat
     found = evaluate_run(tmp_path / "run")
 
     assert {split: metrics.as_dict() for split, metrics in found.items()} == record["metrics"]
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_bf16_learns_as_fp32_does_and_evaluates_as_it_trained(small_config, tmp_path, provider):
+    need(provider)
+    settings = [f"embeddings={provider}", "synthetic.num_samples=30000", "optimizer.lr=0.05"]
+    fp32 = run(small_config(*settings), tmp_path / "fp32")
+
+    bf16 = run(small_config(*settings, "precision=bf16"), tmp_path / "bf16")
+
+    losses = [record["metrics"]["test"]["logloss"] for record in (fp32, bf16)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    found = evaluate_run(tmp_path / "bf16")["test"].as_dict()
+    assert found == bf16["metrics"]["test"]
+
+
+def test_bf16_ranks_samples_by_float32_logits(small_config):
+    config = small_config("precision=bf16")
+    source = open_source(config)
+    model, _ = build_model(config, source)
+
+    with autocast(config):
+        _, (_, logits, _) = model(source.read(np.arange(500)))
+
+    assert logits.dtype == torch.float32
+    assert len(torch.unique(logits)) > 400
 
 
 @pytest.mark.gpu

@@ -111,10 +111,37 @@ def synthetic_table() -> str:
     return _table(caption, header, [line])
 
 
+def step_table() -> str:
+    """`recsys bench step`: milliseconds by case and provider."""
+    record = json.loads((_JSON / "step.json").read_text())
+    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
+    providers = ["torch", "fbgemm", "dense", "dense_eager", "gemm_torch", "gemm_onednn"]
+    lines = []
+    for case in cases:
+        keys = dict(pair.split("=") for pair in case.split(","))
+        speed = cells[case, "dense", "speed_over_dense_eager"]
+        lines.append(
+            [
+                keys["B"],
+                keys["precision"],
+                *(f"{cells[case, provider, 'time']['median']:.2f}" for provider in providers),
+                f"**{speed['median']:.2f}** ({speed['low']:.2f}-{speed['high']:.2f})",
+            ]
+        )
+    caption = (
+        f"Milliseconds of a step, median of {record['rows'][0]['num_runs']} rounds in which all took "
+        f"turns; SGD, Kaggle's 26 tables, D=16; {_machine(record['environment'])}."
+    )
+    header = ["B", "precision", *providers, "dense over dense_eager (95 %)"]
+    return _table(caption, header, lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "prepare": partial(prepare_table, "prepare.json"),
     "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),
     "reference": reference_table,
+    "step": step_table,
     "synthetic": synthetic_table,
 }
 

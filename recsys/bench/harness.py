@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-__all__ = ["Row", "in_own_process", "print_rows", "summarize", "write_rows"]
+    from numpy.typing import NDArray
+
+__all__ = ["Row", "in_own_process", "print_rows", "ratio", "summarize", "write_rows"]
 
 _T = TypeVar("_T")
 
@@ -35,6 +37,7 @@ class Row:
         unit: In what.
         median: Over the runs; `p20` and `p80` likewise.
         num_runs: How many.
+        low: Lower end of the median's 95 % interval, by bootstrap; `high` likewise.
     """
 
     bench: str
@@ -46,6 +49,8 @@ class Row:
     p20: float
     p80: float
     num_runs: int
+    low: float
+    high: float
 
 
 def summarize(
@@ -53,6 +58,8 @@ def summarize(
 ) -> Row:
     """A row from the values of several runs."""
     p20, median, p80 = np.percentile(values, [20, 50, 80]).tolist()
+    medians = np.median(np.asarray(values)[_resampled(len(values))], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5]).tolist()
     return Row(
         bench=bench,
         case=case,
@@ -63,7 +70,48 @@ def summarize(
         p20=p20,
         p80=p80,
         num_runs=len(values),
+        low=low,
+        high=high,
     )
+
+
+def ratio(
+    *,
+    bench: str,
+    case: str,
+    provider: str,
+    metric: str,
+    values: Sequence[float],
+    baseline: Sequence[float],
+) -> Row:
+    """How many times faster than a baseline, from the times of rounds in which both took turns.
+
+    `median` is the ratio of the medians and `low` to `high` its interval, rounds drawn in pairs;
+    `p20` and `p80` are those of the rounds' own ratios.
+    """
+    ours, theirs = np.asarray(values), np.asarray(baseline)
+    rounds = _resampled(len(ours))
+    ratios = np.median(theirs[rounds], axis=1) / np.median(ours[rounds], axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5]).tolist()
+    p20, p80 = np.percentile(theirs / ours, [20, 80]).tolist()
+    return Row(
+        bench=bench,
+        case=case,
+        provider=provider,
+        metric=metric,
+        unit="ratio",
+        median=float(np.median(theirs) / np.median(ours)),
+        p20=p20,
+        p80=p80,
+        num_runs=len(ours),
+        low=low,
+        high=high,
+    )
+
+
+def _resampled(num_values: int) -> NDArray[np.int64]:
+    """Draws with replacement for the bootstrap; always the same, so that tables can be remade."""
+    return np.random.default_rng(0).integers(0, num_values, (2000, num_values))
 
 
 def in_own_process(function: Callable[..., _T], *arguments: Any) -> _T:
@@ -87,4 +135,4 @@ def write_rows(file: Path, rows: Sequence[Row]) -> None:
 def print_rows(rows: Sequence[Row]) -> None:
     """Print a table with a line per row."""
     table = pd.DataFrame([asdict(row) for row in rows])
-    print(table.to_string(index=False, float_format=lambda value: f"{value:,.1f}"))
+    print(table.to_string(index=False, float_format=lambda value: f"{value:,.2f}"))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from recsys.embeddings.table import output_names
 from recsys.models.interaction import InteractionArch
+from recsys.models.linear import linear_relu
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Perceptron(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """(B, in_size) -> (B, out_size)."""
-        return cast("Tensor", self._linear(features)).relu()
+        return linear_relu(features, self._linear.weight, self._linear.bias)
 
 
 class MLP(nn.Module):
@@ -119,7 +120,10 @@ class OverArch(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """(B, in_features) -> (B, layer_sizes[-1]), before the sigmoid."""
-        return cast("Tensor", self.model(features))
+        hidden, last = self.model[0](features), self.model[1]
+        # Never in bfloat16: eight bits of a logit are too few to rank samples by.
+        with torch.autocast(hidden.device.type, enabled=False):
+            return cast("Tensor", last(hidden.to(last.weight.dtype)))
 
 
 class DLRM(nn.Module):

@@ -66,5 +66,7 @@ def test_rows_are_medians_with_their_spread_and_carry_the_environment(tmp_path):
         "p20",
         "p80",
         "num_runs",
+        "low",
+        "high",
     }
     assert "torch" in record["environment"]

@@ -1,0 +1,112 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.models import linear
+from recsys.models.linear import linear_relu, linear_relu_reference
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(params=[True, False], ids=["onednn", "plain"])
+def library(request, monkeypatch):
+    """Both ways, whatever this machine would choose."""
+    if request.param and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this build of torch has no oneDNN")
+    monkeypatch.setattr(linear, "_onednn_is_faster", lambda: request.param)
+
+
+def operands(batch_size, num_inputs, num_outputs, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(batch_size + 31 * num_inputs + 997 * num_outputs)
+    shapes = [(batch_size, num_inputs), (num_outputs, num_inputs), (num_outputs,)]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def outcome(function, inputs):
+    """Result and gradients, with a gradient that differs from place to place."""
+    copies = [value.detach().clone().requires_grad_() for value in inputs]
+    result = function(*copies)
+    (result * torch.arange(1.0, result.numel() + 1).view_as(result).sin()).sum().backward()
+    return [result, *(copy.grad for copy in copies)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1), (3, 13, 512), (128, 64, 16), (257, 367, 33), (5, 1, 7)]
+)
+@pytest.mark.usefixtures("library")
+def test_result_and_gradients_are_the_references(sizes, dtype):
+    inputs = operands(*sizes, dtype)
+
+    found, expected = outcome(linear_relu, inputs), outcome(linear_relu_reference, inputs)
+
+    for name, ours, theirs in zip(("result", "x", "w", "b"), found, expected, strict=True):
+        scale = theirs.abs().max().item() + 1e-6
+        difference = (ours - theirs).abs().max().item()
+        assert difference <= TOLERANCE[dtype] * scale, name
+        assert ours.dtype == dtype
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
+def test_sizes_of_any_shape(batch_size, num_inputs, num_outputs):
+    inputs = operands(batch_size, num_inputs, num_outputs)
+
+    found, expected = outcome(linear_relu, inputs), outcome(linear_relu_reference, inputs)
+
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("library")
+def test_autocast_computes_in_its_dtype_and_gives_gradients_in_the_parameters():
+    inputs = operands(64, 20, 30)
+
+    def under_autocast(function):
+        def run(*values):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return function(*values)
+
+        return run
+
+    found = outcome(under_autocast(linear_relu), inputs)
+    expected = outcome(under_autocast(linear_relu_reference), inputs)
+
+    assert [value.dtype for value in found] == [torch.bfloat16] + [torch.float32] * 3
+    for ours, theirs in zip(found, expected, strict=True):
+        scale = theirs.abs().max().item()
+        assert (ours - theirs).abs().max().item() <= 2e-2 * scale
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_not_hidden(bad):
+    features, weight, bias = operands(3, 4, 5)
+    with torch.no_grad():
+        weight.zero_()
+        weight[2, 1] = bad
+        features.fill_(1.0)
+
+    result = linear_relu(features, weight, bias)
+
+    assert not result[:, 2].isfinite().any()
+
+
+@pytest.mark.usefixtures("library")
+def test_only_the_gradients_asked_for_are_made():
+    features, weight, bias = operands(4, 3, 2)
+
+    linear_relu(features.detach(), weight, bias.detach()).sum().backward()
+
+    assert features.grad is None
+    assert weight.grad is not None
+    assert bias.grad is None
+
+
+@pytest.mark.usefixtures("library")
+def test_an_empty_batch_gives_zero_gradients():
+    features, weight, bias = operands(0, 3, 2)
+
+    linear_relu(features, weight, bias).sum().backward()
+
+    assert weight.grad.abs().sum() == 0
