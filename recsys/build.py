@@ -90,9 +90,7 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
         if dense.name == "sgd"
         else torch.optim.Adagrad(dense_parameters, lr=dense.lr, eps=dense.eps)
     ]
-    if row_optimizer is not None:
-        optimizers.append(row_optimizer)
-    return DLRMTrain(dlrm).to(device), optimizers
+    return DLRMTrain(dlrm).to(device), [*optimizers, row_optimizer]
 
 
 def autocast(config: TrainConfig) -> torch.autocast:

@@ -4,6 +4,7 @@
     |-- model: ModelConfig
     |-- optimizer: OptimizerConfig          of embedding rows
     |-- dense_optimizer: OptimizerConfig    of everything else; what is not set is as for the rows
+    |-- lr_schedule: LearningRateConfig     of both
     |-- eval: EvalConfig
     `-- synthetic: SyntheticConfig          used where `data` is synthetic
 
@@ -18,6 +19,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import cos, pi
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import tomli_w
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EvalConfig",
+    "LearningRateConfig",
     "ModelConfig",
     "OptimizerConfig",
     "SyntheticConfig",
@@ -118,6 +121,47 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearningRateConfig:
+    """How learning rates change over a run: of the dense part and of rows alike."""
+
+    warmup_steps: int = _key(0, "steps over which rates rise to their full value")
+    decay: str = _key("none", "none, linear or cosine")
+    decay_start: int = _key(0, "step at which rates begin to fall; not before warm-up ends")
+    decay_steps: int = _key(0, "steps over which they fall; 0: to the end of the run")
+    final: float = _key(0.0, "share of a rate that is left at the end")
+
+    def __post_init__(self) -> None:
+        _one_of("decay", self.decay, ("none", "linear", "cosine"))
+        _at_least("warmup_steps", self.warmup_steps, 0)
+        _at_least("decay_start", self.decay_start, 0)
+        _at_least("decay_steps", self.decay_steps, 0)
+        if not 0 <= self.final <= 1:
+            raise ConfigError(f"final must lie in [0, 1], got {self.final}")
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether rates stay as they are."""
+        return self.warmup_steps == 0 and self.decay == "none"
+
+    def factor(self, step: int, num_steps: int) -> float:
+        """What a rate is multiplied by in a step.
+
+        Args:
+            step: The step's number, from 0.
+            num_steps: Steps of the whole run.
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "none":
+            return 1.0
+        start = max(self.warmup_steps, self.decay_start)
+        length = self.decay_steps or max(1, num_steps - start)
+        progress = min(max((step - start) / length, 0.0), 1.0)
+        fallen = progress if self.decay == "linear" else (1 - cos(pi * progress)) / 2
+        return 1 - (1 - self.final) * fallen
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """When quality is measured during training; the last evaluation is always over everything."""
 
@@ -162,6 +206,7 @@ class TrainConfig:
     model: ModelConfig = _key(ModelConfig, "")
     optimizer: OptimizerConfig = _key(OptimizerConfig, "")
     dense_optimizer: OptimizerConfig | None = _key(None, "")
+    lr_schedule: LearningRateConfig = _key(LearningRateConfig, "")
     eval: EvalConfig = _key(EvalConfig, "")
     synthetic: SyntheticConfig = _key(SyntheticConfig, "")
 

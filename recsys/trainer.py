@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from recsys.build import autocast, build_model, open_source
 from recsys.config import OptimizerConfig, describe_config
@@ -148,6 +149,12 @@ def _fit(
     if not eval_every:  # at a report, so that evaluating does not cut a report's window short
         reports_between = len(loader) // (_EVALUATIONS_PER_EPOCH * report_every)
         eval_every = report_every * max(1, reports_between)
+    schedulers = []
+    if not config.lr_schedule.is_constant:
+        schedulers = [
+            LambdaLR(optimizer, lambda step: config.lr_schedule.factor(step, num_steps))
+            for optimizer in optimizers
+        ]
     model.train()
     clock.start()
     for epoch in range(config.epochs):
@@ -163,6 +170,8 @@ def _fit(
             clock.mark("backward")
             for optimizer in optimizers:
                 optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
             clock.mark("update")
 
             progress.add(loss.detach(), logits, labels)

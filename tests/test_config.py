@@ -85,6 +85,8 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
         ("dense_optimizer.name=rowwise_adagrad", "dense_optimizer.name must be 'sgd' or"),
         ("embeddings=mine", "embeddings must be one of 'torch', 'fbgemm'; got 'mine'"),
         ("device=tpu", "device must be one of"),
+        ("lr_schedule.final=2", "lr_schedule.final must lie in [0, 1], got 2.0"),
+        ("lr_schedule.decay=step", "lr_schedule.decay must be one of 'none', 'linear', 'cosine'"),
         ("precision=fp8", "precision must be one of 'fp32', 'bf16'; got 'fp8'"),
         ("model.dense_arch=[8]", "model.dense_arch must end in embedding_dim 16, got [8]"),
         ("model.dense_arch=8", "model.dense_arch must be a list of integers, got 8"),
@@ -112,6 +114,27 @@ def test_the_dense_part_follows_when_the_rows_optimizer_is_replaced():
 
     assert config.resolved_dense_optimizer == config.optimizer
     assert describe_config(config)["dense_optimizer"]["lr"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], [1, 1, 1, 1, 1, 1]),
+        (["warmup_steps=4"], [0.25, 0.5, 0.75, 1, 1, 1]),
+        (["decay=linear"], [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        (["decay=linear", "warmup_steps=2"], [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        (["decay=linear", "decay_start=2", "decay_steps=2"], [1, 1, 1, 0.5, 0, 0]),
+        (["decay=linear", "decay_steps=2", "final=0.5"], [1, 0.75, 0.5, 0.5, 0.5, 0.5]),
+        (["decay=cosine", "decay_steps=4"], [1, 0.853553, 0.5, 0.146447, 0, 0]),
+    ],
+)
+def test_learning_rates_rise_and_fall_as_told(settings, expected):
+    schedule = load_config(None, [f"lr_schedule.{setting}" for setting in settings]).lr_schedule
+
+    factors = [schedule.factor(step, num_steps=6) for step in range(6)]
+
+    assert factors == pytest.approx(expected, abs=1e-6)
+    assert schedule.is_constant == (not settings)
 
 
 def test_a_file_that_is_no_toml_is_named(tmp_path):

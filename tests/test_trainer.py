@@ -124,6 +124,19 @@ def test_a_saved_model_evaluates_to_the_metrics_of_its_run(small_config, tmp_pat
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_rate_that_has_fallen_to_nothing_moves_nothing(small_config, tmp_path, provider):
+    need(provider)
+    settings = [f"embeddings={provider}", "lr_schedule.decay=linear", "lr_schedule.decay_steps=4"]
+    records = [
+        run(small_config(*settings, f"epochs={epochs}"), tmp_path / str(epochs))
+        for epochs in (1, 2)
+    ]
+
+    # Behind step 4 of 15 no rate is left, so a second epoch changes no prediction.
+    assert records[0]["metrics"] == records[1]["metrics"]
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_bf16_learns_as_fp32_does_and_evaluates_as_it_trained(small_config, tmp_path, provider):
     need(provider)
     settings = [f"embeddings={provider}", "synthetic.num_samples=30000", "optimizer.lr=0.05"]

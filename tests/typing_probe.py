@@ -19,7 +19,7 @@ for batch in BatchLoader(sources[0], "train", 128, shuffle=True):
 
 table = TableConfig(name="t", num_embeddings=1, embedding_dim=4)
 embeddings, row_optimizer = build_embeddings("torch", [table], OptimizerConfig(lr=0.1))
-assert_type(row_optimizer, torch.optim.Optimizer | None)
+assert_type(row_optimizer, torch.optim.Optimizer)
 model = recsys.DLRMTrain(recsys.DLRM(embeddings, 13, [8, 4], [8, 1]))
 
 assert_type(load_config(None, ["seed=1"], data="store"), TrainConfig)

@@ -130,8 +130,8 @@ def step_table() -> str:
             ]
         )
     caption = (
-        f"Milliseconds of a step, median of {record['rows'][0]['num_runs']} rounds in which all took "
-        f"turns; SGD, Kaggle's 26 tables, D=16; {_machine(record['environment'])}."
+        f"Milliseconds of a step, median of {record['rows'][0]['num_runs']} rounds in which all "
+        f"took turns; SGD, Kaggle's 26 tables, D=16; {_machine(record['environment'])}."
     )
     header = ["B", "precision", *providers, "dense over dense_eager (95 %)"]
     return _table(caption, header, lines)

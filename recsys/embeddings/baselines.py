@@ -23,7 +23,7 @@ from recsys.embeddings.table import output_names
 from recsys.errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from recsys.batch import Features
     from recsys.config import OptimizerConfig
@@ -37,8 +37,11 @@ def build_embeddings(
     tables: Sequence[TableConfig],
     optimizer: OptimizerConfig,
     device: torch.device | None = None,
-) -> tuple[AbstractEmbeddingBags, torch.optim.Optimizer | None]:
-    """A provider's tables, and what steps their rows: None where backward does.
+) -> tuple[AbstractEmbeddingBags, torch.optim.Optimizer]:
+    """A provider's tables, and the optimizer of their rows.
+
+    Where the update is fused into backward, `step` has nothing left to do; `param_groups` holds the
+    learning rate all the same, for schedulers to change.
 
     Args:
         provider: "torch" or "fbgemm".
@@ -60,7 +63,8 @@ def build_embeddings(
                 f"embeddings 'fbgemm' runs on device 'cpu' here, got {device.type!r}; "
                 "choose embeddings 'torch'"
             )
-        return FbgemmEmbeddingBags(tables, optimizer), None
+        fused = FbgemmEmbeddingBags(tables, optimizer)
+        return fused, fused.optimizer
     raise ConfigError(f"embeddings must be one of 'torch', 'fbgemm', got {provider!r}")
 
 
@@ -206,6 +210,9 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
         tables: All tables; `embedding_dim` must be a multiple of 4.
         optimizer: "sgd", "adagrad" or "rowwise_adagrad".
 
+    Attributes:
+        optimizer: Has the learning rate that the next forward takes along to its backward.
+
     Raises:
         ConfigError: FBGEMM cannot have such a table or optimizer.
         MissingDependency: FBGEMM is not installed.
@@ -267,6 +274,8 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
         # Hidden in a tuple so that nn.Module does not register it: its parameters are nobody
         # else's to step or to save.
         self._hidden = (tbe,)
+        self.optimizer = _FusedOptimizer(list(tbe.parameters()), {"lr": optimizer.lr})
+        self._lr = optimizer.lr
         self.reset_parameters()
 
     def table_weights(self) -> list[Tensor]:
@@ -283,6 +292,10 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
         values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
         if self._positions(features) != list(range(len(features.keys()))):
             values, offsets, weights = _concatenate(list(self._bags(features)))
+        lr = self.optimizer.param_groups[0]["lr"]
+        if lr != self._lr:
+            self._hidden[0].set_learning_rate(lr)
+            self._lr = lr
         pooled = self._hidden[0](values.long(), offsets.long(), weights)
         return PooledEmbeddings(self._output_keys, self._output_dims, pooled)
 
@@ -320,6 +333,13 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
                     )
                 else:
                     weight.copy_(state_dict[key])
+
+
+class _FusedOptimizer(torch.optim.Optimizer):
+    """The face of an optimizer whose update is made by backward."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Nothing: rows have moved already."""
 
 
 def _concatenate(

@@ -93,19 +93,34 @@ def test_both_providers_draw_and_update_alike(name, lr):
         module, optimizer = build(provider, name=name, lr=lr)
         for step in range(3):
             pooled = module(IDS).values()
-            if optimizer is not None:
-                optimizer.zero_grad()
+            optimizer.zero_grad()
             (
                 pooled * torch.arange(1.0, pooled.numel() + 1).view_as(pooled) * (step + 1)
             ).sum().backward()
-            if optimizer is not None:
-                optimizer.step()
+            optimizer.step()
         results[provider] = module.state_dict()
 
     assert list(results["torch"]) == list(results["fbgemm"])
     assert next(iter(results["torch"])) == "embedding_bags.users.weight"
     for key, expected in results["torch"].items():
         torch.testing.assert_close(results["fbgemm"][key], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_scheduler_changes_the_rate_of_the_next_step(provider):
+    module, optimizer = build(provider, name="sgd", lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [1.0, 0.25, 0.0][step])
+    moved = []
+
+    for _ in range(3):
+        before = module.table_weights()[1].clone()
+        optimizer.zero_grad()
+        module(IDS)["item"][1].sum().backward()
+        optimizer.step()
+        scheduler.step() if len(moved) < 2 else None
+        moved.append((before - module.table_weights()[1])[0, 0].item())
+
+    assert moved == pytest.approx([1.0, 0.25, 0.0], abs=1e-6)
 
 
 def test_rowwise_adagrad_keeps_one_sum_per_row():
