@@ -75,6 +75,17 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the metrics there too")
     evaluate.set_defaults(run_command=_evaluate)
 
+    export = commands.add_parser("export", help="a saved model for other programs")
+    export.add_argument("run", metavar="DIR", help="a run's folder")
+    export.add_argument(
+        "--to",
+        required=True,
+        choices=["torchrec", "classic", "safetensors"],
+        help="TorchRec's DLRM, facebookresearch/dlrm's DLRM_Net, or no pickle",
+    )
+    export.add_argument("--out", required=True, metavar="FILE", help="a file to be made")
+    export.set_defaults(run_command=_export)
+
     bench = commands.add_parser("bench", help="measure beside others")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="NAME")
     bench_prepare = benchmarks.add_parser("prepare", help="raw text to arrays, beside pandas")
@@ -133,6 +144,13 @@ def _evaluate(options: argparse.Namespace) -> int:
     print(format_metrics(metrics))
     if options.json is not None:
         options.json.write_text(json.dumps({"metrics": metrics}, indent=2) + "\n")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from recsys.export import export_run
+
+    print(f"wrote {export_run(options.run, options.to, options.out)}")
     return 0
 
 

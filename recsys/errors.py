@@ -4,6 +4,7 @@
     |-- ConfigError         (ValueError)       a key, its value, or two that exclude each other
     |-- DatasetFormatError  (ValueError)       a line of a raw file that breaks the format's rules
     |-- StoreError          (ValueError)       a store that is missing, unfinished or damaged
+    |-- WeightsError        (ValueError)       weights that are not the model's they should be
     |-- AlreadyExists       (FileExistsError)  a store or run folder that would be overwritten
     |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
     `-- MissingDependency   (ImportError)      an optional package that this call needs
@@ -20,6 +21,7 @@ __all__ = [
     "RecsysError",
     "StoreError",
     "TrainingDiverged",
+    "WeightsError",
 ]
 
 
@@ -37,6 +39,10 @@ class DatasetFormatError(RecsysError, ValueError):
 
 class StoreError(RecsysError, ValueError):
     """A folder that is not a whole, readable store."""
+
+
+class WeightsError(RecsysError, ValueError):
+    """A state dict that is not of the model it should be of."""
 
 
 class AlreadyExists(RecsysError, FileExistsError):

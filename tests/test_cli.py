@@ -36,6 +36,7 @@ def test_options_are_these_and_no_others():
         },
         "train": {"data": "", "--config": "", "--set": "", "--run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},
+        "export": {"run": "", "--to": "", "--out": ""},
         "bench": {"prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""}},
     }
 
@@ -86,6 +87,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
             "not in torch.optim, so embeddings 'torch' cannot use it",
         ),
         (["evaluate", "nowhere"], "nowhere is not a run"),
+        (["export", "nowhere", "--to", "classic", "--out", "f"], "nowhere is not a run"),
         (["prepare", "criteo-kaggle", "nowhere", "--out", "s"], "raw nowhere is no file"),
         (["bench", "prepare", "--raw", "nowhere"], "nowhere is no file"),
     ],
