@@ -2,7 +2,7 @@
 
     RecsysError
     |-- ConfigError         (ValueError)       a key, its value, or two that exclude each other
-    |-- DatasetFormatError  (ValueError)       a line of a raw file that breaks the format's rules
+    |-- DatasetFormatError  (ValueError)       a file, or a line of one, that breaks its format
     |-- StoreError          (ValueError)       a store that is missing, unfinished or damaged
     |-- WeightsError        (ValueError)       weights that are not the model's they should be
     |-- AlreadyExists       (FileExistsError)  a store or run folder that would be overwritten
@@ -34,7 +34,7 @@ class ConfigError(RecsysError, ValueError):
 
 
 class DatasetFormatError(RecsysError, ValueError):
-    """A raw line that breaks its format; the message names file and line."""
+    """Data that breaks its format; the message names file and line, or array and sample."""
 
 
 class StoreError(RecsysError, ValueError):
