@@ -43,10 +43,15 @@ def build_parser() -> argparse.ArgumentParser:
 
     prepare = commands.add_parser("prepare", help="turn raw files into a store")
     prepare.add_argument("format", choices=["criteo-kaggle"])
-    prepare.add_argument("raw", nargs="+", metavar="RAW", help="tab-separated text, plain or gzip")
+    prepare.add_argument(
+        "raw", nargs="+", metavar="RAW", help="tab-separated text, plain, gzip or zst"
+    )
     prepare.add_argument("--out", required=True, metavar="STORE", help="a folder to be made")
     prepare.add_argument(
-        "--convention", choices=["classic"], default="classic", help="as facebookresearch/dlrm does"
+        "--convention",
+        choices=["classic", "torchrec"],
+        default="classic",
+        help="of facebookresearch/dlrm, or of TorchRec's npy files",
     )
     prepare.add_argument(
         "--skip-bad-lines", action="store_true", help="leave bad lines out, count and list them"
@@ -113,7 +118,12 @@ def _describe_keys() -> str:
 def _prepare(options: argparse.Namespace) -> int:
     from recsys.datasets.criteo import prepare_criteo_kaggle
 
-    report = prepare_criteo_kaggle(options.raw, options.out, skip_bad_lines=options.skip_bad_lines)
+    report = prepare_criteo_kaggle(
+        options.raw,
+        options.out,
+        convention=options.convention,
+        skip_bad_lines=options.skip_bad_lines,
+    )
     print(
         f"{report.path}: {report.num_samples:,} samples, "
         f"{report.num_rows:,} distinct ids in 26 columns"

@@ -180,3 +180,17 @@ def test_training_needs_neither_torchrec_nor_fbgemm(tmp_path, small_settings):
     assert "samples/s" in plain.stdout
     assert fbgemm.returncode == 2
     assert "embeddings 'fbgemm' needs fbgemm-gpu-cpu" in fbgemm.stderr
+
+
+def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
+    from recsys.datasets.criteo import CONVENTIONS
+    from recsys.export import FORMATS
+
+    (commands,) = (action.choices for action in build_parser()._actions if action.dest == "command")
+
+    def choices(command, option):
+        (action,) = (a for a in commands[command]._actions if a.dest == option)
+        return tuple(action.choices)
+
+    assert choices("prepare", "convention") == CONVENTIONS
+    assert choices("export", "to") == FORMATS

@@ -33,7 +33,7 @@ from recsys.errors import AlreadyExists, StoreError
 from recsys.jit import kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -43,6 +43,7 @@ __all__ = ["Store", "StoreWriter"]
 _DTYPES = {"labels": "<i1", "dense": "<i4", "sparse": "<i4", "ids": "<u4"}
 # What dense.bin holds, by what is done to it when a batch is read.
 _DENSE_DTYPES = {"log(x+1)": "<i4", "none": "<f4"}
+_REWRITTEN_SAMPLES = 65_536  # at a time: some megabytes
 # What meta.json must say for `Store.read` to be right.
 _UNDERSTOOD: dict[str, tuple[Any, ...]] = {
     "format": ("recsys-store",),
@@ -93,6 +94,11 @@ class StoreWriter:
         self._files = {name: (self.folder / f"{name}.bin").open("wb") for name in self._dtypes}
         self.num_samples = 0
 
+    @property
+    def dense_dtype(self) -> np.dtype[Any]:
+        """Of the dense features that `append` takes."""
+        return np.dtype(self._dtypes["dense"])
+
     def append(
         self,
         labels: NDArray[np.int8],
@@ -107,6 +113,33 @@ class StoreWriter:
         for name, array in (("labels", labels), ("dense", dense), ("sparse", sparse)):
             self._files[name].write(np.ascontiguousarray(array, self._dtypes[name]).data)
         self.num_samples += len(labels)
+
+    def rewrite_dense(
+        self, first_sample: int, change: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+    ) -> None:
+        """Change dense features appended before, in place, block by block.
+
+        Args:
+            first_sample: Where to begin; all behind it are changed.
+            change: From what was appended to what is to stand there, (n, I) both.
+        """
+        file = self._files["dense"]
+        file.flush()
+        num_samples = self.num_samples - first_sample
+        if not num_samples:
+            return
+        num_dense = file.tell() // (4 * self.num_samples)
+        features = np.memmap(
+            self.folder / "dense.bin",
+            self._dtypes["dense"],
+            mode="r+",
+            offset=4 * num_dense * first_sample,
+            shape=(num_samples, num_dense),
+        )
+        for start in range(0, num_samples, _REWRITTEN_SAMPLES):
+            block = features[start : start + _REWRITTEN_SAMPLES]
+            block[:] = change(np.array(block))
+        features.flush()
 
     def finish(
         self,
