@@ -43,10 +43,15 @@ def build_parser() -> argparse.ArgumentParser:
 
     prepare = commands.add_parser("prepare", help="turn raw files into a store")
     prepare.add_argument("format", choices=["criteo-kaggle"])
-    prepare.add_argument("raw", nargs="+", metavar="RAW", help="tab-separated text, plain or gzip")
+    prepare.add_argument(
+        "raw", nargs="+", metavar="RAW", help="tab-separated text, plain, gzip or zst"
+    )
     prepare.add_argument("--out", required=True, metavar="STORE", help="a folder to be made")
     prepare.add_argument(
-        "--convention", choices=["classic"], default="classic", help="as facebookresearch/dlrm does"
+        "--convention",
+        choices=["classic", "torchrec"],
+        default="classic",
+        help="of facebookresearch/dlrm, or of TorchRec's npy files",
     )
     prepare.add_argument(
         "--skip-bad-lines", action="store_true", help="leave bad lines out, count and list them"
@@ -74,6 +79,17 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--data", metavar="STORE", help="default: what the run was trained on")
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the metrics there too")
     evaluate.set_defaults(run_command=_evaluate)
+
+    export = commands.add_parser("export", help="a saved model for other programs")
+    export.add_argument("run", metavar="DIR", help="a run's folder")
+    export.add_argument(
+        "--to",
+        required=True,
+        choices=["torchrec", "classic", "safetensors"],
+        help="TorchRec's DLRM, facebookresearch/dlrm's DLRM_Net, or no pickle",
+    )
+    export.add_argument("--out", required=True, metavar="FILE", help="a file to be made")
+    export.set_defaults(run_command=_export)
 
     bench = commands.add_parser("bench", help="measure beside others")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="NAME")
@@ -109,7 +125,12 @@ def _describe_keys() -> str:
 def _prepare(options: argparse.Namespace) -> int:
     from recsys.datasets.criteo import prepare_criteo_kaggle
 
-    report = prepare_criteo_kaggle(options.raw, options.out, skip_bad_lines=options.skip_bad_lines)
+    report = prepare_criteo_kaggle(
+        options.raw,
+        options.out,
+        convention=options.convention,
+        skip_bad_lines=options.skip_bad_lines,
+    )
     print(
         f"{report.path}: {report.num_samples:,} samples, "
         f"{report.num_rows:,} distinct ids in 26 columns"
@@ -140,6 +161,13 @@ def _evaluate(options: argparse.Namespace) -> int:
     print(format_metrics(metrics))
     if options.json is not None:
         options.json.write_text(json.dumps({"metrics": metrics}, indent=2) + "\n")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from recsys.export import export_run
+
+    print(f"wrote {export_run(options.run, options.to, options.out)}")
     return 0
 
 

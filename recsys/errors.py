@@ -2,8 +2,9 @@
 
     RecsysError
     |-- ConfigError         (ValueError)       a key, its value, or two that exclude each other
-    |-- DatasetFormatError  (ValueError)       a line of a raw file that breaks the format's rules
+    |-- DatasetFormatError  (ValueError)       a file, or a line of one, that breaks its format
     |-- StoreError          (ValueError)       a store that is missing, unfinished or damaged
+    |-- WeightsError        (ValueError)       weights that are not the model's they should be
     |-- AlreadyExists       (FileExistsError)  a store or run folder that would be overwritten
     |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
     `-- MissingDependency   (ImportError)      an optional package that this call needs
@@ -20,6 +21,7 @@ __all__ = [
     "RecsysError",
     "StoreError",
     "TrainingDiverged",
+    "WeightsError",
 ]
 
 
@@ -32,11 +34,15 @@ class ConfigError(RecsysError, ValueError):
 
 
 class DatasetFormatError(RecsysError, ValueError):
-    """A raw line that breaks its format; the message names file and line."""
+    """Data that breaks its format; the message names file and line, or array and sample."""
 
 
 class StoreError(RecsysError, ValueError):
     """A folder that is not a whole, readable store."""
+
+
+class WeightsError(RecsysError, ValueError):
+    """A state dict that is not of the model it should be of."""
 
 
 class AlreadyExists(RecsysError, FileExistsError):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,9 @@ from safetensors.torch import save_file
 
 from recsys.config import TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError
+from recsys.files import appearing_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import nn
 
 __all__ = ["RunFolder"]
@@ -95,8 +93,19 @@ class RunFolder:
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Write `run.json`."""
-        with _appearing_whole(self.record_file) as partial:
+        with appearing_whole(self.record_file) as partial:
             partial.write_text(json.dumps(_without_nan(record), indent=2) + "\n")
+
+    def read_record(self) -> dict[str, Any]:
+        """`run.json`.
+
+        Raises:
+            ConfigError: the run did not end.
+        """
+        if not self.record_file.is_file():
+            raise ConfigError(f"{self.path} has no {self.record_file.name}: the run did not end")
+        record: dict[str, Any] = json.loads(self.record_file.read_text())
+        return record
 
     def save_model(self, model: nn.Module) -> None:
         """Write a model's state_dict, from the tensors themselves: no copy of a table is made.
@@ -105,7 +114,7 @@ class RunFolder:
             OSError: the disk is full, or the folder is gone.
         """
         state = {key: value.contiguous() for key, value in model.state_dict().items()}
-        with _appearing_whole(self.model_file) as partial:
+        with appearing_whole(self.model_file) as partial:
             try:
                 save_file(state, partial)
             except SafetensorError as error:
@@ -113,14 +122,22 @@ class RunFolder:
             # safetensors makes private files; the model is as readable as its configuration.
             partial.chmod(self.config_file.stat().st_mode)
 
+    def require_model(self) -> None:
+        """Check that the run saved its model.
+
+        Raises:
+            ConfigError: it did not.
+        """
+        if not self.model_file.is_file():
+            raise ConfigError(f"{self.path} has no {self.model_file.name}: the run saved no model")
+
     def load_model(self, model: nn.Module) -> None:
         """Read the saved state_dict into a model of the same shape, one tensor at a time.
 
         Raises:
             ConfigError: there is no saved model, or its keys or shapes are others.
         """
-        if not self.model_file.is_file():
-            raise ConfigError(f"{self.path} has no {self.model_file.name}: the run saved no model")
+        self.require_model()
         state = model.state_dict()
         with safe_open(self.model_file, "pt") as saved:
             found = {key: saved.get_slice(key).get_shape() for key in saved.keys()}  # noqa: SIM118  # no mapping
@@ -135,17 +152,6 @@ class RunFolder:
             with torch.no_grad():
                 for key, value in state.items():
                     value.copy_(saved.get_tensor(key))
-
-
-@contextmanager
-def _appearing_whole(file: Path) -> Iterator[Path]:
-    """A file to write to; it gets its name when it is written, or is removed where that fails."""
-    partial = file.with_name(f"{file.name}.partial")
-    try:
-        yield partial
-        partial.rename(file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _without_nan(value: Any) -> Any:

@@ -36,6 +36,7 @@ def test_options_are_these_and_no_others():
         },
         "train": {"data": "", "--config": "", "--set": "", "--run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},
+        "export": {"run": "", "--to": "", "--out": ""},
         "bench": {
             "prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""},
             "step": {"--batch-sizes": "", "--quick": "", "--json": ""},
@@ -89,6 +90,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
             "not in torch.optim, so embeddings 'torch' cannot use it",
         ),
         (["evaluate", "nowhere"], "nowhere is not a run"),
+        (["export", "nowhere", "--to", "classic", "--out", "f"], "nowhere is not a run"),
         (["prepare", "criteo-kaggle", "nowhere", "--out", "s"], "raw nowhere is no file"),
         (["bench", "prepare", "--raw", "nowhere"], "nowhere is no file"),
     ],
@@ -181,3 +183,17 @@ def test_training_needs_neither_torchrec_nor_fbgemm(tmp_path, small_settings):
     assert "samples/s" in plain.stdout
     assert fbgemm.returncode == 2
     assert "embeddings 'fbgemm' needs fbgemm-gpu-cpu" in fbgemm.stderr
+
+
+def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
+    from recsys.datasets.criteo import CONVENTIONS
+    from recsys.export import FORMATS
+
+    (commands,) = (action.choices for action in build_parser()._actions if action.dest == "command")
+
+    def choices(command, option):
+        (action,) = (a for a in commands[command]._actions if a.dest == option)
+        return tuple(action.choices)
+
+    assert choices("prepare", "convention") == CONVENTIONS
+    assert choices("export", "to") == FORMATS

@@ -6,11 +6,18 @@ first appearance over the whole file, the file cut into seven parts of which the
 `classic_splits`). One difference: a line whose label is missing is an error here, where that script
 would take it for a 0.
 
+The `torchrec` convention is that of TorchRec's `BinaryCriteoUtils`: missing values are 0, negative
+integers stay; over each file, dense features become log(x - smallest + 2), smallest being the
+file's smallest integer, in any column; ids are numbered column by column in order of first
+appearance over all files, from row 2 on, as `sparse_to_contiguous` does with a frequency threshold
+of 0 or 1 (row 1 is for rare ids, of which there are none then, and nobody uses row 0). Each file is
+a day, split by `day_splits`. A missing label is an error here too.
+
 How the work flows, and who owns what:
 
     reader (1 thread)   file -> decompressed blocks that end at a line's end; hashes the raw bytes
     pool (all cores)    parses a block's parts side by side, then numbers its columns side by side
-    writer (1 thread)   samples -> store, in order
+    writer (1 thread)   samples -> store, in order; at a file's end, its logarithms
 
 At most four blocks are alive at a time, so memory is bounded by the hash tables of ids.
 """
@@ -22,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
@@ -30,9 +37,9 @@ from tqdm import tqdm
 from recsys.datasets.criteo_parse import NUM_CATEGORIES, NUM_INTEGERS, ParsedLines, parse_lines
 from recsys.datasets.criteo_text import BadLines, RawFile
 from recsys.datasets.row_numbers import RowNumbers
-from recsys.datasets.source import classic_splits
+from recsys.datasets.source import classic_splits, day_splits
 from recsys.datasets.store import StoreWriter
-from recsys.errors import DatasetFormatError
+from recsys.errors import ConfigError, DatasetFormatError
 from recsys.machine import num_cores
 
 if TYPE_CHECKING:
@@ -40,11 +47,20 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["CATEGORY_NAMES", "INTEGER_NAMES", "PrepareReport", "prepare_criteo_kaggle"]
+__all__ = [
+    "CATEGORY_NAMES",
+    "CONVENTIONS",
+    "INTEGER_NAMES",
+    "PrepareReport",
+    "prepare_criteo_kaggle",
+]
 
 INTEGER_NAMES = tuple(f"int_{column}" for column in range(NUM_INTEGERS))
 CATEGORY_NAMES = tuple(f"cat_{column}" for column in range(NUM_CATEGORIES))
 
+CONVENTIONS = ("classic", "torchrec")
+# TorchRec's rows for nothing and for rare ids.
+_TORCHREC_RESERVED_ROWS = 2
 _NEWLINE = ord("\n")
 _T = TypeVar("_T")
 
@@ -72,15 +88,17 @@ def prepare_criteo_kaggle(
     raw_files: Sequence[str | Path],
     store: str | Path,
     *,
+    convention: str = "classic",
     skip_bad_lines: bool = False,
     num_threads: int | None = None,
     show_progress: bool = True,
 ) -> PrepareReport:
-    """Read raw files, in the order given, as one data set; write a store of convention `classic`.
+    """Read raw files, in the order given, as one data set; write a store.
 
     Args:
-        raw_files: Tab-separated text, plain or gzip.
+        raw_files: Tab-separated text, plain, gzip or zst.
         store: The store's folder, which must not exist.
+        convention: "classic" or "torchrec"; the module says what they are.
         skip_bad_lines: Leave bad lines out, count and list them, instead of stopping at the first.
         num_threads: Threads that parse and number; one per core by default.
         show_progress: Draw a progress bar over the raw bytes.
@@ -89,17 +107,23 @@ def prepare_criteo_kaggle(
         DatasetFormatError: a bad line (the message names file, line, rule and value), or no good
             line at all.
         AlreadyExists: `store` exists.
-        FileNotFoundError: a raw file does not.
+        ConfigError: the convention is unknown.
+        FileNotFoundError: a raw file does not exist.
     """
+    if convention not in CONVENTIONS:
+        raise ConfigError(f"convention must be one of {CONVENTIONS}, got {convention!r}")
+    is_torchrec = convention == "torchrec"
+    num_reserved_rows = _TORCHREC_RESERVED_ROWS if is_torchrec else 0
     paths = [Path(file) for file in raw_files]
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"raw {path} is no file")
     num_threads = num_threads or num_cores()
     columns = [RowNumbers() for _ in CATEGORY_NAMES]
-    sources = []
+    sources: list[dict[str, Any]] = []
+    day_sizes: list[int] = []
     with (
-        StoreWriter(store) as writer,
+        StoreWriter(store, dense_transform="none" if is_torchrec else "log(x+1)") as writer,
         ThreadPoolExecutor(num_threads, "recsys-parse") as pool,
         ThreadPoolExecutor(1, "recsys-read") as reader,
         ThreadPoolExecutor(1, "recsys-write") as write_queue,
@@ -117,18 +141,32 @@ def prepare_criteo_kaggle(
         for path in paths:
             raw = RawFile(path)
             bad_lines.begin_file(path)
-            num_bytes_before = progress.n
+            num_bytes_before, num_samples_before = progress.n, sum(day_sizes)
+            smallest: list[int] = []
             for text in _one_ahead(reader, raw.blocks()):
                 parts = _parse_in_parts(
-                    pool, text, num_threads, stop_at_bad_line=not skip_bad_lines
+                    pool,
+                    text,
+                    num_threads,
+                    stop_at_bad_line=not skip_bad_lines,
+                    keep_negatives=is_torchrec,
                 )
                 for part in parts:
                     bad_lines.add(text, part)
-                _number_columns(pool, columns, parts)
+                if is_torchrec:
+                    smallest += [int(part.integers.min()) for part in parts if part.integers.size]
+                _number_columns(pool, columns, parts, num_reserved_rows)
                 written.result()  # one block is written while the next is parsed, not more
                 written = write_queue.submit(_write, writer, parts)
                 progress.update(num_bytes_before + raw.num_bytes_read - progress.n)
+            written.result()
             sources.append(raw.describe())
+            day_sizes.append(writer.num_samples - num_samples_before)
+            if smallest:
+                sources[-1]["smallest_integer"] = min(smallest)
+                written = write_queue.submit(
+                    _take_torchrec_logarithms, writer, num_samples_before, min(smallest)
+                )
         written.result()
         if not writer.num_samples:
             raise DatasetFormatError(
@@ -138,12 +176,13 @@ def prepare_criteo_kaggle(
         writer.finish(
             dense_names=INTEGER_NAMES,
             ids={
-                name: column.ids_by_row()
+                name: np.concatenate([np.zeros(num_reserved_rows, np.uint32), column.ids_by_row()])
                 for name, column in zip(CATEGORY_NAMES, columns, strict=True)
             },
-            splits=classic_splits(writer.num_samples),
+            splits=day_splits(day_sizes) if is_torchrec else classic_splits(writer.num_samples),
             about={
-                "convention": "classic",
+                "convention": convention,
+                "num_reserved_rows": num_reserved_rows,
                 "sources": sources,
                 "num_bad_lines": bad_lines.num_bad,
             },
@@ -166,7 +205,12 @@ def _one_ahead(reader: ThreadPoolExecutor, items: Iterator[_T]) -> Iterator[_T]:
 
 
 def _parse_in_parts(
-    pool: ThreadPoolExecutor, text: NDArray[np.uint8], num_parts: int, *, stop_at_bad_line: bool
+    pool: ThreadPoolExecutor,
+    text: NDArray[np.uint8],
+    num_parts: int,
+    *,
+    stop_at_bad_line: bool,
+    keep_negatives: bool,
 ) -> list[ParsedLines]:
     """Parse a block side by side; the parts come back in the order of the text."""
     cuts = [0]
@@ -178,24 +222,50 @@ def _parse_in_parts(
         if cut + 1 == len(text):
             break
     parsing = [
-        pool.submit(parse_lines, text, begin, end, stop_at_bad_line=stop_at_bad_line)
+        pool.submit(
+            parse_lines,
+            text,
+            begin,
+            end,
+            stop_at_bad_line=stop_at_bad_line,
+            keep_negatives=keep_negatives,
+        )
         for begin, end in pairwise(cuts)
     ]
     return [part.result() for part in parsing]
 
 
 def _number_columns(
-    pool: ThreadPoolExecutor, columns: list[RowNumbers], parts: list[ParsedLines]
+    pool: ThreadPoolExecutor,
+    columns: list[RowNumbers],
+    parts: list[ParsedLines],
+    num_reserved_rows: int,
 ) -> None:
     """Replace ids by rows, in place; columns side by side, a column's parts in order."""
 
     def number(column: int) -> None:
         for part in parts:
-            columns[column].number(part.categories[column])
+            rows = columns[column].number(part.categories[column])
+            if num_reserved_rows:
+                rows += num_reserved_rows
 
     list(pool.map(number, range(len(columns))))
 
 
 def _write(writer: StoreWriter, parts: list[ParsedLines]) -> None:
+    is_float = writer.dense_dtype == np.float32
     for part in parts:
-        writer.append(part.labels, part.integers, part.categories.view(np.int32).T)
+        # Floats are computed at the file's end; until then the integers' bits take their place.
+        dense = part.integers.view(np.float32) if is_float else part.integers
+        writer.append(part.labels, dense, part.categories.view(np.int32).T)
+
+
+def _take_torchrec_logarithms(writer: StoreWriter, first_sample: int, smallest: int) -> None:
+    """Of one file's integers, which lie in the store as they are."""
+
+    def transform(bits: NDArray[np.float32]) -> NDArray[np.float32]:
+        shifted = bits.view(np.int32).astype(np.int64) - (smallest - 2)
+        logarithms: NDArray[np.float32] = np.log(shifted.astype(np.float32))
+        return logarithms
+
+    writer.rewrite_dense(first_sample, transform)

@@ -9,9 +9,9 @@ The rules of a line, which the kernel checks and `explain` puts into words:
 - an integer is empty (missing) or matches -?[0-9]{1,10} and fits 32 bits;
 - a category is empty (missing) or one to eight hexadecimal digits.
 
-As in the `classic` convention a missing field reads as 0 and a negative integer as 0. The kernel
-only says which lines are bad; words are found for those afterwards, in Python, so that good lines
-pay nothing for them.
+A missing field reads as 0, and so does a negative integer unless it is asked for. The kernel only
+says which lines are bad; words are found for those afterwards, in Python, so that good lines pay
+nothing for them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,12 @@ class ParsedLines(NamedTuple):
 
 
 def parse_lines(
-    text: NDArray[np.uint8], begin: int, end: int, *, stop_at_bad_line: bool
+    text: NDArray[np.uint8],
+    begin: int,
+    end: int,
+    *,
+    stop_at_bad_line: bool,
+    keep_negatives: bool = False,
 ) -> ParsedLines:
     """Parse the whole lines in `text[begin:end]`.
 
@@ -68,6 +73,7 @@ def parse_lines(
         begin: Where the first line begins.
         end: Behind the last line's newline.
         stop_at_bad_line: Stop behind the first bad line instead of reading on.
+        keep_negatives: Read negative integers as they are, not as 0.
     """
     assert begin == end or text[end - 1] == _NEWLINE, "the last line must have an end"
     max_good = (end - begin) // MIN_LINE_BYTES + 1
@@ -79,7 +85,16 @@ def parse_lines(
     position, num_lines, num_good = begin, 0, 0
     while position < end:
         position, num_lines, num_good, num_bad = _parse_kernel(
-            text, position, end, num_lines, num_good, labels, integers, categories, found
+            text,
+            position,
+            end,
+            num_lines,
+            num_good,
+            labels,
+            integers,
+            categories,
+            found,
+            keep_negatives,
         )
         bad_lines.append(found[:num_bad].copy())
         if num_bad and stop_at_bad_line:
@@ -135,6 +150,7 @@ def _parse_kernel(
     integers: NDArray[np.int32],
     categories: NDArray[np.uint32],
     bad_lines: NDArray[np.int64],
+    keep_negatives: bool,
 ) -> tuple[int, int, int, int]:
     """One thread, one pass, to `end` or until `bad_lines` is full; a newline ends every loop."""
     num_bad = 0
@@ -169,7 +185,9 @@ def _parse_kernel(
                 and number <= largest
                 and not (is_negative and num_digits == 0)
             )
-            integers[num_good, column] = 0 if is_negative else number
+            if is_negative:
+                number = -number if keep_negatives else np.int64(0)
+            integers[num_good, column] = number
             column += 1
 
         column = 0

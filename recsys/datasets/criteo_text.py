@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import numpy as np
 
 from recsys.datasets.criteo_parse import explain
-from recsys.errors import DatasetFormatError
+from recsys.errors import DatasetFormatError, MissingDependency
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,9 +27,12 @@ __all__ = ["BadLines", "RawFile"]
 # them are nothing beside the hash tables of ids. Also the longest line that is still taken for one.
 BLOCK_BYTES = 16 * 2**20
 
+_GZIP, _ZST = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_ZST_READ_BYTES = 128 * 2**10  # compressed, at a time; comes out some times larger
+
 
 class RawFile:
-    """One raw file, read once from begin to end, plain or gzip (told by its first bytes).
+    """One raw file, read once from begin to end: plain, gzip or zst (told by its first bytes).
 
     Args:
         path: The file.
@@ -38,6 +41,7 @@ class RawFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_bytes_read = 0
+        self._kind = "text"
         self._hash = hashlib.sha256()
         self._file: IO[bytes]
 
@@ -45,12 +49,17 @@ class RawFile:
         """The text in blocks that end in a newline; a last line without one is given one.
 
         Raises:
-            DatasetFormatError: the file is a broken gzip file, or no text.
+            DatasetFormatError: the file is a broken gzip or zst file, or no text.
+            MissingDependency: it is a zst file, and zstandard is not installed.
         """
         with self.path.open("rb") as self._file:
-            is_gzip = self._file.read(2) == b"\x1f\x8b"
+            begin = self._file.read(4)
             self._file.seek(0)
-            text = cast("IO[bytes]", gzip.GzipFile(fileobj=self) if is_gzip else self)  # type: ignore[call-overload]
+            text = cast("IO[bytes]", self)
+            if begin.startswith(_GZIP):
+                self._kind, text = "gzip", cast("IO[bytes]", gzip.GzipFile(fileobj=text))
+            elif begin == _ZST:
+                self._kind, text = "zst", cast("IO[bytes]", _ZstText(self))
             rest = b""
             while block := self._read_text(text):
                 cut = block.rfind(b"\n") + 1
@@ -86,9 +95,48 @@ class RawFile:
             return text.read(BLOCK_BYTES)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DatasetFormatError(
-                f"{self.path}: broken gzip file behind byte {self.num_bytes_read} ({error}); "
-                "fetch it again"
+                f"{self.path}: broken {self._kind} file behind byte {self.num_bytes_read} "
+                f"({error}); fetch it again"
             ) from error
+
+
+class _ZstText:
+    """The text of a zst file, frame after frame.
+
+    The package's own reader takes a file that was cut off for one that ends there; this does not.
+    """
+
+    def __init__(self, raw: RawFile) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise MissingDependency(
+                f"{raw.path} is a zst file, and reading those needs zstandard; install "
+                "recsys[zstd], or unpack the file"
+            ) from error
+        self._raw = raw
+        self._zstandard = zstandard
+        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._frame = self._new_frame()
+        self._is_inside = False
+
+    def read(self, size: int) -> bytes:
+        """At least one byte and not much more than `size`; none at the end."""
+        parts, num_bytes = [], 0
+        while num_bytes < size and (raw := self._raw.read(_ZST_READ_BYTES)):
+            while raw:
+                try:
+                    parts.append(self._frame.decompress(raw))
+                except self._zstandard.ZstdError as error:
+                    raise EOFError(str(error)) from error
+                num_bytes += len(parts[-1])
+                self._is_inside = not self._frame.eof
+                raw = b"" if self._is_inside else self._frame.unused_data
+                if self._frame.eof:
+                    self._frame = self._new_frame()
+        if not num_bytes and self._is_inside:
+            raise EOFError("it ends inside a frame")
+        return b"".join(parts)
 
 
 class BadLines:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
     from recsys.batch import Batch
 
-__all__ = ["SPLITS", "SampleSource", "classic_splits"]
+__all__ = ["SPLITS", "SampleSource", "classic_splits", "day_splits"]
 
 SPLITS = ("train", "test", "validation")
 
@@ -69,4 +71,26 @@ def classic_splits(num_samples: int) -> dict[str, range]:
         "train": range(train_end),
         "test": range(train_end, test_end),
         "validation": range(test_end, num_samples),
+    }
+
+
+def day_splits(day_sizes: Sequence[int]) -> dict[str, range]:
+    """TorchRec's split of days: all but the last train, the last one is halved.
+
+    The first half (the larger one where it is odd) is the validation part, the second the test
+    part: the classic split has them the other way round. A single day is split as `classic_splits`
+    does; TorchRec would validate and test on samples that it trains on.
+
+    Args:
+        day_sizes: Samples of each day.
+    """
+    num_samples = sum(day_sizes)
+    if len(day_sizes) == 1:
+        return classic_splits(num_samples)
+    train_end = num_samples - day_sizes[-1]
+    validation_end = train_end + (day_sizes[-1] + 1) // 2
+    return {
+        "train": range(train_end),
+        "test": range(validation_end, num_samples),
+        "validation": range(train_end, validation_end),
     }

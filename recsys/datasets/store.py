@@ -2,9 +2,11 @@
 
     STORE/meta.json     what the arrays are, where they came from, how they are split
           labels.bin    (N,)     int8
-          dense.bin     (N, 13)  int32, before the transform that meta.json names
+          dense.bin     (N, 13)  int32, before the transform that meta.json names; float32
+                                 where that is "none"
           sparse.bin    (N, 26)  int32, rows
-          ids.bin       (E,)     uint32, the raw id of every row, table after table
+          ids.bin       (E,)     uint32, the raw id of every row, table after table; not there
+                                 where the store was made of numbered rows
 
 Flat little-endian arrays, read by memory map. A writer fills a folder beside the final name and
 renames it when all is written and flushed, so a store that can be opened is whole. Integers are
@@ -31,7 +33,7 @@ from recsys.errors import AlreadyExists, StoreError
 from recsys.jit import kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from numpy.typing import NDArray
@@ -39,15 +41,18 @@ if TYPE_CHECKING:
 __all__ = ["Store", "StoreWriter"]
 
 _DTYPES = {"labels": "<i1", "dense": "<i4", "sparse": "<i4", "ids": "<u4"}
+# What dense.bin holds, by what is done to it when a batch is read.
+_DENSE_DTYPES = {"log(x+1)": "<i4", "none": "<f4"}
+_REWRITTEN_SAMPLES = 65_536  # at a time: some megabytes
 # What meta.json must say for `Store.read` to be right.
-_UNDERSTOOD = {
-    "format": "recsys-store",
-    "version": 1,
-    "dtypes": _DTYPES,
-    "dense_transform": "log(x+1)",
+_UNDERSTOOD: dict[str, tuple[Any, ...]] = {
+    "format": ("recsys-store",),
+    "version": (1,),
+    "dense_transform": tuple(_DENSE_DTYPES),
 }
 _META_KEYS = (
     *_UNDERSTOOD,
+    "dtypes",
     "convention",
     "sources",
     "num_samples",
@@ -64,6 +69,8 @@ class StoreWriter:
 
     Args:
         path: The store's folder, which must not exist.
+        dense_transform: What reading a batch will do to dense features: "log(x+1)" to integers,
+            "none" to floats.
 
     Attributes:
         folder: Where the store lies until `finish`; other files may be put there.
@@ -73,8 +80,10 @@ class StoreWriter:
         AlreadyExists: `path` exists.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, dense_transform: str = "log(x+1)") -> None:
         self.path = Path(path)
+        self._dense_transform = dense_transform
+        self._dtypes = _dtypes(dense_transform, has_ids=False)
         if self.path.exists():
             raise AlreadyExists(
                 f"store {self.path} exists already; remove it or choose another folder"
@@ -82,11 +91,19 @@ class StoreWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.folder = self.path.parent / f".{self.path.name}.{secrets.token_hex(4)}"
         self.folder.mkdir()
-        self._files = {name: (self.folder / f"{name}.bin").open("wb") for name in _DTYPES}
+        self._files = {name: (self.folder / f"{name}.bin").open("wb") for name in self._dtypes}
         self.num_samples = 0
 
+    @property
+    def dense_dtype(self) -> np.dtype[Any]:
+        """Of the dense features that `append` takes."""
+        return np.dtype(self._dtypes["dense"])
+
     def append(
-        self, labels: NDArray[np.int8], dense: NDArray[np.int32], sparse: NDArray[np.int32]
+        self,
+        labels: NDArray[np.int8],
+        dense: NDArray[np.int32] | NDArray[np.float32],
+        sparse: NDArray[np.int32],
     ) -> None:
         """Add samples at the end.
 
@@ -94,34 +111,69 @@ class StoreWriter:
             labels (n,); dense (n, I); sparse (n, F).
         """
         for name, array in (("labels", labels), ("dense", dense), ("sparse", sparse)):
-            self._files[name].write(np.ascontiguousarray(array, _DTYPES[name]).data)
+            self._files[name].write(np.ascontiguousarray(array, self._dtypes[name]).data)
         self.num_samples += len(labels)
+
+    def rewrite_dense(
+        self, first_sample: int, change: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+    ) -> None:
+        """Change dense features appended before, in place, block by block.
+
+        Args:
+            first_sample: Where to begin; all behind it are changed.
+            change: From what was appended to what is to stand there, (n, I) both.
+        """
+        file = self._files["dense"]
+        file.flush()
+        num_samples = self.num_samples - first_sample
+        if not num_samples:
+            return
+        num_dense = file.tell() // (4 * self.num_samples)
+        features = np.memmap(
+            self.folder / "dense.bin",
+            self._dtypes["dense"],
+            mode="r+",
+            offset=4 * num_dense * first_sample,
+            shape=(num_samples, num_dense),
+        )
+        for start in range(0, num_samples, _REWRITTEN_SAMPLES):
+            block = features[start : start + _REWRITTEN_SAMPLES]
+            block[:] = change(np.array(block))
+        features.flush()
 
     def finish(
         self,
         *,
         dense_names: Sequence[str],
-        ids: Mapping[str, NDArray[np.uint32]],
         splits: Mapping[str, range],
         about: Mapping[str, Any],
+        ids: Mapping[str, NDArray[np.uint32]] | None = None,
+        table_sizes: Mapping[str, int] | None = None,
     ) -> Path:
         """Write `meta.json`, flush everything to the disk and give the folder its name.
 
         Args:
             dense_names: The dense features, in column order.
-            ids: The raw id of every row, by categorical feature, in column order.
             splits: Sample numbers of "train", "test" and "validation".
             about: What else meta.json should say: convention, sources.
+            ids: The raw id of every row, by categorical feature, in column order.
+            table_sizes: Where raw ids are not known: how many rows each feature has.
         """
-        for rows in ids.values():
-            self._files["ids"].write(np.ascontiguousarray(rows, _DTYPES["ids"]).data)
+        if ids is not None:
+            table_sizes = {name: len(rows) for name, rows in ids.items()}
+            self._files["ids"] = (self.folder / "ids.bin").open("wb")
+            for rows in ids.values():
+                self._files["ids"].write(np.ascontiguousarray(rows, _DTYPES["ids"]).data)
+        assert table_sizes is not None, "a store knows its rows' ids or at least their number"
         meta = {
-            **_UNDERSTOOD,
+            **{key: values[0] for key, values in _UNDERSTOOD.items()},
+            "dense_transform": self._dense_transform,
+            "dtypes": _dtypes(self._dense_transform, has_ids=ids is not None),
             **about,
             "num_samples": self.num_samples,
             "splits": {name: [part.start, part.stop] for name, part in splits.items()},
             "dense_names": list(dense_names),
-            "num_embeddings": {name: len(rows) for name, rows in ids.items()},
+            "num_embeddings": dict(table_sizes),
         }
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         for file in self._files.values():
@@ -154,6 +206,12 @@ class StoreWriter:
         shutil.rmtree(self.folder, ignore_errors=True)  # gone already where `finish` renamed it
 
 
+def _dtypes(dense_transform: str, *, has_ids: bool) -> dict[str, str]:
+    """The arrays of a store, in the order they are described in."""
+    dtypes = _DTYPES | {"dense": _DENSE_DTYPES[dense_transform]}
+    return {name: dtype for name, dtype in dtypes.items() if has_ids or name != "ids"}
+
+
 def _flush(path: Path) -> None:
     """Have the disk hold a file's content, or a folder's names."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -168,6 +226,10 @@ class Store:
 
     Args:
         path: A folder that `recsys prepare` made.
+
+    Attributes:
+        labels, dense, sparse: The arrays, as they are on disk.
+        ids: The raw id of every row, table after table; None where the store does not know them.
 
     Raises:
         StoreError: `path` is no whole store of a version this library reads.
@@ -184,7 +246,8 @@ class Store:
         self.labels = self._map("labels", (self.num_samples,))
         self.dense = self._map("dense", (self.num_samples, self.num_dense))
         self.sparse = self._map("sparse", (self.num_samples, len(self.table_sizes)))
-        self.ids = self._map("ids", (num_rows,))
+        has_ids = "ids" in self.meta["dtypes"]
+        self.ids = self._map("ids", (num_rows,)) if has_ids else None
 
     def read(self, samples: NDArray[np.int64]) -> Batch:
         """The given samples, in the given order; see `SampleSource.read`.
@@ -201,8 +264,9 @@ class Store:
         dense_BI = np.empty((len(samples), self.num_dense), np.float32)
         rows_FB = np.empty((len(self.table_sizes), len(samples)), np.int64)
         _gather_kernel(self.labels, self.dense, self.sparse, samples, labels_B, dense_BI, rows_FB)
-        dense_BI += 1
-        np.log(dense_BI, out=dense_BI)
+        if self.meta["dense_transform"] == "log(x+1)":
+            dense_BI += 1
+            np.log(dense_BI, out=dense_BI)
         return Batch(
             torch.from_numpy(dense_BI),
             JaggedIds.from_one_hot(list(self.table_sizes), torch.from_numpy(rows_FB)),
@@ -234,17 +298,22 @@ class Store:
         missing = [key for key in _META_KEYS if not isinstance(meta, dict) or key not in meta]
         if missing:
             raise StoreError(f"{file} lacks {missing}; prepare the store again")
-        for key, expected in _UNDERSTOOD.items():
-            if meta[key] != expected:
+        allowed = dict(_UNDERSTOOD)
+        if meta["dense_transform"] in _DENSE_DTYPES:
+            allowed["dtypes"] = tuple(
+                _dtypes(meta["dense_transform"], has_ids=has_ids) for has_ids in (True, False)
+            )
+        for key, values in allowed.items():
+            if meta[key] not in values:
                 raise StoreError(
-                    f"{file}: {key} must be {expected!r} for this version of recsys, got "
-                    f"{meta[key]!r}; prepare the store again"
+                    f"{file}: {key} must be {' or '.join(map(repr, values))} for this version of "
+                    f"recsys, got {meta[key]!r}; prepare the store again"
                 )
         return dict(meta)
 
     def _map(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         file = self.path / f"{name}.bin"
-        dtype = np.dtype(_DTYPES[name])
+        dtype = np.dtype(self.meta["dtypes"][name])
         expected = dtype.itemsize * int(np.prod(shape))
         found = file.stat().st_size if file.is_file() else 0
         if found != expected:
@@ -259,14 +328,14 @@ class Store:
     def __repr__(self) -> str:
         return (
             f"Store({str(self.path)!r}, num_samples={self.num_samples}, "
-            f"num_tables={len(self.table_sizes)}, num_rows={len(self.ids)})"
+            f"num_tables={len(self.table_sizes)}, num_rows={sum(self.table_sizes.values())})"
         )
 
 
 @kernel
 def _gather_kernel(
     labels: NDArray[np.int8],
-    dense: NDArray[np.int32],
+    dense: NDArray[np.int32] | NDArray[np.float32],
     sparse: NDArray[np.int32],
     samples: NDArray[np.int64],
     labels_B: NDArray[np.float32],

@@ -2,6 +2,7 @@ import gzip
 import itertools
 import json
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from recsys.bench.prepare import prepare_with_pandas
 from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.datasets.store import Store
-from recsys.errors import AlreadyExists, DatasetFormatError
+from recsys.errors import AlreadyExists, DatasetFormatError, MissingDependency
 
 
 def classic_oracle(text):
@@ -174,6 +175,58 @@ def test_a_broken_gzip_file_is_named(raw_line, tmp_path):
 
     with pytest.raises(DatasetFormatError, match=r"raw\.txt\.gz: broken gzip file"):
         prepare(raw, tmp_path / "store")
+
+
+def zst(text, frame_size=None):
+    zstandard = pytest.importorskip("zstandard")
+    data = text.encode()
+    frame_size = frame_size or len(data)
+    compressor = zstandard.ZstdCompressor(write_checksum=True)
+    frames = [data[start : start + frame_size] for start in range(0, len(data), frame_size)]
+    return b"".join(compressor.compress(frame) for frame in frames)
+
+
+@pytest.mark.parametrize("frame_size", [None, 700])
+def test_zst_files_are_told_by_their_first_bytes(raw_line, tmp_path, monkeypatch, frame_size):
+    monkeypatch.setattr("recsys.datasets.criteo_text.BLOCK_BYTES", 1000)
+    monkeypatch.setattr("recsys.datasets.criteo_text._ZST_READ_BYTES", 100)
+    text = "".join(raw_line(categories=[f"{line:x}"] * 26) + "\n" for line in range(300))
+    raw = tmp_path / "raw"
+    raw.write_bytes(zst(text, frame_size))
+
+    store = prepare(raw, tmp_path / "store")
+
+    assert_store_is(store, classic_oracle(text))
+    assert store.meta["sources"][0]["num_bytes"] == raw.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: data[:-1], "ends inside a frame"),
+        (lambda data: data[: len(data) // 2], "ends inside a frame"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "checksum"),
+        (lambda data: data + b"more", "Unknown frame descriptor"),
+    ],
+)
+def test_a_broken_zst_file_is_named(raw_line, tmp_path, damage, reason):
+    raw = tmp_path / "raw.txt.zst"
+    text = "".join(raw_line(categories=[f"{line:x}"] * 26) + "\n" for line in range(500))
+    raw.write_bytes(damage(zst(text)))
+
+    with pytest.raises(DatasetFormatError, match=rf"raw\.txt\.zst: broken zst file .*{reason}"):
+        prepare(raw, tmp_path / "store")
+
+
+def test_a_zst_file_without_the_package_says_what_to_install(raw_line, tmp_path, monkeypatch):
+    raw = tmp_path / "raw.txt.zst"
+    raw.write_bytes(zst(raw_line()))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+
+    with pytest.raises(MissingDependency, match=r"needs zstandard; install recsys\[zstd\]"):
+        prepare(raw, tmp_path / "store")
+
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.txt.zst"]
 
 
 def test_a_file_without_line_ends_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):

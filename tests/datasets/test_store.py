@@ -48,6 +48,49 @@ def test_sample_numbers_out_of_range_are_refused(store, samples):
         store.read(np.array(samples))
 
 
+@pytest.fixture
+def foreign_store(tmp_path):
+    """Dense features transformed already, raw ids unknown."""
+    with StoreWriter(tmp_path / "store", dense_transform="none") as writer:
+        writer.append(
+            np.array([0, 1, 0], np.int8),
+            np.array([[0.5], [-2.25], [7.0]], np.float32),
+            np.array([[0], [4], [1]], np.int32),
+        )
+        writer.finish(
+            dense_names=["int_0"],
+            table_sizes={"cat_0": 5},
+            splits=classic_splits(3),
+            about={"convention": "torchrec", "sources": []},
+        )
+    return Store(tmp_path / "store")
+
+
+def test_floats_are_read_as_they_are_and_unknown_ids_are_none(foreign_store):
+    batch = foreign_store.read(np.array([2, 1]))
+
+    assert batch.dense_features.tolist() == [[7.0], [-2.25]]
+    assert foreign_store.ids is None
+    assert foreign_store.table_sizes == {"cat_0": 5}
+    assert not (foreign_store.path / "ids.bin").exists()
+    assert "num_rows=5" in repr(foreign_store)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dense_transform": "log(x+1)"}, r"dtypes must be .*'dense': '<i4'.* got .*'<f4'"),
+        ({"dtypes": {"labels": "<i1"}}, r"dtypes must be .*'<f4'.* got"),
+    ],
+)
+def test_arrays_that_do_not_go_with_their_transform_are_refused(foreign_store, change, message):
+    meta = json.loads((foreign_store.path / "meta.json").read_text()) | change
+    (foreign_store.path / "meta.json").write_text(json.dumps(meta))
+
+    with pytest.raises(StoreError, match=message):
+        Store(foreign_store.path)
+
+
 def test_nothing_appears_when_writing_fails(tmp_path):
     def fail():
         with StoreWriter(tmp_path / "store") as writer:
@@ -101,7 +144,7 @@ def test_a_truncated_array_is_refused_by_name(store, name):
     ("change", "message"),
     [
         ({"version": 99}, "version must be 1 for this version of recsys, got 99"),
-        ({"dense_transform": "log(x+3)"}, "dense_transform must be 'log"),
+        ({"dense_transform": "log(x+3)"}, r"dense_transform must be 'log\(x\+1\)' or 'none' for"),
         ({"splits": None}, r"lacks \['splits'\]"),
     ],
 )

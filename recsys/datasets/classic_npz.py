@@ -1,0 +1,155 @@
+"""Stores to and from facebookresearch/dlrm's `kaggleAdDisplayChallenge_processed.npz`.
+
+    X_cat   (N, 26)  rows, numbered by first appearance
+    X_int   (N, 13)  integers, missing and negative ones 0; the logarithm is taken at load
+    y       (N,)     labels
+    counts  (26,)    num_embeddings
+
+All samples are in file order; the classic script splits them when it loads them, as
+`classic_splits` does. The file has no raw ids, so a store read from it has none. The script that
+makes it writes X_cat as 64-bit floats, column by column; that is read too. We write what its loader
+makes of them, int32.
+
+References:
+    facebookresearch/dlrm, data_utils.py: `concatCriteoAdData`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+from zipfile import BadZipFile, ZipFile, ZipInfo
+
+import numpy as np
+
+from recsys.datasets import npy_blocks
+from recsys.datasets.npy_blocks import (
+    NpyReader,
+    describe_source,
+    require,
+    whole_numbers,
+    write_header,
+)
+from recsys.datasets.source import classic_splits
+from recsys.datasets.store import StoreWriter
+from recsys.errors import DatasetFormatError, StoreError
+from recsys.files import appearing_whole, require_new
+
+if TYPE_CHECKING:
+    from recsys.datasets.store import Store
+
+__all__ = ["read_classic_npz", "write_classic_npz"]
+
+_ARRAYS = ("X_cat", "X_int", "y", "counts")
+_INT32_END = 2**31
+
+
+def write_classic_npz(store: Store, file: str | Path) -> Path:
+    """Write a store as the classic script's processed file; streaming, not compressed.
+
+    Args:
+        store: Of convention `classic`.
+        file: What to write, which must not exist; the classic script looks for
+            `kaggleAdDisplayChallenge_processed.npz` beside its raw file.
+
+    Raises:
+        StoreError: the store has another convention, or other splits than the classic script's.
+        AlreadyExists: `file` is there.
+    """
+    if store.meta["convention"] != "classic":
+        raise StoreError(
+            f"store {store.path}: the classic npz needs convention 'classic', got "
+            f"{store.meta['convention']!r}; prepare it with that convention"
+        )
+    if store.splits != classic_splits(store.num_samples):
+        raise StoreError(
+            f"store {store.path}: the classic npz keeps no splits, and these are not the classic "
+            f"ones: {store.splits}"
+        )
+    file = Path(file)
+    require_new(file)
+    counts = np.array(list(store.table_sizes.values()), np.int32)
+    arrays = (store.sparse, store.dense, store.labels, counts)
+    with appearing_whole(file) as partial, ZipFile(partial, "w", allowZip64=True) as archive:
+        for name, array in zip(_ARRAYS, arrays, strict=True):
+            # ZipInfo has a fixed date: equal stores give equal bytes.
+            with archive.open(ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                write_header(member, array.shape, "<i4")
+                for start in range(0, len(array), npy_blocks.BLOCK_SAMPLES):
+                    block = array[start : start + npy_blocks.BLOCK_SAMPLES]
+                    member.write(np.ascontiguousarray(block, "<i4").data)
+    return file
+
+
+def read_classic_npz(file: str | Path, store: str | Path) -> Path:
+    """Make a store of the classic script's processed file; streaming.
+
+    Args:
+        file: The npz, compressed or not.
+        store: The store's folder, which must not exist.
+
+    Raises:
+        DatasetFormatError: arrays are missing, damaged, of wrong shapes, or hold what they must not
+            (the message names array, sample and column).
+        FileNotFoundError: there is no such file.
+        AlreadyExists: `store` exists.
+    """
+    file = Path(file)
+    if not file.is_file():
+        raise FileNotFoundError(f"npz {file} is no file")
+    with ExitStack() as stack:
+        try:
+            archive = stack.enter_context(ZipFile(file))
+        except BadZipFile as error:
+            raise DatasetFormatError(f"{file}: is no npz file ({error}); fetch it again") from error
+        missing = sorted({f"{name}.npy" for name in _ARRAYS} - set(archive.namelist()))
+        require(
+            str(file),
+            not missing,
+            f"must have the arrays {', '.join(_ARRAYS)}",
+            f"none called {', '.join(missing)}",
+        )
+        writer = stack.enter_context(StoreWriter(store))
+        rows, integers, labels, counts = (
+            NpyReader(
+                f"{file}: {name}",
+                stack.enter_context(archive.open(f"{name}.npy")),
+                writer.path.parent,
+            )
+            for name in _ARRAYS
+        )
+        require(counts.name, len(counts.shape) == 1, "must be (F,)", counts.shape)
+        require(labels.name, len(labels.shape) == 1, "must be (N,)", labels.shape)
+        (num_samples,), (num_tables,) = labels.shape, counts.shape
+        require(labels.name, num_samples > 0, "must have a sample at least", labels.shape)
+        is_right = rows.shape == (num_samples, num_tables)
+        require(rows.name, is_right, f"must be ({num_samples}, {num_tables})", rows.shape)
+        is_right = len(integers.shape) == 2 and integers.shape[0] == num_samples
+        require(integers.name, is_right, f"must be ({num_samples}, I)", integers.shape)
+        sizes = np.concatenate(
+            [
+                whole_numbers(counts.name, block, 0, _INT32_END, "is the file damaged?")
+                for block in counts.blocks()
+            ]
+        )
+        blocks = zip(labels.blocks(), integers.blocks(), rows.blocks(), strict=True)
+        for label_block, integer_block, row_block in blocks:
+            start = writer.num_samples
+            writer.append(
+                whole_numbers(labels.name, label_block, start, 2, "labels must be 0 or 1").astype(
+                    np.int8
+                ),
+                whole_numbers(
+                    integers.name, integer_block, start, _INT32_END, "run the classic script again"
+                ).astype(np.int32),
+                whole_numbers(
+                    rows.name, row_block, start, sizes, "counts says how many rows there are"
+                ).astype(np.int32),
+            )
+        return writer.finish(
+            dense_names=[f"int_{column}" for column in range(integers.shape[1])],
+            table_sizes={f"cat_{column}": int(size) for column, size in enumerate(sizes)},
+            splits=classic_splits(num_samples),
+            about={"convention": "classic", "sources": [describe_source(file)]},
+        )

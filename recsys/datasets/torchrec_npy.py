@@ -1,0 +1,230 @@
+"""Stores to and from TorchRec's npy files of Criteo data, three for each day or part.
+
+    <prefix>_dense.npy   (N, 13)  float32, transformed already
+    <prefix>_sparse.npy  (N, 26)  rows, or ids still to be taken modulo a table's size
+    <prefix>_labels.npy  (N, 1)   int32
+
+The files keep neither the sizes of the tables nor raw ids nor how dense features came to be: a
+store read from them has float32 dense features and no ids. It is split by `day_splits`, each prefix
+being a day.
+
+References:
+    torchrec.datasets.criteo: `BinaryCriteoUtils`, `InMemoryBinaryCriteoIterDataPipe`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys.datasets import npy_blocks
+from recsys.datasets.npy_blocks import (
+    NpyReader,
+    describe_source,
+    require,
+    whole_numbers,
+    write_header,
+)
+from recsys.datasets.source import SPLITS, day_splits
+from recsys.datasets.store import StoreWriter
+from recsys.errors import ConfigError, DatasetFormatError
+from recsys.files import appearing_whole, require_new
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["read_torchrec_npy", "write_torchrec_npy"]
+
+_ARRAYS = ("dense", "sparse", "labels")
+# Rows are int32 in a store, and a table has one row more than its largest.
+_ROWS_END = 2**31 - 1
+_IDS_END = 2**63
+_RAW_IDS = (
+    "where these are raw ids, name table_sizes to take them modulo, or number them first with "
+    "TorchRec's sparse_to_contiguous"
+)
+_LABELS = "labels must be 0 or 1 (TorchRec writes -1 for a file without labels)"
+
+
+def write_torchrec_npy(
+    source: SampleSource, folder: str | Path, prefix: str, *, split: str | None = None
+) -> list[Path]:
+    """Write samples as TorchRec's three files; streaming.
+
+    What TorchRec's data pipe reads from them are the batches that this library reads from the
+    source: transformed dense features, rows (int32), labels.
+
+    Args:
+        source: A store, or synthetic data.
+        folder: Where the files go; made where it is not there.
+        prefix: The files are `<prefix>_dense.npy`, `<prefix>_sparse.npy`, `<prefix>_labels.npy`.
+        split: Write "train", "test" or "validation" alone; everything by default.
+
+    Returns:
+        The files: dense, sparse, labels.
+
+    Raises:
+        ConfigError: `split` is none, or has no sample.
+        AlreadyExists: a file is there.
+    """
+    if split is not None and split not in SPLITS:
+        raise ConfigError(f"split must be one of {SPLITS}, got {split!r}")
+    samples = range(source.num_samples) if split is None else source.splits[split]
+    if not samples:
+        raise ConfigError(f"there is no sample to write: split {split!r} is empty; choose another")
+    files = _files(Path(folder), prefix)
+    require_new(*files)
+    with ExitStack() as stack:
+        dense, sparse, labels = (
+            stack.enter_context(stack.enter_context(appearing_whole(file)).open("wb"))
+            for file in files
+        )
+        write_header(dense, (len(samples), source.num_dense), "<f4")
+        write_header(sparse, (len(samples), len(source.table_sizes)), "<i4")
+        write_header(labels, (len(samples), 1), "<i4")
+        for start in range(samples.start, samples.stop, npy_blocks.BLOCK_SAMPLES):
+            stop = min(start + npy_blocks.BLOCK_SAMPLES, samples.stop)
+            batch = source.read(np.arange(start, stop))
+            rows = batch.sparse_features.values().reshape(-1, stop - start).numpy().T
+            dense.write(np.ascontiguousarray(batch.dense_features.numpy(), "<f4").data)
+            sparse.write(np.ascontiguousarray(rows, "<i4").data)
+            labels.write(np.ascontiguousarray(batch.labels.numpy(), "<i4").data)
+    return files
+
+
+def read_torchrec_npy(
+    folder: str | Path,
+    prefixes: Sequence[str],
+    store: str | Path,
+    *,
+    table_sizes: Sequence[int] | None = None,
+) -> Path:
+    """Make a store of TorchRec's files, in the order given, as one data set; streaming.
+
+    Args:
+        folder: Where the files are.
+        prefixes: "day_0", ..., "day_23", say; the module says how they are split.
+        store: The store's folder, which must not exist.
+        table_sizes: Ids are taken modulo these, one per column, as by the `hashes` of TorchRec's
+            data pipe. By default they are rows, and each table ends behind the last one seen.
+
+    Raises:
+        DatasetFormatError: a file is damaged, has a wrong shape, or holds what it must not (the
+            message names file, sample and column).
+        ConfigError: no prefix is given, or `table_sizes` are not one positive size per column.
+        FileNotFoundError: a file is not there.
+        AlreadyExists: `store` exists.
+    """
+    triplets = [_files(Path(folder), prefix) for prefix in prefixes]
+    if not triplets:
+        raise ConfigError("prefixes must name a day at least, got none")
+    for file in (file for files in triplets for file in files):
+        if not file.is_file():
+            raise FileNotFoundError(f"npy {file} is no file")
+    columns: tuple[int, int] | None = None
+    day_sizes: list[int] = []
+    with StoreWriter(store, dense_transform="none") as writer:
+        for files in triplets:
+            with ExitStack() as stack:
+                readers = [
+                    NpyReader(str(file), stack.enter_context(file.open("rb")), writer.path.parent)
+                    for file in files
+                ]
+                columns = _check_shapes(readers, columns)
+                if not day_sizes:
+                    last_rows = np.zeros(columns[1], np.int64)
+                    sizes = _check_sizes(table_sizes, columns[1])
+                day_sizes.append(readers[0].shape[0])
+                _append(writer, readers, sizes, last_rows)
+        if sizes is None:
+            sizes = last_rows + 1
+        assert columns is not None
+        return writer.finish(
+            dense_names=[f"int_{column}" for column in range(columns[0])],
+            table_sizes={f"cat_{column}": int(size) for column, size in enumerate(sizes)},
+            splits=day_splits(day_sizes),
+            about={
+                "convention": "torchrec",
+                "sources": [describe_source(file) for files in triplets for file in files],
+            },
+        )
+
+
+def _files(folder: Path, prefix: str) -> list[Path]:
+    return [folder / f"{prefix}_{name}.npy" for name in _ARRAYS]
+
+
+def _check_shapes(readers: Sequence[NpyReader], columns: tuple[int, int] | None) -> tuple[int, int]:
+    """The columns of dense and sparse, which must be those of the days before."""
+    dense, sparse, labels = readers
+    for reader in (dense, sparse):
+        require(reader.name, len(reader.shape) == 2, "must be (N, columns)", reader.shape)
+    num_samples = dense.shape[0]
+    require(dense.name, num_samples > 0, "must have a sample at least", dense.shape)
+    for reader in (sparse, labels):
+        is_right = reader.shape[:1] == (num_samples,)
+        require(reader.name, is_right, f"must have {num_samples} samples as dense", reader.shape)
+    is_right = labels.shape in ((num_samples, 1), (num_samples,))
+    require(labels.name, is_right, f"must be ({num_samples}, 1)", labels.shape)
+    found = dense.shape[1], sparse.shape[1]
+    for reader, expected in zip((dense, sparse), columns or found, strict=True):
+        is_right = reader.shape[1] == expected
+        require(reader.name, is_right, f"must have {expected} columns as before", reader.shape)
+    return found
+
+
+def _check_sizes(table_sizes: Sequence[int] | None, num_columns: int) -> NDArray[np.int64] | None:
+    if table_sizes is None:
+        return None
+    sizes = np.array(table_sizes, np.int64)
+    if len(sizes) != num_columns or not ((sizes > 0) & (sizes <= _ROWS_END)).all():
+        raise ConfigError(
+            f"table_sizes must be {num_columns} numbers in [1, {_ROWS_END}], one per sparse "
+            f"column, got {list(table_sizes)}"
+        )
+    return sizes
+
+
+def _append(
+    writer: StoreWriter,
+    readers: Sequence[NpyReader],
+    sizes: NDArray[np.int64] | None,
+    last_rows: NDArray[np.int64],
+) -> None:
+    """Copy one day; `last_rows` learns of its rows."""
+    dense, sparse, labels = readers
+    start = 0
+    for dense_block, sparse_block, label_block in zip(
+        dense.blocks(), sparse.blocks(), labels.blocks(), strict=True
+    ):
+        label_numbers = whole_numbers(labels.name, label_block.reshape(-1), start, 2, _LABELS)
+        if sizes is None:
+            rows = whole_numbers(sparse.name, sparse_block, start, _ROWS_END, _RAW_IDS)
+            np.maximum(last_rows, rows.max(axis=0), out=last_rows)
+        else:
+            rows = whole_numbers(sparse.name, sparse_block, start, _IDS_END, _RAW_IDS) % sizes
+        writer.append(
+            label_numbers.astype(np.int8),
+            _finite(dense.name, dense_block, start),
+            rows.astype(np.int32),
+        )
+        start += len(dense_block)
+
+
+def _finite(name: str, block: NDArray[Any], first_sample: int) -> NDArray[np.float32]:
+    features = block.astype(np.float32)
+    is_good = np.isfinite(features)
+    if not is_good.all():
+        sample, column = (int(place[0]) for place in np.nonzero(~is_good))
+        raise DatasetFormatError(
+            f"{name}, sample {first_sample + sample}, column {column}: must be a finite number, "
+            f"got {block[sample, column]}; transform the raw data again"
+        )
+    return features

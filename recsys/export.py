@@ -1,0 +1,83 @@
+"""A run's model as other programs load it.
+
+format       what FILE holds
+torchrec     torch.save of the state dict of TorchRec's `DLRM` (tables `t_<feature>`)
+classic      torch.save of a checkpoint of facebookresearch/dlrm: its `--load-model` takes it
+             with `--inference-only` (it has no optimizer's state, which going on would need)
+safetensors  the state dict of TorchRec's `DLRM`, without pickle
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+
+from recsys.errors import ConfigError
+from recsys.files import appearing_whole, require_new
+from recsys.models.convert import to_classic
+from recsys.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["FORMATS", "export_run"]
+
+FORMATS = ("torchrec", "classic", "safetensors")
+
+
+def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
+    """Write the model of a run in another program's format.
+
+    Args:
+        run_dir: A run that saved its model.
+        to: One of `FORMATS`.
+        file: What to write, which must not exist.
+
+    Raises:
+        ConfigError: the format is unknown, or `run_dir` is no run or saved no model.
+        AlreadyExists: `file` is there.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"export: the format must be one of {FORMATS}, got {to!r}")
+    folder, file = RunFolder.open(run_dir), Path(file)
+    folder.require_model()
+    record = folder.read_record()
+    require_new(file)
+    with appearing_whole(file) as partial:
+        if to == "safetensors":
+            shutil.copyfile(folder.model_file, partial)
+            return file
+        state = load_file(folder.model_file)
+        if to == "classic":
+            torch.save(_classic_checkpoint(state, record), partial)
+        else:
+            torch.save(state, partial)
+    return file
+
+
+def _classic_checkpoint(state: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Any]:
+    """What the classic script's `--load-model --inference-only` reads."""
+    test = record["metrics"]["test"] or {}
+    num_steps = record["throughput"]["num_steps"]
+    epochs = record["config"]["epochs"]
+    unknown = float("nan")
+    return {
+        "state_dict": to_classic(state, list(record["data"]["table_sizes"])),
+        "epoch": epochs,
+        "nepochs": epochs,
+        "iter": num_steps,
+        "nbatches": num_steps,
+        "nbatches_test": 0,
+        "train_acc": unknown,
+        "train_loss": unknown,
+        "total_accu": 0.0,
+        "total_loss": 0.0,
+        "test_acc": test.get("accuracy", unknown),
+        "test_loss": test.get("logloss", unknown),
+    }
