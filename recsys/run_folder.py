@@ -4,7 +4,8 @@
         history.jsonl      one JSON object per report interval, appended as training goes
         run.json           configuration, environment, data, metrics, throughput, stages, memory
         curves.png         loss and AUC over samples
-        model.safetensors  the final state_dict, readable without this library
+        model.safetensors  the final state_dict, readable without this library; not where
+                           `save_model` is false
 
 `run.json` and the model appear under their names only when whole.
 """
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "write_json"]
 
 
 class RunFolder:
@@ -95,8 +96,7 @@ class RunFolder:
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Write `run.json`."""
-        with _appearing_whole(self.record_file) as partial:
-            partial.write_text(json.dumps(_without_nan(record), indent=2) + "\n")
+        write_json(self.record_file, record)
 
     def save_model(self, model: nn.Module) -> None:
         """Write a model's state_dict, from the tensors themselves: no copy of a table is made.
@@ -120,7 +120,10 @@ class RunFolder:
             ConfigError: there is no saved model, or its keys or shapes are others.
         """
         if not self.model_file.is_file():
-            raise ConfigError(f"{self.path} has no {self.model_file.name}: the run saved no model")
+            raise ConfigError(
+                f"{self.path} has no {self.model_file.name}: the run saved no model; "
+                "train with save_model = true and to the end"
+            )
         state = model.state_dict()
         with safe_open(self.model_file, "pt") as saved:
             found = {key: saved.get_slice(key).get_shape() for key in saved.keys()}  # noqa: SIM118  # no mapping
@@ -135,6 +138,12 @@ class RunFolder:
             with torch.no_grad():
                 for key, value in state.items():
                     value.copy_(saved.get_tensor(key))
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write JSON, with null for what JSON cannot say; the file appears when it is whole."""
+    with _appearing_whole(file) as partial:
+        partial.write_text(json.dumps(_without_nan(value), indent=2) + "\n")
 
 
 @contextmanager

@@ -85,6 +85,8 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
         ("dense_optimizer.name=rowwise_adagrad", "dense_optimizer.name must be 'sgd' or"),
         ("embeddings=mine", "embeddings must be one of 'torch', 'fbgemm'; got 'mine'"),
         ("device=tpu", "device must be one of"),
+        ("eval.split=train", "eval.split must be one of 'validation', 'test'; got 'train'"),
+        ("save_model=1", "save_model must be of type bool, got 1"),
         ("model.dense_arch=[8]", "model.dense_arch must end in embedding_dim 16, got [8]"),
         ("model.dense_arch=8", "model.dense_arch must be a list of integers, got 8"),
         ("model.dense_arch=[]", "model.dense_arch must be positive sizes, got []"),
