@@ -35,6 +35,8 @@ def test_options_are_these_and_no_others():
             "--skip-bad-lines": "",
         },
         "train": {"data": "", "--config": "", "--set": "", "--run": ""},
+        "ablate": {"config": "", "--set": "", "--run": ""},
+        "report": {"run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},
         "bench": {"prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""}},
     }
@@ -86,6 +88,8 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
             "not in torch.optim, so embeddings 'torch' cannot use it",
         ),
         (["evaluate", "nowhere"], "nowhere is not a run"),
+        (["report", "nowhere"], "nowhere has neither a run.json nor an ablate.json"),
+        (["ablate", "nowhere.toml", "--run", "out"], "nowhere.toml cannot be read"),
         (["prepare", "criteo-kaggle", "nowhere", "--out", "s"], "raw nowhere is no file"),
         (["bench", "prepare", "--raw", "nowhere"], "nowhere is no file"),
     ],
