@@ -91,6 +91,22 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--out", required=True, metavar="FILE", help="a file to be made")
     export.set_defaults(run_command=_export)
 
+    ablate = commands.add_parser("ablate", help="train variations with several seeds, tabulate")
+    ablate.add_argument(
+        "config", type=Path, metavar="CONFIG.toml", help="a configuration with a table [ablate]"
+    )
+    ablate.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="one key; may be repeated"
+    )
+    ablate.add_argument(
+        "--run", required=True, metavar="DIR", help="where results go; goes on where one stopped"
+    )
+    ablate.set_defaults(run_command=_ablate)
+
+    report = commands.add_parser("report", help="one HTML page of a run or of an ablation")
+    report.add_argument("run", metavar="DIR", help="the folder of either")
+    report.set_defaults(run_command=_report)
+
     bench = commands.add_parser("bench", help="measure beside others")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="NAME")
     bench_prepare = benchmarks.add_parser("prepare", help="raw text to arrays, beside pandas")
@@ -168,6 +184,24 @@ def _export(options: argparse.Namespace) -> int:
     from recsys.export import export_run
 
     print(f"wrote {export_run(options.run, options.to, options.out)}")
+    return 0
+
+
+def _ablate(options: argparse.Namespace) -> int:
+    from recsys.ablate import ablate
+    from recsys.ablate_config import load_ablation
+    from recsys.ablate_table import format_ablation
+
+    record = ablate(load_ablation(options.config, options.set), options.run)
+    print(format_ablation(record))
+    print(f"saved in {options.run}/: ablate.json, report.html, cells/")
+    return 0 if record["status"] == "finished" else _INTERRUPTED
+
+
+def _report(options: argparse.Namespace) -> int:
+    from recsys.report_page import write_report
+
+    print(write_report(Path(options.run)))
     return 0
 
 

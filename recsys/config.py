@@ -37,9 +37,12 @@ __all__ = [
     "OptimizerConfig",
     "SyntheticConfig",
     "TrainConfig",
+    "build_config",
     "describe_config",
     "describe_keys",
     "load_config",
+    "put_key",
+    "read_tree",
     "to_toml",
 ]
 
@@ -166,11 +169,13 @@ class EvalConfig:
     """When quality is measured during training; the last evaluation is always over everything."""
 
     every_steps: int = _key(0, "steps between evaluations; 0: ten times an epoch")
-    max_samples: int = _key(50_000, "of the validation part, in evaluations before the last")
+    split: str = _key("validation", "validation or test: the part, in evaluations before the last")
+    max_samples: int = _key(50_000, "of that part, in evaluations before the last")
     batch_size: int = _key(2048, "mini-batch of evaluations")
 
     def __post_init__(self) -> None:
         _at_least("every_steps", self.every_steps, 0)
+        _one_of("split", self.split, ("validation", "test"))
         _at_least("max_samples", self.max_samples, 1)
         _at_least("batch_size", self.batch_size, 1)
 
@@ -202,6 +207,7 @@ class TrainConfig:
     num_threads: int = _key(0, "threads of the computation; 0: one per core")
     prefetch: int = _key(2, "mini-batches read ahead")
     precision: str = _key("fp32", "of the dense part: fp32, or bf16 with parameters in fp32")
+    save_model: bool = _key(True, "keep the model in the run's folder")
     embeddings: str = _key("torch", "torch (nn.EmbeddingBag) or fbgemm (TBE)")
     model: ModelConfig = _key(ModelConfig, "")
     optimizer: OptimizerConfig = _key(OptimizerConfig, "")
@@ -249,6 +255,19 @@ def load_config(
     Raises:
         ConfigError: a key is unknown, or a value is not what the key takes.
     """
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        if key in values:
+            raise ConfigError(f"{key} is named elsewhere on the command; drop {setting!r}")
+    return build_config(read_tree(file, settings) | values)
+
+
+def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """The nested keys of a TOML file with settings put over them; nothing is built yet.
+
+    Raises:
+        ConfigError: the file is no TOML, or a setting is not key=value.
+    """
     tree: dict[str, Any] = {}
     if file is not None:
         try:
@@ -261,15 +280,21 @@ def load_config(
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"a setting must be key=value, got {setting!r}")
-        if key.strip() in values:
-            raise ConfigError(f"{key.strip()} is named elsewhere on the command; drop {setting!r}")
-        _put(tree, key.strip(), _parse_value(text.strip()))
-    tree |= values
+        put_key(tree, key.strip(), _parse_value(text.strip()))
+    return tree
+
+
+def build_config(tree: Mapping[str, Any]) -> TrainConfig:
+    """A configuration from nested keys.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is not what the key takes.
+    """
     # A dense optimizer that is half set takes the rest from the rows' optimizer.
     rows = _build(OptimizerConfig, tree.get("optimizer", {}), "optimizer.")
     dense = tree.get("dense_optimizer")
     if isinstance(dense, Mapping):
-        tree["dense_optimizer"] = {**dataclasses.asdict(rows.for_dense()), **dense}
+        tree = {**tree, "dense_optimizer": {**dataclasses.asdict(rows.for_dense()), **dense}}
     return _build(TrainConfig, tree, "")
 
 
@@ -341,7 +366,12 @@ def _checked(key: str, value: Any, kind: Any) -> Any:
     return value
 
 
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+def put_key(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key, whose dots name tables, in nested keys.
+
+    Raises:
+        ConfigError: one of its tables is a value.
+    """
     *tables, last = key.split(".")
     for table in tables:
         tree = tree.setdefault(table, {})

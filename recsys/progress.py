@@ -68,16 +68,18 @@ class Progress:
         folder: Where the history goes.
         clock: The run's time.
         num_samples: Samples the run will train on.
+        split: The part that is evaluated in between; a report's line names it.
         show: Draw the bar.
     """
 
     def __init__(
-        self, folder: RunFolder, clock: StageClock, num_samples: int, *, show: bool
+        self, folder: RunFolder, clock: StageClock, num_samples: int, split: str, *, show: bool
     ) -> None:
         self.num_steps = 0
         self.num_samples = 0
         self.peak_memory_bytes: int | None = None  # of the process, until the loop ended
-        self.last_validation: dict[str, Any] | None = None
+        self.last_evaluation: dict[str, Any] | None = None
+        self._split = split
         self._folder = folder
         self._clock = clock
         self._bar = tqdm(
@@ -102,7 +104,7 @@ class Progress:
         self._logits.append(logits)
         self._labels.append(labels)
 
-    def report(self, epoch: int, validation: Metrics | None = None) -> float:
+    def report(self, epoch: int, evaluation: Metrics | None = None) -> float:
         """Write a history line over the steps since the last one; returns their mean loss."""
         num_samples, seconds = self._reported
         self._reported = (self.num_samples, self._clock.train_seconds)
@@ -118,12 +120,12 @@ class Progress:
             "train_loss": loss,
             "train_auc": auc(logits, labels) if isfinite(loss) else None,
         }
-        if validation is not None:
-            self.last_validation = entry["validation"] = validation.as_dict()
+        if evaluation is not None:
+            self.last_evaluation = entry[self._split] = evaluation.as_dict()
         self._folder.append_history(entry)
         shown = {"loss": f"{loss:.4f}", "auc": _rounded(entry["train_auc"])}
-        if self.last_validation is not None:
-            shown["validation_auc"] = _rounded(self.last_validation["auc"])
+        if self.last_evaluation is not None:
+            shown[f"{self._split}_auc"] = _rounded(self.last_evaluation["auc"])
         shown["samples/s"] = f"{self.throughput()['samples_per_second']:,.0f}"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(num_samples)

@@ -8,9 +8,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["format_metrics", "format_run"]
+__all__ = ["METRIC_NAMES", "format_metric", "format_metrics", "format_run"]
 
-_METRICS = ("auc", "logloss", "normalized_entropy", "calibration", "accuracy", "num_samples")
+METRIC_NAMES = ("auc", "logloss", "normalized_entropy", "calibration", "accuracy", "num_samples")
+
+
+def format_metric(value: Any) -> str:
+    """A metric's value as a person reads it."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
@@ -19,8 +26,8 @@ def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
     if not measured:
         return "no evaluation was made"
     lines = [" " * 20 + "".join(f"{split:>14}" for split in measured)]
-    for name in _METRICS:
-        cells = "".join(f"{_cell(values[name]):>14}" for values in measured.values())
+    for name in METRIC_NAMES:
+        cells = "".join(f"{format_metric(values[name]):>14}" for values in measured.values())
         lines.append(f"{name.replace('_', ' '):<20}{cells}")
     errors = [values["max_auc_error"] for values in measured.values() if values["max_auc_error"]]
     if errors:
@@ -59,9 +66,3 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"saved               {run_dir}/: {', '.join(files)}",
     ]
     return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"

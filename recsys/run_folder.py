@@ -4,7 +4,8 @@
         history.jsonl      one JSON object per report interval, appended as training goes
         run.json           configuration, environment, data, metrics, throughput, stages, memory
         curves.png         loss and AUC over samples
-        model.safetensors  the final state_dict, readable without this library
+        model.safetensors  the final state_dict, readable without this library; not where
+                           `save_model` is false
 
 `run.json` and the model appear under their names only when whole.
 """
@@ -27,7 +28,7 @@ from recsys.files import appearing_whole
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "write_json"]
 
 
 class RunFolder:
@@ -93,8 +94,7 @@ class RunFolder:
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Write `run.json`."""
-        with appearing_whole(self.record_file) as partial:
-            partial.write_text(json.dumps(_without_nan(record), indent=2) + "\n")
+        write_json(self.record_file, record)
 
     def read_record(self) -> dict[str, Any]:
         """`run.json`.
@@ -129,7 +129,10 @@ class RunFolder:
             ConfigError: it did not.
         """
         if not self.model_file.is_file():
-            raise ConfigError(f"{self.path} has no {self.model_file.name}: the run saved no model")
+            raise ConfigError(
+                f"{self.path} has no {self.model_file.name}: the run saved no model; "
+                "train with save_model = true and to the end"
+            )
 
     def load_model(self, model: nn.Module) -> None:
         """Read the saved state_dict into a model of the same shape, one tensor at a time.
@@ -152,6 +155,12 @@ class RunFolder:
             with torch.no_grad():
                 for key, value in state.items():
                     value.copy_(saved.get_tensor(key))
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write JSON, with null for what JSON cannot say; the file appears when it is whole."""
+    with appearing_whole(file) as partial:
+        partial.write_text(json.dumps(_without_nan(value), indent=2) + "\n")
 
 
 def _without_nan(value: Any) -> Any:

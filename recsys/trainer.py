@@ -49,7 +49,7 @@ _LOWER_LR = "lower optimizer.lr or dense_optimizer.lr"
 def train(
     config: TrainConfig, run_dir: str | Path, *, show_progress: bool = True
 ) -> dict[str, Any]:
-    """Train, save the model, evaluate it, and write all of it to a run folder.
+    """Train, save the model unless told not to, evaluate it, and write all to a run folder.
 
     The first Ctrl-C ends training behind the current step: the model and what was measured so far
     are written. The second interrupts at once; what was measured is still written.
@@ -84,7 +84,7 @@ def train(
     folder = RunFolder.create(run_dir, config)
     clock = StageClock()
     num_samples = config.epochs * len(source.splits["train"])
-    progress = Progress(folder, clock, num_samples, show=show_progress)
+    progress = Progress(folder, clock, num_samples, config.eval.split, show=show_progress)
     metrics: dict[str, Any] = {"test": None, "validation": None}
     record: dict[str, Any] = {
         "status": "failed",
@@ -97,9 +97,10 @@ def train(
         with _interrupts() as interrupted:
             with progress:
                 _fit(model, optimizers, loader, config, progress, clock, interrupted)
-            metrics["validation"] = progress.last_validation
+            metrics[config.eval.split] = progress.last_evaluation
             is_whole = progress.num_samples == num_samples
-            folder.save_model(model.model)
+            if config.save_model:
+                folder.save_model(model.model)
             if is_whole:
                 clock.start()
                 for split in metrics:
@@ -110,7 +111,7 @@ def train(
                 folder.append_history({**progress.position(), **metrics})
             record["status"] = "finished" if is_whole else "interrupted"
     except KeyboardInterrupt:
-        metrics["validation"] = metrics["validation"] or progress.last_validation
+        metrics[config.eval.split] = metrics[config.eval.split] or progress.last_evaluation
         record["status"] = "interrupted"
         raise
     except TrainingDiverged:
@@ -176,21 +177,21 @@ def _fit(
 
             progress.add(loss.detach(), logits, labels)
             step = progress.num_steps
-            validation = None
+            evaluation = None
             if step % eval_every == 0 and step < num_steps:
                 clock.mark("other")
                 with autocast(config):
-                    validation = evaluate_split(
+                    evaluation = evaluate_split(
                         model,
                         loader.source,
-                        "validation",
+                        config.eval.split,
                         config.eval.batch_size,
                         config.eval.max_samples,
                     )
                 clock.mark("evaluate")
             is_last = step == num_steps or interrupted.is_set()
-            if validation is not None or step % report_every == 0 or is_last:
-                mean_loss = progress.report(epoch, validation)
+            if evaluation is not None or step % report_every == 0 or is_last:
+                mean_loss = progress.report(epoch, evaluation)
                 if not isfinite(mean_loss):
                     raise TrainingDiverged(f"by step {step} the loss is {mean_loss}; {_LOWER_LR}")
             clock.mark("other")

@@ -35,6 +35,8 @@ def test_options_are_these_and_no_others():
             "--skip-bad-lines": "",
         },
         "train": {"data": "", "--config": "", "--set": "", "--run": ""},
+        "ablate": {"config": "", "--set": "", "--run": ""},
+        "report": {"run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},
         "export": {"run": "", "--to": "", "--out": ""},
         "bench": {
@@ -91,6 +93,8 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         ),
         (["evaluate", "nowhere"], "nowhere is not a run"),
         (["export", "nowhere", "--to", "classic", "--out", "f"], "nowhere is not a run"),
+        (["report", "nowhere"], "nowhere has neither a run.json nor an ablate.json"),
+        (["ablate", "nowhere.toml", "--run", "out"], "nowhere.toml cannot be read"),
         (["prepare", "criteo-kaggle", "nowhere", "--out", "s"], "raw nowhere is no file"),
         (["bench", "prepare", "--raw", "nowhere"], "nowhere is no file"),
     ],

@@ -88,6 +88,8 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
         ("lr_schedule.final=2", "lr_schedule.final must lie in [0, 1], got 2.0"),
         ("lr_schedule.decay=step", "lr_schedule.decay must be one of 'none', 'linear', 'cosine'"),
         ("precision=fp8", "precision must be one of 'fp32', 'bf16'; got 'fp8'"),
+        ("eval.split=train", "eval.split must be one of 'validation', 'test'; got 'train'"),
+        ("save_model=1", "save_model must be of type bool, got 1"),
         ("model.dense_arch=[8]", "model.dense_arch must end in embedding_dim 16, got [8]"),
         ("model.dense_arch=8", "model.dense_arch must be a list of integers, got 8"),
         ("model.dense_arch=[]", "model.dense_arch must be positive sizes, got []"),

@@ -1,9 +1,13 @@
 import json
 import re
 import runpy
-from statistics import mean
+from statistics import mean, stdev
 
 import pytest
+
+from recsys.ablate import ablate
+from recsys.ablate_config import load_ablation
+from recsys.trainer import train
 
 
 def test_tables_are_what_their_json_makes_them(pytestconfig):
@@ -14,6 +18,37 @@ def test_tables_are_what_their_json_makes_them(pytestconfig):
         text = (pytestconfig.rootpath / name).read_text()
 
         assert tables["with_tables"](text) == text
+
+
+def test_the_table_of_an_ablation_holds_what_its_cells_measured(
+    pytestconfig, tmp_path, small_settings
+):
+    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    (tmp_path / "ablation.toml").write_text(
+        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\n[[ablate.variations]]\nname = 'sgd'\n"
+    )
+    config = load_ablation(tmp_path / "ablation.toml", [*small_settings[1::2], "num_threads=1"])
+    ablate(config, tmp_path / "out", show_progress=False, run_cell=train)
+    runs = [
+        json.loads((tmp_path / "out" / "cells" / f"sgd-seed{seed}" / "run.json").read_text())
+        for seed in (0, 1)
+    ]
+
+    caption, _, header, _, line = (
+        tables["ablate_table"](str(tmp_path / "out" / "ablate.json")).strip().split("\n")
+    )
+
+    aucs = [run["metrics"]["test"]["auc"] for run in runs]
+    rates = [run["throughput"]["samples_per_second"] for run in runs]
+    cells = line.strip("| ").split(" | ")
+    assert caption.startswith("1,800 training samples, tested on 150, seeds 0, 1: mean")
+    assert header.endswith("| seconds to test AUC 0.999 |")
+    assert cells[:2] == [
+        "sgd",
+        f"{mean(aucs):.4f} ({min(aucs):.4f}-{max(aucs):.4f}; {stdev(aucs):.4f})",
+    ]
+    assert cells[3].startswith(f"{mean(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f}; ")
+    assert cells[4] == "-, 0 of 2 runs"
 
 
 @pytest.mark.parametrize(("recipe", "least"), [("sgd", 0.718), ("adagrad", 0.759)])

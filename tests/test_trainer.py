@@ -88,6 +88,28 @@ def test_history_covers_every_sample_once_and_evaluates_when_told(small_config, 
     assert set(entries[-1]) >= {"validation", "test", "step"}
 
 
+def test_evaluations_on_the_way_are_of_the_part_asked_for(small_config, tmp_path):
+    settings = ("eval.every_steps=14", "num_threads=1")
+    run(small_config(*settings, "eval.split=test"), tmp_path / "test")
+    run(small_config(*settings, "eval.split=validation"), tmp_path / "validation")
+
+    of_test, of_validation = (history(tmp_path / split) for split in ("test", "validation"))
+
+    assert [entry["step"] for entry in of_test if "test" in entry] == [14, 15]
+    assert [entry["step"] for entry in of_test if "validation" in entry] == [15]
+    assert of_test[13]["test"]["auc"] != of_validation[13]["validation"]["auc"]
+    assert of_test[-1]["test"] == of_validation[-1]["test"]
+
+
+def test_a_run_told_to_saves_no_model_and_says_so_when_asked_for_it(small_config, tmp_path):
+    record = run(small_config("save_model=false"), tmp_path / "run")
+
+    assert record["status"] == "finished"
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    with pytest.raises(ConfigError, match="the run saved no model; train with save_model = true"):
+        evaluate_run(tmp_path / "run")
+
+
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(small_config, tmp_path):
     def losses(name, seed):
         run(small_config(f"seed={seed}", "num_threads=1"), tmp_path / name)

@@ -137,7 +137,39 @@ def step_table() -> str:
     return _table(caption, header, lines)
 
 
+def ablate_table(file: str) -> str:
+    """`recsys ablate`: mean and spread over seeds, a line per variation."""
+    record = json.loads((_JSON / file).read_text())
+    config, run = record["config"], record["cells"][0]["run"]
+    rows = {(row["variation"], row["metric"]): row for row in record["rows"]}
+    titles = {"auc": "test AUC", "logloss": "logloss", "throughput": "samples/s"}
+    if config["target_auc"] is not None:
+        target = f"{config['target_split']} AUC {config['target_auc']:g}"
+        titles["time_to_target_auc"] = f"seconds to {target}"
+    lines = []
+    for variation in config["variations"]:
+        line = [variation]
+        for metric in titles:
+            row = rows[variation, metric]
+            low, mid, high, std = (
+                _measure(metric, row[key]) for key in ("min", "mean", "max", "std")
+            )
+            text = f"{mid} ({low}-{high}; {std})" if row["num_runs"] else mid
+            if row["num_runs"] < row["num_cells"]:
+                text += f", {row['num_runs']} of {row['num_cells']} runs"
+            line.append(text)
+        lines.append(line)
+    seeds = ", ".join(map(str, config["seeds"]))
+    caption = (
+        f"{run['throughput']['num_samples']:,} training samples, tested on "
+        f"{run['metrics']['test']['num_samples']:,}, seeds {seeds}: mean (least-most; standard "
+        f"deviation of a sample); {_machine(record['environment'])}."
+    )
+    return _table(caption, ["variation", *titles.values()], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "ablate_baselines": partial(ablate_table, "ablate_baselines.json"),
     "prepare": partial(prepare_table, "prepare.json"),
     "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),
     "reference": reference_table,
@@ -149,6 +181,14 @@ TABLES: dict[str, Callable[[], str]] = {
 def _table(caption: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
     return caption + "\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _measure(metric: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if metric == "time_to_target_auc":
+        return f"{value / 1e3:.2f}"
+    return f"{value:,.0f}" if metric == "throughput" else f"{value:.4f}"
 
 
 def _machine(environment: dict[str, Any]) -> str:

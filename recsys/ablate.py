@@ -1,0 +1,246 @@
+"""Ablations: one configuration in variations, each trained with several seeds.
+
+    variations x seeds = cells; a cell is one training run, in DIR/cells/<variation>-seed<k>
+    turns               every variation with the first seed, then every one with the second, ...
+    finished            a cell whose run.json says so and has the configuration asked for
+
+A finished cell is never run again, so an ablation that was stopped, however, goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from recsys.ablate_table import make_rows
+from recsys.build import open_source
+from recsys.config import describe_config
+from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
+from recsys.machine import describe_environment
+from recsys.report_page import write_report
+from recsys.run_folder import RunFolder, write_json
+from recsys.trainer_process import train_in_own_process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from recsys.ablate_config import AblationConfig, Cell
+    from recsys.config import TrainConfig
+
+__all__ = ["ablate", "seconds_to_auc"]
+
+# A loss that is no number comes again with the same seed: an outcome, not an accident.
+_OUTCOMES = ("finished", "diverged")
+
+
+class RunCell(Protocol):
+    """How a cell is trained; `recsys.trainer.train` is one way, in a process of its own another."""
+
+    def __call__(self, config: TrainConfig, run_dir: Path, *, show_progress: bool) -> Any: ...
+
+
+def ablate(
+    config: AblationConfig,
+    out_dir: str | Path,
+    *,
+    show_progress: bool = True,
+    run_cell: RunCell = train_in_own_process,
+) -> dict[str, Any]:
+    """Run the cells that are not finished yet, one after the other, and tabulate all of them.
+
+    Args:
+        config: Which cells.
+        out_dir: A new folder, or that of the same ablation begun before. It gets `cells/` and
+            `ablate.json`, and `report.html`.
+        show_progress: Say which cell is run, and draw its progress bar.
+        run_cell: Trains one configuration into a folder.
+
+    Returns:
+        The record, as in `ablate.json`. Its `status` is "finished", or "unfinished" after Ctrl-C,
+        which ends the cell that is being trained; that one counts as not run.
+
+    Raises:
+        AlreadyExists: the folder holds something else, or a cell with another configuration.
+        ConfigError: a cell cannot be carried out, or another process is at work in the folder.
+        StoreError: there is no data.
+    """
+    folder = Path(out_dir)
+    cells = config.cells()
+    if folder.exists() and (
+        not folder.is_dir() or (any(folder.iterdir()) and not (folder / "cells").is_dir())
+    ):
+        raise AlreadyExists(
+            f"{folder} is neither empty nor an ablation's folder: it has no cells/; "
+            "choose another with --run"
+        )
+    data = {(cell.config.data, cell.config.synthetic): cell.config for cell in cells}
+    for tried in data.values():
+        open_source(tried)  # data that is not there is found out before anything is written
+    (folder / "cells").mkdir(parents=True, exist_ok=True)
+    with _alone_in(folder):
+        finished = [cell.name for cell in cells if _read_outcome(folder, cell) is not None]
+        try:
+            for number, cell in enumerate(cells):
+                if cell.name in finished:
+                    continue
+                if show_progress:
+                    _say(f"cell {number + 1} of {len(cells)}: {cell.name}")
+                _train_cell(folder, cell, run_cell, show_progress=show_progress)
+                if _read_outcome(folder, cell) is None:
+                    break  # Ctrl-C, seen by a runner in this process
+        except KeyboardInterrupt:
+            pass
+        finally:
+            record = _describe(config, folder, cells)
+            write_json(folder / "ablate.json", record)
+        write_report(folder)
+    return record
+
+
+def seconds_to_auc(
+    history: Sequence[Mapping[str, Any]], split: str, target_auc: float
+) -> tuple[float, int] | None:
+    """When a run first reached an AUC: seconds of training, and samples trained on.
+
+    The first evaluation at or above the target counts, without interpolation; the clock leaves
+    evaluations out. None if no evaluation of the part reached it.
+    """
+    for entry in history:
+        found = entry.get(split)
+        if found is not None and found["auc"] is not None and found["auc"] >= target_auc:
+            return entry["train_seconds"], entry["num_samples"]
+    return None
+
+
+def _read_outcome(folder: Path, cell: Cell) -> dict[str, Any] | None:
+    """The record of a cell that is over; None where it has yet to be run.
+
+    Raises:
+        AlreadyExists: the cell was run with another configuration.
+    """
+    run = RunFolder(folder / "cells" / cell.name)
+    if not run.record_file.is_file():
+        return None
+    record: dict[str, Any] = json.loads(run.record_file.read_text())
+    if record["status"] not in _OUTCOMES:
+        return None
+    asked = json.loads(json.dumps(describe_config(cell.config)))
+    difference = _first_difference(asked, record["config"])
+    if difference is not None:
+        raise AlreadyExists(
+            f"cell {cell.name} was run with another configuration: {difference}; remove "
+            f"{run.path} to run it anew, or choose another folder with --run"
+        )
+    return record
+
+
+def _first_difference(asked: Any, found: Any, key: str = "") -> str | None:
+    """Where two configurations differ, in words."""
+    if isinstance(asked, dict) and isinstance(found, dict):
+        for name in [*asked, *(name for name in found if name not in asked)]:
+            inner = f"{key}.{name}" if key else name
+            difference = _first_difference(asked.get(name), found.get(name), inner)
+            if difference is not None:
+                return difference
+        return None
+    return None if asked == found else f"{key} is {asked!r} here and was {found!r} then"
+
+
+def _train_cell(folder: Path, cell: Cell, run_cell: RunCell, *, show_progress: bool) -> None:
+    path = folder / "cells" / cell.name
+    if path.exists():
+        _say(f"{path} was not finished: it is removed and run again")
+        shutil.rmtree(path)
+    try:
+        run_cell(cell.config, path, show_progress=show_progress)
+    except TrainingDiverged as error:
+        _say(f"cell {cell.name} diverged: {error}")
+    except ConfigError as error:
+        raise ConfigError(f"cell {cell.name}: {error}") from None
+
+
+def _describe(config: AblationConfig, folder: Path, cells: Sequence[Cell]) -> dict[str, Any]:
+    """The record of all cells that are over."""
+    names = [cell.name for cell in cells]
+    others = sorted(path.name for path in (folder / "cells").iterdir() if path.name not in names)
+    if others:
+        _say(f"left alone, not part of this ablation: {', '.join(others)} in {folder / 'cells'}")
+    found = [(cell, _read_outcome(folder, cell)) for cell in cells]
+    done = [_describe_cell(config, folder, cell, run) for cell, run in found if run is not None]
+    described = config.describe()
+    return {
+        "command": " ".join(["recsys", *sys.argv[1:]]),
+        "status": "finished" if len(done) == len(cells) else "unfinished",
+        "environment": _common_environment([cell["run"]["environment"] for cell in done]),
+        "config": described,
+        "num_cells": len(cells),
+        "cells": done,
+        "rows": make_rows(done, described),
+    }
+
+
+def _describe_cell(
+    config: AblationConfig, folder: Path, cell: Cell, record: dict[str, Any]
+) -> dict[str, Any]:
+    reached = None
+    if config.target_auc is not None:
+        history = RunFolder(folder / "cells" / cell.name).read_history()
+        reached = seconds_to_auc(history, config.target_split, config.target_auc)
+    return {
+        "name": cell.name,
+        "variation": cell.variation,
+        "seed": cell.seed,
+        "seconds_to_target_auc": reached and reached[0],
+        "samples_to_target_auc": reached and reached[1],
+        "run": record,
+    }
+
+
+def _common_environment(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the cells ran on; where they differ in something, the list of its values."""
+    if not environments:
+        return describe_environment()
+    common = {}
+    for key in environments[0]:
+        values: list[Any] = []
+        for environment in environments:
+            if environment.get(key) not in values:
+                values.append(environment.get(key))
+        common[key] = values[0] if len(values) == 1 else values
+        if len(values) > 1 and key in ("recsys", "commit", "dirty", "cpu", "gpu", "torch"):
+            _say(f"the cells were not all run on the same: {key} is one of {values}")
+    return common
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """While it lasts, no other ablation works in the folder.
+
+    Raises:
+        ConfigError: another one does.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `recsys ablate` is at work in {folder}; wait for it to end"
+            ) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"{message}\n")

@@ -1,0 +1,274 @@
+"""What an ablation's file asks for: a base configuration, and the table `[ablate]`.
+
+    [ablate]
+    seeds = [0, 1, 2]
+    target_auc = 0.70              # optional: measure the training time to it
+    target_split = "test"          # of which part; "test" by default
+    eval_every_samples = 4096      # how often it is looked at; 4096 by default
+
+    [[ablate.variations]]          # named sets of keys ...
+    name = "sgd"
+    optimizer.lr = 0.1
+
+    [ablate.grid]                  # ... crossed with every combination of these values
+    embeddings = ["torch", "fbgemm"]
+
+Either of variations and grid may be left out. Everything else is a key of `recsys train`.
+"""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from recsys.config import build_config, put_key, read_tree
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from recsys.config import TrainConfig
+
+__all__ = ["AblationConfig", "Cell", "Variation", "load_ablation"]
+
+_KEYS = ("seeds", "target_auc", "target_split", "eval_every_samples", "variations", "grid")
+_TARGET_KEYS = {"eval.every_steps": "eval_every_samples", "eval.split": "target_split"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variation:
+    """One way to run the base configuration.
+
+    Attributes:
+        name: As the file says; combinations of a grid are named `key=value`, comma-joined.
+        keys: What it sets, by dotted key.
+    """
+
+    name: str
+    keys: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training run of an ablation.
+
+    Attributes:
+        name: That of its folder.
+        variation: That of its variation.
+        seed: Of its initial values and of its order of samples.
+        config: Its whole configuration.
+    """
+
+    name: str
+    variation: str
+    seed: int
+    config: TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationConfig:
+    """A base configuration, its variations and the seeds each is run with.
+
+    Attributes:
+        base: Nested keys of the base configuration.
+        variations: In the order of their turns.
+        seeds: Likewise.
+        target_auc: The AUC that the time to is measured; None: it is not.
+        target_split: The part it is measured on, "test" or "validation".
+        eval_every_samples: Training samples between two looks at it.
+    """
+
+    base: Mapping[str, Any]
+    variations: tuple[Variation, ...]
+    seeds: tuple[int, ...]
+    target_auc: float | None = None
+    target_split: str = "test"
+    eval_every_samples: int = 4096
+
+    def __post_init__(self) -> None:
+        if not self.seeds or any(type(seed) is not int for seed in self.seeds):
+            raise ConfigError(f"ablate.seeds must be a list of integers, got {list(self.seeds)}")
+        _all_distinct("ablate.seeds", self.seeds)
+        _all_distinct("names of variations", [variation.name for variation in self.variations])
+        if self.target_auc is not None and not 0 < self.target_auc < 1:
+            raise ConfigError(f"ablate.target_auc must be between 0 and 1, got {self.target_auc}")
+        if self.eval_every_samples < 1:
+            raise ConfigError(
+                f"ablate.eval_every_samples must be at least 1, got {self.eval_every_samples}"
+            )
+        for variation in self.variations:
+            for key in variation.keys:
+                self._check_free(key, f"variation {variation.name!r}")
+        for key, _ in _flatten(self.base):
+            self._check_free(key, "the base configuration")
+        # Every cell has a folder, and every configuration is valid, before any is run.
+        _all_distinct("folder names of cells", [cell.name for cell in self.cells()])
+
+    def cells(self) -> list[Cell]:
+        """All training runs, taking turns: all variations with a seed before the next seed.
+
+        Raises:
+            ConfigError: a configuration is not valid.
+        """
+        return [
+            Cell(
+                name=f"{_as_file_name(variation.name)}-seed{seed}",
+                variation=variation.name,
+                seed=seed,
+                config=self._config(variation, seed),
+            )
+            for seed in self.seeds
+            for variation in self.variations
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        """JSON types; what concerns a target is null where there is none."""
+        has_target = self.target_auc is not None
+        return {
+            "seeds": list(self.seeds),
+            "target_auc": self.target_auc,
+            "target_split": self.target_split if has_target else None,
+            "eval_every_samples": self.eval_every_samples if has_target else None,
+            "variations": {variation.name: dict(variation.keys) for variation in self.variations},
+            "base": dict(self.base),
+        }
+
+    def _config(self, variation: Variation, seed: int) -> TrainConfig:
+        # A model a cell would fill the disk and is no result; who wants them says so.
+        tree = deepcopy({"save_model": False, **self.base, "seed": seed})
+        try:
+            for key, value in variation.keys.items():
+                put_key(tree, key, value)
+            config = build_config(tree)
+        except ConfigError as error:
+            raise ConfigError(f"variation {variation.name!r}: {error}") from None
+        if self.target_auc is None:
+            return config
+        every_steps = max(1, self.eval_every_samples // config.batch_size)
+        evaluation = replace(config.eval, every_steps=every_steps, split=self.target_split)
+        return replace(config, eval=evaluation)
+
+    def _check_free(self, key: str, place: str) -> None:
+        """A key that the table `[ablate]` decides on is not set elsewhere."""
+        decided = {"seed": "seeds"} | ({} if self.target_auc is None else _TARGET_KEYS)
+        if key in decided:
+            raise ConfigError(
+                f"{place} sets {key}, which ablate.{decided[key]} decides on; drop {key}"
+            )
+
+
+def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
+    """Read an ablation's file, with `key=value` settings put over it.
+
+    Raises:
+        ConfigError: a key is unknown, set in two places, or not what it must be.
+    """
+    tree = read_tree(file, settings)
+    table = tree.pop("ablate", None)
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file} has no table [ablate]; it needs seeds, and variations or a grid")
+    for key in table:
+        if key not in _KEYS:
+            raise ConfigError(f"unknown key ablate.{key}; keys are {list(_KEYS)}")
+    if "target_auc" not in table:
+        for key in _TARGET_KEYS.values():
+            if key in table:
+                raise ConfigError(f"ablate.{key} means nothing without ablate.target_auc; drop it")
+    _check_types(table)
+    variations = _variations(table)
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        for variation in variations:
+            if any(_overlap(key, varied) for varied in variation.keys):
+                raise ConfigError(
+                    f"--set {setting} would be overruled by variation {variation.name!r}; "
+                    "drop it, or change the variation"
+                )
+    values = {key: table[key] for key in table if key not in ("seeds", "variations", "grid")}
+    return AblationConfig(
+        base=tree, variations=variations, seeds=tuple(table.get("seeds", ())), **values
+    )
+
+
+def _check_types(table: Mapping[str, Any]) -> None:
+    kinds = {
+        "seeds": (list, "a list of integers"),
+        "target_auc": (float, "a number between 0 and 1"),
+        "target_split": (str, '"test" or "validation"'),
+        "eval_every_samples": (int, "a number of samples"),
+        "variations": (list, "tables [[ablate.variations]]"),
+        "grid": (dict, "a table of lists"),
+    }
+    for key, value in table.items():
+        kind, meaning = kinds[key]
+        if type(value) is not kind:
+            raise ConfigError(f"ablate.{key} must be {meaning}, got {value!r}")
+
+
+def _variations(table: Mapping[str, Any]) -> tuple[Variation, ...]:
+    """Named variations crossed with the combinations of the grid."""
+    named = [_named_variation(entry) for entry in table.get("variations", [])]
+    grid = dict(_flatten(table.get("grid", {})))
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"ablate.grid.{key} must be a list of values, got {values!r}")
+        for variation in named:
+            if any(_overlap(key, other) for other in variation.keys):
+                raise ConfigError(f"{key} is set by variation {variation.name!r} and by the grid")
+    if not named and not grid:
+        raise ConfigError(
+            "ablate needs [[ablate.variations]] or [ablate.grid]; for the base configuration "
+            'alone, one variation with nothing but name = "base"'
+        )
+    found = []
+    for variation in named or [Variation(name="", keys={})]:
+        for values in product(*grid.values()):
+            keys = dict(zip(grid, values, strict=True))
+            pairs = [f"{key}={_short(value)}" for key, value in keys.items()]
+            name = ",".join(filter(None, [variation.name, *pairs]))
+            found.append(Variation(name=name, keys={**variation.keys, **keys}))
+    return tuple(found)
+
+
+def _named_variation(entry: Any) -> Variation:
+    name = entry.get("name") if isinstance(entry, dict) else None
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
+        raise ConfigError(
+            "a variation needs a name of letters, digits and any of . _ + -, "
+            f"got {name!r} in {entry!r}"
+        )
+    return Variation(
+        name=name, keys=dict(_flatten({key: entry[key] for key in entry if key != "name"}))
+    )
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as pairs of a dotted key and a value."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _overlap(key: str, other: str) -> bool:
+    """Whether two dotted keys are one, or one of them is a table with the other in it."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+
+
+def _short(value: Any) -> str:
+    return str(value).replace(" ", "")
+
+
+def _as_file_name(name: str) -> str:
+    return re.sub(r"[^\w.=,+\[\]-]", "_", name)
+
+
+def _all_distinct(what: str, values: Sequence[Any]) -> None:
+    for value in values:
+        if values.count(value) > 1:
+            raise ConfigError(f"{what} must be distinct, got {value!r} twice")

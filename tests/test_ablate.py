@@ -1,0 +1,455 @@
+import json
+from statistics import mean, stdev
+
+import pytest
+
+from recsys.ablate import ablate, seconds_to_auc
+from recsys.ablate_config import load_ablation
+from recsys.ablate_table import format_ablation
+from recsys.errors import AlreadyExists, ConfigError, StoreError
+from recsys.trainer import train
+
+TWO_VARIATIONS = """
+[[ablate.variations]]
+name = "sgd"
+[[ablate.variations]]
+name = "adagrad"
+optimizer.name = "adagrad"
+optimizer.lr = 0.05
+"""
+
+
+@pytest.fixture
+def ablation(tmp_path, small_settings):
+    """Loads an ablation of what trains in a blink, from the text of its file."""
+
+    def load(text, *settings):
+        file = tmp_path / "ablation.toml"
+        file.write_text(text)
+        return load_ablation(file, [*small_settings[1::2], "num_threads=1", *settings])
+
+    return load
+
+
+@pytest.fixture
+def run_here(tmp_path):
+    """Runs an ablation with its cells in this process; gives its record and the cells it ran."""
+
+    def run(config, run_cell=train):
+        ran = []
+
+        def count_and_run(config, run_dir, *, show_progress):
+            ran.append(run_dir.name)
+            return run_cell(config, run_dir, show_progress=show_progress)
+
+        record = ablate(config, tmp_path / "out", show_progress=False, run_cell=count_and_run)
+        return record, ran
+
+    return run
+
+
+def test_variations_take_turns_and_every_cell_is_a_run_of_its_own(ablation, run_here, tmp_path):
+    config = ablation(f"[ablate]\nseeds = [5, 0]\n{TWO_VARIATIONS}")
+
+    record, ran = run_here(config)
+
+    assert ran == ["sgd-seed5", "adagrad-seed5", "sgd-seed0", "adagrad-seed0"]
+    assert record["status"] == "finished"
+    assert json.loads((tmp_path / "out" / "ablate.json").read_text()) == json.loads(
+        json.dumps(record)
+    )
+    for cell in record["cells"]:
+        folder = tmp_path / "out" / "cells" / cell["name"]
+        assert json.loads((folder / "run.json").read_text()) == json.loads(json.dumps(cell["run"]))
+        assert cell["run"]["config"]["seed"] == cell["seed"]
+        assert cell["run"]["config"]["optimizer"]["name"] == cell["variation"]
+        assert not (folder / "model.safetensors").exists()
+
+
+def test_named_variations_are_crossed_with_the_grid(tmp_path):
+    file = tmp_path / "ablation.toml"
+    file.write_text(f"""
+        [ablate]
+        seeds = [0]
+        {TWO_VARIATIONS}
+        [ablate.grid]
+        embeddings = ["torch", "fbgemm"]
+        "model.dense_arch" = [[8, 16], [16]]
+    """)
+
+    cells = load_ablation(file).cells()
+
+    assert [
+        (
+            cell.variation,
+            cell.config.optimizer.name,
+            cell.config.embeddings,
+            cell.config.model.dense_arch,
+        )
+        for cell in cells
+    ] == [
+        (f"{name},embeddings={provider},model.dense_arch={sizes}", name, provider, built)
+        for name in ("sgd", "adagrad")
+        for provider in ("torch", "fbgemm")
+        for sizes, built in (("[8,16]", (8, 16)), ("[16]", (16,)))
+    ]
+
+
+def test_a_target_decides_when_cells_evaluate_and_on_which_part(ablation):
+    grid = "[ablate.grid]\nbatch_size = [128, 1000, 8192]"
+
+    to_test = ablation(f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\n{grid}").cells()
+    to_validation = ablation(
+        f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\ntarget_split = 'validation'\n"
+        f"eval_every_samples = 256\n{grid}"
+    ).cells()
+    without = ablation(f"[ablate]\nseeds = [0]\n{grid}", "eval.every_steps=7").cells()
+
+    found = [
+        [(cell.config.eval.every_steps, cell.config.eval.split) for cell in cells]
+        for cells in (to_test, to_validation, without)
+    ]
+    assert found == [
+        [(32, "test"), (4, "test"), (1, "test")],
+        [(2, "validation"), (1, "validation"), (1, "validation")],
+        [(7, "validation")] * 3,
+    ]
+
+
+def test_running_again_repeats_no_finished_cell_and_redoes_the_others(
+    ablation, run_here, tmp_path, capsys
+):
+    def kept():
+        files = [cells / name / "run.json" for name in ("sgd-seed0", "adagrad-seed0")]
+        return [(file.read_bytes(), file.stat().st_mtime_ns) for file in files]
+
+    cells = tmp_path / "out" / "cells"
+    run_here(ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}"))
+    before = kept()
+    half_written, interrupted = cells / "sgd-seed1", cells / "adagrad-seed1"
+    half_written.mkdir()
+    (half_written / "history.jsonl").write_text('{"step": 1')
+    interrupted.mkdir()
+    (interrupted / "run.json").write_text('{"status": "interrupted"}')
+
+    record, ran = run_here(ablation(f"[ablate]\nseeds = [0, 1]\n{TWO_VARIATIONS}"))
+    again, ran_again = run_here(ablation(f"[ablate]\nseeds = [0, 1]\n{TWO_VARIATIONS}"))
+
+    assert ran == ["sgd-seed1", "adagrad-seed1"]
+    assert ran_again == []
+    assert kept() == before
+    assert again["cells"] == json.loads(json.dumps(record["cells"]))
+    said = capsys.readouterr().err
+    for folder in (half_written, interrupted):
+        assert f"{folder} was not finished: it is removed and run again" in said
+
+
+def test_a_finished_cell_with_another_configuration_is_refused_by_name(
+    ablation, run_here, tmp_path
+):
+    run_here(ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}"))
+    changed = TWO_VARIATIONS.replace("0.05", "0.06")
+
+    with pytest.raises(AlreadyExists) as caught:
+        run_here(ablation(f"[ablate]\nseeds = [0]\n{changed}"))
+
+    folder = tmp_path / "out" / "cells" / "adagrad-seed0"
+    assert str(caught.value) == (
+        "cell adagrad-seed0 was run with another configuration: optimizer.lr is 0.06 here and was "
+        f"0.05 then; remove {folder} to run it anew, or choose another folder with --run"
+    )
+
+
+def test_numbers_of_the_table_are_those_of_the_cells(ablation, run_here, tmp_path):
+    config = ablation(
+        f"[ablate]\nseeds = [0, 1]\ntarget_auc = 0.3\neval_every_samples = 256\n{TWO_VARIATIONS}"
+    )
+
+    record, _ = run_here(config)
+
+    printed = format_ablation(record)
+    assert [(row["variation"], row["metric"]) for row in record["rows"]] == [
+        (variation, metric)
+        for variation in ("sgd", "adagrad")
+        for metric in ("auc", "logloss", "throughput", "time_to_target_auc")
+    ]
+    for row in record["rows"]:
+        expected = []
+        for seed in (0, 1):
+            folder = tmp_path / "out" / "cells" / f"{row['variation']}-seed{seed}"
+            run = json.loads((folder / "run.json").read_text())
+            history = (folder / "history.jsonl").read_text().splitlines()
+            evaluated = [entry for entry in map(json.loads, history) if "test" in entry]
+            reached = [entry for entry in evaluated if entry["test"]["auc"] >= 0.3]
+            expected.append(
+                {
+                    "auc": run["metrics"]["test"]["auc"],
+                    "logloss": run["metrics"]["test"]["logloss"],
+                    "throughput": run["throughput"]["samples_per_second"],
+                    "time_to_target_auc": reached[0]["train_seconds"] * 1e3,
+                }[row["metric"]]
+            )
+        assert row["values"] == expected
+        assert (row["mean"], row["std"]) == (mean(expected), stdev(expected))
+        assert (row["min"], row["max"]) == (min(expected), max(expected))
+        assert row["median"] == pytest.approx(mean(expected))
+        assert (row["num_runs"], row["num_cells"]) == (2, 2)
+        if row["metric"] == "auc":
+            line = next(line for line in printed.splitlines() if line.startswith(row["variation"]))
+            assert f"{mean(expected):.4f}    {stdev(expected):.4f}" in line
+            assert line.endswith("2 of 2")
+
+
+def test_a_target_that_is_never_reached_is_null_and_counted(ablation, run_here):
+    config = ablation(
+        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\n[[ablate.variations]]\nname = 'base'"
+    )
+
+    record, _ = run_here(config)
+
+    assert [cell["seconds_to_target_auc"] for cell in record["cells"]] == [None, None]
+    (times,) = (row for row in record["rows"] if row["metric"] == "time_to_target_auc")
+    assert (times["mean"], times["median"], times["values"]) == (None, None, [None, None])
+    assert (times["num_runs"], times["num_cells"]) == (0, 2)
+    printed = format_ablation(record)
+    (line,) = (line for line in printed.splitlines() if "seconds to test AUC 0.999" in line)
+    assert line.split()[-3:] == ["0", "of", "2"]
+
+
+def test_the_first_evaluation_at_the_target_counts():
+    def entry(seconds, **evaluated):
+        return {"train_seconds": seconds, "num_samples": int(seconds * 10)} | {
+            split: {"auc": auc} for split, auc in evaluated.items()
+        }
+
+    history = [
+        entry(1.0, validation=0.9),
+        entry(2.0),
+        entry(3.0, test=None),
+        entry(4.0, test=0.6999),
+        entry(5.0, test=0.7),
+        entry(6.0, test=0.6),
+        entry(7.0, test=0.8, validation=0.8),
+    ]
+
+    assert seconds_to_auc(history, "test", 0.7) == (5.0, 50)
+    assert seconds_to_auc(history, "test", 0.75) == (7.0, 70)
+    assert seconds_to_auc(history, "test", 0.81) is None
+    assert seconds_to_auc(history, "validation", 0.7) == (1.0, 10)
+
+
+def test_a_cell_that_diverges_is_an_outcome_and_the_others_go_on(ablation, run_here, capsys):
+    config = ablation("[ablate]\nseeds = [0]\n[ablate.grid]\noptimizer.lr = [1e30, 0.1]")
+
+    record, ran = run_here(config)
+    again, ran_again = run_here(config)
+
+    assert (len(ran), ran_again) == (2, [])
+    assert [cell["run"]["status"] for cell in record["cells"]] == ["diverged", "finished"]
+    assert record["status"] == again["status"] == "finished"
+    quality = [row for row in record["rows"] if row["metric"] == "auc"]
+    assert [(row["num_runs"], row["mean"] is None) for row in quality] == [(0, True), (1, False)]
+    assert "cell optimizer.lr=1e+30-seed0 diverged" in capsys.readouterr().err
+
+
+def test_ctrl_c_keeps_what_was_measured_and_running_again_does_the_rest(ablation, run_here):
+    config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
+
+    def interrupted_at_the_second(config, run_dir, *, show_progress):
+        if run_dir.name == "adagrad-seed0":
+            raise KeyboardInterrupt
+        return train(config, run_dir, show_progress=show_progress)
+
+    record, _ = run_here(config, interrupted_at_the_second)
+    rest, ran = run_here(config)
+
+    assert record["status"] == "unfinished"
+    assert [cell["name"] for cell in record["cells"]] == ["sgd-seed0"]
+    assert "1 of 2 cells were run; the same command runs the rest" in format_ablation(record)
+    assert ran == ["adagrad-seed0"]
+    assert rest["status"] == "finished"
+
+
+def test_a_cell_that_fails_is_named_and_what_was_measured_is_kept(ablation, run_here, tmp_path):
+    config = ablation(
+        "[ablate]\nseeds = [0]\n[ablate.grid]\noptimizer.name = ['sgd', 'rowwise_adagrad']"
+    )
+
+    with pytest.raises(ConfigError, match=r"cell optimizer\.name=rowwise_adagrad-seed0: .*torch"):
+        run_here(config)
+
+    record = json.loads((tmp_path / "out" / "ablate.json").read_text())
+    assert record["status"] == "unfinished"
+    assert [cell["name"] for cell in record["cells"]] == ["optimizer.name=sgd-seed0"]
+
+
+def test_cells_of_other_commits_are_told_apart_in_the_record(
+    ablation, run_here, tmp_path, monkeypatch, capsys
+):
+    run_here(ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}"))
+    file = tmp_path / "out" / "cells" / "sgd-seed0" / "run.json"
+    record = json.loads(file.read_text())
+    record["environment"] |= {"commit": "older", "dirty": False}
+    file.write_text(json.dumps(record))
+    other = json.loads((tmp_path / "out" / "cells" / "adagrad-seed0" / "run.json").read_text())
+
+    record, _ = run_here(ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}"))
+
+    assert record["environment"]["commit"] == ["older", other["environment"]["commit"]]
+    assert record["environment"]["torch"] == other["environment"]["torch"]
+    assert "not all run on the same: commit is one of ['older', " in capsys.readouterr().err
+
+
+def test_a_cell_that_is_no_longer_asked_for_is_left_alone(ablation, run_here, tmp_path, capsys):
+    run_here(ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}"))
+
+    record, _ = run_here(ablation("[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'sgd'"))
+
+    assert [cell["name"] for cell in record["cells"]] == ["sgd-seed0"]
+    assert (tmp_path / "out" / "cells" / "adagrad-seed0" / "run.json").is_file()
+    assert "left alone, not part of this ablation: adagrad-seed0" in capsys.readouterr().err
+
+
+def test_a_folder_with_something_else_in_it_is_not_touched(ablation, run_here, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+
+    with pytest.raises(AlreadyExists, match="neither empty nor an ablation's folder"):
+        run_here(ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}"))
+
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+
+
+def test_two_ablations_do_not_work_in_one_folder(ablation, run_here):
+    config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
+
+    with pytest.raises(ConfigError, match="another `recsys ablate` is at work in"):
+        run_here(config, lambda *_, **__: run_here(config))
+
+
+def test_data_that_is_not_there_is_found_out_before_anything_is_written(
+    ablation, run_here, tmp_path
+):
+    config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", f"data={tmp_path / 'nowhere'}")
+
+    with pytest.raises(StoreError, match="nowhere is not a store"):
+        run_here(config)
+
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs = 1", "has no table [ablate]; it needs seeds"),
+        ("[ablate]\nseed = 0", "unknown key ablate.seed; keys are ['seeds'"),
+        ("[ablate]\nseeds = [0]", "ablate needs [[ablate.variations]] or [ablate.grid]"),
+        ("[ablate]\nseeds = 3", "ablate.seeds must be a list of integers, got 3"),
+        (TWO_VARIATIONS, "ablate.seeds must be a list of integers, got []"),
+        (f"[ablate]\nseeds = [true]\n{TWO_VARIATIONS}", "must be a list of integers, got [True]"),
+        (f"[ablate]\nseeds = [1, 1]\n{TWO_VARIATIONS}", "seeds must be distinct, got 1 twice"),
+        (
+            f"[ablate]\nseeds = [0]\ntarget_auc = 70.0\n{TWO_VARIATIONS}",
+            "ablate.target_auc must be between 0 and 1, got 70.0",
+        ),
+        (
+            f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\ntarget_split = 'train'\n{TWO_VARIATIONS}",
+            "split must be one of 'validation', 'test'; got 'train'",
+        ),
+        (
+            f"[ablate]\nseeds = [0]\ntarget_split = 'test'\n{TWO_VARIATIONS}",
+            "ablate.target_split means nothing without ablate.target_auc",
+        ),
+        (
+            f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\neval_every_samples = 0\n{TWO_VARIATIONS}",
+            "ablate.eval_every_samples must be at least 1, got 0",
+        ),
+        (
+            f"seed = 3\n[ablate]\nseeds = [0]\n{TWO_VARIATIONS}",
+            "the base configuration sets seed, which ablate.seeds decides on; drop seed",
+        ),
+        (
+            f"eval.split = 'test'\n[ablate]\nseeds = [0]\ntarget_auc = 0.7\n{TWO_VARIATIONS}",
+            "sets eval.split, which ablate.target_split decides on",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\nseed = [1, 2]",
+            "variation 'seed=1' sets seed, which ablate.seeds decides on",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\nepochs = 2",
+            "ablate.grid.epochs must be a list of values, got 2",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\nepochs = []",
+            "ablate.grid.epochs must be a list of values, got []",
+        ),
+        (
+            f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}\n[ablate.grid]\noptimizer.lr = [1, 2]",
+            "optimizer.lr is set by variation 'adagrad' and by the grid",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\nepochs = [0]",
+            "variation 'epochs=0': epochs must be at least 1, got 0",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\nepoch = [1]",
+            "variation 'epoch=1': unknown key epoch; did you mean epochs?",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[[ablate.variations]]\nepochs = 1",
+            "a variation needs a name of letters, digits and any of . _ + -, got None",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = '../x'",
+            "a variation needs a name of letters, digits and any of . _ + -, got '../x'",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n" + 2 * "[[ablate.variations]]\nname = 'x'\n",
+            "names of variations must be distinct, got 'x' twice",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\ndata = ['a/b', 'a_b']",
+            "folder names of cells must be distinct, got 'data=a_b-seed0' twice",
+        ),
+    ],
+)
+def test_a_bad_file_is_refused(ablation, text, message):
+    with pytest.raises(ConfigError) as caught:
+        ablation(text)
+
+    assert message in str(caught.value)
+
+
+def test_a_setting_that_a_variation_would_overrule_is_refused(ablation):
+    with pytest.raises(ConfigError, match=r"--set optimizer\.lr=1 would be overruled by variation"):
+        ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "optimizer.lr=1")
+
+
+def test_a_setting_reaches_the_ablation_itself(ablation):
+    config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "ablate.seeds=[7]", "epochs=2")
+
+    assert [(cell.seed, cell.config.epochs) for cell in config.cells()] == [(7, 2), (7, 2)]
+
+
+def test_the_example_is_two_providers_by_two_recipes_by_three_seeds(pytestconfig):
+    config = load_ablation(pytestconfig.rootpath / "examples" / "ablate_baselines.toml")
+
+    found = {
+        (
+            cell.config.embeddings,
+            cell.config.optimizer.name,
+            cell.config.optimizer.lr,
+            cell.config.batch_size,
+            cell.seed,
+        )
+        for cell in config.cells()
+    }
+
+    assert found == {
+        (embeddings, *recipe, seed)
+        for embeddings in ("torch", "fbgemm")
+        for recipe in (("sgd", 0.1, 128), ("adagrad", 0.01, 1024))
+        for seed in (0, 1, 2)
+    }
+    assert (config.target_auc, config.target_split) == (0.7, "test")

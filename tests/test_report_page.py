@@ -1,0 +1,154 @@
+import json
+import re
+from base64 import b64decode
+from html.parser import HTMLParser
+
+import pytest
+
+from recsys.ablate import ablate
+from recsys.ablate_config import load_ablation
+from recsys.cli import main
+from recsys.errors import ConfigError
+from recsys.progress import STAGES
+from recsys.report_page import write_report
+from recsys.trainer import train
+
+
+class Page(HTMLParser):
+    """The tables of a page as lists of texts, its other text, its tags and its pictures."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tables, self.text, self.tags, self.open = [], [], [], []
+        self.sources = []
+        self.feed(path.read_text(encoding="utf-8"))
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.sources += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+        self.text.append(data)
+
+
+def check_self_contained(page):
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+    (source,) = page.sources
+    kind, _, content = source.partition(",")
+    assert kind == "data:image/png;base64"
+    assert b64decode(content).startswith(b"\x89PNG")
+
+
+def test_the_page_of_a_run_holds_all_of_its_record_and_needs_no_other_file(
+    small_config, tmp_path, capsys
+):
+    record = train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+
+    status = main(["report", str(tmp_path / "run")])
+
+    assert status == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'run' / 'report.html'}\n"
+    page = Page(tmp_path / "run" / "report.html")
+    check_self_contained(page)
+    metrics, configuration, environment, _ = page.tables
+    assert metrics[0] == ["", "test", "validation"]
+    assert metrics[1] == [
+        "auc",
+        *(f"{record['metrics'][split]['auc']:.4f}" for split in ("test", "validation")),
+    ]
+    assert ["optimizer.lr", "0.1"] in configuration
+    assert ["model.dense_arch", "8, 4"] in configuration
+    assert ["commit", record["environment"]["commit"] or "-"] in environment
+    text = "".join(page.text)
+    assert "finished: 1,800 samples in 15 steps" in text
+    for stage in STAGES:
+        assert f"{stage} {record['stalls'][f'{stage}_seconds']:.2f} s" in text
+
+
+def test_the_bar_of_stages_is_as_wide_as_they_took(small_config, tmp_path):
+    record = train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+
+    page = write_report(tmp_path / "run").read_text()
+
+    widths = [float(width) for width in re.findall(r'style="width:([\d.]+)%', page)]
+    total = sum(record["stalls"].values())
+    expected = [seconds / total * 100 for seconds in record["stalls"].values()]
+    assert widths == pytest.approx(expected, abs=0.006)
+
+
+def test_what_a_record_says_cannot_become_markup(small_config, tmp_path):
+    train(small_config("num_threads=1"), tmp_path / "<b>run</b>", show_progress=False)
+    file = tmp_path / "<b>run</b>" / "run.json"
+    record = json.loads(file.read_text())
+    record["config"]["data"] = record["data"]["name"] = '<script>alert("1")</script>'
+    record["environment"]["cpu"] = "<img src=x> & co"
+    file.write_text(json.dumps(record))
+
+    path = write_report(tmp_path / "<b>run</b>")
+
+    page = Page(path)
+    check_self_contained(page)
+    assert ["data", '<script>alert("1")</script>'] in page.tables[1]
+    assert ["cpu", "<img src=x> & co"] in page.tables[2]
+    assert "b" not in page.tags
+
+
+def test_a_run_that_diverged_at_once_has_a_page(small_config, tmp_path):
+    with pytest.raises(ArithmeticError):
+        train(small_config("optimizer.lr=1e30"), tmp_path / "run", show_progress=False)
+
+    page = Page(write_report(tmp_path / "run"))
+
+    assert any(text.startswith("diverged: ") for text in page.text)
+    assert "No evaluation was made." in page.text
+
+
+def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(
+    small_settings, tmp_path
+):
+    file = tmp_path / "ablation.toml"
+    file.write_text(
+        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\n"
+        "[ablate.grid]\noptimizer.name = ['sgd', 'adagrad']\n"
+    )
+    config = load_ablation(file, [*small_settings[1::2], "num_threads=1"])
+
+    record = ablate(config, tmp_path / "out", show_progress=False, run_cell=train)
+
+    page = Page(tmp_path / "out" / "report.html")
+    check_self_contained(page)
+    summary, cells, keys, base, _ = page.tables
+    titles = ["test AUC", "test logloss", "samples/s", "seconds to test AUC 0.999"]
+    assert summary[0] == ["variation", *titles]
+    row = record["rows"][0]
+    assert summary[1][:2] == [
+        "optimizer.name=sgd",
+        f"{row['mean']:.4f}\n{row['min']:.4f} to {row['max']:.4f}\nsd {row['std']:.4f}",
+    ]
+    assert summary[1][4] == "-\n2 of 2 have none"
+    assert cells[0] == ["cell", *titles, "status"]
+    assert [line[:2] for line in cells[1:]] == [
+        [cell["name"], f"{cell['run']['metrics']['test']['auc']:.4f}"] for cell in record["cells"]
+    ]
+    assert ["optimizer.name=adagrad", "optimizer.name = adagrad"] in keys
+    assert ["model.embedding_dim", "4"] in base
+
+
+def test_a_folder_that_is_neither_run_nor_ablation_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"has neither a run\.json nor an ablate\.json"):
+        write_report(tmp_path)
