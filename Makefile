@@ -6,7 +6,7 @@ DATA ?=
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: help setup train test check stress bench reference tables clean
+.PHONY: help setup train test check stress bench reference coverage tables clean
 
 help:
 	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
@@ -16,6 +16,7 @@ help:
 	@echo "make check                         ruff, formatting, mypy"
 	@echo "make stress                        the property tests with large counts"
 	@echo "make bench, make reference         the numbers in docs/benchmarks/ (they need RECSYS_DATA)"
+	@echo "make coverage                      synthetic data beside the real sample (needs RECSYS_DATA)"
 	@echo "make tables                        the tables in the docs, from those numbers"
 	@echo "make setup                         .venv with everything pinned; the others call it"
 
@@ -56,6 +57,10 @@ bench: setup
 
 reference: setup
 	sh docs/benchmarks/reference.sh
+
+coverage: setup
+	$(BIN)/recsys prepare criteo-kaggle $(RECSYS_DATA)/criteo_kaggle_137k/train.txt.gz --out stores/coverage
+	$(BIN)/python docs/benchmarks/synthetic_coverage.py stores/coverage --full
 
 tables: setup
 	$(BIN)/python docs/benchmarks/tables.py
