@@ -140,13 +140,6 @@ class SyntheticCriteo:
         Raises:
             IndexError: a sample number is not in [0, num_samples).
         """
-        samples = np.ascontiguousarray(samples, np.int64)
-        outside = (samples < 0) | (samples >= self._num_samples)
-        if outside.any():
-            raise IndexError(
-                f"synthetic:criteo-kaggle: sample {samples[outside.argmax()]} is not in "
-                f"[0, {self._num_samples}); raise num_samples"
-            )
         made = self._make(self.times(samples))
         return Batch(
             torch.from_numpy(made.dense),
@@ -159,7 +152,17 @@ class SyntheticCriteo:
 
         Shape:
             samples (B,) in [0, num_samples); result (B,), in [0, num_samples).
+
+        Raises:
+            IndexError: a sample number is not in [0, num_samples).
         """
+        samples = np.ascontiguousarray(samples, np.int64)
+        outside = (samples < 0) | (samples >= self._num_samples)
+        if outside.any():
+            raise IndexError(
+                f"synthetic:criteo-kaggle: sample {samples[outside.argmax()]} is not in "
+                f"[0, {self._num_samples}); raise num_samples"
+            )
         if self._in_time.split == "chronological":
             return samples
         return times_of_random_split(samples, self._num_samples, self._split_key)
@@ -192,6 +195,9 @@ class SyntheticCriteo:
 
         Shape:
             samples (B,) in [0, num_samples); each part (B,), the logits' bias left out.
+
+        Raises:
+            IndexError: a sample number is not in [0, num_samples).
         """
         parts = self._make(self.times(samples)).logit_parts
         return dict(zip(("dense", "rows", "pairs"), parts, strict=True))

@@ -337,8 +337,9 @@ def test_description_has_the_best_auc_of_the_test_part_where_there_is_one():
 def test_sample_number_out_of_range_is_an_error(samples):
     source = SyntheticCriteo(num_samples=50, table_sizes=[1])
 
-    with pytest.raises(IndexError, match=r"sample -?\d+ is not in \[0, 50\)"):
-        source.read(np.array(samples))
+    for access in (source.read, source.times, source.logit_parts):
+        with pytest.raises(IndexError, match=r"sample -?\d+ is not in \[0, 50\)"):
+            access(np.array(samples))
 
 
 @pytest.mark.parametrize(
