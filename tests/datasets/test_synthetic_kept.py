@@ -23,6 +23,18 @@ def test_coverage_is_within_two_points_of_the_real_sample(kept):
     assert synthetic["distinct_rows"] == pytest.approx(real["distinct_rows"], abs=0.02)
 
 
+def test_the_default_model_comes_within_a_hundredth_of_the_best_auc(kept):
+    run = kept("synthetic_reached")
+
+    assert run["status"] == "finished"
+    assert run["data"]["num_samples"] == 5_000_000
+    assert sum(run["data"]["table_sizes"].values()) == 33_762_577
+    assert run["config"]["model"]["dense_arch"] == [512, 256, 64, 16]
+    assert run["config"]["model"]["over_arch"] == [512, 256, 1]
+    assert run["best_auc"] == pytest.approx(0.80, abs=0.01)
+    assert run["metrics"]["test"]["auc"] > run["best_auc"] - 0.01
+
+
 def test_no_model_without_tables_or_interactions_comes_near_the_best_auc(kept):
     planted = kept("synthetic_coverage")["synthetic"]["planted"]
 
