@@ -6,7 +6,7 @@ DATA ?=
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: help setup train test check stress bench reference tables clean
+.PHONY: help setup train test check stress bench reference coverage tables clean
 
 help:
 	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
@@ -16,6 +16,7 @@ help:
 	@echo "make check                         ruff, formatting, mypy"
 	@echo "make stress                        the property tests with large counts"
 	@echo "make bench, make reference         the numbers in docs/benchmarks/ (they need RECSYS_DATA)"
+	@echo "make coverage                      the numbers in docs/synthetic.md (needs RECSYS_DATA)"
 	@echo "make tables                        the tables in the docs, from those numbers"
 	@echo "make setup                         .venv with everything pinned; the others call it"
 
@@ -56,6 +57,14 @@ bench: setup
 
 reference: setup
 	sh docs/benchmarks/reference.sh
+
+coverage: setup
+	$(BIN)/recsys prepare criteo-kaggle $(RECSYS_DATA)/criteo_kaggle_137k/train.txt.gz --out stores/coverage
+	$(BIN)/python docs/benchmarks/synthetic_coverage.py stores/coverage --full
+	$(BIN)/recsys train synthetic:criteo-kaggle --run runs/reached --set synthetic.num_samples=5000000 \
+	    --set embeddings=fbgemm --set optimizer.name=adagrad --set optimizer.lr=0.01 --set batch_size=1024
+	$(BIN)/python docs/benchmarks/synthetic_reached.py runs/reached
+	rm -rf runs/reached stores/coverage
 
 tables: setup
 	$(BIN)/python docs/benchmarks/tables.py

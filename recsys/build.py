@@ -39,6 +39,10 @@ def open_source(config: TrainConfig) -> SampleSource:
             num_samples=config.synthetic.num_samples,
             seed=config.synthetic.seed,
             table_sizes=config.synthetic.table_sizes or KAGGLE_TABLE_SIZES,
+            drift=config.synthetic.drift,
+            preference_changes=config.synthetic.preference_changes,
+            preference_share=config.synthetic.preference_share,
+            split=config.synthetic.split,
         )
     else:
         raise ConfigError(f"synthetic data must be 'synthetic:criteo-kaggle', got {config.data!r}")

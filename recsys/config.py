@@ -49,6 +49,8 @@ __all__ = [
 EMBEDDINGS = ("torch", "fbgemm")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 _DENSE_OPTIMIZERS = ("sgd", "adagrad")
+_SYNTHETIC_SPLITS = ("chronological", "random")
+_MAX_DRIFT = 1e6
 SYNTHETIC_PREFIX = "synthetic:"
 
 _T = TypeVar("_T")
@@ -187,12 +189,24 @@ class SyntheticConfig:
     num_samples: int = _key(1_000_000, "samples in all parts together")
     seed: int = _key(0, "of the data, apart from the training's")
     table_sizes: tuple[int, ...] = _key((), "rows per table; empty: Kaggle's 26 sizes")
+    drift: float = _key(0.0, "share of popularity that goes to other rows per million samples")
+    preference_changes: tuple[int, ...] = _key((), "times at which rows' effects are drawn anew")
+    preference_share: float = _key(0.5, "of the rows, that a preference change meets")
+    split: str = _key("chronological", "what is held out: chronological (the end) or random")
 
     def __post_init__(self) -> None:
         _at_least("num_samples", self.num_samples, 1)
         _at_least("seed", self.seed, 0)
         if self.table_sizes and min(self.table_sizes) < 1:
             raise ConfigError(f"table_sizes must be positive, got {list(self.table_sizes)}")
+        if not 0 <= self.drift <= _MAX_DRIFT:
+            raise ConfigError(f"drift must be in [0, {_MAX_DRIFT:g}], got {self.drift}")
+        changes = list(self.preference_changes)
+        if changes != sorted({time for time in changes if time > 0}):
+            raise ConfigError(f"preference_changes must be rising, each at least 1, got {changes}")
+        if not 0 <= self.preference_share <= 1:
+            raise ConfigError(f"preference_share must be in [0, 1], got {self.preference_share}")
+        _one_of("split", self.split, _SYNTHETIC_SPLITS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         lines += [f"{record['status']} at step {throughput['num_steps']:,}; measured so far:", ""]
     lines += [
         format_metrics(record["metrics"]),
+        *_format_best_auc(record["data"]),
         "",
         f"data                {record['data']['name']}, {record['data']['num_samples']:,} samples",
         f"tables              {len(sizes)}, {sum(sizes):,} rows of {dim}: "
@@ -66,3 +67,9 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"saved               {run_dir}/: {', '.join(files)}",
     ]
     return "\n".join(lines)
+
+
+def _format_best_auc(data: Mapping[str, Any]) -> list[str]:
+    """For planted labels, the AUC of the true click probabilities, under those of the model."""
+    best_auc = data.get("best_auc")
+    return [] if best_auc is None else [f"{'best AUC possible':<20}{format_metric(best_auc):>14}"]

@@ -1,8 +1,8 @@
 """`synthetic:criteo-kaggle`: samples shaped like Criteo Kaggle's, any number of them, no files.
 
-Sample i is a pure function of the seed, the table sizes and i: every random number in it is a hash
-of (seed, i, what the number is for). So samples come out the same in any order, any batch and any
-thread, and nothing is kept.
+The sample of time i is a pure function of the seed, the settings and i: every random number in it
+is a hash of (seed, i, what the number is for). So samples come out the same in any order, any batch
+and any thread, and nothing is kept. `docs/synthetic.md` has the measurements behind what follows.
 
 - Lookups follow `recsys.datasets.criteo_shape`, which also says how the curves' tails were
   found. The column's rank r is row (r * multiplier + shift) mod num_embeddings, a seeded bijection:
@@ -10,30 +10,30 @@ thread, and nothing is kept.
   case for locality. (Rows numbered by first appearance put popular rows first.)
 - Labels are planted: 1 with probability sigmoid(gain * score + bias). The score adds up an effect
   of every row, the dot products of hidden vectors of the rows of a few column pairs, and effects of
-  the dense features. Effects are smaller in columns whose lookups go to rows too rare to learn
-  from. Gain and bias are solved on the first samples, so that, whatever the seed and the table
-  sizes, the click rate is Kaggle's 0.256 and no model can expect an AUC above about 0.80.
+  the dense features. A row that is looked up c times in a million samples counts c / (c + 300) as
+  much as the most popular ones: whoever must learn an effect from a few lookups cannot, and a
+  best AUC that nobody can reach says nothing about a model. Gain and bias are solved on 32,768
+  samples, so that, whatever the seed and the table sizes, the click rate is Kaggle's 0.256 and no
+  model can expect an AUC above about 0.80.
+- Popularity may drift and preferences may change with time; see `SyntheticConfig`.
 
 Shape letters: B samples, F categorical features, I dense features, P column pairs.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 import torch
 
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.criteo_shape import (
-    KAGGLE_COLUMNS,
-    KAGGLE_DENSE,
-    KAGGLE_TABLE_SIZES,
-    popularity_curve,
-)
+from recsys.config import SyntheticConfig
+from recsys.datasets.criteo_shape import KAGGLE_DENSE, KAGGLE_TABLE_SIZES
 from recsys.datasets.source import classic_splits
-from recsys.datasets.synthetic_kernel import GUIDE_SIZE, Made, Recipe, bijection_key, make_samples
+from recsys.datasets.synthetic_kernel import Made, make_samples, split_key
+from recsys.datasets.synthetic_recipe import BEST_AUC, CLICK_RATE, build_recipe, calibrate
+from recsys.datasets.synthetic_split import times_of_random_split
 from recsys.errors import ConfigError
 from recsys.metrics import auc
 
@@ -44,16 +44,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SyntheticCriteo"]
 
-_CLICK_RATE: Final = 0.256
-_BEST_AUC: Final = 0.80
+# Goes up when the samples of the same settings become other ones.
+_VERSION: Final = "v2"
 _NUM_CALIBRATION_SAMPLES: Final = 1 << 15
 _BLOCK_SAMPLES: Final = 1 << 16
 # A rank times a multiplier below the table's size must fit in 63 bits.
 _MAX_TABLE_SIZE: Final = 1 << 31
-_MAX_PAIRS: Final = 8
-_PAIR_EFFECT: Final = 1.25
-# A row effect is scaled by the share of the lookups that this many most popular rows get.
-_LEARNABLE_ROWS: Final = 1000
+_MAX_BEST_AUC_SAMPLES: Final = 100_000
 
 
 @final
@@ -61,14 +58,21 @@ class SyntheticCriteo:
     """Criteo-Kaggle-shaped samples with planted labels; a `recsys.datasets.source.SampleSource`.
 
     Args:
-        num_samples: Samples in all splits together. Sample i does not depend on it.
+        num_samples: Samples in all splits together. The sample of time i does not depend on it;
+            where popularity or preferences change with time, its label does, for the click rate and
+            the best AUC are those of the whole.
         seed: Any integer; its low 64 bits count.
         table_sizes: `num_embeddings` of each column, at least one. The columns take Kaggle's 26
             shapes in turn; a smaller table truncates the popularity curve, a larger one
             continues it.
+        drift: Share of every column's popularity that goes to other rows per million samples.
+        preference_changes: Times at which what rows do to the label is drawn anew, rising.
+        preference_share: Share of the rows that such a change meets.
+        split: "chronological" or "random"; `recsys.datasets.synthetic_split` says what they are.
 
     Raises:
-        ConfigError: fewer than 7 samples, no table, or a table size not in [1, 2**31].
+        ConfigError: fewer than 7 samples, no table, a table size not in [1, 2**31], or a value that
+            `SyntheticConfig` refuses.
     """
 
     def __init__(
@@ -77,15 +81,31 @@ class SyntheticCriteo:
         num_samples: int,
         seed: int = 0,
         table_sizes: Sequence[int] = KAGGLE_TABLE_SIZES,
+        drift: float = 0.0,
+        preference_changes: Sequence[int] = (),
+        preference_share: float = 0.5,
+        split: str = "chronological",
     ) -> None:
         _check(num_samples, table_sizes)
+        try:
+            self._in_time = SyntheticConfig(
+                drift=float(drift),
+                preference_changes=tuple(int(time) for time in preference_changes),
+                preference_share=float(preference_share),
+                split=split,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"synthetic.{error}") from None
         self._num_samples = int(num_samples)
         self._seed = int(seed)
         self._table_sizes = {f"cat_{column}": int(size) for column, size in enumerate(table_sizes)}
-        self._recipe = _build_recipe(self._seed, list(self._table_sizes.values()))
+        self._recipe = build_recipe(self._seed, list(self._table_sizes.values()), self._in_time)
+        self._split_key = split_key(self._recipe.seed)
         self._gain, self._bias = 1.0, 0.0
-        first_samples = np.arange(_NUM_CALIBRATION_SAMPLES, dtype=np.int64)
-        self._gain, self._bias = _calibrate(self._make(first_samples).logits)
+        times = np.arange(_NUM_CALIBRATION_SAMPLES, dtype=np.int64)
+        if self._in_time.drift or self._in_time.preference_changes:
+            times = times * max(self._num_samples, len(times)) // len(times)
+        self._gain, self._bias = calibrate(self._make(times).logit_parts.sum(axis=0))
 
     @property
     def num_samples(self) -> int:
@@ -104,7 +124,10 @@ class SyntheticCriteo:
 
     @property
     def splits(self) -> dict[str, range]:
-        """The sample numbers of "train", "test" and "validation", as `classic_splits` has them."""
+        """The sample numbers of "train", "test" and "validation", as `classic_splits` has them.
+
+        What times these numbers stand for is what the split says.
+        """
         return classic_splits(self._num_samples)
 
     def read(self, samples: NDArray[np.int64]) -> Batch:
@@ -117,6 +140,22 @@ class SyntheticCriteo:
         Raises:
             IndexError: a sample number is not in [0, num_samples).
         """
+        made = self._make(self.times(samples))
+        return Batch(
+            torch.from_numpy(made.dense),
+            JaggedIds.from_one_hot(list(self._table_sizes), torch.from_numpy(made.rows)),
+            torch.from_numpy(made.labels),
+        )
+
+    def times(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The times of sample numbers: when in the sequence they are.
+
+        Shape:
+            samples (B,) in [0, num_samples); result (B,), in [0, num_samples).
+
+        Raises:
+            IndexError: a sample number is not in [0, num_samples).
+        """
         samples = np.ascontiguousarray(samples, np.int64)
         outside = (samples < 0) | (samples >= self._num_samples)
         if outside.any():
@@ -124,12 +163,9 @@ class SyntheticCriteo:
                 f"synthetic:criteo-kaggle: sample {samples[outside.argmax()]} is not in "
                 f"[0, {self._num_samples}); raise num_samples"
             )
-        made = self._make(samples)
-        return Batch(
-            torch.from_numpy(made.dense),
-            JaggedIds.from_one_hot(list(self._table_sizes), torch.from_numpy(made.rows)),
-            torch.from_numpy(made.labels),
-        )
+        if self._in_time.split == "chronological":
+            return samples
+        return times_of_random_split(samples, self._num_samples, self._split_key)
 
     def best_auc(self, samples: int = 1_000_000) -> float:
         """AUC of the true click probabilities on the test part: what the best model would reach.
@@ -144,8 +180,8 @@ class SyntheticCriteo:
         logits, labels = np.empty(len(part), np.float32), np.empty(len(part), np.float32)
         for begin in range(0, len(part), _BLOCK_SAMPLES):
             block = slice(begin, begin + _BLOCK_SAMPLES)
-            made = self._make(np.array(part[block], np.int64))
-            logits[block], labels[block] = made.logits, made.labels
+            made = self._make(self.times(np.array(part[block], np.int64)))
+            logits[block], labels[block] = made.logit_parts.sum(axis=0), made.labels
         area = auc(logits, labels)
         if area is None:
             raise ValueError(
@@ -154,33 +190,63 @@ class SyntheticCriteo:
             )
         return area
 
+    def logit_parts(self, samples: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+        """What "dense" features, "rows" and "pairs" of rows add to the true logits of samples.
+
+        Shape:
+            samples (B,) in [0, num_samples); each part (B,), the logits' bias left out.
+
+        Raises:
+            IndexError: a sample number is not in [0, num_samples).
+        """
+        parts = self._make(self.times(samples)).logit_parts
+        return dict(zip(("dense", "rows", "pairs"), parts, strict=True))
+
     @property
     def fingerprint(self) -> str:
-        """Equal for equal seeds, table sizes and numbers of samples."""
+        """Equal for equal settings."""
         sizes = ",".join(map(str, self._table_sizes.values()))
-        return f"synthetic:criteo-kaggle {self._num_samples} {self._seed} {sizes}"
+        in_time = self._in_time
+        changes = ",".join(map(str, in_time.preference_changes))
+        return (
+            f"synthetic:criteo-kaggle {_VERSION} {self._num_samples} {self._seed} {sizes} "
+            f"drift={in_time.drift!r} changes={changes} share={in_time.preference_share!r} "
+            f"split={in_time.split}"
+        )
 
     def describe(self) -> dict[str, Any]:
-        """What a run record should say of this data; JSON types only."""
+        """What a run record should say of this data; JSON types only.
+
+        `best_auc` is that of the first 100,000 test samples, None where it is not defined.
+        """
+        try:
+            best_auc = self.best_auc(_MAX_BEST_AUC_SAMPLES)
+        except ValueError:
+            best_auc = None
         return {
             "name": "synthetic:criteo-kaggle",
             "num_samples": self._num_samples,
             "seed": self._seed,
             "num_dense": self.num_dense,
             "table_sizes": self.table_sizes,
-            "planted_click_rate": _CLICK_RATE,
-            "planted_auc": _BEST_AUC,
+            "drift": self._in_time.drift,
+            "preference_changes": list(self._in_time.preference_changes),
+            "preference_share": self._in_time.preference_share,
+            "split": self._in_time.split,
+            "planted_click_rate": CLICK_RATE,
+            "planted_auc": BEST_AUC,
+            "best_auc": best_auc,
         }
 
-    def _make(self, samples: NDArray[np.int64]) -> Made:
-        num_samples = len(samples)
+    def _make(self, times: NDArray[np.int64]) -> Made:
+        num_samples = len(times)
         made = Made(
             dense=np.empty((num_samples, len(KAGGLE_DENSE)), np.float32),
             rows=np.empty((len(self._table_sizes), num_samples), np.int64),
-            logits=np.empty(num_samples, np.float64),
+            logit_parts=np.empty((3, num_samples)),
             labels=np.empty(num_samples, np.float32),
         )
-        make_samples(samples, self._recipe, self._gain, self._bias, made)
+        make_samples(times, self._recipe, self._gain, self._bias, made)
         return made
 
 
@@ -201,81 +267,3 @@ def _check(num_samples: int, table_sizes: Sequence[int]) -> None:
                 f"synthetic:criteo-kaggle: the table size of 'cat_{column}' must be in "
                 f"[1, {_MAX_TABLE_SIZE}], got {size}; change table_sizes[{column}]"
             )
-
-
-def _build_recipe(seed: int, sizes: list[int]) -> Recipe:
-    num_columns = len(sizes)
-    shapes = [KAGGLE_COLUMNS[column % len(KAGGLE_COLUMNS)] for column in range(num_columns)]
-    curves = [popularity_curve(shape, size) for shape, size in zip(shapes, sizes, strict=True)]
-    starts = np.cumsum([0, *(len(edges) for edges, _ in curves)])
-    bucket_begins = np.arange(GUIDE_SIZE) / GUIDE_SIZE
-    guide = [
-        start + np.searchsorted(shares, bucket_begins, side="right") - 1
-        for start, (_, shares) in zip(starts[:-1], curves, strict=True)
-    ]
-    learnable = np.array([np.interp(_LEARNABLE_ROWS, edges, shares) for edges, shares in curves])
-    # Column c and column c + F / 2 make a pair, for at most _MAX_PAIRS columns spread evenly.
-    half = num_columns // 2
-    firsts = sorted({pair * half // _MAX_PAIRS for pair in range(_MAX_PAIRS)}) if half else []
-    pairs = np.array([(first, first + half) for first in firsts], np.int64).reshape(-1, 2)
-    low_seed = np.uint64(seed & (2**64 - 1))
-    keys = [bijection_key(low_seed, column) for column in range(num_columns)]
-    return Recipe(
-        seed=low_seed,
-        edges=np.concatenate([edges for edges, _ in curves]),
-        shares=np.concatenate([shares for _, shares in curves]),
-        guide=np.array(guide, np.int32),
-        sizes=np.array(sizes, np.int64),
-        multipliers=np.array(
-            [_multiplier(key, size) for key, size in zip(keys, sizes, strict=True)]
-        ),
-        shifts=np.array([key // size % size for key, size in zip(keys, sizes, strict=True)]),
-        groups=np.array([shape.group for shape in shapes]),
-        couplings=np.array([shape.coupling for shape in shapes]),
-        row_effects=learnable,
-        pairs=pairs,
-        pair_effects=_PAIR_EFFECT * learnable[pairs].prod(axis=1),
-        dense=np.array(KAGGLE_DENSE, np.float64),
-    )
-
-
-def _multiplier(key: int, size: int) -> int:
-    """A number coprime to size, from the middle third of [0, size) where there is one."""
-    multiplier = size // 3 + key % (size // 3 + 1)
-    while math.gcd(multiplier, size) != 1:
-        multiplier += 1
-    return multiplier
-
-
-def _calibrate(scores_B: NDArray[np.float64]) -> tuple[float, float]:
-    """The gain and bias that give the click rate and the best AUC aimed at."""
-    scores_B = np.sort(scores_B)
-    low, high = 0.0, 8.0 / float(scores_B.std())
-    while high - low > 1e-3 * high:
-        gain = (low + high) / 2
-        bias = _bias(gain * scores_B)
-        too_high = _expected_auc(_sigmoid(gain * scores_B + bias)) > _BEST_AUC
-        low, high = (low, gain) if too_high else (gain, high)
-    return gain, bias
-
-
-def _bias(logits_B: NDArray[np.float64]) -> float:
-    """What to add to logits for the click rate aimed at."""
-    low, high = -40.0 - logits_B.max(), 40.0 - logits_B.min()
-    while high - low > 1e-4:
-        bias = (low + high) / 2
-        too_high = _sigmoid(logits_B + bias).mean() > _CLICK_RATE
-        low, high = (low, bias) if too_high else (bias, high)
-    return float(bias)
-
-
-def _sigmoid(logits_B: NDArray[np.float64]) -> NDArray[np.float64]:
-    return 1 / (1 + np.exp(-logits_B))
-
-
-def _expected_auc(rising_probabilities_B: NDArray[np.float64]) -> float:
-    """AUC of click probabilities against labels drawn from them, in expectation."""
-    clicks, unclicked = rising_probabilities_B, 1 - rising_probabilities_B
-    unclicked_below = np.cumsum(unclicked) - unclicked
-    num_pairs = clicks.sum() * unclicked.sum() - clicks @ unclicked
-    return float(clicks @ unclicked_below / num_pairs)

@@ -1,0 +1,142 @@
+"""How well synthetic data covers the real sample, into JSON beside this file; `make coverage`.
+
+    python docs/benchmarks/synthetic_coverage.py STORE [--full]
+
+STORE is the real sample of Criteo Kaggle, prepared; only aggregates of it are written. `--full`
+goes on to as many synthetic samples as the whole challenge has. These are counts, not timings: any
+machine gives the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys.datasets import Store, SyntheticCriteo
+from recsys.machine import describe_environment
+from recsys.metrics import auc
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from recsys.datasets.source import SampleSource
+
+_RESULT = Path(__file__).resolve().parent / "synthetic_coverage.json"
+_SAMPLE_SIZE = 137_139
+_SIZES = (_SAMPLE_SIZE, 1_000_000, 10_000_000)
+_FULL_SIZE = 45_840_617
+_TOPS = (0.001, 0.01, 0.1)
+_BATCH_SIZES = (256, 1_024, 4_096, 16_384)
+_BLOCK_SAMPLES = 1 << 16
+_NUM_ABLATION_SAMPLES = 500_000
+_BACKFITTING_ROUNDS = 5
+# No larger table has interactions; rows met once would be given what is not theirs.
+_MAX_BACKFITTED_ROWS = 10_000
+
+
+def popularity(source: SampleSource, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """What the first samples of a source look up, for rising numbers of samples.
+
+    `top_shares`: the part of all lookups that goes to the top 0.1, 1, 10 % of the rows met, those
+    of all columns ranked together.
+    """
+    counts = [np.zeros(size, np.int32) for size in source.table_sizes.values()]
+    found, start = [], 0
+    for size in sizes:
+        while start < size:
+            stop = min(start + _BLOCK_SAMPLES, size)
+            for column, ids in zip(counts, _ids(source, start, stop), strict=True):
+                np.add.at(column, ids, 1)
+            start = stop
+        falling = np.concatenate([column[column > 0] for column in counts])
+        falling[::-1].sort()
+        tops = [int(np.ceil(share * len(falling))) for share in _TOPS]
+        shares = [float(falling[:top].sum(dtype=np.int64)) / (size * len(counts)) for top in tops]
+        found.append({"num_samples": size, "num_rows": len(falling), "top_shares": shares})
+    return found
+
+
+def distinct_rows(source: SampleSource) -> list[float]:
+    """Distinct rows per lookup in mini-batches of consecutive samples, by size of the mini-batch.
+
+    The mean over all whole mini-batches of the sample.
+    """
+    column_ids = _ids(source, 0, _SAMPLE_SIZE)
+    return [
+        float(
+            np.mean(
+                [
+                    len(np.unique(ids[start : start + size])) / size
+                    for ids in column_ids
+                    for start in range(0, _SAMPLE_SIZE - size + 1, size)
+                ]
+            )
+        )
+        for size in _BATCH_SIZES
+    ]
+
+
+def planted(source: SyntheticCriteo) -> dict[str, float]:
+    """The best AUC, for models that know all, rows one by one, dense features alone.
+
+    The second is that of the additive function of the rows next to the truth in squares: each
+    column's part of the interactions is found by backfitting.
+    """
+    numbers = np.arange(_NUM_ABLATION_SAMPLES)
+    batch, parts = source.read(numbers), source.logit_parts(numbers)
+    labels = batch.labels.numpy()
+    column_ids = batch.sparse_features.values().numpy().reshape(-1, len(numbers))
+    additive = np.zeros(column_ids.shape)
+    for _ in range(_BACKFITTING_ROUNDS):
+        for column, size in enumerate(source.table_sizes.values()):
+            if size > _MAX_BACKFITTED_ROWS:
+                continue
+            rest = parts["pairs"] - additive.sum(axis=0) + additive[column]
+            ids = column_ids[column]
+            met = np.maximum(np.bincount(ids, minlength=size), 1)
+            additive[column] = (np.bincount(ids, weights=rest, minlength=size) / met)[ids]
+    singly = parts["dense"] + parts["rows"] + additive.sum(axis=0)
+    everything = parts["dense"] + parts["rows"] + parts["pairs"]
+    models = {"everything": everything, "no_interactions": singly, "no_tables": parts["dense"]}
+    return {name: float(auc(logits, labels) or 0) for name, logits in models.items()}
+
+
+def _ids(source: SampleSource, start: int, stop: int) -> NDArray[np.int64]:
+    """Rows by column and sample."""
+    batch = source.read(np.arange(start, stop))
+    ids: NDArray[np.int64] = batch.sparse_features.values().numpy().reshape(-1, stop - start)
+    return ids
+
+
+def main() -> None:
+    """Measure both and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("store")
+    parser.add_argument("--full", action="store_true")
+    arguments = parser.parse_args()
+    real = Store(arguments.store)
+    synthetic = SyntheticCriteo(num_samples=_FULL_SIZE)
+    sizes = (*_SIZES, _FULL_SIZE) if arguments.full else _SIZES
+    result = {
+        "environment": describe_environment(),
+        "tops": _TOPS,
+        "batch_sizes": _BATCH_SIZES,
+        "real": {
+            "popularity": popularity(real, (_SAMPLE_SIZE,)),
+            "distinct_rows": distinct_rows(real),
+        },
+        "synthetic": {
+            "popularity": popularity(synthetic, sizes),
+            "distinct_rows": distinct_rows(synthetic),
+            "planted": planted(synthetic),
+        },
+    }
+    _RESULT.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

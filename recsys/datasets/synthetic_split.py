@@ -1,0 +1,74 @@
+"""Which synthetic samples are held out, and the order they are numbered in.
+
+A source's numbers are cut into train, test and validation as `classic_splits` has them; a split
+says which time, the place in the sequence that samples are made for, each number stands for.
+
+- "chronological": number and time are the same, so what is held out comes last.
+- "random": of every 14 samples in a row a hash holds out one for the test part and one for the
+  validation part. Within each part numbers rise with time. Where the last group is short, it gives
+  the test sample that the classic sizes ask for, or none.
+
+Shape letters: B samples.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from recsys.datasets.source import classic_splits
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["times_of_random_split"]
+
+_GROUP = 14
+_GROUP_TRAIN = _GROUP - 2
+
+
+def times_of_random_split(
+    numbers_B: NDArray[np.int64], num_samples: int, key: np.uint64
+) -> NDArray[np.int64]:
+    """The times of the given sample numbers; over all numbers, a bijection of [0, num_samples).
+
+    Shape:
+        numbers_B (B,) in [0, num_samples); result (B,).
+    """
+    splits = classic_splits(num_samples)
+    test, validation = splits["test"], splits["validation"]
+    in_test = (numbers_B >= test.start) & (numbers_B < test.stop)
+    in_validation = numbers_B >= validation.start
+    # A last group of under 14 samples is all train, but for a test sample where it has seven.
+    group_B = np.where(
+        in_test,
+        numbers_B - test.start,
+        np.where(
+            in_validation,
+            numbers_B - validation.start,
+            np.minimum(numbers_B // _GROUP_TRAIN, num_samples // _GROUP),
+        ),
+    )
+    size_B = np.minimum(num_samples - group_B * _GROUP, _GROUP)
+    hash_B = _mix(key + group_B.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    test_at_B = (hash_B % size_B.astype(np.uint64)).astype(np.int64)
+    step_B = 1 + ((hash_B >> np.uint64(32)) % np.uint64(_GROUP - 1)).astype(np.int64)
+    validation_at_B = (test_at_B + step_B) % _GROUP
+    # What is not there lies behind the group's end and moves nobody.
+    test_at_B = np.where(size_B >= _GROUP // 2, test_at_B, _GROUP)
+    validation_at_B = np.where(size_B == _GROUP, validation_at_B, _GROUP)
+
+    at_B = numbers_B - group_B * _GROUP_TRAIN
+    first_B = np.minimum(test_at_B, validation_at_B)
+    at_B += at_B >= first_B
+    at_B += at_B >= np.maximum(test_at_B, validation_at_B)
+    at_B = np.where(in_test, test_at_B, np.where(in_validation, validation_at_B, at_B))
+    return group_B * _GROUP + at_B
+
+
+def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finalizer."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
