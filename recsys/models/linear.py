@@ -1,7 +1,7 @@
 """A linear layer and its ReLU, through whichever library multiplies matrices fastest here.
 
 PyTorch hands float32 products on the CPU to MKL, which on processors of other makers than Intel
-leaves AVX-512 unused: less than half of what oneDNN, which PyTorch carries too, gets out of the
+leaves AVX-512 unused: about half of what oneDNN, which PyTorch carries too, gets out of the
 same cores (`recsys bench step`). There the three products of a layer (forward, gradient of the
 input, gradient of the weight) go to oneDNN; everywhere else, and on other devices, they stay with
 `torch.nn.functional.linear`. In bfloat16 PyTorch uses oneDNN by itself.
