@@ -145,12 +145,13 @@ class BadLines:
     Args:
         list_file: Where bad lines are listed, one JSON object each; made when the first is found.
         skip: Go on.
+        num_bad: Bad lines of files before, listed there already.
     """
 
-    def __init__(self, list_file: Path, *, skip: bool) -> None:
-        self.num_bad = 0
+    def __init__(self, list_file: Path, *, skip: bool, num_bad: int = 0) -> None:
+        self.skip = skip
+        self.num_bad = num_bad
         self._list_file = list_file
-        self._skip = skip
         self._path: Path
         self._num_lines = 0
 
@@ -170,7 +171,7 @@ class BadLines:
             assert reason is not None, "the kernel and explain() disagree on what a good line is"
             rule, value = reason
             line = self._num_lines + number + 1
-            if not self._skip:
+            if not self.skip:
                 raise DatasetFormatError(
                     f"{self._path} line {line}: {rule}, got {value}; repair the line, or leave bad "
                     "lines out with --skip-bad-lines"
