@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from recsys.errors import AlreadyExists, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["alone_in", "appearing_whole", "flush_to_disk", "require_new"]
+__all__ = ["alone_in", "appearing_whole", "flush_to_disk", "require_files", "require_new"]
 
 
 @contextmanager
@@ -24,6 +24,21 @@ def appearing_whole(file: Path) -> Iterator[Path]:
         partial.rename(file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def require_files(kind: str, files: Iterable[Path]) -> None:
+    """Check that files are there.
+
+    Args:
+        kind: What they are, for the message.
+        files: Their paths.
+
+    Raises:
+        FileNotFoundError: one is not.
+    """
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{kind} {file} is no file")
 
 
 def require_new(*files: Path) -> None:

@@ -27,12 +27,12 @@ from recsys.datasets.criteo_flow import (
     CriteoFlow,
     PrepareReport,
     progress_bar,
-    require_files,
 )
 from recsys.datasets.criteo_text import BadLines
 from recsys.datasets.source import classic_splits, day_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
+from recsys.files import require_files
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +77,7 @@ def prepare_criteo_kaggle(
     is_torchrec = convention == "torchrec"
     num_reserved_rows = _TORCHREC_RESERVED_ROWS if is_torchrec else 0
     paths = [Path(file) for file in raw_files]
-    require_files(paths)
+    require_files("raw", paths)
     sources: list[dict[str, Any]] = []
     day_sizes: list[int] = []
     with (

@@ -41,7 +41,6 @@ from recsys.datasets.criteo_flow import (
     CriteoFlow,
     PrepareReport,
     progress_bar,
-    require_files,
 )
 from recsys.datasets.criteo_text import BadLines
 from recsys.datasets.growing_folder import GrowingFolder
@@ -49,7 +48,7 @@ from recsys.datasets.row_numbers import RowNumbers
 from recsys.datasets.source import day_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
-from recsys.files import alone_in
+from recsys.files import alone_in, require_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -191,7 +190,7 @@ def _check_arguments(paths: Sequence[Path], max_ind_range: int | None) -> None:
                 f"days must be given in order, oldest first, got {next_name} behind {name}; a "
                 "shell's day_* puts day_10 before day_2, its day_{0..23} does not"
             )
-    require_files(paths)
+    require_files("raw", paths)
 
 
 @contextmanager

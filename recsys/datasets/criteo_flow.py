@@ -40,7 +40,6 @@ __all__ = [
     "CriteoFlow",
     "PrepareReport",
     "progress_bar",
-    "require_files",
 ]
 
 INTEGER_NAMES = tuple(f"int_{column}" for column in range(NUM_INTEGERS))
@@ -214,17 +213,6 @@ class CriteoFlow:
             # Floats are computed at the file's end; until then the integers' bits take their place.
             dense = part.integers.view(np.float32) if is_float else part.integers
             self._writer.append(part.labels, dense, part.categories.view(np.int32).T)
-
-
-def require_files(paths: Sequence[Path]) -> None:
-    """Check that raw files are there.
-
-    Raises:
-        FileNotFoundError: one is not.
-    """
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"raw {path} is no file")
 
 
 def progress_bar(paths: Sequence[Path], *, num_bytes_before: int = 0, show: bool) -> tqdm[None]:
