@@ -5,8 +5,9 @@
           dense.bin     (N, 13)  int32, before the transform that meta.json names; float32
                                  where that is "none"
           sparse.bin    (N, 26)  int32, rows
-          ids.bin       (E,)     uint32, the raw id of every row, table after table; not there
-                                 where the store was made of numbered rows
+          ids.bin       (E,)     uint32, the raw id of every row, table after table (modulo
+                                 max_ind_range where meta.json has one); not there where the store
+                                 was made of numbered rows
 
 Flat little-endian arrays, read by memory map. A writer fills a folder beside the final name and
 renames it when all is written and flushed, so a store that can be opened is whole. Integers are
