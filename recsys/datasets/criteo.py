@@ -28,7 +28,6 @@ from recsys.datasets.criteo_flow import (
     PrepareReport,
     progress_bar,
 )
-from recsys.datasets.criteo_text import BadLines
 from recsys.datasets.source import classic_splits, day_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
@@ -85,8 +84,8 @@ def prepare_criteo_kaggle(
         progress_bar(paths, show=show_progress) as progress,
         CriteoFlow(
             writer,
-            bad_lines := BadLines(writer.folder / "bad_lines.jsonl", skip=skip_bad_lines),
             progress,
+            skip_bad_lines=skip_bad_lines,
             num_threads=num_threads,
             keep_negatives=is_torchrec,
             num_reserved_rows=num_reserved_rows,
@@ -103,7 +102,7 @@ def prepare_criteo_kaggle(
         flow.wait()
         if not writer.num_samples:
             raise DatasetFormatError(
-                f"{', '.join(map(str, paths))}: no good line among {bad_lines.num_bad}; "
+                f"{', '.join(map(str, paths))}: no good line among {flow.num_bad_lines}; "
                 "is this the raw Criteo format?"
             )
         writer.finish(
@@ -117,16 +116,10 @@ def prepare_criteo_kaggle(
                 "convention": convention,
                 "num_reserved_rows": num_reserved_rows,
                 "sources": sources,
-                "num_bad_lines": bad_lines.num_bad,
+                "num_bad_lines": flow.num_bad_lines,
             },
         )
-    return PrepareReport(
-        path=writer.path,
-        num_samples=writer.num_samples,
-        num_rows=sum(column.num_rows for column in flow.columns),
-        bad_lines=writer.path / "bad_lines.jsonl" if bad_lines.num_bad else None,
-        num_bad_lines=bad_lines.num_bad,
-    )
+    return flow.report()
 
 
 def _take_torchrec_logarithms(writer: StoreWriter, first_sample: int, smallest: int) -> None:

@@ -42,7 +42,6 @@ from recsys.datasets.criteo_flow import (
     PrepareReport,
     progress_bar,
 )
-from recsys.datasets.criteo_text import BadLines
 from recsys.datasets.growing_folder import GrowingFolder
 from recsys.datasets.row_numbers import RowNumbers
 from recsys.datasets.source import day_splits
@@ -59,7 +58,6 @@ __all__ = ["prepare_criteo_1tb"]
 
 _VERSION = 1
 _COMMAND = "recsys prepare criteo-1tb"
-_BAD_LINES = "bad_lines.jsonl"
 # What may lie in an unfinished folder before anything is committed.
 _OWN_NAMES = {"store", "ids", "committed.json.partial"}
 _SOURCE_KEYS = ("name", "num_bytes", "sha256", "num_samples")
@@ -115,21 +113,23 @@ def prepare_criteo_1tb(
         writer = stack.enter_context(
             StoreWriter(store, folder=folder.path / "store", num_samples=_sum(days, "num_samples"))
         )
-        bad_lines = BadLines(
-            writer.folder / _BAD_LINES, skip=skip_bad_lines, num_bad=_sum(days, "num_bad_lines")
-        )
         progress = stack.enter_context(
             progress_bar(paths, num_bytes_before=_sum(days, "num_bytes"), show=show_progress)
         )
         flow = stack.enter_context(
             CriteoFlow(
-                writer, bad_lines, progress, num_threads=num_threads, max_ind_range=max_ind_range
+                writer,
+                progress,
+                skip_bad_lines=skip_bad_lines,
+                num_bad_lines=_sum(days, "num_bad_lines"),
+                num_threads=num_threads,
+                max_ind_range=max_ind_range,
             )
         )
         if num_before:
             _take_back_ids(folder, flow)
         for path in paths[num_before:]:
-            days.append(_read_day(path, flow, writer, bad_lines))
+            days.append(_read_day(path, flow, writer))
             writer.flush()
             _save_new_ids(folder, flow)
             folder.commit({"version": _VERSION, "max_ind_range": max_ind_range, "days": days})
@@ -142,31 +142,22 @@ def prepare_criteo_1tb(
                 "convention": "classic",
                 **bound,
                 "sources": [{key: day[key] for key in _SOURCE_KEYS} for day in days],
-                "num_bad_lines": bad_lines.num_bad,
+                "num_bad_lines": flow.num_bad_lines,
             },
         )
-    return PrepareReport(
-        path=writer.path,
-        num_samples=writer.num_samples,
-        num_rows=sum(column.num_rows for column in flow.columns),
-        bad_lines=writer.path / _BAD_LINES if bad_lines.num_bad else None,
-        num_bad_lines=bad_lines.num_bad,
-        num_files_before=num_before,
-    )
+    return flow.report(num_before)
 
 
 def _sum(days: Sequence[dict[str, Any]], key: str) -> int:
     return sum(day[key] for day in days)
 
 
-def _read_day(
-    path: Path, flow: CriteoFlow, writer: StoreWriter, bad_lines: BadLines
-) -> dict[str, Any]:
+def _read_day(path: Path, flow: CriteoFlow, writer: StoreWriter) -> dict[str, Any]:
     """Append a day; what the record says of it."""
-    first_sample, first_bad = writer.num_samples, bad_lines.num_bad
+    first_sample, first_bad = writer.num_samples, flow.num_bad_lines
     changed_ns = path.stat().st_mtime_ns
     source = flow.read(path)
-    num_samples, num_bad = writer.num_samples - first_sample, bad_lines.num_bad - first_bad
+    num_samples, num_bad = writer.num_samples - first_sample, flow.num_bad_lines - first_bad
     if not num_samples:
         raise DatasetFormatError(
             f"{path}: no good line among {num_bad}; is this the raw Criteo format?"

@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from recsys.datasets.criteo_parse import NUM_CATEGORIES, NUM_INTEGERS, ParsedLines, parse_lines
-from recsys.datasets.criteo_text import RawFile
+from recsys.datasets.criteo_text import BadLines, RawFile
 from recsys.datasets.row_numbers import RowNumbers
 from recsys.machine import num_cores
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.datasets.criteo_text import BadLines
     from recsys.datasets.store import StoreWriter
 
 __all__ = [
@@ -75,8 +74,9 @@ class CriteoFlow:
 
     Args:
         writer: Takes the samples.
-        bad_lines: Learns of every line; says whether to go on behind a bad one.
         progress: Counts raw bytes.
+        skip_bad_lines: Leave bad lines out and list them in the writer's folder.
+        num_bad_lines: How many are listed there already.
         num_threads: Threads that parse and number; one per core by default.
         keep_negatives: Keep negative integers; by default they become 0.
         num_reserved_rows: The first id of a column is given this row.
@@ -89,9 +89,10 @@ class CriteoFlow:
     def __init__(
         self,
         writer: StoreWriter,
-        bad_lines: BadLines,
         progress: tqdm[None],
         *,
+        skip_bad_lines: bool,
+        num_bad_lines: int = 0,
         num_threads: int | None = None,
         keep_negatives: bool = False,
         num_reserved_rows: int = 0,
@@ -99,7 +100,7 @@ class CriteoFlow:
     ) -> None:
         self.columns = [RowNumbers() for _ in CATEGORY_NAMES]
         self._writer = writer
-        self._bad_lines = bad_lines
+        self._bad_lines = BadLines(writer.folder, skip=skip_bad_lines, num_bad=num_bad_lines)
         self._progress = progress
         self._num_threads = num_threads or num_cores()
         self._keep_negatives = keep_negatives
@@ -108,6 +109,11 @@ class CriteoFlow:
         self._modulus = (
             np.uint32(max_ind_range) if max_ind_range and max_ind_range < 2**32 else None
         )
+
+    @property
+    def num_bad_lines(self) -> int:
+        """Bad lines left out so far."""
+        return self._bad_lines.num_bad
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -162,6 +168,18 @@ class CriteoFlow:
     def map_columns(self, function: Callable[[int], _T]) -> list[_T]:
         """What a function says of each column, called by its number; columns side by side."""
         return list(self._pool.map(function, range(NUM_CATEGORIES)))
+
+    def report(self, num_files_before: int = 0) -> PrepareReport:
+        """What was done, once the writer has finished."""
+        store = self._writer.path
+        return PrepareReport(
+            path=store,
+            num_samples=self._writer.num_samples,
+            num_rows=sum(column.num_rows for column in self.columns),
+            bad_lines=store / BadLines.FILE_NAME if self.num_bad_lines else None,
+            num_bad_lines=self.num_bad_lines,
+            num_files_before=num_files_before,
+        )
 
     def _one_ahead(self, items: Iterator[_T]) -> Iterator[_T]:
         """The same items, the next one being made while the caller uses this one."""
