@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -101,16 +100,12 @@ def _prepare_kaggle(options: argparse.Namespace) -> int:
 def _prepare_1tb(options: argparse.Namespace) -> int:
     from recsys.datasets.criteo_days import prepare_criteo_1tb
 
-    try:
-        report = prepare_criteo_1tb(
-            options.day,
-            options.out,
-            max_ind_range=options.max_ind_range,
-            skip_bad_lines=options.skip_bad_lines,
-        )
-    except KeyboardInterrupt:
-        print("the same command goes on behind the last whole day", file=sys.stderr)
-        raise
+    report = prepare_criteo_1tb(
+        options.day,
+        options.out,
+        max_ind_range=options.max_ind_range,
+        skip_bad_lines=options.skip_bad_lines,
+    )
     _print_report(report)
     if report.num_files_before:
         print(f"{report.num_files_before} of {len(options.day)} days were prepared before")

@@ -120,7 +120,10 @@ def test_days_are_gone_on_with_by_the_same_command(raw, tmp_path, monkeypatch, c
     with monkeypatch.context() as patches:
         patches.setattr(CriteoFlow, "read", stop_at_day_1)
         assert run_cli(*command) == 130
-    assert "the same command goes on behind the last whole day" in capsys.readouterr().err
+    kept = (
+        f"{tmp_path / 'store'}.unfinished keeps the days prepared so far; the same command goes on"
+    )
+    assert kept in capsys.readouterr().err
 
     assert run_cli(*command) == 0
 

@@ -28,6 +28,7 @@ import hashlib
 import re
 import sys
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,8 @@ def prepare_criteo_1tb(
         max_ind_range: Take ids modulo this, so that no table has more rows.
         skip_bad_lines: Leave bad lines out, count and list them, instead of stopping at the first.
         num_threads: Threads that parse and number; one per core by default.
-        show_progress: Draw a progress bar over the raw bytes; say where a run goes on.
+        show_progress: Draw a progress bar over the raw bytes; say where a run goes on, and what
+            one that fails leaves.
 
     Raises:
         DatasetFormatError: a bad line (the message names file, line, rule and value), or a day
@@ -104,12 +106,13 @@ def prepare_criteo_1tb(
             folder, committed, paths, max_ind_range=max_ind_range, skip_bad_lines=skip_bad_lines
         )
         num_before = len(days)
-        if num_before and show_progress:
-            tqdm.write(
-                f"{folder.path}: {num_before} of {len(paths)} days are prepared already; going on "
-                "behind them",
-                file=sys.stderr,
-            )
+        if show_progress:
+            if num_before:
+                _say(
+                    f"{folder.path}: {num_before} of {len(paths)} days are prepared already; going "
+                    "on behind them"
+                )
+            stack.push(partial(_say_what_is_kept, folder))
         writer = stack.enter_context(
             StoreWriter(store, folder=folder.path / "store", num_samples=_sum(days, "num_samples"))
         )
@@ -146,6 +149,16 @@ def prepare_criteo_1tb(
             },
         )
     return flow.report(num_before)
+
+
+def _say(message: str) -> None:
+    tqdm.write(message, file=sys.stderr)
+
+
+def _say_what_is_kept(folder: GrowingFolder, kind: object, *_: object) -> None:
+    """Where a run ends in an error."""
+    if kind is not None and folder.has_commit:
+        _say(f"{folder.path} keeps the days prepared so far; the same command goes on behind them")
 
 
 def _sum(days: Sequence[dict[str, Any]], key: str) -> int:

@@ -313,6 +313,17 @@ def test_an_error_in_the_first_day_leaves_nothing_behind(days, tmp_path, error):
     assert sorted(tmp_path.iterdir()) == days
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_run_that_fails_says_what_is_kept_where_something_is(days, tmp_path, capsys, number):
+    days[number].write_text("bad\n")
+
+    with pytest.raises(DatasetFormatError):
+        prepare_criteo_1tb(days, tmp_path / "store")
+
+    said = f"{tmp_path / 'store.unfinished'} keeps the days prepared so far; the same command goes"
+    assert (said in capsys.readouterr().err) == (number == 1)
+
+
 def test_days_may_follow_that_were_not_thought_of_at_first(days, tmp_path):
     prepare(days, tmp_path / "expected")
     with pytest.raises(Stopped):
