@@ -7,6 +7,7 @@ import pytest
 
 from recsys.ablate import ablate
 from recsys.ablate_config import load_ablation
+from recsys.bench.harness import ratio, rows_by_provider, write_rows
 from recsys.trainer import train
 
 
@@ -49,6 +50,28 @@ def test_the_table_of_an_ablation_holds_what_its_cells_measured(
     ]
     assert cells[3].startswith(f"{mean(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f}; ")
     assert cells[4] == "-, 0 of 2 runs"
+
+
+def test_the_table_of_the_generator_holds_what_was_measured(pytestconfig, tmp_path):
+    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    values = {"plain": [8e5, 9e5, 1e6], "preference_changes": [6e5] * 3, "store": [5e6] * 3}
+    throughput = {"metric": "throughput", "unit": "samples/s", "values": values}
+    rows = rows_by_provider(bench="synthetic", case="B=2048,samples=7000,tables=26", **throughput)
+    for provider in ("plain", "preference_changes"):
+        speed = {"metric": "speed_over_store", "values": [4.0] * 3, "baseline": [2.0] * 3}
+        rows.append(ratio(bench="synthetic", case=rows[0].case, provider=provider, **speed))
+    write_rows(tmp_path / "generator.json", rows)
+
+    text = tables["generator_table"](str(tmp_path / "generator.json"))
+
+    caption, _, _, _, *lines = text.strip().split("\n")
+    assert "mini-batches of 2,048 through" in caption
+    assert "7,000 samples, 26 tables; median of 3 rounds" in caption
+    assert lines == [
+        "| plain | 900,000 (840,000-960,000) | 0.50 (0.50-0.50) |",
+        "| preference changes | 600,000 (600,000-600,000) | 0.50 (0.50-0.50) |",
+        "| store | 5,000,000 (5,000,000-5,000,000) |  |",
+    ]
 
 
 @pytest.mark.parametrize(("recipe", "least"), [("sgd", 0.718), ("adagrad", 0.759)])

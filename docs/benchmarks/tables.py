@@ -33,7 +33,7 @@ def prepare_table(file: str) -> str:
     """`recsys bench prepare`: throughput and peak memory by provider."""
     record = json.loads((_JSON / file).read_text())
     rows = {(row["provider"], row["metric"]): row for row in record["rows"]}
-    case = dict(pair.split("=") for pair in record["rows"][0]["case"].split(","))
+    case = _case(record["rows"][0]["case"])
     lines = []
     for provider in ("recsys", "pandas"):
         rate, peak = rows[provider, "throughput"], rows[provider, "peak_memory"]
@@ -119,7 +119,7 @@ def step_table() -> str:
     providers = ["torch", "fbgemm", "dense", "dense_eager", "gemm_torch", "gemm_onednn"]
     lines = []
     for case in cases:
-        keys = dict(pair.split("=") for pair in case.split(","))
+        keys = _case(case)
         speed = cells[case, "dense", "speed_over_dense_eager"]
         lines.append(
             [
@@ -166,6 +166,31 @@ def ablate_table(file: str) -> str:
         f"deviation of a sample); {_machine(record['environment'])}."
     )
     return _table(caption, ["variation", *titles.values()], lines)
+
+
+def generator_table(file: str) -> str:
+    """`recsys bench synthetic`: samples per second by provider."""
+    record = json.loads((_JSON / file).read_text())
+    cells = {(row["provider"], row["metric"]): row for row in record["rows"]}
+    case = _case(record["rows"][0]["case"])
+    lines = []
+    for provider in dict.fromkeys(row["provider"] for row in record["rows"]):
+        rate = cells[provider, "throughput"]
+        speed = cells.get((provider, "speed_over_store"))
+        lines.append(
+            [
+                provider.replace("_", " "),
+                f"{rate['median']:,.0f} ({rate['p20']:,.0f}-{rate['p80']:,.0f})",
+                f"{speed['median']:.2f} ({speed['low']:.2f}-{speed['high']:.2f})" if speed else "",
+            ]
+        )
+    caption = (
+        f"Shuffled mini-batches of {int(case['B']):,} through the loader's one thread, "
+        f"{int(case['samples']):,} samples, {case['tables']} tables; median of "
+        f"{record['rows'][0]['num_runs']} rounds in which all took turns (20th to 80th "
+        f"percentile); {_machine(record['environment'])}."
+    )
+    return _table(caption, ["", "samples/s", "over store (95 %)"], lines)
 
 
 def coverage_table() -> str:
@@ -237,6 +262,7 @@ def reached_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "ablate_baselines": partial(ablate_table, "ablate_baselines.json"),
+    "generator": partial(generator_table, "generator.json"),
     "prepare": partial(prepare_table, "prepare.json"),
     "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),
     "reference": reference_table,
@@ -252,6 +278,11 @@ TABLES: dict[str, Callable[[], str]] = {
 def _table(caption: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
     return caption + "\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _case(case: str) -> dict[str, str]:
+    """What a case says, by key."""
+    return dict(pair.split("=") for pair in case.split(","))
 
 
 def _measure(metric: str, value: float | None) -> str:
