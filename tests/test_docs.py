@@ -8,6 +8,8 @@ import pytest
 from recsys.ablate import ablate
 from recsys.ablate_config import load_ablation
 from recsys.bench.harness import ratio, rows_by_provider, write_rows
+from recsys.bench.synthetic import write_store
+from recsys.datasets import SyntheticCriteo
 from recsys.trainer import train
 
 
@@ -72,6 +74,29 @@ def test_the_table_of_the_generator_holds_what_was_measured(pytestconfig, tmp_pa
         "| preference changes | 600,000 (600,000-600,000) | 0.50 (0.50-0.50) |",
         "| store | 5,000,000 (5,000,000-5,000,000) |  |",
     ]
+
+
+@pytest.mark.slow
+def test_what_make_coverage_writes_is_what_the_tables_read(pytestconfig, tmp_path, small_config):
+    scripts = pytestconfig.rootpath / "docs" / "benchmarks"
+    coverage, reached, tables = (
+        runpy.run_path(str(scripts / f"{name}.py"))
+        for name in ("synthetic_coverage", "synthetic_reached", "tables")
+    )
+    sample = SyntheticCriteo(num_samples=20_000, table_sizes=[50, 7], seed=1)
+    store = write_store(sample, tmp_path / "store")
+    run = train(small_config(), tmp_path / "run", show_progress=False)
+    found, best = tmp_path / "found.json", tmp_path / "best.json"
+
+    coverage["main"]([str(store), "--out", str(found), "--max-samples", "30000"])
+    reached["main"]([str(tmp_path / "run"), "--out", str(best)])
+
+    assert tables["coverage_table"](str(found)).startswith("The first 20,000 samples; ")
+    assert "| distinct rows | 57 | " in tables["coverage_table"](str(found))
+    assert "\n| 20,000 | " in tables["continuation_table"](str(found))
+    assert "| everything | 0.8" in tables["planted_table"](str(found))
+    auc = run["metrics"]["test"]["auc"]
+    assert f"| sgd 0.1, B=128 | {auc:.4f} | " in tables["reached_table"](str(best))
 
 
 @pytest.mark.parametrize(("recipe", "least"), [("sgd", 0.718), ("adagrad", 0.759)])
