@@ -1,11 +1,14 @@
-"""What every benchmark needs: rows, their summary, a process of one's own, a file and a table."""
+"""What every benchmark needs: turns, rows, their summary, own processes, a file and a table."""
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,12 +18,23 @@ import pandas as pd
 from recsys.machine import describe_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-__all__ = ["Row", "in_own_process", "print_rows", "ratio", "summarize", "write_rows"]
+__all__ = [
+    "Row",
+    "in_own_process",
+    "print_rows",
+    "ratio",
+    "rows_by_provider",
+    "summarize",
+    "take_turns",
+    "timed",
+    "write_rows",
+]
 
 _T = TypeVar("_T")
 
@@ -53,6 +67,54 @@ class Row:
     high: float
 
 
+def take_turns(
+    calls: Mapping[str, Callable[[], _T]], num_rounds: int, *, num_warm_up_rounds: int = 3
+) -> dict[str, list[_T]]:
+    """Call everyone once per round; who begins changes from round to round.
+
+    Python's garbage is collected between rounds, not within them.
+
+    Args:
+        calls: By provider.
+        num_rounds: Rounds that count.
+        num_warm_up_rounds: Rounds before those.
+
+    Returns:
+        By provider, what its calls returned in the rounds that count.
+    """
+    results: dict[str, list[_T]] = {name: [] for name in calls}
+    names = list(calls)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for number in range(-num_warm_up_rounds, num_rounds):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                result = calls[name]()
+                if number >= 0:
+                    results[name].append(result)
+            gc.collect()
+    finally:
+        if was_enabled:
+            gc.enable()
+    return results
+
+
+def timed(
+    function: Callable[[], object],
+    within: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Callable[[], float]:
+    """A call that returns the seconds the function takes; entering `within` is not timed."""
+
+    def call() -> float:
+        with within():
+            begin = time.perf_counter()
+            function()
+            return time.perf_counter() - begin
+
+    return call
+
+
 def summarize(
     *, bench: str, case: str, provider: str, metric: str, unit: str, values: Sequence[float]
 ) -> Row:
@@ -73,6 +135,18 @@ def summarize(
         low=low,
         high=high,
     )
+
+
+def rows_by_provider(
+    *, bench: str, case: str, metric: str, unit: str, values: Mapping[str, Sequence[float]]
+) -> list[Row]:
+    """A row per provider, from the values of its runs."""
+    return [
+        summarize(
+            bench=bench, case=case, provider=provider, metric=metric, unit=unit, values=of_provider
+        )
+        for provider, of_provider in values.items()
+    ]
 
 
 def ratio(

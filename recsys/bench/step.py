@@ -15,8 +15,6 @@ warm-up rounds that are not counted. Mini-batches are made beforehand.
 
 from __future__ import annotations
 
-import gc
-import time
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -25,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recsys.bench.harness import Row, ratio, summarize
+from recsys.bench.harness import Row, ratio, rows_by_provider, take_turns, timed
 from recsys.build import build_model, open_source
 from recsys.config import TrainConfig, load_config
 from recsys.errors import MissingDependency
@@ -39,9 +37,8 @@ if TYPE_CHECKING:
 
     from recsys.batch import Batch
 
-__all__ = ["bench_step", "take_turns"]
+__all__ = ["bench_step"]
 
-_WARM_UP_ROUNDS = 3
 _NUM_BATCHES = 8
 
 
@@ -71,12 +68,14 @@ def bench_step(
         for precision in precisions:
             case = f"B={batch_size},D=16,optimizer=sgd,precision={precision}"
             every = {**steps, **_dense_steps(batch_size), **_gemm_steps(batch_size, precision)}
-            seconds = take_turns(every, num_rounds, precision)
-            row = partial(summarize, bench="step", case=case)
-            rows += [
-                row(provider=name, metric="time", unit="ms", values=[1e3 * s for s in spent])
-                for name, spent in seconds.items()
-            ]
+            within = partial(torch.autocast, "cpu", torch.bfloat16, enabled=precision == "bf16")
+            seconds = take_turns(
+                {name: timed(step, within) for name, step in every.items()}, num_rounds
+            )
+            milliseconds = {name: [1e3 * s for s in spent] for name, spent in seconds.items()}
+            rows += rows_by_provider(
+                bench="step", case=case, metric="time", unit="ms", values=milliseconds
+            )
             rows.append(
                 ratio(
                     bench="step",
@@ -88,31 +87,6 @@ def bench_step(
                 )
             )
     return rows
-
-
-def take_turns(
-    steps: dict[str, Callable[[], None]], num_rounds: int, precision: str = "fp32"
-) -> dict[str, list[float]]:
-    """Seconds of every step in every round; who begins changes from round to round."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        for number in range(-_WARM_UP_ROUNDS, num_rounds):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                    begin = time.perf_counter()
-                    steps[name]()
-                    spent = time.perf_counter() - begin
-                if number >= 0:
-                    seconds[name].append(spent)
-            gc.collect()
-    finally:
-        if was_enabled:
-            gc.enable()
-    return seconds
 
 
 def _whole_steps(batch_size: int, table_sizes: Sequence[int]) -> dict[str, Callable[[], None]]:

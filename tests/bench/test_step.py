@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from recsys.bench.harness import ratio, summarize
-from recsys.bench.step import bench_step, take_turns
+from recsys.bench.step import bench_step
 
 
 @pytest.fixture(autouse=True)
@@ -25,30 +24,3 @@ def test_every_provider_is_measured_in_every_case():
     ]
     assert [row.case for row in rows if row.metric == "speed_over_dense_eager"] == cases
     assert all(row.median > 0 and row.num_runs == 2 for row in rows)
-
-
-def test_whoever_begins_changes_from_round_to_round_and_warm_up_is_not_counted():
-    calls = []
-    steps = {name: lambda name=name: calls.append(name) for name in "abc"}
-
-    seconds = take_turns(steps, num_rounds=3)
-
-    assert {name: len(spent) for name, spent in seconds.items()} == {"a": 3, "b": 3, "c": 3}
-    assert len(calls) == 3 * (3 + 3)
-    assert "".join(calls[-9:]) == "abcbcacab"
-
-
-def test_a_ratio_is_that_of_the_medians_with_an_interval_around_it():
-    ours, theirs = [1.0, 2.0, 3.0, 2.0, 2.0], [4.0, 4.0, 4.0, 4.0, 40.0]
-
-    row = ratio(bench="b", case="c", provider="p", metric="m", values=ours, baseline=theirs)
-
-    assert row.median == 2.0
-    assert row.low <= row.median <= row.high
-    assert row.unit == "ratio"
-
-
-def test_the_interval_of_equal_values_is_a_point():
-    row = summarize(bench="b", case="c", provider="p", metric="m", unit="ms", values=[3.0] * 9)
-
-    assert (row.low, row.median, row.high) == (3.0, 3.0, 3.0)
