@@ -122,20 +122,27 @@ def step_table(file: str) -> str:
     lines = []
     for case in cases:
         keys = _case(case)
-        speed = cells[case, "dense", "speed_over_dense_eager"]
+        speeds = [
+            cells.get((case, "dense", f"speed_over_{name}")) for name in ("dense_eager", "fp32")
+        ]
         lines.append(
             [
                 keys["B"],
                 keys["precision"],
                 *(f"{cells[case, provider, 'time']['median']:.2f}" for provider in providers),
-                f"**{speed['median']:.2f}** ({speed['low']:.2f}-{speed['high']:.2f})",
+                *(
+                    f"**{speed['median']:.2f}** ({speed['low']:.2f}-{speed['high']:.2f})"
+                    if speed
+                    else ""
+                    for speed in speeds
+                ),
             ]
         )
     caption = (
         f"Milliseconds of a step, median of {record['rows'][0]['num_runs']} rounds in which all "
         f"took turns; SGD, Kaggle's 26 tables, D=16; {_machine(record['environment'])}."
     )
-    header = ["B", "precision", *providers, "dense over dense_eager (95 %)"]
+    header = ["B", "precision", *providers, "dense over dense_eager (95 %)", "over fp32 (95 %)"]
     return _table(caption, header, lines)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
+import shlex
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,10 +15,10 @@ import numpy as np
 import pandas as pd
 
 from recsys.machine import describe_environment
+from recsys.run_folder import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -37,6 +36,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,13 @@ class Row:
 
 
 def take_turns(
-    calls: Mapping[str, Callable[[], _T]], num_rounds: int, *, num_warm_up_rounds: int = 3
-) -> dict[str, list[_T]]:
-    """Call everyone once per round; who begins changes from round to round.
+    calls: Mapping[_K, Callable[[], _T]], num_rounds: int, *, num_warm_up_rounds: int = 3
+) -> dict[_K, list[_T]]:
+    """Call everyone once per round, in an order drawn anew for each round.
 
-    Python's garbage is collected between rounds, not within them.
+    An order that only rotated would keep neighbours together, and whoever follows one that leaves
+    the caches warm would always be the faster for it. Python's garbage is collected between rounds,
+    not within them.
 
     Args:
         calls: By provider.
@@ -82,14 +84,14 @@ def take_turns(
     Returns:
         By provider, what its calls returned in the rounds that count.
     """
-    results: dict[str, list[_T]] = {name: [] for name in calls}
+    results: dict[_K, list[_T]] = {name: [] for name in calls}
     names = list(calls)
+    orders = np.random.default_rng(0)
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         for number in range(-num_warm_up_rounds, num_rounds):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
+            for name in (names[position] for position in orders.permutation(len(names))):
                 result = calls[name]()
                 if number >= 0:
                     results[name].append(result)
@@ -100,17 +102,13 @@ def take_turns(
     return results
 
 
-def timed(
-    function: Callable[[], object],
-    within: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Callable[[], float]:
-    """A call that returns the seconds the function takes; entering `within` is not timed."""
+def timed(function: Callable[[], object]) -> Callable[[], float]:
+    """A call that returns the seconds the function takes."""
 
     def call() -> float:
-        with within():
-            begin = time.perf_counter()
-            function()
-            return time.perf_counter() - begin
+        begin = time.perf_counter()
+        function()
+        return time.perf_counter() - begin
 
     return call
 
@@ -198,12 +196,12 @@ def in_own_process(function: Callable[..., _T], *arguments: Any) -> _T:
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
     """Write `{"command", "environment", "rows"}` as JSON."""
     record = {
-        "command": " ".join(["recsys", *sys.argv[1:]]),
+        "command": shlex.join(["recsys", *sys.argv[1:]]),
         "environment": describe_environment(),
         "rows": [asdict(row) for row in rows],
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=2) + "\n")
+    write_json(file, record)
 
 
 def print_rows(rows: Sequence[Row]) -> None:

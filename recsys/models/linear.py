@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from recsys.machine import cpu_vendor
 
-__all__ = ["linear_relu", "linear_relu_reference", "onednn_product"]
+__all__ = ["linear_relu", "linear_relu_reference", "onednn_product", "weight_gradient"]
 
 _ONEDNN_DTYPES = {torch.float32, torch.bfloat16}
 
@@ -79,14 +79,18 @@ class _LinearReluFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_features = onednn_product(gradient, weight.t()).to(features_dtype)
         if ctx.needs_input_grad[1]:
-            of_weight = _weight_gradient(features, gradient).to(weight_dtype)
+            of_weight = weight_gradient(features, gradient).to(weight_dtype)
         if ctx.needs_input_grad[2]:
             of_bias = gradient.sum(0, dtype=bias_dtype)
         return of_features, of_weight, of_bias, None
 
 
-def _weight_gradient(features: Tensor, gradient: Tensor) -> Tensor:
-    """`gradient.T @ features`, laid out as the weight is, or autograd would copy it."""
+def weight_gradient(features: Tensor, gradient: Tensor) -> Tensor:
+    """`gradient.T @ features`, laid out as the weight is: autograd would copy it otherwise.
+
+    Shape:
+        features (B, I), gradient (B, O), float32 or bfloat16; result (O, I).
+    """
     if features.dtype == torch.bfloat16:
         return torch.mm(gradient.t(), features)  # oneDNN too, and it copies neither operand
     if 8 * features.shape[1] < gradient.shape[1]:
