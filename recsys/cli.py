@@ -17,6 +17,8 @@ from recsys.errors import RecsysError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from recsys.bench.harness import Row
+
 __all__ = ["build_parser", "main"]
 
 _INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
@@ -106,15 +108,20 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="46 M lines and 34 M ids, one run; takes 20 GB of disk for a while",
     )
-    bench_prepare.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     bench_prepare.set_defaults(run_command=_bench_prepare)
     bench_step = benchmarks.add_parser("step", help="one training step, beside its floors")
     bench_step.add_argument(
         "--batch-sizes", type=int, nargs="+", default=[128, 2048, 16384], metavar="B"
     )
     bench_step.add_argument("--quick", action="store_true", help="small tables, few rounds")
-    bench_step.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     bench_step.set_defaults(run_command=_bench_step)
+    bench_synthetic = benchmarks.add_parser(
+        "synthetic", help="making synthetic samples, beside reading a store of them"
+    )
+    bench_synthetic.add_argument("--quick", action="store_true", help="few samples, few rounds")
+    bench_synthetic.set_defaults(run_command=_bench_synthetic)
+    for benchmark in (bench_prepare, bench_step, bench_synthetic):
+        benchmark.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     return parser
 
 
@@ -174,19 +181,13 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _bench_prepare(options: argparse.Namespace) -> int:
-    from recsys.bench.harness import print_rows, write_rows
     from recsys.bench.prepare import SIZES, bench_prepare
 
     size = "quick" if options.quick else "kaggle" if options.kaggle_size else "gigabyte"
-    rows = bench_prepare(options.raw, SIZES[size])
-    print_rows(rows)
-    if options.json is not None:
-        write_rows(options.json, rows)
-    return 0
+    return _show_rows(bench_prepare(options.raw, SIZES[size]), options)
 
 
 def _bench_step(options: argparse.Namespace) -> int:
-    from recsys.bench.harness import print_rows, write_rows
     from recsys.bench.step import bench_step
 
     rows = bench_step(
@@ -195,6 +196,21 @@ def _bench_step(options: argparse.Namespace) -> int:
         num_rounds=5 if options.quick else 40,
         table_sizes=[1000] * 26 if options.quick else (),
     )
+    return _show_rows(rows, options)
+
+
+def _bench_synthetic(options: argparse.Namespace) -> int:
+    from recsys.bench.synthetic import bench_synthetic
+
+    rows = bench_synthetic(
+        num_samples=50_000 if options.quick else 500_000, num_rounds=3 if options.quick else 30
+    )
+    return _show_rows(rows, options)
+
+
+def _show_rows(rows: list[Row], options: argparse.Namespace) -> int:
+    from recsys.bench.harness import print_rows, write_rows
+
     print_rows(rows)
     if options.json is not None:
         write_rows(options.json, rows)

@@ -52,6 +52,7 @@ def test_options_are_these_and_no_others():
         "bench": {
             "prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""},
             "step": {"--batch-sizes": "", "--quick": "", "--json": ""},
+            "synthetic": {"--quick": "", "--json": ""},
         },
     }
 
