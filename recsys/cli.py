@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys._version import __version__
+from recsys.cli_data import add_data_commands
 from recsys.config import describe_keys, load_config
 from recsys.errors import RecsysError
 
@@ -43,22 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"recsys {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    prepare = commands.add_parser("prepare", help="turn raw files into a store")
-    prepare.add_argument("format", choices=["criteo-kaggle"])
-    prepare.add_argument(
-        "raw", nargs="+", metavar="RAW", help="tab-separated text, plain, gzip or zst"
-    )
-    prepare.add_argument("--out", required=True, metavar="STORE", help="a folder to be made")
-    prepare.add_argument(
-        "--convention",
-        choices=["classic", "torchrec"],
-        default="classic",
-        help="of facebookresearch/dlrm, or of TorchRec's npy files",
-    )
-    prepare.add_argument(
-        "--skip-bad-lines", action="store_true", help="leave bad lines out, count and list them"
-    )
-    prepare.set_defaults(run_command=_prepare)
+    add_data_commands(commands)
 
     train = commands.add_parser(
         "train",
@@ -143,24 +129,6 @@ def _describe_keys() -> str:
     """The configuration's keys, for `recsys train --help`."""
     lines = [f"  {key:<24}{meaning}  [{default!r}]" for key, default, meaning in describe_keys()]
     return "\n".join(["configuration keys  [default]:", *lines])
-
-
-def _prepare(options: argparse.Namespace) -> int:
-    from recsys.datasets.criteo import prepare_criteo_kaggle
-
-    report = prepare_criteo_kaggle(
-        options.raw,
-        options.out,
-        convention=options.convention,
-        skip_bad_lines=options.skip_bad_lines,
-    )
-    print(
-        f"{report.path}: {report.num_samples:,} samples, "
-        f"{report.num_rows:,} distinct ids in 26 columns"
-    )
-    if report.bad_lines is not None:
-        print(f"left out {report.num_bad_lines:,} bad lines, listed in {report.bad_lines}")
-    return 0
 
 
 def _train(options: argparse.Namespace) -> int:

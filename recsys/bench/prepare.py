@@ -21,7 +21,8 @@ import numpy as np
 import pandas as pd
 
 from recsys.bench.harness import Row, in_own_process, rows_by_provider, take_turns
-from recsys.datasets.criteo import CATEGORY_NAMES, INTEGER_NAMES, prepare_criteo_kaggle
+from recsys.datasets.criteo import prepare_criteo_kaggle
+from recsys.datasets.criteo_flow import CATEGORY_NAMES, INTEGER_NAMES
 from recsys.datasets.criteo_parse import NUM_FIELDS, NUM_INTEGERS, parse_lines
 from recsys.errors import ConfigError
 from recsys.machine import peak_memory_bytes
