@@ -1,8 +1,10 @@
 import json
 import re
 import runpy
+from itertools import chain
 from statistics import mean, stdev
 
+import numpy as np
 import pytest
 
 from recsys.ablate import ablate
@@ -21,6 +23,68 @@ def test_tables_are_what_their_json_makes_them(pytestconfig):
         text = (pytestconfig.rootpath / name).read_text()
 
         assert tables["with_tables"](text) == text
+
+
+def has_record(table):
+    try:
+        table()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def test_every_table_stands_between_whole_marks_and_once_in_the_docs(pytestconfig):
+    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    placed = {}
+
+    for name in tables["DOCUMENTS"]:
+        text = (pytestconfig.rootpath / name).read_text()
+        placed[name] = [table for _, table, _ in tables["_PLACE"].findall(text)]
+        # Whatever looks like a mark, a damaged one too: a table behind it would not be checked.
+        marks = [
+            line for line in text.splitlines() if re.search(r"<!--|-->|<!-.*(table|end)", line)
+        ]
+        whole = [(f"<!-- table: {table} -->", "<!-- end -->") for table in placed[name]]
+        assert marks == [mark for pair in whole for mark in pair], name
+
+    assert placed.pop("README.md") == ["prepare", "reference"]
+    measured = [name for name, table in tables["TABLES"].items() if has_record(table)]
+    assert sorted(chain.from_iterable(placed.values())) == sorted(measured)
+
+
+@pytest.mark.parametrize("error", [{}, {"auc_standard_error": 0.0054}])
+def test_the_standard_error_of_an_auc_is_told_where_every_record_has_it(
+    pytestconfig, tmp_path, monkeypatch, error
+):
+    folder = pytestconfig.rootpath / "docs" / "benchmarks"
+    tables = runpy.run_path(str(folder / "tables.py"))
+    (tmp_path / "reference").mkdir()
+    for file in (folder / "reference").glob("sgd-*.json"):
+        run = json.loads(file.read_text())
+        run["metrics"]["test"]["auc_standard_error"] = 0.0058
+        if "torch-0" in file.name:
+            del run["metrics"]["test"]["auc_standard_error"]
+            run["metrics"]["test"] |= error
+        (tmp_path / "reference" / file.name).write_text(json.dumps(run))
+    monkeypatch.setitem(tables["reference_table"].__globals__, "_JSON", tmp_path)
+
+    caption = tables["TABLES"]["reference"]().partition("\n")[0]
+
+    expected = "; the standard error of one AUC is 0.0054 to 0.0058" if error else ""
+    assert f"of the last of seven parts{expected}); " in caption
+
+
+@pytest.mark.parametrize(("drift", "least", "most"), [(0.5, 0.1, 0.25), (0.0, 0.0, 0.03)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_click_rate_of_synthetic_samples_wanders_with_drift_alone(seed, drift, least, most):
+    source = SyntheticCriteo(num_samples=5_000_000, seed=seed, drift=drift)
+
+    rates = [
+        float(source.read(np.arange(start, start + 10_000)).labels.mean())
+        for start in (5_000_000 * part // 6 for part in range(6))
+    ]
+
+    assert least < max(rates) - min(rates) < most
 
 
 def test_the_table_of_an_ablation_holds_what_its_cells_measured(

@@ -284,11 +284,14 @@ class Store:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for stores made by one convention of the same raw bytes."""
+        """Equal for stores of equal samples: same raw bytes, convention, tables and splits."""
         hashes = [source["sha256"] for source in self.meta["sources"]]
         bound = self.meta.get("max_ind_range")
         bounds = [] if bound is None else [f"max_ind_range={bound}"]
-        return " ".join([self.meta["convention"], *bounds, str(self.num_samples), *hashes])
+        tables = ",".join(f"{name}:{size}" for name, size in self.table_sizes.items())
+        splits = ",".join(f"{name}:{part.start}-{part.stop}" for name, part in self.splits.items())
+        head = [self.meta["convention"], *bounds, str(self.num_samples), tables, splits]
+        return " ".join([*head, *hashes])
 
     def describe(self) -> dict[str, Any]:
         """What a run record says of this data."""

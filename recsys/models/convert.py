@@ -19,6 +19,7 @@ References:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import pairwise
 from math import comb
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,7 +29,7 @@ import torch
 from recsys.errors import WeightsError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -147,18 +148,30 @@ def _count(
 ) -> dict[str, list[str]]:
     """The distinct tables, bottom layers and top layers that some keys speak of."""
     found: dict[str, dict[str, None]] = {"table": {}, "bottom": {}, "top": {}}
-    for key in state_dict:
-        match = pattern.fullmatch(key)
+    if not isinstance(state_dict, Mapping):
+        raise WeightsError(
+            f"state dict: must be a dict of tensors, got {type(state_dict).__name__}; call the "
+            "model's state_dict()"
+        )
+    for key, tensor in state_dict.items():
+        match = pattern.fullmatch(str(key))
         if match is None:
             raise WeightsError(
                 f"state dict: key {key!r} is not one of {whose}; pass the state_dict of the bare "
                 "model, with one plain table per feature and dot interaction"
             )
+        if not isinstance(tensor, torch.Tensor):
+            raise WeightsError(
+                f"state dict: {key} must be a torch.Tensor, got {type(tensor).__name__}; turn "
+                "arrays into tensors with torch.from_numpy"
+            )
         if match.lastgroup is not None:
             found[match.lastgroup][match[match.lastgroup]] = None
     for part, names in found.items():
         if not names:
-            raise WeightsError(f"state dict: no key of {whose} {part} part is in it")
+            raise WeightsError(
+                f"state dict: no key of {whose} {part} part is in it; pass all of it"
+            )
     return {part: list(names) for part, names in found.items()}
 
 
@@ -168,12 +181,17 @@ def _check(state_dict: Mapping[str, Tensor], keys: _Keys) -> Tensor:
     expected = [*keys.tables, *layers]
     for key in expected:
         if key not in state_dict:
-            raise WeightsError(f"state dict: key {key!r} is missing; it must be there")
+            way_out = (
+                "pass all tables, and name their features in the data's order"
+                if key in keys.tables
+                else "its other keys ask for it, so pass the whole state_dict of the model"
+            )
+            raise WeightsError(f"state dict: key {key!r} is missing; {way_out}")
     for key in state_dict:
         if key not in expected:
             raise WeightsError(
                 f"state dict: key {key!r} is too many: the names given and the layers before it "
-                "leave no place for it"
+                "leave no place for it; name all features, and pass one model's whole state_dict"
             )
     first = state_dict[keys.tables[0]]
     _require(len(first.shape) == 2, keys.tables[0], "(E, D)", first)

@@ -165,11 +165,20 @@ def test_a_meta_file_without_meaning_is_refused(store, text):
         Store(store.path)
 
 
-def test_stores_of_other_raw_bytes_have_another_fingerprint(store):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sources": [{"sha256": "0" * 64}]},
+        {"convention": "torchrec"},
+        {"num_embeddings": {"cat_0": 4, "cat_1": 6, "cat_2": 5}},
+        {"num_embeddings": {"cat_1": 5, "cat_0": 5, "cat_2": 5}},
+        {"splits": {"train": [0, 17], "test": [17, 20], "validation": [20, 21]}},
+    ],
+)
+def test_stores_of_other_raw_bytes_tables_or_splits_have_another_fingerprint(store, change):
     before = store.fingerprint
     meta = json.loads((store.path / "meta.json").read_text())
-    meta["sources"] = [{"sha256": "0" * 64}]
-    (store.path / "meta.json").write_text(json.dumps(meta))
+    (store.path / "meta.json").write_text(json.dumps(meta | change))
 
     assert Store(store.path).fingerprint != before
 

@@ -134,6 +134,24 @@ def test_days_are_one_data_set_split_as_torchrec_does_and_taken_modulo_as_its_ha
     assert_batches_equal(theirs, [store.read(np.arange(10))])
 
 
+def test_a_position_in_ids_taken_modulo_is_none_in_ids_taken_modulo_others(tmp_path):
+    write_day(tmp_path, "day_0", 20)
+    first, same, other = (
+        BatchLoader(
+            Store(read_torchrec_npy(tmp_path, ["day_0"], tmp_path / name, table_sizes=sizes)),
+            "train",
+            4,
+            shuffle=True,
+        )
+        for name, sizes in (("a", SIZES), ("b", SIZES), ("c", SIZES[::-1]))
+    )
+    state = first.state_dict()
+
+    same.load_state_dict(state)
+    with pytest.raises(ConfigError, match="loader state: data is"):
+        other.load_state_dict(state)
+
+
 @pytest.mark.parametrize("last_day", [8, 9])
 def test_the_last_days_halves_are_torchrecs_val_and_test_stages(tmp_path, last_day):
     pytest.importorskip("torchrec", exc_type=ImportError)

@@ -169,7 +169,10 @@ def without_all_but_one_top_layer(state):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("top_l.2.bias"), "key 'top_l.2.bias' is missing"),
+        (
+            without("top_l.2.bias"),
+            "key 'top_l.2.bias' is missing; .* pass the whole state_dict of the model",
+        ),
         (without("bot_l.2.weight"), "key 'bot_l.2.weight' is missing"),
         (without("emb_l.4.weight"), "must name its 9 tables, got 10 names"),
         (with_tensor("emb_l.3.weight_q", 3, 4), "key 'emb_l.3.weight_q' is not one of a DLRM_Net"),
@@ -200,8 +203,14 @@ TABLE = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"
     ("change", "message"),
     [
         (without("over_arch.model.1.bias"), "'over_arch.model.1.bias' is missing"),
-        (without(TABLE.format("cat_5")), "t_cat_5.weight' is missing"),
-        (with_tensor(TABLE.format("cat_99"), 3, 4), "t_cat_99.weight' is too many"),
+        (
+            without(TABLE.format("cat_5")),
+            "t_cat_5.weight' is missing; pass all tables, and name",
+        ),
+        (
+            with_tensor(TABLE.format("cat_99"), 3, 4),
+            "t_cat_99.weight' is too many: .*; name all features",
+        ),
         (with_tensor("inter_arch.crossnet.bias.0", 3), "is not one of a DLRM's; pass .* bare"),
         (with_tensor("dense_arch.model._mlp.1._linear.bias", 6), r"must be \(4,\), got \(6,\)"),
     ],
@@ -217,7 +226,26 @@ def test_weights_that_are_not_our_models_are_refused_by_key(change, message):
 def test_a_training_modules_weights_and_empty_ones_are_refused():
     with pytest.raises(WeightsError, match=r"'model.dense_arch.* pass the state_dict of the bare"):
         to_classic({"model.dense_arch.model._mlp.0._linear.weight": torch.zeros(2, 2)}, FEATURES)
-    with pytest.raises(WeightsError, match="no key of a DLRM_Net's table part"):
+    with pytest.raises(
+        WeightsError, match="no key of a DLRM_Net's table part is in it; pass all of it"
+    ):
         from_classic({}, FEATURES)
+    with pytest.raises(
+        WeightsError, match=r"must be a dict of tensors, got DLRM; call .*state_dict"
+    ):
+        to_classic(make_dlrm(), FEATURES)
+    with pytest.raises(WeightsError, match="key 0 is not one of a DLRM's"):
+        to_classic({0: torch.zeros(1)}, FEATURES)
     with pytest.raises(WeightsError, match="must be distinct"):
         to_classic(make_dlrm().state_dict(), ["cat_2", *FEATURES[:-1]])
+
+
+def test_arrays_are_refused_by_key_with_the_way_to_tensors(classic):
+    theirs = {key: value.numpy() for key, value in classic.state_dict().items()}
+    ours = dict(make_dlrm().state_dict())
+    ours["over_arch.model.1.bias"] = ours["over_arch.model.1.bias"].numpy()
+
+    with pytest.raises(WeightsError, match=r"emb_l.0.weight must be a torch.Tensor, got ndarray"):
+        from_classic(theirs, FEATURES)
+    with pytest.raises(WeightsError, match=r"over_arch.model.1.bias must .* torch.from_numpy"):
+        to_classic(ours, FEATURES)
