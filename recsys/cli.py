@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from recsys._version import __version__
 from recsys.config import describe_keys, load_config
 from recsys.errors import RecsysError
+from recsys.export import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--to",
         required=True,
-        choices=["torchrec", "classic", "safetensors"],
+        choices=FORMATS,
         help="TorchRec's DLRM, facebookresearch/dlrm's DLRM_Net, or no pickle",
     )
     export.add_argument("--out", required=True, metavar="FILE", help="a file to be made")
