@@ -24,6 +24,9 @@ __all__ = ["Row", "in_own_process", "print_rows", "ratio", "summarize", "write_r
 
 _T = TypeVar("_T")
 
+# Least to most of n runs holds the median with probability 1 - 2 / 2**n: from 6 on over 95 %.
+_MIN_RUNS_OF_INTERVAL = 6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -37,7 +40,8 @@ class Row:
         unit: In what.
         median: Over the runs; `p20` and `p80` likewise.
         num_runs: How many.
-        low: Lower end of the median's 95 % interval, by bootstrap; `high` likewise.
+        low: Lower end of the median's 95 % interval, by bootstrap; `high` likewise. Both are None
+            for the median of fewer than 6 runs, which even from least to most is no 95 % interval.
     """
 
     bench: str
@@ -49,8 +53,8 @@ class Row:
     p20: float
     p80: float
     num_runs: int
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def summarize(
@@ -58,8 +62,10 @@ def summarize(
 ) -> Row:
     """A row from the values of several runs."""
     p20, median, p80 = np.percentile(values, [20, 50, 80]).tolist()
-    medians = np.median(np.asarray(values)[_resampled(len(values))], axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5]).tolist()
+    low = high = None
+    if len(values) >= _MIN_RUNS_OF_INTERVAL:
+        medians = np.median(np.asarray(values)[_resampled(len(values))], axis=1)
+        low, high = np.percentile(medians, [2.5, 97.5]).tolist()
     return Row(
         bench=bench,
         case=case,
