@@ -55,17 +55,13 @@ bench: setup
 	$(BIN)/recsys bench prepare --json docs/benchmarks/prepare.json
 	$(BIN)/recsys bench prepare --kaggle-size --json docs/benchmarks/prepare_kaggle_size.json
 	$(BIN)/recsys bench step --json docs/benchmarks/step.json
+	$(BIN)/recsys bench synthetic --json docs/benchmarks/generator.json
 
 reference: setup
 	sh docs/benchmarks/reference.sh
 
 coverage: setup
-	$(BIN)/recsys prepare criteo-kaggle $(RECSYS_DATA)/criteo_kaggle_137k/train.txt.gz --out stores/coverage
-	$(BIN)/python docs/benchmarks/synthetic_coverage.py stores/coverage --full
-	$(BIN)/recsys train synthetic:criteo-kaggle --run runs/reached --set synthetic.num_samples=5000000 \
-	    --set embeddings=fbgemm --set optimizer.name=adagrad --set optimizer.lr=0.01 --set batch_size=1024
-	$(BIN)/python docs/benchmarks/synthetic_reached.py runs/reached
-	rm -rf runs/reached stores/coverage
+	sh docs/benchmarks/coverage.sh
 
 tables: setup
 	$(BIN)/python docs/benchmarks/tables.py

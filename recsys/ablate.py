@@ -10,10 +10,8 @@ A finished cell is never run again, so an ablation that was stopped, however, go
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,13 +19,14 @@ from recsys.ablate_table import make_rows
 from recsys.build import describe_source, open_source
 from recsys.config import build_config, describe_config
 from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
+from recsys.files import alone_in
 from recsys.machine import describe_environment
 from recsys.report_page import write_report
 from recsys.run_folder import RunFolder, write_json
 from recsys.trainer_process import train_in_own_process
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from recsys.ablate_config import AblationConfig, Cell
     from recsys.config import TrainConfig
@@ -87,7 +86,7 @@ def ablate(
     # Data that is not there is found out before anything is written.
     sources = {keys: describe_source(open_source(tried)) for keys, tried in data.items()}
     (folder / "cells").mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder):
+    with alone_in(folder, "recsys ablate"):
         outcomes = {}
         for cell in cells:
             outcome = _read_outcome(folder, cell)
@@ -287,31 +286,6 @@ def _common_environment(environments: Sequence[Mapping[str, Any]]) -> dict[str, 
                 values.append(environment.get(key))
         common[key] = values[0] if len(values) == 1 else values
     return common
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """While it lasts, no other ablation works in the folder.
-
-    Raises:
-        ConfigError: another one does.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another `recsys ablate` is at work in {folder}; wait for it to end"
-            ) from None
-        yield
-    finally:
-        os.close(handle)
 
 
 def _say(message: str) -> None:

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys._version import __version__
+from recsys.cli_data import add_data_commands
 from recsys.config import describe_keys, load_config
 from recsys.errors import RecsysError
 from recsys.export import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from recsys.bench.harness import Row
 
 __all__ = ["build_parser", "main"]
 
@@ -42,22 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"recsys {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    prepare = commands.add_parser("prepare", help="turn raw files into a store")
-    prepare.add_argument("format", choices=["criteo-kaggle"])
-    prepare.add_argument(
-        "raw", nargs="+", metavar="RAW", help="tab-separated text, plain, gzip or zst"
-    )
-    prepare.add_argument("--out", required=True, metavar="STORE", help="a folder to be made")
-    prepare.add_argument(
-        "--convention",
-        choices=["classic", "torchrec"],
-        default="classic",
-        help="of facebookresearch/dlrm, or of TorchRec's npy files",
-    )
-    prepare.add_argument(
-        "--skip-bad-lines", action="store_true", help="leave bad lines out, count and list them"
-    )
-    prepare.set_defaults(run_command=_prepare)
+    add_data_commands(commands)
 
     train = commands.add_parser(
         "train",
@@ -121,15 +109,20 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="46 M lines and 34 M ids, one run; takes 20 GB of disk for a while",
     )
-    bench_prepare.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     bench_prepare.set_defaults(run_command=_bench_prepare)
     bench_step = benchmarks.add_parser("step", help="one training step, beside its floors")
     bench_step.add_argument(
         "--batch-sizes", type=int, nargs="+", default=[128, 2048, 16384], metavar="B"
     )
     bench_step.add_argument("--quick", action="store_true", help="small tables, few rounds")
-    bench_step.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     bench_step.set_defaults(run_command=_bench_step)
+    bench_synthetic = benchmarks.add_parser(
+        "synthetic", help="making synthetic samples, beside reading a store of them"
+    )
+    bench_synthetic.add_argument("--quick", action="store_true", help="few samples, few rounds")
+    bench_synthetic.set_defaults(run_command=_bench_synthetic)
+    for benchmark in (bench_prepare, bench_step, bench_synthetic):
+        benchmark.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     return parser
 
 
@@ -137,24 +130,6 @@ def _describe_keys() -> str:
     """The configuration's keys, for `recsys train --help`."""
     lines = [f"  {key:<24}{meaning}  [{default!r}]" for key, default, meaning in describe_keys()]
     return "\n".join(["configuration keys  [default]:", *lines])
-
-
-def _prepare(options: argparse.Namespace) -> int:
-    from recsys.datasets.criteo import prepare_criteo_kaggle
-
-    report = prepare_criteo_kaggle(
-        options.raw,
-        options.out,
-        convention=options.convention,
-        skip_bad_lines=options.skip_bad_lines,
-    )
-    print(
-        f"{report.path}: {report.num_samples:,} samples, "
-        f"{report.num_rows:,} distinct ids in 26 columns"
-    )
-    if report.bad_lines is not None:
-        print(f"left out {report.num_bad_lines:,} bad lines, listed in {report.bad_lines}")
-    return 0
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -207,19 +182,13 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _bench_prepare(options: argparse.Namespace) -> int:
-    from recsys.bench.harness import print_rows, write_rows
     from recsys.bench.prepare import SIZES, bench_prepare
 
     size = "quick" if options.quick else "kaggle" if options.kaggle_size else "gigabyte"
-    rows = bench_prepare(options.raw, SIZES[size])
-    print_rows(rows)
-    if options.json is not None:
-        write_rows(options.json, rows)
-    return 0
+    return _show_rows(bench_prepare(options.raw, SIZES[size]), options)
 
 
 def _bench_step(options: argparse.Namespace) -> int:
-    from recsys.bench.harness import print_rows, write_rows
     from recsys.bench.step import bench_step
 
     rows = bench_step(
@@ -228,6 +197,21 @@ def _bench_step(options: argparse.Namespace) -> int:
         num_rounds=5 if options.quick else 40,
         table_sizes=[1000] * 26 if options.quick else (),
     )
+    return _show_rows(rows, options)
+
+
+def _bench_synthetic(options: argparse.Namespace) -> int:
+    from recsys.bench.synthetic import bench_synthetic
+
+    rows = bench_synthetic(
+        num_samples=50_000 if options.quick else 500_000, num_rounds=3 if options.quick else 30
+    )
+    return _show_rows(rows, options)
+
+
+def _show_rows(rows: list[Row], options: argparse.Namespace) -> int:
+    from recsys.bench.harness import print_rows, write_rows
+
     print_rows(rows)
     if options.json is not None:
         write_rows(options.json, rows)

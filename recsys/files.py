@@ -1,17 +1,18 @@
-"""Files that appear under their names only when whole."""
+"""Files that appear under their names only when whole, and folders that one process writes to."""
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from recsys.errors import AlreadyExists
+from recsys.errors import AlreadyExists, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["appearing_whole", "require_new"]
+__all__ = ["alone_in", "appearing_whole", "flush_to_disk", "require_files", "require_new"]
 
 
 @contextmanager
@@ -25,6 +26,21 @@ def appearing_whole(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def require_files(kind: str, files: Iterable[Path]) -> None:
+    """Check that files are there.
+
+    Args:
+        kind: What they are, for the message.
+        files: Their paths.
+
+    Raises:
+        FileNotFoundError: one is not.
+    """
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{kind} {file} is no file")
+
+
 def require_new(*files: Path) -> None:
     """Check that none of some files would be overwritten, and make their folders.
 
@@ -36,3 +52,41 @@ def require_new(*files: Path) -> None:
             raise AlreadyExists(f"{file} exists already; remove it or choose another name")
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Have the disk hold a file's content, or a folder's names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def alone_in(folder: Path, command: str) -> Iterator[None]:
+    """While it lasts, no other process that asks for the same works in the folder.
+
+    Args:
+        folder: Is there. The system takes the lock back when the process ends, however it does.
+        command: What works there, for the message.
+
+    Raises:
+        ConfigError: another one does.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `{command}` is at work in {folder}; wait for it to end"
+            ) from None
+        yield
+    finally:
+        os.close(handle)

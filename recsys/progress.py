@@ -62,13 +62,14 @@ class Progress:
     """Gathers steps; at each report writes a history line and moves the bar. A context manager.
 
     `train_loss` and `train_auc` are those of the samples since the last report, each predicted
-    before it was learnt from.
+    before it was learnt from. An evaluation has a line of its own, so that it does not cut short
+    what the next report is about.
 
     Args:
         folder: Where the history goes.
         clock: The run's time.
         num_samples: Samples the run will train on.
-        split: The part that is evaluated in between; a report's line names it.
+        split: The part that is evaluated in between.
         show: Draw the bar.
     """
 
@@ -104,7 +105,12 @@ class Progress:
         self._logits.append(logits)
         self._labels.append(labels)
 
-    def report(self, epoch: int, evaluation: Metrics | None = None) -> float:
+    def add_evaluation(self, evaluation: Metrics) -> None:
+        """Write a history line of an evaluation behind the last step."""
+        self.last_evaluation = evaluation.as_dict()
+        self._folder.append_history({**self.position(), self._split: self.last_evaluation})
+
+    def report(self, epoch: int) -> float:
         """Write a history line over the steps since the last one; returns their mean loss."""
         num_samples, seconds = self._reported
         self._reported = (self.num_samples, self._clock.train_seconds)
@@ -120,8 +126,6 @@ class Progress:
             "train_loss": loss,
             "train_auc": auc(logits, labels) if isfinite(loss) else None,
         }
-        if evaluation is not None:
-            self.last_evaluation = entry[self._split] = evaluation.as_dict()
         self._folder.append_history(entry)
         shown = {"loss": f"{loss:.4f}", "auc": _rounded(entry["train_auc"])}
         if self.last_evaluation is not None:

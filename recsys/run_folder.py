@@ -1,7 +1,7 @@
 """The folder of a training run.
 
     DIR/config.toml        the whole configuration, written first
-        history.jsonl      one JSON object per report interval, appended as training goes
+        history.jsonl      one JSON object per report and per evaluation, appended as training goes
         run.json           configuration, environment, data, metrics, throughput, stages, memory
         curves.png         loss and AUC over samples
         model.safetensors  the final state_dict, readable without this library; not where

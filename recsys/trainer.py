@@ -147,11 +147,6 @@ def _fit(
         TrainingDiverged: the loss is not a number any more.
     """
     num_steps = config.epochs * len(loader)
-    report_every = max(1, num_steps // _REPORTS_PER_RUN)
-    eval_every = config.eval.every_steps
-    if not eval_every:  # at a report, so that evaluating does not cut a report's window short
-        reports_between = len(loader) // (_EVALUATIONS_PER_EPOCH * report_every)
-        eval_every = report_every * max(1, reports_between)
     schedulers = []
     if not config.lr_schedule.is_constant:
         schedulers = [
@@ -179,8 +174,7 @@ def _fit(
 
             progress.add(loss.detach(), logits, labels)
             step = progress.num_steps
-            evaluation = None
-            if step % eval_every == 0 and step < num_steps:
+            if step < num_steps and _is_evaluation_due(step, num_steps, config):
                 clock.mark("other")
                 # Or the reader would fill its queue while the clock leaves an evaluation out.
                 loader.finish_reading()
@@ -194,9 +188,9 @@ def _fit(
                         config.eval.max_samples,
                     )
                 clock.mark("evaluate")
-            is_last = step == num_steps or interrupted.is_set()
-            if evaluation is not None or step % report_every == 0 or is_last:
-                mean_loss = progress.report(epoch, evaluation)
+                progress.add_evaluation(evaluation)
+            if _is_one_of(step, _REPORTS_PER_RUN, num_steps) or interrupted.is_set():
+                mean_loss = progress.report(epoch)
                 if not isfinite(mean_loss):
                     raise TrainingDiverged(f"by step {step} the loss is {mean_loss}; {_LOWER_LR}")
             clock.mark("other")
@@ -213,6 +207,17 @@ def _warn_of_no_decay(config: TrainConfig, num_steps: int) -> None:
             "lower lr_schedule.decay_start or lr_schedule.warmup_steps",
             stacklevel=3,
         )
+
+
+def _is_evaluation_due(step: int, num_steps: int, config: TrainConfig) -> bool:
+    if config.eval.every_steps:
+        return step % config.eval.every_steps == 0
+    return _is_one_of(step, _EVALUATIONS_PER_EPOCH * config.epochs, num_steps)
+
+
+def _is_one_of(step: int, times: int, num_steps: int) -> bool:
+    """Whether a step is one of so many, which divide the run evenly; the last step always is."""
+    return step * times // num_steps > (step - 1) * times // num_steps
 
 
 def evaluate_split(

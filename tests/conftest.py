@@ -27,13 +27,13 @@ SMALL_SETTINGS = (
 )
 
 
-def _sample(folder):
+def _sample(folder, name="train.txt.gz"):
     root = os.environ.get("RECSYS_DATA")
     if not root:
         pytest.skip("set RECSYS_DATA to the folder of real samples")
-    path = Path(root) / folder / "train.txt.gz"
+    path = Path(root) / folder / name
     if not path.is_file():
-        pytest.skip(f"RECSYS_DATA has no {folder}/train.txt.gz")
+        pytest.skip(f"RECSYS_DATA has no {folder}/{name}")
     return path
 
 
@@ -47,6 +47,12 @@ def kaggle_10k():
 def kaggle_137k():
     """A uniform sample of 137,139 raw lines of Criteo Kaggle."""
     return _sample("criteo_kaggle_137k")
+
+
+@pytest.fixture(scope="session")
+def day_0_head():
+    """The first 1,000 raw lines of day 0 of Criteo 1TB."""
+    return _sample("criteo_1tb_day0_1k", "day_0_head.txt.gz")
 
 
 @pytest.fixture(scope="session")

@@ -28,12 +28,22 @@ def test_options_are_these_and_no_others():
     assert options(build_parser()) == {
         "--version": "",
         "prepare": {
-            "format": "",
-            "raw": "",
-            "--out": "",
-            "--convention": "",
-            "--skip-bad-lines": "",
+            "criteo-kaggle": {
+                "raw": "",
+                "--convention": "",
+                "--skip-bad-lines": "",
+                "--out": "",
+            },
+            "criteo-1tb": {
+                "day": "",
+                "--max-ind-range": "",
+                "--skip-bad-lines": "",
+                "--out": "",
+            },
+            "classic-npz": {"file": "", "--out": ""},
+            "torchrec-npy": {"prefix": "", "--table-sizes": "", "--out": ""},
         },
+        "convert": {"store": "", "--to": "", "--out": "", "--split": ""},
         "train": {"data": "", "--config": "", "--set": "", "--run": ""},
         "ablate": {"config": "", "--set": "", "--run": ""},
         "report": {"run": ""},
@@ -42,6 +52,7 @@ def test_options_are_these_and_no_others():
         "bench": {
             "prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""},
             "step": {"--batch-sizes": "", "--quick": "", "--json": ""},
+            "synthetic": {"--quick": "", "--json": ""},
         },
     }
 
@@ -96,6 +107,22 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["report", "nowhere"], "nowhere has neither a run.json nor an ablate.json"),
         (["ablate", "nowhere.toml", "--run", "out"], "nowhere.toml cannot be read"),
         (["prepare", "criteo-kaggle", "nowhere", "--out", "s"], "raw nowhere is no file"),
+        (["prepare", "criteo-1tb", "nowhere", "--out", "s"], "raw nowhere is no file"),
+        (["prepare", "classic-npz", "nowhere", "--out", "s"], "npz nowhere is no file"),
+        (
+            ["prepare", "torchrec-npy", "no/where", "--out", "s"],
+            "npy no/where_dense.npy is no file",
+        ),
+        (["convert", "nowhere", "--to", "classic-npz", "--out", "f"], "nowhere is not a store"),
+        (["convert", "nowhere", "--to", "torchrec-npy", "--out", "f"], "nowhere is not a store"),
+        (
+            ["convert", "s", "--to", "torchrec-npy", "--out", "."],
+            ". is a folder; name what is to be",
+        ),
+        (
+            ["convert", "s", "--to", "classic-npz", "--out", "f", "--split", "test"],
+            "and cannot have split 'test' alone; leave the split out",
+        ),
         (["bench", "prepare", "--raw", "nowhere"], "nowhere is no file"),
     ],
 )
@@ -190,14 +217,20 @@ def test_training_needs_neither_torchrec_nor_fbgemm(tmp_path, small_settings):
 
 
 def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
+    from recsys.convert import FORMATS as DATA_FORMATS
     from recsys.datasets.criteo import CONVENTIONS
-    from recsys.export import FORMATS
+    from recsys.datasets.source import SPLITS
+    from recsys.export import FORMATS as MODEL_FORMATS
 
-    (commands,) = (action.choices for action in build_parser()._actions if action.dest == "command")
-
-    def choices(command, option):
-        (action,) = (a for a in commands[command]._actions if a.dest == option)
+    def choices(*path):
+        parser = build_parser()
+        for name in path[:-1]:
+            (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+            parser = commands.choices[name]
+        (action,) = (a for a in parser._actions if a.dest == path[-1])
         return tuple(action.choices)
 
-    assert choices("prepare", "convention") == CONVENTIONS
-    assert choices("export", "to") == FORMATS
+    assert choices("prepare", "criteo-kaggle", "convention") == CONVENTIONS
+    assert choices("convert", "to") == DATA_FORMATS
+    assert choices("convert", "split") == SPLITS
+    assert choices("export", "to") == MODEL_FORMATS

@@ -7,6 +7,9 @@ import pytest
 
 from recsys.ablate import ablate
 from recsys.ablate_config import load_ablation
+from recsys.bench.harness import ratio, rows_by_provider, write_rows
+from recsys.bench.synthetic import write_store
+from recsys.datasets import SyntheticCriteo
 from recsys.trainer import train
 
 
@@ -49,6 +52,51 @@ def test_the_table_of_an_ablation_holds_what_its_cells_measured(
     ]
     assert cells[3].startswith(f"{mean(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f}; ")
     assert cells[4] == "-, 0 of 2 runs"
+
+
+def test_the_table_of_the_generator_holds_what_was_measured(pytestconfig, tmp_path):
+    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    values = {"plain": [8e5, 9e5, 1e6], "preference_changes": [6e5] * 3, "store": [5e6] * 3}
+    throughput = {"metric": "throughput", "unit": "samples/s", "values": values}
+    rows = rows_by_provider(bench="synthetic", case="B=2048,samples=7000,tables=26", **throughput)
+    for provider in ("plain", "preference_changes"):
+        speed = {"metric": "speed_over_store", "values": [4.0] * 3, "baseline": [2.0] * 3}
+        rows.append(ratio(bench="synthetic", case=rows[0].case, provider=provider, **speed))
+    write_rows(tmp_path / "generator.json", rows)
+
+    text = tables["generator_table"](str(tmp_path / "generator.json"))
+
+    caption, _, _, _, *lines = text.strip().split("\n")
+    assert "mini-batches of 2,048 through" in caption
+    assert "7,000 samples, 26 tables; median of 3 rounds" in caption
+    assert lines == [
+        "| plain | 900,000 (840,000-960,000) | 0.50 (0.50-0.50) |",
+        "| preference changes | 600,000 (600,000-600,000) | 0.50 (0.50-0.50) |",
+        "| store | 5,000,000 (5,000,000-5,000,000) |  |",
+    ]
+
+
+@pytest.mark.slow
+def test_what_make_coverage_writes_is_what_the_tables_read(pytestconfig, tmp_path, small_config):
+    scripts = pytestconfig.rootpath / "docs" / "benchmarks"
+    coverage, reached, tables = (
+        runpy.run_path(str(scripts / f"{name}.py"))
+        for name in ("synthetic_coverage", "synthetic_reached", "tables")
+    )
+    sample = SyntheticCriteo(num_samples=20_000, table_sizes=[50, 7], seed=1)
+    store = write_store(sample, tmp_path / "store")
+    run = train(small_config(), tmp_path / "run", show_progress=False)
+    found, best = tmp_path / "found.json", tmp_path / "best.json"
+
+    coverage["main"]([str(store), "--out", str(found), "--max-samples", "30000"])
+    reached["main"]([str(tmp_path / "run"), "--out", str(best)])
+
+    assert tables["coverage_table"](str(found)).startswith("The first 20,000 samples; ")
+    assert "| distinct rows | 57 | " in tables["coverage_table"](str(found))
+    assert "\n| 20,000 | " in tables["continuation_table"](str(found))
+    assert "| everything | 0.8" in tables["planted_table"](str(found))
+    auc = run["metrics"]["test"]["auc"]
+    assert f"| sgd 0.1, B=128 | {auc:.4f} | " in tables["reached_table"](str(best))
 
 
 @pytest.mark.parametrize(("recipe", "least"), [("sgd", 0.718), ("adagrad", 0.759)])

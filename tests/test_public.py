@@ -30,6 +30,7 @@ def test_public_names_are_these_and_no_others():
             "SampleSource",
             "Store",
             "SyntheticCriteo",
+            "prepare_criteo_1tb",
             "prepare_criteo_kaggle",
         ],
         "recsys.embeddings": ["TableConfig"],

@@ -1,6 +1,7 @@
 import json
 import signal
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -85,8 +86,32 @@ def test_history_covers_every_sample_once_and_evaluates_when_told(small_config, 
     assert [entry["num_samples"] for entry in training] == [
         min(128 * step, 1800) for step in range(1, 16)
     ]
-    assert [entry["step"] for entry in training if "validation" in entry] == [4, 8, 12]
+    assert [entry["step"] for entry in entries if "validation" in entry] == [4, 8, 12, 15]
     assert set(entries[-1]) >= {"validation", "test", "step"}
+
+
+def test_evaluations_do_not_cut_short_what_a_report_is_about(small_config, tmp_path):
+    settings = ("batch_size=8", "eval.every_steps=7", "eval.max_samples=20")
+    run(small_config(*settings), tmp_path / "run")
+
+    entries = history(tmp_path / "run")
+    ends = [entry["step"] for entry in entries if "train_loss" in entry]
+    assert [entry["step"] for entry in entries if "validation" in entry] == [*range(7, 225, 7), 225]
+    assert len(ends) == 100
+    assert {end - start for start, end in pairwise([0, *ends])} == {2, 3}
+    assert ends[-1] == 225
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_run_is_evaluated_ten_times_an_epoch_unless_told_otherwise(
+    small_config, tmp_path, epochs
+):
+    run(small_config("batch_size=40", f"epochs={epochs}"), tmp_path / "run")
+
+    evaluated = [entry["step"] for entry in history(tmp_path / "run") if "validation" in entry]
+    assert len(evaluated) == 10 * epochs
+    assert {end - start for start, end in pairwise([0, *evaluated])} == {4, 5}
+    assert evaluated[-1] == 45 * epochs
 
 
 def test_evaluations_on_the_way_are_of_the_part_asked_for(small_config, tmp_path):
@@ -96,10 +121,12 @@ def test_evaluations_on_the_way_are_of_the_part_asked_for(small_config, tmp_path
 
     of_test, of_validation = (history(tmp_path / split) for split in ("test", "validation"))
 
-    assert [entry["step"] for entry in of_test if "test" in entry] == [14, 15]
+    first, last = (entry for entry in of_test if "test" in entry)
+    first_other, last_other = (entry for entry in of_validation if "validation" in entry)
+    assert (first["step"], last["step"]) == (14, 15)
     assert [entry["step"] for entry in of_test if "validation" in entry] == [15]
-    assert of_test[13]["test"]["auc"] != of_validation[13]["validation"]["auc"]
-    assert of_test[-1]["test"] == of_validation[-1]["test"]
+    assert first["test"]["auc"] != first_other["validation"]["auc"]
+    assert last["test"] == last_other["test"]
 
 
 def test_a_run_told_to_saves_no_model_and_says_so_when_asked_for_it(small_config, tmp_path):

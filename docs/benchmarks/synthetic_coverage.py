@@ -1,10 +1,9 @@
-"""How well synthetic data covers the real sample, into JSON beside this file; `make coverage`.
+"""How well synthetic data covers the real sample, as JSON; `make coverage` calls it.
 
-    python docs/benchmarks/synthetic_coverage.py STORE [--full]
+    python docs/benchmarks/synthetic_coverage.py STORE --out FILE [--max-samples N]
 
-STORE is the real sample of Criteo Kaggle, prepared; only aggregates of it are written. `--full`
-goes on to as many synthetic samples as the whole challenge has. These are counts, not timings: any
-machine gives the same.
+STORE is the real sample of Criteo Kaggle, prepared; only aggregates of it are written. These are
+counts, not timings: any machine gives the same. Fewer samples are for a trial.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from recsys.machine import describe_environment
 from recsys.metrics import auc
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from recsys.datasets.source import SampleSource
 
-_RESULT = Path(__file__).resolve().parent / "synthetic_coverage.json"
-_SAMPLE_SIZE = 137_139
-_SIZES = (_SAMPLE_SIZE, 1_000_000, 10_000_000)
-_FULL_SIZE = 45_840_617
+_FULL_SIZE = 45_840_617  # samples of the whole challenge
+_SIZES = (1_000_000, 10_000_000, _FULL_SIZE)
 _TOPS = (0.001, 0.01, 0.1)
 _BATCH_SIZES = (256, 1_024, 4_096, 16_384)
 _BLOCK_SAMPLES = 1 << 16
@@ -38,7 +37,7 @@ _BACKFITTING_ROUNDS = 5
 _MAX_BACKFITTED_ROWS = 10_000
 
 
-def popularity(source: SampleSource, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+def popularity(source: SampleSource, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """What the first samples of a source look up, for rising numbers of samples.
 
     `top_shares`: the part of all lookups that goes to the top 0.1, 1, 10 % of the rows met, those
@@ -60,19 +59,19 @@ def popularity(source: SampleSource, sizes: tuple[int, ...]) -> list[dict[str, A
     return found
 
 
-def distinct_rows(source: SampleSource) -> list[float]:
+def distinct_rows(source: SampleSource, num_samples: int) -> list[float]:
     """Distinct rows per lookup in mini-batches of consecutive samples, by size of the mini-batch.
 
-    The mean over all whole mini-batches of the sample.
+    The mean over all whole mini-batches of the first samples.
     """
-    column_ids = _ids(source, 0, _SAMPLE_SIZE)
+    column_ids = _ids(source, 0, num_samples)
     return [
         float(
             np.mean(
                 [
                     len(np.unique(ids[start : start + size])) / size
                     for ids in column_ids
-                    for start in range(0, _SAMPLE_SIZE - size + 1, size)
+                    for start in range(0, num_samples - size + 1, size)
                 ]
             )
         )
@@ -80,13 +79,13 @@ def distinct_rows(source: SampleSource) -> list[float]:
     ]
 
 
-def planted(source: SyntheticCriteo) -> dict[str, float]:
+def planted(source: SyntheticCriteo, num_samples: int) -> dict[str, float]:
     """The best AUC, for models that know all, rows one by one, dense features alone.
 
     The second is that of the additive function of the rows next to the truth in squares: each
     column's part of the interactions is found by backfitting.
     """
-    numbers = np.arange(_NUM_ABLATION_SAMPLES)
+    numbers = np.arange(num_samples)
     batch, parts = source.read(numbers), source.logit_parts(numbers)
     labels = batch.labels.numpy()
     column_ids = batch.sparse_features.values().numpy().reshape(-1, len(numbers))
@@ -112,30 +111,31 @@ def _ids(source: SampleSource, start: int, stop: int) -> NDArray[np.int64]:
     return ids
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure both and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("store")
-    parser.add_argument("--full", action="store_true")
-    arguments = parser.parse_args()
-    real = Store(arguments.store)
-    synthetic = SyntheticCriteo(num_samples=_FULL_SIZE)
-    sizes = (*_SIZES, _FULL_SIZE) if arguments.full else _SIZES
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--max-samples", type=int, default=_FULL_SIZE)
+    options = parser.parse_args(arguments)
+    real, synthetic = Store(options.store), SyntheticCriteo(num_samples=_FULL_SIZE)
+    sample_size = real.num_samples
+    sizes = [sample_size, *(size for size in _SIZES if sample_size < size <= options.max_samples)]
     result = {
         "environment": describe_environment(),
         "tops": _TOPS,
         "batch_sizes": _BATCH_SIZES,
         "real": {
-            "popularity": popularity(real, (_SAMPLE_SIZE,)),
-            "distinct_rows": distinct_rows(real),
+            "popularity": popularity(real, [sample_size]),
+            "distinct_rows": distinct_rows(real, sample_size),
         },
         "synthetic": {
             "popularity": popularity(synthetic, sizes),
-            "distinct_rows": distinct_rows(synthetic),
-            "planted": planted(synthetic),
+            "distinct_rows": distinct_rows(synthetic, sample_size),
+            "planted": planted(synthetic, min(_NUM_ABLATION_SAMPLES, options.max_samples)),
         },
     }
-    _RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What a run on synthetic data reached, into JSON beside this file; `make coverage` calls it.
+"""What a run on synthetic data reached, as JSON; `make coverage` calls it.
 
-    python docs/benchmarks/synthetic_reached.py DIR
+    python docs/benchmarks/synthetic_reached.py DIR --out FILE
 
 DIR is a run of `recsys train synthetic:criteo-kaggle`. Kept are its configuration, data and
 metrics, no timings; `best_auc` is that of the whole test part, the samples the model's AUC is of.
@@ -11,26 +11,29 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recsys.build import open_source
 from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
 
-_RESULT = Path(__file__).resolve().parent / "synthetic_reached.json"
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Read the run's record and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
-    run = parser.parse_args().run
-    record = json.loads((run / "run.json").read_text())
-    source = open_source(load_config(run / "config.toml"))
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    record = json.loads((options.run / "run.json").read_text())
+    source = open_source(load_config(options.run / "config.toml"))
     if not isinstance(source, SyntheticCriteo):
-        parser.error(f"{run} is not a run on synthetic data")
+        parser.error(f"{options.run} is not a run on synthetic data")
     result = {key: record[key] for key in ("status", "config", "environment", "data", "metrics")}
-    result["best_auc"] = source.best_auc()
-    _RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    result["best_auc"] = source.best_auc(len(source.splits["test"]))
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

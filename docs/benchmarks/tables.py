@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from recsys.ablate_table import column_title, format_number
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -31,9 +33,9 @@ def with_tables(text: str) -> str:
 
 def prepare_table(file: str) -> str:
     """`recsys bench prepare`: throughput and peak memory by provider."""
-    record = json.loads((_JSON / file).read_text())
+    record = _read(file)
     rows = {(row["provider"], row["metric"]): row for row in record["rows"]}
-    case = dict(pair.split("=") for pair in record["rows"][0]["case"].split(","))
+    case = _case(record["rows"][0]["case"])
     lines = []
     for provider in ("recsys", "pandas"):
         rate, peak = rows[provider, "throughput"], rows[provider, "peak_memory"]
@@ -55,10 +57,10 @@ def prepare_table(file: str) -> str:
     return _table(caption, ["", "MB/s", "peak memory, GiB"], lines)
 
 
-def reference_table() -> str:
+def reference_table(folder: str) -> str:
     """The reference recipes on the real sample: quality and speed by provider."""
     runs: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for file in sorted((_JSON / "reference").glob("*.json")):
+    for file in sorted((_JSON / folder).glob("*.json")):
         run = json.loads(file.read_text())
         optimizer = run["config"]["optimizer"]
         recipe = f"{optimizer['name']} {optimizer['lr']:g}, B={run['config']['batch_size']}"
@@ -89,9 +91,9 @@ def reference_table() -> str:
     return _table(caption, header, lines)
 
 
-def synthetic_table() -> str:
+def synthetic_table(file: str) -> str:
     """The default run: what `make train` does."""
-    run = json.loads((_JSON / "synthetic.json").read_text())
+    run = _read(file)
     sizes = run["data"]["table_sizes"].values()
     seconds = {stage.removesuffix("_seconds"): spent for stage, spent in run["stalls"].items()}
     train_seconds = run["throughput"]["train_seconds"]
@@ -111,48 +113,52 @@ def synthetic_table() -> str:
     return _table(caption, header, [line])
 
 
-def step_table() -> str:
+def step_table(file: str) -> str:
     """`recsys bench step`: milliseconds by case and provider."""
-    record = json.loads((_JSON / "step.json").read_text())
+    record = _read(file)
     cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
     cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
     providers = ["torch", "fbgemm", "dense", "dense_eager", "gemm_torch", "gemm_onednn"]
     lines = []
     for case in cases:
-        keys = dict(pair.split("=") for pair in case.split(","))
-        speed = cells[case, "dense", "speed_over_dense_eager"]
+        keys = _case(case)
+        speeds = [
+            cells.get((case, "dense", f"speed_over_{name}")) for name in ("dense_eager", "fp32")
+        ]
         lines.append(
             [
                 keys["B"],
                 keys["precision"],
                 *(f"{cells[case, provider, 'time']['median']:.2f}" for provider in providers),
-                f"**{speed['median']:.2f}** ({speed['low']:.2f}-{speed['high']:.2f})",
+                *(
+                    f"**{speed['median']:.2f}** ({speed['low']:.2f}-{speed['high']:.2f})"
+                    if speed
+                    else ""
+                    for speed in speeds
+                ),
             ]
         )
     caption = (
         f"Milliseconds of a step, median of {record['rows'][0]['num_runs']} rounds in which all "
         f"took turns; SGD, Kaggle's 26 tables, D=16; {_machine(record['environment'])}."
     )
-    header = ["B", "precision", *providers, "dense over dense_eager (95 %)"]
+    header = ["B", "precision", *providers, "dense over dense_eager (95 %)", "over fp32 (95 %)"]
     return _table(caption, header, lines)
 
 
 def ablate_table(file: str) -> str:
     """`recsys ablate`: mean and spread over seeds, a line per variation."""
-    record = json.loads((_JSON / file).read_text())
+    record = _read(file)
     config, run = record["config"], record["cells"][0]["run"]
     rows = {(row["variation"], row["metric"]): row for row in record["rows"]}
-    titles = {"auc": "test AUC", "logloss": "logloss", "throughput": "samples/s"}
-    if config["target_auc"] is not None:
-        target = f"{config['target_split']} AUC {config['target_auc']:g}"
-        titles["time_to_target_auc"] = f"seconds to {target}"
+    titles = {row["metric"]: column_title(row["metric"], config) for row in record["rows"]}
     lines = []
     for variation in config["variations"]:
         line = [variation]
         for metric in titles:
             row = rows[variation, metric]
             low, mid, high, std = (
-                _measure(metric, row[key]) for key in ("min", "mean", "max", "std")
+                format_number(metric, row[key]) for key in ("min", "mean", "max", "std")
             )
             text = f"{mid} ({low}-{high}; {std})" if row["num_runs"] else mid
             if row["num_runs"] < row["num_cells"]:
@@ -168,9 +174,34 @@ def ablate_table(file: str) -> str:
     return _table(caption, ["variation", *titles.values()], lines)
 
 
-def coverage_table() -> str:
+def generator_table(file: str) -> str:
+    """`recsys bench synthetic`: samples per second by provider."""
+    record = _read(file)
+    cells = {(row["provider"], row["metric"]): row for row in record["rows"]}
+    case = _case(record["rows"][0]["case"])
+    lines = []
+    for provider in dict.fromkeys(row["provider"] for row in record["rows"]):
+        rate = cells[provider, "throughput"]
+        speed = cells.get((provider, "speed_over_store"))
+        lines.append(
+            [
+                provider.replace("_", " "),
+                f"{rate['median']:,.0f} ({rate['p20']:,.0f}-{rate['p80']:,.0f})",
+                f"{speed['median']:.2f} ({speed['low']:.2f}-{speed['high']:.2f})" if speed else "",
+            ]
+        )
+    caption = (
+        f"Shuffled mini-batches of {int(case['B']):,} through the loader's one thread, "
+        f"{int(case['samples']):,} samples, {case['tables']} tables; median of "
+        f"{record['rows'][0]['num_runs']} rounds in which all took turns (20th to 80th "
+        f"percentile); {_machine(record['environment'])}."
+    )
+    return _table(caption, ["", "samples/s", "over store (95 %)"], lines)
+
+
+def coverage_table(file: str) -> str:
     """What synthetic samples look up, beside the real sample."""
-    record = json.loads((_JSON / "synthetic_coverage.json").read_text())
+    record = _read(file)
     real, synthetic = record["real"], record["synthetic"]
     first, second = real["popularity"][0], synthetic["popularity"][0]
     lines = [["distinct rows", f"{first['num_rows']:,}", f"{second['num_rows']:,}"]]
@@ -186,9 +217,9 @@ def coverage_table() -> str:
     return _table(caption, ["", "real sample", "synthetic"], lines)
 
 
-def continuation_table() -> str:
+def continuation_table(file: str) -> str:
     """What more and more synthetic samples look up."""
-    record = json.loads((_JSON / "synthetic_coverage.json").read_text())
+    record = _read(file)
     lines = [
         [
             f"{found['num_samples']:,}",
@@ -202,9 +233,9 @@ def continuation_table() -> str:
     return _table(caption, ["samples", "rows met", *tops], lines)
 
 
-def planted_table() -> str:
+def planted_table(file: str) -> str:
     """How much of the planted labels is in what."""
-    planted = json.loads((_JSON / "synthetic_coverage.json").read_text())["synthetic"]["planted"]
+    planted = _read(file)["synthetic"]["planted"]
     labels = {
         "everything": "everything",
         "no_interactions": "every row's effect and the dense features, no interactions",
@@ -214,9 +245,9 @@ def planted_table() -> str:
     return _table("The best that can be expected.", ["what a model knows", "AUC"], lines)
 
 
-def reached_table() -> str:
+def reached_table(file: str) -> str:
     """How near training comes to the best AUC."""
-    run = json.loads((_JSON / "synthetic_reached.json").read_text())
+    run = _read(file)
     config, data, test = run["config"], run["data"], run["metrics"]["test"]
     recipe = (
         f"{config['optimizer']['name']} {config['optimizer']['lr']:g}, B={config['batch_size']}"
@@ -237,16 +268,22 @@ def reached_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "ablate_baselines": partial(ablate_table, "ablate_baselines.json"),
+    "generator": partial(generator_table, "generator.json"),
     "prepare": partial(prepare_table, "prepare.json"),
     "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),
-    "reference": reference_table,
-    "step": step_table,
-    "synthetic": synthetic_table,
-    "coverage": coverage_table,
-    "continuation": continuation_table,
-    "planted": planted_table,
-    "reached": reached_table,
+    "reference": partial(reference_table, "reference"),
+    "step": partial(step_table, "step.json"),
+    "synthetic": partial(synthetic_table, "synthetic.json"),
+    "coverage": partial(coverage_table, "synthetic_coverage.json"),
+    "continuation": partial(continuation_table, "synthetic_coverage.json"),
+    "planted": partial(planted_table, "synthetic_coverage.json"),
+    "reached": partial(reached_table, "synthetic_reached.json"),
 }
+
+
+def _read(file: str) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((_JSON / file).read_text())
+    return record
 
 
 def _table(caption: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -254,12 +291,9 @@ def _table(caption: str, header: Sequence[str], lines: Sequence[Sequence[str]]) 
     return caption + "\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _measure(metric: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    if metric == "time_to_target_auc":
-        return f"{value / 1e3:.2f}"
-    return f"{value:,.0f}" if metric == "throughput" else f"{value:.4f}"
+def _case(case: str) -> dict[str, str]:
+    """What a case says, by key."""
+    return dict(pair.split("=") for pair in case.split(","))
 
 
 def _machine(environment: dict[str, Any]) -> str:

@@ -1,10 +1,12 @@
-"""What every benchmark needs: rows, their summary, a process of one's own, a file and a table."""
+"""What every benchmark needs: turns, rows, their summary, own processes, a file and a table."""
 
 from __future__ import annotations
 
-import json
+import gc
 import multiprocessing
+import shlex
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,16 +15,28 @@ import numpy as np
 import pandas as pd
 
 from recsys.machine import describe_environment
+from recsys.run_folder import write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-__all__ = ["Row", "in_own_process", "print_rows", "ratio", "summarize", "write_rows"]
+__all__ = [
+    "Row",
+    "in_own_process",
+    "print_rows",
+    "ratio",
+    "rows_by_provider",
+    "summarize",
+    "take_turns",
+    "timed",
+    "write_rows",
+]
 
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 
 # Least to most of n runs holds the median with probability 1 - 2 / 2**n: from 6 on over 95 %.
 _MIN_RUNS_OF_INTERVAL = 6
@@ -57,6 +71,52 @@ class Row:
     high: float | None
 
 
+def take_turns(
+    calls: Mapping[_K, Callable[[], _T]], num_rounds: int, *, num_warm_up_rounds: int = 3
+) -> dict[_K, list[_T]]:
+    """Call everyone once per round, in an order drawn anew for each round.
+
+    An order that only rotated would keep neighbours together, and whoever follows one that leaves
+    the caches warm would always be the faster for it. Python's garbage is collected between rounds,
+    not within them.
+
+    Args:
+        calls: By provider.
+        num_rounds: Rounds that count.
+        num_warm_up_rounds: Rounds before those.
+
+    Returns:
+        By provider, what its calls returned in the rounds that count.
+    """
+    results: dict[_K, list[_T]] = {name: [] for name in calls}
+    names = list(calls)
+    orders = np.random.default_rng(0)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for number in range(-num_warm_up_rounds, num_rounds):
+            for name in (names[position] for position in orders.permutation(len(names))):
+                result = calls[name]()
+                if number >= 0:
+                    results[name].append(result)
+            gc.collect()
+    finally:
+        if was_enabled:
+            gc.enable()
+    return results
+
+
+def timed(function: Callable[[], object]) -> Callable[[], float]:
+    """A call that returns the seconds the function takes."""
+
+    def call() -> float:
+        begin = time.perf_counter()
+        function()
+        return time.perf_counter() - begin
+
+    return call
+
+
 def summarize(
     *, bench: str, case: str, provider: str, metric: str, unit: str, values: Sequence[float]
 ) -> Row:
@@ -79,6 +139,18 @@ def summarize(
         low=low,
         high=high,
     )
+
+
+def rows_by_provider(
+    *, bench: str, case: str, metric: str, unit: str, values: Mapping[str, Sequence[float]]
+) -> list[Row]:
+    """A row per provider, from the values of its runs."""
+    return [
+        summarize(
+            bench=bench, case=case, provider=provider, metric=metric, unit=unit, values=of_provider
+        )
+        for provider, of_provider in values.items()
+    ]
 
 
 def ratio(
@@ -130,12 +202,12 @@ def in_own_process(function: Callable[..., _T], *arguments: Any) -> _T:
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
     """Write `{"command", "environment", "rows"}` as JSON."""
     record = {
-        "command": " ".join(["recsys", *sys.argv[1:]]),
+        "command": shlex.join(["recsys", *sys.argv[1:]]),
         "environment": describe_environment(),
         "rows": [asdict(row) for row in rows],
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=2) + "\n")
+    write_json(file, record)
 
 
 def print_rows(rows: Sequence[Row]) -> None:

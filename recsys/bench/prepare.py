@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import gzip
 import os
-import shutil
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from recsys.bench.harness import Row, in_own_process, summarize
-from recsys.datasets.criteo import CATEGORY_NAMES, INTEGER_NAMES, prepare_criteo_kaggle
+from recsys.bench.harness import Row, in_own_process, rows_by_provider, take_turns
+from recsys.datasets.criteo import prepare_criteo_kaggle
+from recsys.datasets.criteo_flow import CATEGORY_NAMES, INTEGER_NAMES
 from recsys.datasets.criteo_parse import NUM_FIELDS, NUM_INTEGERS, parse_lines
 from recsys.errors import ConfigError
 from recsys.machine import peak_memory_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -78,40 +79,27 @@ def bench_prepare(raw: Path | None, size: Size) -> list[Row]:
             f"bench prepare needs raw Criteo text, but {raw} is no file; name one with --raw, or "
             "the folder of samples with RECSYS_DATA"
         )
-    providers = {"recsys": _prepare_with_recsys, "pandas": prepare_with_pandas}
-    seconds: dict[str, list[float]] = {provider: [] for provider in providers}
-    peaks: dict[str, list[float]] = {provider: [] for provider in providers}
     with tempfile.TemporaryDirectory(prefix="recsys-bench-") as folder:
-        text, out = Path(folder) / "train.txt", Path(folder) / "out"
+        text = Path(folder) / "train.txt"
         num_bytes, num_lines = write_long_text(raw, text, size)
-        num_ids = 0
-        for _ in range(size.num_runs):
-            for provider, prepare in providers.items():
-                spent, peak, found = in_own_process(_measure, prepare, text, out)
-                assert num_ids in (0, found), "the providers disagree on the number of ids"
-                num_ids = found
-                shutil.rmtree(out)
-                seconds[provider].append(spent)
-                peaks[provider].append(peak)
-    case = f"bytes={num_bytes},lines={num_lines},ids={num_ids}"
-    rows = []
-    for provider in providers:
-        rates = [num_bytes / 1e6 / spent for spent in seconds[provider]]
-        for metric, unit, values in (
-            ("throughput", "MB/s", rates),
-            ("peak_memory", "bytes", peaks[provider]),
-        ):
-            rows.append(
-                summarize(
-                    bench="prepare",
-                    case=case,
-                    provider=provider,
-                    metric=metric,
-                    unit=unit,
-                    values=values,
-                )
-            )
-    return rows
+        done = take_turns(
+            {
+                name: partial(in_own_process, _measure, prepare, text)
+                for name, prepare in _PROVIDERS.items()
+            },
+            size.num_runs,
+            num_warm_up_rounds=0,  # each process warms up by itself
+        )
+    found = {run.num_ids for runs in done.values() for run in runs}
+    assert len(found) == 1, f"the providers disagree on the number of ids: {found}"
+    case = f"bytes={num_bytes},lines={num_lines},ids={found.pop()}"
+    rates = {name: [num_bytes / 1e6 / run.seconds for run in runs] for name, runs in done.items()}
+    peaks = {name: [run.peak_memory_bytes for run in runs] for name, runs in done.items()}
+    rows_of = partial(rows_by_provider, bench="prepare", case=case)
+    return [
+        *rows_of(metric="throughput", unit="MB/s", values=rates),
+        *rows_of(metric="peak_memory", unit="bytes", values=peaks),
+    ]
 
 
 def write_long_text(raw: Path, out: Path, size: Size) -> tuple[int, int]:
@@ -210,17 +198,27 @@ def _prepare_with_recsys(text: Path, out: Path) -> int:
     return prepare_criteo_kaggle([text], out, show_progress=False).num_rows
 
 
-def _measure(prepare: Any, text: Path, out: Path) -> tuple[float, float, int]:
-    """Seconds, peak memory and distinct ids of one run; kernels are compiled beforehand."""
-    with tempfile.TemporaryDirectory() as folder:
+_PROVIDERS = {"recsys": _prepare_with_recsys, "pandas": prepare_with_pandas}
+
+
+@dataclass(frozen=True)
+class _Run:
+    seconds: float
+    peak_memory_bytes: float
+    num_ids: int
+
+
+def _measure(prepare: Callable[[Path, Path], int], text: Path) -> _Run:
+    """One run, beside the text; kernels are compiled beforehand."""
+    with tempfile.TemporaryDirectory(dir=text.parent) as folder:
         short = Path(folder) / "short.txt"
         with text.open("rb") as file:
             short.write_bytes(file.readline())
-        prepare(short, Path(folder) / "out")
-    begin = time.perf_counter()
-    num_ids = prepare(text, out)
-    seconds = time.perf_counter() - begin
-    return seconds, float(peak_memory_bytes() or "nan"), num_ids
+        prepare(short, Path(folder) / "short")
+        begin = time.perf_counter()
+        num_ids = prepare(text, Path(folder) / "out")
+        seconds = time.perf_counter() - begin
+    return _Run(seconds, float(peak_memory_bytes() or "nan"), num_ids)
 
 
 def _other_ids(ids: NDArray[np.uint64], repetition: int) -> NDArray[np.uint64]:

@@ -9,15 +9,13 @@
     gemm_torch    the matrix products of a dense step and nothing else, by torch.mm and torch.bmm
     gemm_onednn   the same products, by oneDNN
 
-Everything runs in one process and takes turns, in an order that rotates from round to round, after
-warm-up rounds that are not counted. Mini-batches are made beforehand.
+Precisions take turns too: everything of one batch size runs in one process, each with operands of
+its own, after warm-up rounds that are not counted. As in training, bfloat16 rules the forward pass
+and what backward makes of it, and the update is in float32. Mini-batches are made beforehand.
 """
 
 from __future__ import annotations
 
-import gc
-import time
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -25,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recsys.bench.harness import Row, ratio, summarize
-from recsys.build import build_model, open_source
+from recsys.bench.harness import Row, ratio, rows_by_provider, take_turns, timed
+from recsys.build import autocast, build_model, open_source
 from recsys.config import TrainConfig, load_config
 from recsys.errors import MissingDependency
 from recsys.machine import set_num_threads, tune_allocator
-from recsys.models.linear import onednn_product
+from recsys.models.linear import onednn_product, weight_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,9 +37,8 @@ if TYPE_CHECKING:
 
     from recsys.batch import Batch
 
-__all__ = ["bench_step", "take_turns"]
+__all__ = ["bench_step"]
 
-_WARM_UP_ROUNDS = 3
 _NUM_BATCHES = 8
 
 
@@ -67,61 +64,57 @@ def bench_step(
     tune_allocator()
     rows = []
     for batch_size in batch_sizes:
-        steps = _whole_steps(batch_size, table_sizes)
+        steps = {
+            (precision, provider): timed(step)
+            for precision in precisions
+            for provider, step in {
+                **_whole_steps(batch_size, precision, table_sizes),
+                **_dense_steps(batch_size, precision),
+                **_gemm_steps(batch_size, precision),
+            }.items()
+        }
+        seconds = take_turns(steps, num_rounds)
         for precision in precisions:
             case = f"B={batch_size},D=16,optimizer=sgd,precision={precision}"
-            every = {**steps, **_dense_steps(batch_size), **_gemm_steps(batch_size, precision)}
-            seconds = take_turns(every, num_rounds, precision)
-            row = partial(summarize, bench="step", case=case)
+            rows += rows_by_provider(
+                bench="step",
+                case=case,
+                metric="time",
+                unit="ms",
+                values={
+                    provider: [1e3 * s for s in spent]
+                    for (of, provider), spent in seconds.items()
+                    if of == precision
+                },
+            )
+            dense = seconds[precision, "dense"]
+            baselines = {"dense_eager": seconds[precision, "dense_eager"]}
+            if precision != "fp32" and "fp32" in precisions:
+                baselines["fp32"] = seconds["fp32", "dense"]
             rows += [
-                row(provider=name, metric="time", unit="ms", values=[1e3 * s for s in spent])
-                for name, spent in seconds.items()
-            ]
-            rows.append(
                 ratio(
                     bench="step",
                     case=case,
                     provider="dense",
-                    metric="speed_over_dense_eager",
-                    values=seconds["dense"],
-                    baseline=seconds["dense_eager"],
+                    metric=f"speed_over_{name}",
+                    values=dense,
+                    baseline=baseline,
                 )
-            )
+                for name, baseline in baselines.items()
+            ]
     return rows
 
 
-def take_turns(
-    steps: dict[str, Callable[[], None]], num_rounds: int, precision: str = "fp32"
-) -> dict[str, list[float]]:
-    """Seconds of every step in every round; who begins changes from round to round."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    names = list(steps)
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        for number in range(-_WARM_UP_ROUNDS, num_rounds):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                    begin = time.perf_counter()
-                    steps[name]()
-                    spent = time.perf_counter() - begin
-                if number >= 0:
-                    seconds[name].append(spent)
-            gc.collect()
-    finally:
-        if was_enabled:
-            gc.enable()
-    return seconds
-
-
-def _whole_steps(batch_size: int, table_sizes: Sequence[int]) -> dict[str, Callable[[], None]]:
+def _whole_steps(
+    batch_size: int, precision: str, table_sizes: Sequence[int]
+) -> dict[str, Callable[[], None]]:
     """Steps of the main job, by embeddings."""
     steps: dict[str, Callable[[], None]] = {}
     for embeddings in ("torch", "fbgemm"):
         config: TrainConfig = load_config(
             batch_size=batch_size,
             embeddings=embeddings,
+            precision=precision,
             synthetic={
                 "num_samples": max(14, 2 * batch_size * _NUM_BATCHES),
                 "table_sizes": list(table_sizes),
@@ -133,21 +126,29 @@ def _whole_steps(batch_size: int, table_sizes: Sequence[int]) -> dict[str, Calla
             source.read(np.arange(number * batch_size, (number + 1) * batch_size))
             for number in range(_NUM_BATCHES)
         ]
-        steps[embeddings] = _WholeStep(model, optimizers, batches)
+        steps[embeddings] = _WholeStep(model, optimizers, batches, autocast(config))
     return steps
 
 
 class _WholeStep:
     """Trains on one mini-batch after the other, round and round."""
 
-    def __init__(self, model: nn.Module, optimizers: list[Optimizer], batches: list[Batch]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        batches: list[Batch],
+        autocast: torch.autocast,
+    ) -> None:
         self.model, self.optimizers, self.batches = model, optimizers, batches
+        self.autocast = autocast
         self.num_calls = 0
 
     def __call__(self) -> None:
         batch = self.batches[self.num_calls % len(self.batches)]
         self.num_calls += 1
-        loss, _ = self.model(batch)
+        with self.autocast:
+            loss, _ = self.model(batch)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
@@ -155,7 +156,7 @@ class _WholeStep:
             optimizer.step()
 
 
-def _dense_steps(batch_size: int) -> dict[str, Callable[[], None]]:
+def _dense_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None]]:
     """Dense steps of the default model: ours, and TorchRec's modules in eager mode."""
     from recsys.models.dlrm import DenseArch, OverArch
     from recsys.models.interaction import InteractionArch
@@ -167,21 +168,22 @@ def _dense_steps(batch_size: int) -> dict[str, Callable[[], None]]:
             "bench step measures TorchRec's modules too; install recsys[torchrec]"
         ) from error
     model = TrainConfig().model
-    dense = torch.rand(batch_size, 13)
-    pooled = torch.randn(batch_size, 26, model.embedding_dim, requires_grad=True)
-    labels = (torch.rand(batch_size) < 0.25).float()
     over_in = model.embedding_dim + 27 * 26 // 2
 
     def make(
         dense_arch: nn.Module, inter_arch: nn.Module, over_arch: nn.Module
     ) -> Callable[[], None]:
+        dense = torch.rand(batch_size, 13)
+        pooled = torch.randn(batch_size, 26, model.embedding_dim, requires_grad=True)
+        labels = (torch.rand(batch_size) < 0.25).float()
         optimizer = torch.optim.SGD([*dense_arch.parameters(), *over_arch.parameters()], lr=0.1)
         loss_fn = nn.BCEWithLogitsLoss()
 
         def step() -> None:
             pooled.grad = None
-            logits = over_arch(inter_arch(dense_arch(dense), pooled)).squeeze(-1)
-            loss = loss_fn(logits.float(), labels)
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                logits = over_arch(inter_arch(dense_arch(dense), pooled)).squeeze(-1)
+                loss = loss_fn(logits.float(), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -201,56 +203,52 @@ def _dense_steps(batch_size: int) -> dict[str, Callable[[], None]]:
 
 
 def _gemm_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None]]:
-    """The matrix products of a dense step, by either library, into memory that is there already."""
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = TrainConfig().model
-    bottom, top = [13, *model.dense_arch], [367, *model.over_arch]
-    layers: list[tuple[Tensor, Tensor, Tensor]] = []
-    for sizes in (bottom, top):
-        for num_inputs, num_outputs in pairwise(sizes):
-            shapes = (batch_size, num_inputs), (num_outputs, num_inputs), (batch_size, num_outputs)
-            inputs, weight, outputs = (torch.randn(shape, dtype=dtype) for shape in shapes)
-            layers.append((inputs, weight, outputs))
-    vectors = torch.randn(batch_size, 27, model.embedding_dim, dtype=dtype)
-    products = torch.empty(batch_size, 27, 27, dtype=dtype)
-    of_vectors = torch.empty_like(vectors)
+    """The matrix products of a dense step and nothing else, by either library."""
+    return {
+        "gemm_torch": _Products(batch_size, precision).by_torch,
+        "gemm_onednn": _Products(batch_size, precision).by_onednn,
+    }
 
-    def interaction() -> None:
-        torch.bmm(vectors, vectors.transpose(1, 2), out=products)
-        torch.bmm(products, vectors, out=of_vectors)
 
-    results = [
-        (torch.empty_like(outputs), torch.empty_like(inputs), torch.empty_like(weight))
-        for inputs, weight, outputs in layers
-    ]
+class _Products:
+    """Operands of every product of a dense step, forward and backward."""
 
-    def by_torch() -> None:
-        for number, ((inputs, weight, outputs), (out, of_inputs, of_weight)) in enumerate(
-            zip(layers, results, strict=True)
-        ):
-            torch.mm(inputs, weight.t(), out=out)
+    def __init__(self, batch_size: int, precision: str) -> None:
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        model = TrainConfig().model
+        sizes = [13, *model.dense_arch], [367, *model.over_arch]
+        self.layers = [
+            (
+                self._randn(batch_size, num_inputs),
+                self._randn(num_outputs, num_inputs),
+                self._randn(batch_size, num_outputs),
+            )
+            for layer_sizes in sizes
+            for num_inputs, num_outputs in pairwise(layer_sizes)
+        ]
+        self.vectors = self._randn(batch_size, 27, model.embedding_dim)
+
+    def _randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape).to(self.dtype)
+
+    @torch.no_grad()
+    def by_torch(self) -> None:
+        for number, (inputs, weight, outputs) in enumerate(self.layers):
+            torch.mm(inputs, weight.t())
             if number:  # the dense features need no gradient
-                torch.mm(outputs, weight, out=of_inputs)
-            torch.mm(outputs.t(), inputs, out=of_weight)
-        interaction()
+                torch.mm(outputs, weight)
+            torch.mm(outputs.t(), inputs)
+        self._interaction()
 
-    def by_onednn() -> None:
-        for number, (inputs, weight, outputs) in enumerate(layers):
+    @torch.no_grad()
+    def by_onednn(self) -> None:
+        for number, (inputs, weight, outputs) in enumerate(self.layers):
             onednn_product(inputs, weight)
             if number:
                 onednn_product(outputs, weight.t())
-            if inputs.shape[1] < outputs.shape[1]:
-                onednn_product(inputs.t(), outputs.t())
-            else:
-                onednn_product(outputs.t(), inputs.t())
-        interaction()
+            weight_gradient(inputs, outputs)
+        self._interaction()
 
-    return {"gemm_torch": _without_grad(by_torch), "gemm_onednn": _without_grad(by_onednn)}
-
-
-def _without_grad(function: Callable[[], None]) -> Callable[[], None]:
-    def run() -> None:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            function()
-
-    return run
+    def _interaction(self) -> None:
+        products = torch.bmm(self.vectors, self.vectors.transpose(1, 2))
+        torch.bmm(products, self.vectors)

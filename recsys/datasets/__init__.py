@@ -1,9 +1,17 @@
 """Raw files to stores, stores to mini-batches, and synthetic data of the same shape."""
 
 from recsys.datasets.criteo import prepare_criteo_kaggle
+from recsys.datasets.criteo_days import prepare_criteo_1tb
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.source import SampleSource
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic import SyntheticCriteo
 
-__all__ = ["BatchLoader", "SampleSource", "Store", "SyntheticCriteo", "prepare_criteo_kaggle"]
+__all__ = [
+    "BatchLoader",
+    "SampleSource",
+    "Store",
+    "SyntheticCriteo",
+    "prepare_criteo_1tb",
+    "prepare_criteo_kaggle",
+]

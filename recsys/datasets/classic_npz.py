@@ -18,25 +18,21 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 
-from recsys.datasets import npy_blocks
-from recsys.datasets.npy_blocks import (
-    NpyReader,
-    describe_source,
-    require,
-    whole_numbers,
-    write_header,
-)
+from recsys.datasets.npy_blocks import NpyReader, in_blocks, require, whole_numbers, write_header
+from recsys.datasets.npy_store import append_samples, finish_numbered
 from recsys.datasets.source import classic_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import DatasetFormatError, StoreError
-from recsys.files import appearing_whole, require_new
+from recsys.files import appearing_whole, require_files, require_new
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from recsys.datasets.store import Store
 
 __all__ = ["read_classic_npz", "write_classic_npz"]
@@ -76,9 +72,9 @@ def write_classic_npz(store: Store, file: str | Path) -> Path:
             # ZipInfo has a fixed date: equal stores give equal bytes.
             with archive.open(ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                 write_header(member, array.shape, "<i4")
-                for start in range(0, len(array), npy_blocks.BLOCK_SAMPLES):
-                    block = array[start : start + npy_blocks.BLOCK_SAMPLES]
-                    member.write(np.ascontiguousarray(block, "<i4").data)
+                for block in in_blocks(range(len(array))):
+                    part = array[block.start : block.stop]
+                    member.write(np.ascontiguousarray(part, "<i4").data)
     return file
 
 
@@ -96,8 +92,7 @@ def read_classic_npz(file: str | Path, store: str | Path) -> Path:
         AlreadyExists: `store` exists.
     """
     file = Path(file)
-    if not file.is_file():
-        raise FileNotFoundError(f"npz {file} is no file")
+    require_files("npz", [file])
     with ExitStack() as stack:
         try:
             archive = stack.enter_context(ZipFile(file))
@@ -133,23 +128,29 @@ def read_classic_npz(file: str | Path, store: str | Path) -> Path:
                 for block in counts.blocks()
             ]
         )
-        blocks = zip(labels.blocks(), integers.blocks(), rows.blocks(), strict=True)
-        for label_block, integer_block, row_block in blocks:
-            start = writer.num_samples
-            writer.append(
-                whole_numbers(labels.name, label_block, start, 2, "labels must be 0 or 1").astype(
-                    np.int8
-                ),
-                whole_numbers(
-                    integers.name, integer_block, start, _INT32_END, "run the classic script again"
-                ).astype(np.int32),
-                whole_numbers(
-                    rows.name, row_block, start, sizes, "counts says how many rows there are"
-                ).astype(np.int32),
-            )
-        return writer.finish(
-            dense_names=[f"int_{column}" for column in range(integers.shape[1])],
-            table_sizes={f"cat_{column}": int(size) for column, size in enumerate(sizes)},
+
+        def check_integers(name: str, block: NDArray[Any], first_sample: int) -> NDArray[np.int32]:
+            way_out = "run the classic script again"
+            return whole_numbers(name, block, first_sample, _INT32_END, way_out).astype(np.int32)
+
+        def check_rows(name: str, block: NDArray[Any], first_sample: int) -> NDArray[np.int64]:
+            way_out = "counts says how many rows there are"
+            return whole_numbers(name, block, first_sample, sizes, way_out)
+
+        append_samples(
+            writer,
+            labels,
+            integers,
+            rows,
+            check_dense=check_integers,
+            check_rows=check_rows,
+            label_rule="labels must be 0 or 1",
+        )
+        return finish_numbered(
+            writer,
+            num_dense=integers.shape[1],
+            table_sizes=sizes,
             splits=classic_splits(num_samples),
-            about={"convention": "classic", "sources": [describe_source(file)]},
+            convention="classic",
+            sources=[file],
         )

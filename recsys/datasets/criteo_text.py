@@ -143,14 +143,18 @@ class BadLines:
     """Counts lines, and either stops at the first bad one or lists it as JSON and goes on.
 
     Args:
-        list_file: Where bad lines are listed, one JSON object each; made when the first is found.
+        folder: Where bad lines are listed, in `bad_lines.jsonl`, one JSON object each; the file is
+            made when the first is found.
         skip: Go on.
+        num_bad: Bad lines of files before, listed there already.
     """
 
-    def __init__(self, list_file: Path, *, skip: bool) -> None:
-        self.num_bad = 0
-        self._list_file = list_file
-        self._skip = skip
+    FILE_NAME = "bad_lines.jsonl"
+
+    def __init__(self, folder: Path, *, skip: bool, num_bad: int = 0) -> None:
+        self.skip = skip
+        self.num_bad = num_bad
+        self._list_file = folder / self.FILE_NAME
         self._path: Path
         self._num_lines = 0
 
@@ -170,7 +174,7 @@ class BadLines:
             assert reason is not None, "the kernel and explain() disagree on what a good line is"
             rule, value = reason
             line = self._num_lines + number + 1
-            if not self._skip:
+            if not self.skip:
                 raise DatasetFormatError(
                     f"{self._path} line {line}: {rule}, got {value}; repair the line, or leave bad "
                     "lines out with --skip-bad-lines"

@@ -25,10 +25,23 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["NpyReader", "describe_source", "require", "whole_numbers", "write_header"]
+__all__ = [
+    "NpyReader",
+    "describe_source",
+    "in_blocks",
+    "require",
+    "whole_numbers",
+    "write_header",
+]
 
 # Samples per block: some megabytes of any array.
 BLOCK_SAMPLES = 65_536
+
+
+def in_blocks(samples: range) -> Iterator[range]:
+    """The same sample numbers, `BLOCK_SAMPLES` at a time."""
+    for start in range(samples.start, samples.stop, BLOCK_SAMPLES):
+        yield range(start, min(start + BLOCK_SAMPLES, samples.stop))
 
 
 def write_header(file: IO[bytes], shape: tuple[int, ...], dtype: str) -> None:
@@ -74,7 +87,7 @@ class NpyReader:
         Raises:
             DatasetFormatError: it ends too early or is damaged.
         """
-        starts = range(0, self.shape[0], BLOCK_SAMPLES)
+        blocks = list(in_blocks(range(self.shape[0])))
         if self._is_fortran and len(self.shape) > 1:
             with TemporaryFile(dir=self._scratch) as file:
                 with self._telling_damage():
@@ -82,14 +95,14 @@ class NpyReader:
                 self._require_bytes(file.tell(), self.shape[0])
                 file.flush()
                 whole = np.memmap(file, self._dtype, mode="r", shape=self.shape, order="F")
-                for start in starts:
-                    yield np.ascontiguousarray(whole[start : start + BLOCK_SAMPLES])
+                for block in blocks:
+                    yield np.ascontiguousarray(whole[block.start : block.stop])
             return
-        for start in starts:
-            shape = (min(BLOCK_SAMPLES, self.shape[0] - start), *self.shape[1:])
+        for block in blocks:
+            shape = (len(block), *self.shape[1:])
             with self._telling_damage():
                 data = self._stream.read(int(np.prod(shape)) * self._dtype.itemsize)
-                if start == starts[-1]:
+                if block is blocks[-1]:
                     data += self._stream.read(1)  # nothing may follow
             self._require_bytes(len(data), shape[0])
             yield np.frombuffer(data, self._dtype).reshape(shape)

@@ -10,7 +10,7 @@ A table doubles when it is seven tenths full, so it takes 11 to 23 bytes an id.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -25,6 +25,7 @@ __all__ = ["RowNumbers"]
 # hashing).
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MAX_LOAD = 0.7
+_TAKEN_BACK_IDS = 1 << 20  # at a time: some megabytes
 
 
 class RowNumbers:
@@ -33,6 +34,29 @@ class RowNumbers:
     def __init__(self) -> None:
         self.num_rows = 0
         self._entries = np.zeros(1 << 12, np.uint64)
+
+    @classmethod
+    def from_ids(cls, ids: NDArray[np.uint32]) -> Self:
+        """The numbering that `ids_by_row` was of; goes on as that one would have.
+
+        Args:
+            ids: The id of every row; may be a memory map, is read in pieces.
+
+        Raises:
+            ValueError: an id has two rows.
+
+        Shape:
+            ids (num_rows,).
+        """
+        numbers = cls()
+        for start in range(0, len(ids), _TAKEN_BACK_IDS):
+            piece = np.array(ids[start : start + _TAKEN_BACK_IDS], np.uint32)
+            numbers.number(piece)
+            if numbers.num_rows != start + len(piece):
+                raise ValueError(
+                    f"an id must have one row, but one before row {start + len(piece)} has two"
+                )
+        return numbers
 
     def number(self, ids: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Replace ids by rows, in place; ids never seen before get the next numbers, in order.
@@ -45,10 +69,10 @@ class RowNumbers:
         self.num_rows = _number_kernel(ids, rows, self._entries, self._shift, self.num_rows)
         return rows
 
-    def ids_by_row(self) -> NDArray[np.uint32]:
-        """The id of every row, (num_rows,)."""
-        ids = np.empty(self.num_rows, np.uint32)
-        _ids_by_row_kernel(self._entries, ids)
+    def ids_by_row(self, first_row: int = 0) -> NDArray[np.uint32]:
+        """The id of every row from `first_row` on, (num_rows - first_row,)."""
+        ids = np.empty(self.num_rows - first_row, np.uint32)
+        _ids_by_row_kernel(self._entries, first_row, ids)
         return ids
 
     @property
@@ -100,7 +124,10 @@ def _rehash_kernel(old: NDArray[np.uint64], entries: NDArray[np.uint64], shift: 
 
 
 @kernel
-def _ids_by_row_kernel(entries: NDArray[np.uint64], ids: NDArray[np.uint32]) -> None:
+def _ids_by_row_kernel(
+    entries: NDArray[np.uint64], first_row: int, ids: NDArray[np.uint32]
+) -> None:
     for entry in entries:
-        if entry != 0:
-            ids[np.int64(entry & np.uint64(0xFFFFFFFF)) - 1] = entry >> np.uint64(32)
+        place = np.int64(entry & np.uint64(0xFFFFFFFF)) - 1 - first_row
+        if place >= 0:  # a free entry's is less
+            ids[place] = entry >> np.uint64(32)

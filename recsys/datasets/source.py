@@ -74,23 +74,22 @@ def classic_splits(num_samples: int) -> dict[str, range]:
     }
 
 
-def day_splits(day_sizes: Sequence[int]) -> dict[str, range]:
-    """TorchRec's split of days: all but the last train, the last one is halved.
+def day_splits(day_sizes: Sequence[int], *, first_half: str = "validation") -> dict[str, range]:
+    """Days split: all but the last train, the last one is halved.
 
-    The first half (the larger one where it is odd) is the validation part, the second the test
-    part: the classic split has them the other way round. A single day is split as `classic_splits`
-    does; TorchRec would validate and test on samples that it trains on.
+    The first half is the larger one where the day is odd. TorchRec validates on it and tests on the
+    second, facebookresearch/dlrm has it the other way round. A single day is split as
+    `classic_splits` does; TorchRec would validate and test on samples that it trains on.
 
     Args:
         day_sizes: Samples of each day.
+        first_half: What the last day's first half is: "validation" or "test".
     """
     num_samples = sum(day_sizes)
     if len(day_sizes) == 1:
         return classic_splits(num_samples)
     train_end = num_samples - day_sizes[-1]
-    validation_end = train_end + (day_sizes[-1] + 1) // 2
-    return {
-        "train": range(train_end),
-        "test": range(validation_end, num_samples),
-        "validation": range(train_end, validation_end),
-    }
+    half_end = train_end + (day_sizes[-1] + 1) // 2
+    halves = range(train_end, half_end), range(half_end, num_samples)
+    validation, test = halves if first_half == "validation" else halves[::-1]
+    return {"train": range(train_end), "test": test, "validation": validation}

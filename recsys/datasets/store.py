@@ -5,8 +5,9 @@
           dense.bin     (N, 13)  int32, before the transform that meta.json names; float32
                                  where that is "none"
           sparse.bin    (N, 26)  int32, rows
-          ids.bin       (E,)     uint32, the raw id of every row, table after table; not there
-                                 where the store was made of numbered rows
+          ids.bin       (E,)     uint32, the raw id of every row, table after table (modulo
+                                 max_ind_range where meta.json has one); not there where the store
+                                 was made of numbered rows
 
 Flat little-endian arrays, read by memory map. A writer fills a folder beside the final name and
 renames it when all is written and flushed, so a store that can be opened is whole. Integers are
@@ -17,7 +18,6 @@ written from a store without loss.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 from contextlib import suppress
@@ -30,6 +30,7 @@ import torch
 from recsys.batch import Batch, JaggedIds
 from recsys.datasets.source import SPLITS
 from recsys.errors import AlreadyExists, StoreError
+from recsys.files import flush_to_disk
 from recsys.jit import kernel
 
 if TYPE_CHECKING:
@@ -65,12 +66,16 @@ _META_KEYS = (
 class StoreWriter:
     """Writes a new store; use as a context manager.
 
-    Nothing appears under `path` before `finish`; leaving without it removes what was written.
+    Nothing appears under `path` before `finish`; leaving without it removes what was written, but
+    for a folder of the caller's.
 
     Args:
         path: The store's folder, which must not exist.
         dense_transform: What reading a batch will do to dense features: "log(x+1)" to integers,
             "none" to floats.
+        folder: Where the store lies until `finish`, on the same disk as `path`; what is in it is
+            added to, and stays there without `finish`. By default a new one beside `path`.
+        num_samples: How many samples `folder` has already.
 
     Attributes:
         folder: Where the store lies until `finish`; other files may be put there.
@@ -80,7 +85,14 @@ class StoreWriter:
         AlreadyExists: `path` exists.
     """
 
-    def __init__(self, path: str | Path, *, dense_transform: str = "log(x+1)") -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        dense_transform: str = "log(x+1)",
+        folder: Path | None = None,
+        num_samples: int = 0,
+    ) -> None:
         self.path = Path(path)
         self._dense_transform = dense_transform
         self._dtypes = _dtypes(dense_transform, has_ids=False)
@@ -88,11 +100,11 @@ class StoreWriter:
             raise AlreadyExists(
                 f"store {self.path} exists already; remove it or choose another folder"
             )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.folder = self.path.parent / f".{self.path.name}.{secrets.token_hex(4)}"
-        self.folder.mkdir()
-        self._files = {name: (self.folder / f"{name}.bin").open("wb") for name in self._dtypes}
-        self.num_samples = 0
+        self._is_own_folder = folder is None
+        self.folder = folder or self.path.parent / f".{self.path.name}.{secrets.token_hex(4)}"
+        self.folder.mkdir(parents=True, exist_ok=not self._is_own_folder)
+        self._files = {name: (self.folder / f"{name}.bin").open("ab") for name in self._dtypes}
+        self.num_samples = num_samples
 
     @property
     def dense_dtype(self) -> np.dtype[Any]:
@@ -113,6 +125,11 @@ class StoreWriter:
         for name, array in (("labels", labels), ("dense", dense), ("sparse", sparse)):
             self._files[name].write(np.ascontiguousarray(array, self._dtypes[name]).data)
         self.num_samples += len(labels)
+
+    def flush(self) -> None:
+        """Have the files hold all that was appended."""
+        for file in self._files.values():
+            file.flush()
 
     def rewrite_dense(
         self, first_sample: int, change: Callable[[NDArray[np.float32]], NDArray[np.float32]]
@@ -179,7 +196,7 @@ class StoreWriter:
         for file in self._files.values():
             file.close()
         for path in (*self.folder.iterdir(), self.folder):
-            _flush(path)
+            flush_to_disk(path)
         try:
             self.folder.rename(self.path)
         except OSError as error:
@@ -188,7 +205,7 @@ class StoreWriter:
                     f"store {self.path} was made by somebody else meanwhile; choose another folder"
                 ) from error
             raise
-        _flush(self.path.parent)
+        flush_to_disk(self.path.parent)
         return self.path
 
     def __enter__(self) -> Self:
@@ -203,22 +220,14 @@ class StoreWriter:
         for file in self._files.values():
             with suppress(OSError):  # closing flushes, which a full disk refuses once more
                 file.close()
-        shutil.rmtree(self.folder, ignore_errors=True)  # gone already where `finish` renamed it
+        if self._is_own_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)  # gone already where `finish` renamed it
 
 
 def _dtypes(dense_transform: str, *, has_ids: bool) -> dict[str, str]:
     """The arrays of a store, in the order they are described in."""
     dtypes = _DTYPES | {"dense": _DENSE_DTYPES[dense_transform]}
     return {name: dtype for name, dtype in dtypes.items() if has_ids or name != "ids"}
-
-
-def _flush(path: Path) -> None:
-    """Have the disk hold a file's content, or a folder's names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Store:
@@ -277,11 +286,14 @@ class Store:
     def fingerprint(self) -> str:
         """Equal for stores made by one convention of the same raw bytes."""
         hashes = [source["sha256"] for source in self.meta["sources"]]
-        return " ".join([self.meta["convention"], str(self.num_samples), *hashes])
+        bound = self.meta.get("max_ind_range")
+        bounds = [] if bound is None else [f"max_ind_range={bound}"]
+        return " ".join([self.meta["convention"], *bounds, str(self.num_samples), *hashes])
 
     def describe(self) -> dict[str, Any]:
         """What a run record says of this data."""
-        kept = {key: self.meta[key] for key in ("convention", "sources", "num_samples", "splits")}
+        keys = ("convention", "max_ind_range", "sources", "num_samples", "splits")
+        kept = {key: self.meta[key] for key in keys if key in self.meta}
         return {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
 
     def _read_meta(self) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from recsys.batch import Batch, JaggedIds
 from recsys.config import SyntheticConfig
 from recsys.datasets.criteo_shape import KAGGLE_DENSE, KAGGLE_TABLE_SIZES
 from recsys.datasets.source import classic_splits
-from recsys.datasets.synthetic_kernel import Made, make_samples, split_key
-from recsys.datasets.synthetic_recipe import BEST_AUC, CLICK_RATE, build_recipe, calibrate
+from recsys.datasets.synthetic_kernel import SampleArrays, make_samples, split_key
+from recsys.datasets.synthetic_parameters import BEST_AUC, CLICK_RATE, build_parameters, calibrate
 from recsys.datasets.synthetic_split import times_of_random_split
 from recsys.errors import ConfigError
 from recsys.metrics import auc
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["SyntheticCriteo"]
 
 # Goes up when the samples of the same settings become other ones.
-_VERSION: Final = "v2"
+_VERSION: Final = "v3"
 _NUM_CALIBRATION_SAMPLES: Final = 1 << 15
 _BLOCK_SAMPLES: Final = 1 << 16
 # A rank times a multiplier below the table's size must fit in 63 bits.
@@ -99,8 +99,10 @@ class SyntheticCriteo:
         self._num_samples = int(num_samples)
         self._seed = int(seed)
         self._table_sizes = {f"cat_{column}": int(size) for column, size in enumerate(table_sizes)}
-        self._recipe = build_recipe(self._seed, list(self._table_sizes.values()), self._in_time)
-        self._split_key = split_key(self._recipe.seed)
+        self._parameters = build_parameters(
+            self._seed, list(self._table_sizes.values()), self._in_time
+        )
+        self._split_key = split_key(self._parameters.seed)
         self._gain, self._bias = 1.0, 0.0
         times = np.arange(_NUM_CALIBRATION_SAMPLES, dtype=np.int64)
         if self._in_time.drift or self._in_time.preference_changes:
@@ -140,11 +142,11 @@ class SyntheticCriteo:
         Raises:
             IndexError: a sample number is not in [0, num_samples).
         """
-        made = self._make(self.times(samples))
+        arrays = self._make(self.times(samples))
         return Batch(
-            torch.from_numpy(made.dense),
-            JaggedIds.from_one_hot(list(self._table_sizes), torch.from_numpy(made.rows)),
-            torch.from_numpy(made.labels),
+            torch.from_numpy(arrays.dense),
+            JaggedIds.from_one_hot(list(self._table_sizes), torch.from_numpy(arrays.rows)),
+            torch.from_numpy(arrays.labels),
         )
 
     def times(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -180,8 +182,8 @@ class SyntheticCriteo:
         logits, labels = np.empty(len(part), np.float32), np.empty(len(part), np.float32)
         for begin in range(0, len(part), _BLOCK_SAMPLES):
             block = slice(begin, begin + _BLOCK_SAMPLES)
-            made = self._make(self.times(np.array(part[block], np.int64)))
-            logits[block], labels[block] = made.logit_parts.sum(axis=0), made.labels
+            arrays = self._make(self.times(np.array(part[block], np.int64)))
+            logits[block], labels[block] = arrays.logit_parts.sum(axis=0), arrays.labels
         area = auc(logits, labels)
         if area is None:
             raise ValueError(
@@ -238,16 +240,16 @@ class SyntheticCriteo:
             "best_auc": best_auc,
         }
 
-    def _make(self, times: NDArray[np.int64]) -> Made:
+    def _make(self, times: NDArray[np.int64]) -> SampleArrays:
         num_samples = len(times)
-        made = Made(
+        arrays = SampleArrays(
             dense=np.empty((num_samples, len(KAGGLE_DENSE)), np.float32),
             rows=np.empty((len(self._table_sizes), num_samples), np.int64),
             logit_parts=np.empty((3, num_samples)),
             labels=np.empty(num_samples, np.float32),
         )
-        make_samples(times, self._recipe, self._gain, self._bias, made)
-        return made
+        make_samples(times, self._parameters, self._gain, self._bias, arrays)
+        return arrays
 
 
 def _check(num_samples: int, table_sizes: Sequence[int]) -> None:

@@ -4,14 +4,19 @@ Every random number is a hash of (seed, what it is for, time or row), so a sampl
 sample and no state. A sample's time is its place in the sequence; what it looks up and how its
 label is planted may change with it.
 
-Popularity drift is in `occupant`. Time is cut into cycles of 1e6 / drift samples. In every cycle a
-column's ranks are matched in pairs by a random reflection of [0, num_embeddings), and each pair
-swaps its rows once, at a moment of its own. So at any time every rank has one row and every row one
-rank, the popularity curve stays as it is, and the rows of a time follow from the time alone: a
-reflection of a reflection is a translation, so however many cycles have passed, they are one
-addition.
+Popularity drift is in `drift_cycle` and `occupant`. Time is cut into cycles of 1e6 / drift samples.
+In every cycle a column's ranks are matched in pairs by a random reflection of [0, num_embeddings),
+and each pair swaps its rows once, at a moment of its own. So at any time every rank has one row and
+every row one rank, the popularity curve stays as it is, and the rows of a time follow from the time
+alone: a reflection of a reflection is a translation, so however many cycles have passed, they are
+one addition.
 
-Shape letters: B samples, F categorical features, I dense features, P column pairs.
+Samples are made in blocks and in steps, a function each, whose inner loops go over columns and have
+few branches and divisions: of such loops the compiler makes vector code, and a block's numbers stay
+in the cache.
+
+Shape letters: B samples, F categorical features, I dense features, P column pairs,
+b samples of a block.
 """
 
 from __future__ import annotations
@@ -27,7 +32,16 @@ from recsys.jit import kernel
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["GUIDE_SIZE", "Made", "Recipe", "bijection_key", "make_samples", "occupant", "split_key"]
+__all__ = [
+    "GUIDE_SIZE",
+    "GeneratorParameters",
+    "SampleArrays",
+    "bijection_key",
+    "drift_cycle",
+    "make_samples",
+    "occupant",
+    "split_key",
+]
 
 # Buckets that shares are looked up in before a popularity curve is searched.
 GUIDE_SIZE: Final = 1 << 12
@@ -37,11 +51,12 @@ _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _DRAW, _GROUP, _ROW, _BIJECTION, _DENSE, _FACTOR, _LABEL, _DRIFT, _CHANGE, _SPLIT = (
     np.uint64(purpose << 32) for purpose in range(1, 11)
 )
+_BLOCK_SAMPLES: Final = 128
 # Drift is a share per so many samples.
 _DRIFT_SAMPLES: Final = 1e6
 
 
-class Made(NamedTuple):
+class SampleArrays(NamedTuple):
     """Samples as the kernel writes them.
 
     Shape:
@@ -55,8 +70,8 @@ class Made(NamedTuple):
     labels: NDArray[np.float32]
 
 
-class Recipe(NamedTuple):
-    """All that samples are made from, laid out for the kernel.
+class GeneratorParameters(NamedTuple):
+    """All that samples are made from but gain and bias, laid out for the kernel.
 
     Shape:
         edges, shares: the columns' popularity curves end to end; strengths: how much the rows of
@@ -95,78 +110,198 @@ def split_key(seed: np.uint64) -> np.uint64:
 
 @kernel
 def make_samples(
-    times_B: NDArray[np.int64], recipe: Recipe, gain: float, bias: float, made: Made
+    times_B: NDArray[np.int64],
+    parameters: GeneratorParameters,
+    gain: float,
+    bias: float,
+    arrays: SampleArrays,
 ) -> None:
-    """Fill `made` with the samples of the given times, one after the other, on the calling thread.
+    """Fill `arrays` with the samples of the given times, block after block, on this thread.
 
     A sample's label is 1 with probability sigmoid(gain * score + bias).
     """
-    num_columns, num_dense = len(recipe.sizes), len(recipe.dense)
-    row_keys = np.empty(num_columns, np.uint64)
-    drift_keys = np.empty(num_columns, np.uint64)
-    for column in range(num_columns):
-        row_keys[column] = _hash(recipe.seed, _ROW + np.uint64(column))
-        drift_keys[column] = _hash(recipe.seed, _DRIFT + np.uint64(column))
-    row_hashes, strengths = np.empty(num_columns, np.uint64), np.empty(num_columns)
-    group_uniforms = np.empty(NUM_GROUPS)
-    factor_normals, factor_uniforms = np.empty(NUM_FACTORS), np.empty(NUM_FACTORS)
+    num_columns = len(parameters.sizes)
+    keys_b = np.empty(_BLOCK_SAMPLES, np.uint64)
+    ranks_bF = np.empty((_BLOCK_SAMPLES, num_columns), np.int64)
+    hashes_bF = np.empty((_BLOCK_SAMPLES, num_columns), np.uint64)
+    strengths_bF = np.empty((_BLOCK_SAMPLES, num_columns))
+    for start in range(0, len(times_B), _BLOCK_SAMPLES):
+        times_b = times_B[start : start + _BLOCK_SAMPLES]
+        stop = start + len(times_b)
+        logit_parts = arrays.logit_parts[:, start:stop]
+        for position in range(len(times_b)):
+            keys_b[position] = _hash(parameters.seed, np.uint64(times_b[position]))
+        _draw_dense(parameters, keys_b, arrays.dense[start:stop], logit_parts[0])
+        _draw_ranks(parameters, keys_b[: len(times_b)], hashes_bF, ranks_bF, strengths_bF)
+        if parameters.drift > 0.0:
+            _apply_drift(parameters, times_b, ranks_bF)
+        _number_rows(parameters, ranks_bF, arrays.rows[:, start:stop])
+        _hash_rows(parameters, times_b, ranks_bF, hashes_bF)
+        _add_rows(parameters, hashes_bF, strengths_bF, logit_parts)
+        for position in range(len(times_b)):
+            dense, rows, pairs = logit_parts[:, position]
+            logit = gain * (dense + rows + pairs) + bias
+            is_click = _uniform(_hash(keys_b[position], _LABEL)) < 1 / (1 + math.exp(-logit))
+            arrays.labels[start + position] = 1.0 if is_click else 0.0
+            for part in range(3):
+                logit_parts[part, position] *= gain
 
-    for position in range(len(times_B)):
-        time = times_B[position]
-        sample = _hash(recipe.seed, np.uint64(time))
-        progress = time * recipe.drift / _DRIFT_SAMPLES
-        for group in range(NUM_GROUPS):
-            group_uniforms[group] = _uniform(_hash(sample, _GROUP + np.uint64(group)))
+
+@kernel
+def _draw_dense(
+    parameters: GeneratorParameters,
+    keys_b: NDArray[np.uint64],
+    dense_bI: NDArray[np.float32],
+    scores_b: NDArray[np.float64],
+) -> None:
+    """Draw the dense features, and what they add to the score."""
+    shapes = parameters.dense
+    normals, uniforms = np.empty(NUM_FACTORS), np.empty(NUM_FACTORS)
+    for position in range(len(dense_bI)):
+        key = keys_b[position]
         for factor in range(NUM_FACTORS):
-            factor_hash = _hash(sample, _FACTOR + np.uint64(factor))
-            factor_uniforms[factor] = _uniform(factor_hash)
-            factor_normals[factor] = _normal(_mix(factor_hash))
-
-        row_score = 0.0
-        for column in range(num_columns):
-            draw = _hash(sample, _DRAW + np.uint64(column))
-            uniform = _uniform(draw)
-            # `_uniform` leaves the low 11 bits of a hash unused.
-            if np.float64(draw & np.uint64(2047)) < recipe.couplings[column] * 2048.0:
-                uniform = group_uniforms[recipe.groups[column]]
-            rank, segment = _rank(uniform, recipe.guide[column], recipe.edges, recipe.shares)
-            strengths[column] = recipe.strengths[segment]
-            size = recipe.sizes[column]
-            if progress > 0.0:
-                rank = occupant(rank, size, progress, drift_keys[column])
-            made.rows[column, position] = (
-                rank * recipe.multipliers[column] + recipe.shifts[column]
-            ) % size
-            row_hash = _hash(row_keys[column], np.uint64(rank))
-            if len(recipe.changes):
-                row_hash = _changed(row_hash, time, recipe.changes, recipe.changed_share)
-            row_hashes[column] = row_hash
-            row_score += strengths[column] * _normal(row_hash)
-
-        pair_score = 0.0
-        for pair in range(len(recipe.pairs)):
-            first, second = recipe.pairs[pair, 0], recipe.pairs[pair, 1]
-            strength = recipe.pair_effect * strengths[first] * strengths[second]
-            pair_score += strength * _dot(row_hashes[first], row_hashes[second])
-
-        dense_score = 0.0
-        for feature in range(num_dense):
-            missing, location, scale, shared, loading, effect = recipe.dense[feature]
+            bits = _hash(key, _FACTOR + np.uint64(factor))
+            uniforms[factor] = _uniform(bits)
+            normals[factor] = _normal(_mix(bits))
+        score = 0.0
+        for feature in range(len(shapes)):
+            missing, location, scale, shared, loading, effect = shapes[feature]
             value = 0.0
-            if factor_uniforms[int(shared)] >= missing:
-                own = _normal(_hash(sample, _DENSE + np.uint64(feature)))
-                mixed = loading * factor_normals[int(shared)] + math.sqrt(1 - loading**2) * own
+            if uniforms[int(shared)] >= missing:
+                own = _normal(_hash(key, _DENSE + np.uint64(feature)))
+                mixed = loading * normals[int(shared)] + math.sqrt(1 - loading**2) * own
                 count = math.floor(math.expm1(max(location + scale * mixed, 0.0)) + 0.5)
                 value = math.log1p(count)
-            made.dense[position, feature] = value
-            dense_score += effect * value
+            dense_bI[position, feature] = value
+            score += effect * value
+        scores_b[position] = score
 
-        logit = gain * (dense_score + row_score + pair_score) + bias
-        is_click = _uniform(_hash(sample, _LABEL)) < 1 / (1 + math.exp(-logit))
-        made.logit_parts[0, position] = gain * dense_score
-        made.logit_parts[1, position] = gain * row_score
-        made.logit_parts[2, position] = gain * pair_score
-        made.labels[position] = 1.0 if is_click else 0.0
+
+@kernel
+def _draw_ranks(
+    parameters: GeneratorParameters,
+    keys_b: NDArray[np.uint64],
+    draws_bF: NDArray[np.uint64],
+    ranks_bF: NDArray[np.int64],
+    strengths_bF: NDArray[np.float64],
+) -> None:
+    """Draw a rank per column from its popularity curve, and how strong the row there is."""
+    groups, couplings = parameters.groups, parameters.couplings
+    edges, shares, strengths = parameters.edges, parameters.shares, parameters.strengths
+    group_uniforms = np.empty(NUM_GROUPS)
+    for position in range(len(keys_b)):
+        key = keys_b[position]
+        for group in range(NUM_GROUPS):
+            group_uniforms[group] = _uniform(_hash(key, _GROUP + np.uint64(group)))
+        for column in range(len(groups)):
+            draws_bF[position, column] = _hash(key, _DRAW + np.uint64(column))
+        for column in range(len(groups)):
+            draw = draws_bF[position, column]
+            uniform = _uniform(draw)
+            # `_uniform` leaves the low 11 bits of a hash unused.
+            if np.float64(draw & np.uint64(2047)) < couplings[column] * 2048.0:
+                uniform = group_uniforms[groups[column]]
+            rank, segment = _rank(uniform, parameters.guide[column], edges, shares)
+            ranks_bF[position, column] = rank
+            strengths_bF[position, column] = strengths[segment]
+
+
+@kernel
+def _apply_drift(
+    parameters: GeneratorParameters, times_b: NDArray[np.int64], ranks_bF: NDArray[np.int64]
+) -> None:
+    """Replace ranks by the rows that have them by now, named by the ranks they had at first."""
+    sizes = parameters.sizes
+    num_columns = len(sizes)
+    offsets, centres = np.empty(num_columns, np.int64), np.empty(num_columns, np.int64)
+    moment_keys = np.empty(num_columns, np.uint64)
+    known_cycle = -1
+    for position in range(len(times_b)):
+        progress = times_b[position] * parameters.drift / _DRIFT_SAMPLES
+        cycle = int(progress)
+        if cycle != known_cycle:
+            known_cycle = cycle
+            for column in range(num_columns):
+                key = _hash(parameters.seed, _DRIFT + np.uint64(column))
+                offset, centre, moment_key = drift_cycle(cycle, sizes[column], key)
+                offsets[column], centres[column] = offset, centre
+                moment_keys[column] = moment_key
+        for column in range(num_columns):
+            ranks_bF[position, column] = occupant(
+                ranks_bF[position, column],
+                sizes[column],
+                cycle,
+                progress - cycle,
+                offsets[column],
+                centres[column],
+                moment_keys[column],
+            )
+
+
+@kernel
+def _number_rows(
+    parameters: GeneratorParameters, ranks_bF: NDArray[np.int64], rows_Fb: NDArray[np.int64]
+) -> None:
+    """Give every rank its row number, by the column's bijection."""
+    for column in range(len(rows_Fb)):
+        # Unsigned: a remainder with a sign takes longer.
+        size = np.uint64(parameters.sizes[column])
+        multiplier, shift = parameters.multipliers[column], parameters.shifts[column]
+        for position in range(rows_Fb.shape[1]):
+            row = np.uint64(ranks_bF[position, column] * multiplier + shift)
+            rows_Fb[column, position] = row % size
+
+
+@kernel
+def _hash_rows(
+    parameters: GeneratorParameters,
+    times_b: NDArray[np.int64],
+    ranks_bF: NDArray[np.int64],
+    hashes_bF: NDArray[np.uint64],
+) -> None:
+    """What each row's effects are made from."""
+    num_columns = len(parameters.sizes)
+    row_keys = np.empty(num_columns, np.uint64)
+    for column in range(num_columns):
+        row_keys[column] = _hash(parameters.seed, _ROW + np.uint64(column))
+    for position in range(len(times_b)):
+        for column in range(num_columns):
+            hashes_bF[position, column] = _hash(
+                row_keys[column], np.uint64(ranks_bF[position, column])
+            )
+        if len(parameters.changes):
+            for column in range(num_columns):
+                hashes_bF[position, column] = _changed(
+                    hashes_bF[position, column],
+                    times_b[position],
+                    parameters.changes,
+                    parameters.changed_share,
+                )
+
+
+@kernel
+def _add_rows(
+    parameters: GeneratorParameters,
+    hashes_bF: NDArray[np.uint64],
+    strengths_bF: NDArray[np.float64],
+    scores: NDArray[np.float64],
+) -> None:
+    """What rows add to the scores one by one, and what pairs of them do."""
+    pairs = parameters.pairs
+    effects = np.empty(hashes_bF.shape[1])
+    for position in range(scores.shape[1]):
+        strengths, hashes = strengths_bF[position], hashes_bF[position]
+        for column in range(len(effects)):
+            effects[column] = strengths[column] * _normal(hashes[column])
+        row_score = 0.0
+        for column in range(len(effects)):
+            row_score += effects[column]
+        pair_score = 0.0
+        for pair in range(len(pairs)):
+            first, second = pairs[pair, 0], pairs[pair, 1]
+            strength = parameters.pair_effect * strengths[first] * strengths[second]
+            pair_score += strength * _dot(hashes[first], hashes[second])
+        scores[1, position], scores[2, position] = row_score, pair_score
 
 
 @kernel
@@ -186,24 +321,55 @@ def _rank(
 
 
 @kernel
-def occupant(rank: int, size: int, progress: float, key: np.uint64) -> int:
-    """Which row has a rank after `progress` cycles of drift, named by the rank it had at first.
+def drift_cycle(cycle: int, size: int, key: np.uint64) -> tuple[np.int64, np.int64, np.uint64]:
+    """What `occupant` must know of a cycle of a column's drift.
 
-    After k whole cycles rank r has row C_k + r where k is even, C_k - r where it is odd, modulo
-    size; C_0 is 0, the others are random. During cycle k, pairs of ranks that add up to its centre
-    swap, which leads from the one to the next.
+    When k whole cycles have passed rank r has row C_k + r where k is even, C_k - r where it is odd,
+    modulo size; C_0 is 0, the others are random. During cycle k, pairs of ranks that add up to its
+    centre swap, which leads from the one to the next.
+
+    Returns:
+        C_k; the centre; the key of the moments at which pairs swap.
     """
-    cycle = int(progress)
-    direction = 1 if cycle % 2 == 0 else -1
-    offset = 0
+    # np.int64, not int: to the compiler that stays unsigned, and mixed signs become floats.
+    offset = np.int64(0)
     if cycle > 0:
-        offset = int(_hash(key, np.uint64(cycle)) % np.uint64(size))
-    next_offset = int(_hash(key, np.uint64(cycle + 1)) % np.uint64(size))
-    partner = (direction * (next_offset - offset) - rank) % size
-    moment = _uniform(_hash(_mix(key + np.uint64(cycle)), np.uint64(min(rank, partner))))
-    if moment < progress - cycle:
-        rank = partner
-    return (offset + direction * rank) % size
+        offset = np.int64(_hash(key, np.uint64(cycle)) % np.uint64(size))
+    next_offset = np.int64(_hash(key, np.uint64(cycle + 1)) % np.uint64(size))
+    centre = next_offset - offset if cycle % 2 == 0 else offset - next_offset
+    return offset, centre % size, _mix(key + np.uint64(cycle))
+
+
+@kernel
+def occupant(
+    rank: int,
+    size: int,
+    cycle: int,
+    progress: float,
+    offset: int,
+    centre: int,
+    moment_key: np.uint64,
+) -> int:
+    """Which row has a rank during a cycle of drift, named by the rank it had at first.
+
+    Args:
+        rank: In [0, size).
+        size: Rows of the column.
+        cycle: How many cycles have passed.
+        progress: How much of the current one has, 0 to 1.
+        offset: As `drift_cycle` gives it.
+        centre: Likewise.
+        moment_key: Likewise.
+    """
+    # Sums are brought back into [0, size) by adding or taking away once, without a division.
+    partner = centre - rank
+    partner += size if partner < 0 else 0
+    moment = _uniform(_hash(moment_key, np.uint64(min(rank, partner))))
+    rank = partner if moment < progress else rank
+    row = offset + rank if cycle % 2 == 0 else offset - rank
+    row += size if row < 0 else 0
+    row -= size if row >= size else 0
+    return row
 
 
 @kernel

@@ -15,23 +15,18 @@ References:
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys.datasets import npy_blocks
-from recsys.datasets.npy_blocks import (
-    NpyReader,
-    describe_source,
-    require,
-    whole_numbers,
-    write_header,
-)
+from recsys.datasets.npy_blocks import NpyReader, in_blocks, require, whole_numbers, write_header
+from recsys.datasets.npy_store import append_samples, finish_numbered
 from recsys.datasets.source import SPLITS, day_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
-from recsys.files import appearing_whole, require_new
+from recsys.files import appearing_whole, require_files, require_new
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,10 +84,9 @@ def write_torchrec_npy(
         write_header(dense, (len(samples), source.num_dense), "<f4")
         write_header(sparse, (len(samples), len(source.table_sizes)), "<i4")
         write_header(labels, (len(samples), 1), "<i4")
-        for start in range(samples.start, samples.stop, npy_blocks.BLOCK_SAMPLES):
-            stop = min(start + npy_blocks.BLOCK_SAMPLES, samples.stop)
-            batch = source.read(np.arange(start, stop))
-            rows = batch.sparse_features.values().reshape(-1, stop - start).numpy().T
+        for block in in_blocks(samples):
+            batch = source.read(np.arange(block.start, block.stop))
+            rows = batch.sparse_features.values().reshape(-1, len(block)).numpy().T
             dense.write(np.ascontiguousarray(batch.dense_features.numpy(), "<f4").data)
             sparse.write(np.ascontiguousarray(rows, "<i4").data)
             labels.write(np.ascontiguousarray(batch.labels.numpy(), "<i4").data)
@@ -125,9 +119,8 @@ def read_torchrec_npy(
     triplets = [_files(Path(folder), prefix) for prefix in prefixes]
     if not triplets:
         raise ConfigError("prefixes must name a day at least, got none")
-    for file in (file for files in triplets for file in files):
-        if not file.is_file():
-            raise FileNotFoundError(f"npy {file} is no file")
+    sources = [file for files in triplets for file in files]
+    require_files("npy", sources)
     columns: tuple[int, int] | None = None
     day_sizes: list[int] = []
     with StoreWriter(store, dense_transform="none") as writer:
@@ -142,18 +135,26 @@ def read_torchrec_npy(
                     last_rows = np.zeros(columns[1], np.int64)
                     sizes = _check_sizes(table_sizes, columns[1])
                 day_sizes.append(readers[0].shape[0])
-                _append(writer, readers, sizes, last_rows)
+                dense, sparse, labels = readers
+                append_samples(
+                    writer,
+                    labels,
+                    dense,
+                    sparse,
+                    check_dense=_finite,
+                    check_rows=partial(_rows, sizes=sizes, last_rows=last_rows),
+                    label_rule=_LABELS,
+                )
         if sizes is None:
             sizes = last_rows + 1
         assert columns is not None
-        return writer.finish(
-            dense_names=[f"int_{column}" for column in range(columns[0])],
-            table_sizes={f"cat_{column}": int(size) for column, size in enumerate(sizes)},
+        return finish_numbered(
+            writer,
+            num_dense=columns[0],
+            table_sizes=sizes,
             splits=day_splits(day_sizes),
-            about={
-                "convention": "torchrec",
-                "sources": [describe_source(file) for files in triplets for file in files],
-            },
+            convention="torchrec",
+            sources=sources,
         )
 
 
@@ -192,30 +193,20 @@ def _check_sizes(table_sizes: Sequence[int] | None, num_columns: int) -> NDArray
     return sizes
 
 
-def _append(
-    writer: StoreWriter,
-    readers: Sequence[NpyReader],
+def _rows(
+    name: str,
+    block: NDArray[Any],
+    first_sample: int,
+    *,
     sizes: NDArray[np.int64] | None,
     last_rows: NDArray[np.int64],
-) -> None:
-    """Copy one day; `last_rows` learns of its rows."""
-    dense, sparse, labels = readers
-    start = 0
-    for dense_block, sparse_block, label_block in zip(
-        dense.blocks(), sparse.blocks(), labels.blocks(), strict=True
-    ):
-        label_numbers = whole_numbers(labels.name, label_block.reshape(-1), start, 2, _LABELS)
-        if sizes is None:
-            rows = whole_numbers(sparse.name, sparse_block, start, _ROWS_END, _RAW_IDS)
-            np.maximum(last_rows, rows.max(axis=0), out=last_rows)
-        else:
-            rows = whole_numbers(sparse.name, sparse_block, start, _IDS_END, _RAW_IDS) % sizes
-        writer.append(
-            label_numbers.astype(np.int8),
-            _finite(dense.name, dense_block, start),
-            rows.astype(np.int32),
-        )
-        start += len(dense_block)
+) -> NDArray[np.int64]:
+    """Ids modulo `sizes`; without those, rows as they are, of which `last_rows` learns."""
+    if sizes is not None:
+        return whole_numbers(name, block, first_sample, _IDS_END, _RAW_IDS) % sizes
+    rows = whole_numbers(name, block, first_sample, _ROWS_END, _RAW_IDS)
+    np.maximum(last_rows, rows.max(axis=0), out=last_rows)
+    return rows
 
 
 def _finite(name: str, block: NDArray[Any], first_sample: int) -> NDArray[np.float32]:

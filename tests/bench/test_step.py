@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from recsys.bench.harness import ratio, summarize
-from recsys.bench.step import bench_step, take_turns
+from recsys.bench import step
+from recsys.bench.step import bench_step
 
 
 @pytest.fixture(autouse=True)
@@ -24,31 +24,68 @@ def test_every_provider_is_measured_in_every_case():
         (case, provider) for case in cases for provider in providers
     ]
     assert [row.case for row in rows if row.metric == "speed_over_dense_eager"] == cases
+    assert [row.case for row in rows if row.metric == "speed_over_fp32"] == cases[1:]
     assert all(row.median > 0 and row.num_runs == 2 for row in rows)
 
 
-def test_whoever_begins_changes_from_round_to_round_and_warm_up_is_not_counted():
-    calls = []
-    steps = {name: lambda name=name: calls.append(name) for name in "abc"}
+class Watched(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the operators called, with the dtypes of what they return and the sizes they take."""
 
-    seconds = take_turns(steps, num_rounds=3)
+    def __init__(self):
+        super().__init__()
+        self.dtypes = {}
+        self.products = 0
 
-    assert {name: len(spent) for name, spent in seconds.items()} == {"a": 3, "b": 3, "c": 3}
-    assert len(calls) == 3 * (3 + 3)
-    assert "".join(calls[-9:]) == "abcbcacab"
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if isinstance(result, torch.Tensor):
+            self.dtypes.setdefault(name, set()).add(result.dtype)
+        if name in ("mm", "bmm", "_linear_pointwise"):
+            left, right = args[0], args[1]
+            columns = right.shape[0] if name == "_linear_pointwise" else right.shape[-1]
+            self.products += left.numel() * columns
+        return result
 
 
-def test_a_ratio_is_that_of_the_medians_with_an_interval_around_it():
-    ours, theirs = [1.0, 2.0, 3.0, 2.0, 2.0], [4.0, 4.0, 4.0, 4.0, 40.0]
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_floor_makes_the_products_of_a_dense_step_in_its_precision(precision):
+    layers = [(13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1)]
+    every_product = [3 * inputs * outputs for inputs, outputs in layers]
+    every_product[0] = 2 * 13 * 512  # no gradient of the dense features
+    interaction = 2 * 27 * 27 * 16
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
-    row = ratio(bench="b", case="c", provider="p", metric="m", values=ours, baseline=theirs)
+    for products in step._gemm_steps(8, precision).values():
+        with Watched() as watched:
+            products()
 
-    assert row.median == 2.0
-    assert row.low <= row.median <= row.high
-    assert row.unit == "ratio"
+        assert watched.products == 8 * (sum(every_product) + interaction)
+        assert all(dtypes == {dtype} for dtypes in watched.dtypes.values())
 
 
-def test_the_interval_of_equal_values_is_a_point():
-    row = summarize(bench="b", case="c", provider="p", metric="m", unit="ms", values=[3.0] * 9)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_dense_steps_multiply_in_their_precision_and_update(precision):
+    pytest.importorskip("torchrec", exc_type=ImportError)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
 
-    assert (row.low, row.median, row.high) == (3.0, 3.0, 3.0)
+    for dense_step in step._dense_steps(8, precision).values():
+        with Watched() as watched:
+            dense_step()
+
+        assert watched.dtypes["bmm"] == {dtype}
+        assert watched.dtypes["add_"] == {torch.float32}  # parameters move, in float32
+
+
+def test_a_whole_step_trains():
+    pytest.importorskip("fbgemm_gpu")
+
+    for name, whole in step._whole_steps(8, "fp32", [20] * 26).items():
+        before = [value.clone() for value in whole.model.state_dict().values()]
+        whole()
+
+        changed = [
+            not torch.equal(old, new)
+            for old, new in zip(before, whole.model.state_dict().values(), strict=True)
+        ]
+        assert all(changed), name

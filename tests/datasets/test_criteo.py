@@ -244,7 +244,7 @@ def test_ctrl_c_while_preparing_leaves_nothing_behind(raw_line, tmp_path, monkey
 
     raw = tmp_path / "raw.txt"
     raw.write_text(raw_line())
-    monkeypatch.setattr("recsys.datasets.criteo._number_columns", interrupt)
+    monkeypatch.setattr("recsys.datasets.criteo_flow.CriteoFlow._number_columns", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
         prepare(raw, tmp_path / "store")

@@ -174,6 +174,20 @@ def test_stores_of_other_raw_bytes_have_another_fingerprint(store):
     assert Store(store.path).fingerprint != before
 
 
+def test_stores_with_other_bounds_of_their_ids_are_other_data(store):
+    meta = json.loads((store.path / "meta.json").read_text())
+    fingerprints = {store.fingerprint}
+    for bound in (7, 8):
+        (store.path / "meta.json").write_text(json.dumps(meta | {"max_ind_range": bound}))
+
+        bounded = Store(store.path)
+
+        fingerprints.add(bounded.fingerprint)
+        assert bounded.describe()["max_ind_range"] == bound
+    assert len(fingerprints) == 3
+    assert "max_ind_range" not in store.describe()
+
+
 @pytest.mark.parametrize(
     ("num_samples", "sizes"),
     [(0, [0, 0, 0]), (1, [1, 0, 0]), (13, [12, 1, 0]), (137_139, [117_548, 9_796, 9_795])],

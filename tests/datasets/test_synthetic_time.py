@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recsys.config import load_config
 from recsys.datasets.source import classic_splits
 from recsys.datasets.synthetic import SyntheticCriteo
-from recsys.datasets.synthetic_kernel import occupant
+from recsys.datasets.synthetic_kernel import drift_cycle, occupant
 from recsys.errors import ConfigError
 
 SETTINGS = [
@@ -66,6 +66,14 @@ def test_drift_leaves_the_popularity_curve_as_it_is(column):
         np.testing.assert_allclose(shares, expected, atol=0.02)
 
 
+def rows_of(ranks, size, progress, key):
+    """The rows that ranks have when time has gone through so many cycles of drift."""
+    cycle = int(progress)
+    offset, centre, moment_key = drift_cycle(cycle, size, key)
+    moment = (progress - cycle, offset, centre, np.uint64(moment_key))
+    return [occupant(rank, size, cycle, *moment) for rank in ranks]
+
+
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(
     size=st.integers(1, 60),
@@ -73,7 +81,7 @@ def test_drift_leaves_the_popularity_curve_as_it_is(column):
     key=st.integers(0, 2**64 - 1).map(np.uint64),
 )
 def test_at_any_time_each_rank_has_a_row_of_its_own(size, progress, key):
-    rows = [occupant(rank, size, progress, key) for rank in range(size)]
+    rows = rows_of(range(size), size, progress, key)
 
     assert sorted(rows) == list(range(size))
 
@@ -81,22 +89,33 @@ def test_at_any_time_each_rank_has_a_row_of_its_own(size, progress, key):
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(cycle=st.integers(1, 1_000), key=st.integers(0, 2**64 - 1).map(np.uint64))
 def test_nothing_jumps_where_a_cycle_of_drift_ends(cycle, key):
-    def rows(progress):
-        return [occupant(rank, 1_000, progress, key) for rank in range(1_000)]
+    before, after = (
+        rows_of(range(1_000), 1_000, progress, key) for progress in (cycle - 1e-12, float(cycle))
+    )
 
-    assert rows(cycle - 1e-12) == rows(float(cycle))
+    assert before == after
 
 
 def test_ranks_change_rows_one_after_the_other():
-    start = [occupant(rank, 10_000, 3.2, np.uint64(5)) for rank in range(10_000)]
+    def rows(ranks, progress):
+        return np.array(rows_of(ranks, 10_000, progress, np.uint64(5)))
 
     changed = [
-        np.mean([occupant(rank, 10_000, 3.2 + d, np.uint64(5)) != start[rank] for rank in ranks])
-        for d in (0.1, 0.4, 0.8)
+        np.mean(rows(ranks, 3.2 + later) != rows(ranks, 3.2))
+        for later in (0.1, 0.4, 0.8)
         for ranks in (range(10_000), range(1_000))
     ]
 
     np.testing.assert_allclose(changed, [0.1, 0.1, 0.4, 0.4, 0.8, 0.8], atol=0.05)
+
+
+def test_drift_leaves_no_gaps_in_the_largest_tables():
+    source = SyntheticCriteo(num_samples=1_000_000, table_sizes=[1, 2**31, 2**31], drift=3.0)
+
+    batch = source.read(np.arange(990_000, 1_000_000)).sparse_features
+
+    rows = np.unique(batch["cat_2"].values().numpy())
+    np.testing.assert_allclose(np.bincount(rows % 8) / len(rows), np.full(8, 1 / 8), atol=0.02)
 
 
 def test_drift_keeps_bringing_rows_never_seen_before():

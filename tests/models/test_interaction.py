@@ -1,29 +1,86 @@
 import pytest
 import torch
 
-from recsys.models.interaction import InteractionArch, pairwise_dots, pairwise_dots_reference
+from recsys.models import interaction
+from recsys.models.interaction import InteractionArch, interact_reference
 
 
-def pairs_of(num_vectors):
-    first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
-    return first * num_vectors + second, second * num_vectors + first
+@pytest.fixture(params=[True, False], ids=["kernels", "plain"])
+def way(request, monkeypatch):
+    """Both ways, on the CPU."""
+    monkeypatch.setattr(interaction, "_has_kernels", lambda _: request.param)
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 1), (3, 5, 4), (17, 27, 16), (0, 3, 2)])
-def test_pairs_and_gradients_are_the_references(shape):
+def outcome(function, dense, sparse):
+    """Result and gradients, with a gradient that differs from place to place."""
+    copies = [value.detach().clone().requires_grad_() for value in (dense, sparse)]
+    result = function(*copies)
+    (result * torch.arange(1.0, result.numel() + 1).view_as(result).sin()).sum().backward()
+    return [result, *(copy.grad for copy in copies)]
+
+
+def reference(dense, sparse):
+    first, second = torch.triu_indices(sparse.shape[1] + 1, sparse.shape[1] + 1, offset=1)
+    return interact_reference(dense, sparse, first * (sparse.shape[1] + 1) + second)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 4), (17, 26, 16), (0, 2, 2)])
+def test_result_and_gradients_are_the_references(shape, dtype, rtol):
     torch.manual_seed(0)
-    upper, lower = pairs_of(shape[1])
-    vectors = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    copy = vectors.detach().clone().requires_grad_()
+    dense = torch.randn(shape[0], shape[2], dtype=dtype)
+    sparse = torch.randn(shape, dtype=dtype)
 
-    found = pairwise_dots(vectors, upper, lower)
-    expected = pairwise_dots_reference(copy, upper)
-    weights = torch.randn(expected.shape, dtype=torch.float64)
-    (found * weights).sum().backward()
-    (expected * weights).sum().backward()
+    found = outcome(InteractionArch(shape[1]), dense, sparse)
+    expected = outcome(reference, dense, sparse)
 
-    assert torch.equal(found, expected)
-    torch.testing.assert_close(vectors.grad, copy.grad, rtol=1e-12, atol=1e-12)
+    assert torch.equal(found[0], expected[0])
+    for ours, theirs in zip(found[1:], expected[1:], strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=10 * rtol)
+
+
+@pytest.mark.usefixtures("way")
+def test_float16_is_multiplied_too():
+    dense, sparse = torch.ones(2, 3).half(), torch.full((2, 2, 3), 2.0).half()
+
+    assert InteractionArch(2)(dense, sparse)[0].tolist() == [1, 1, 1, 6, 6, 12]
+
+
+@pytest.mark.parametrize(
+    ("dense_dtype", "sparse_dtype"),
+    [(torch.float32, torch.float64), (torch.float32, torch.bfloat16)],
+)
+def test_different_dtypes_meet_in_the_wider_one(dense_dtype, sparse_dtype):
+    dense = torch.ones(2, 3, dtype=dense_dtype)
+    sparse = torch.ones(2, 2, 3, dtype=sparse_dtype, requires_grad=True)
+
+    result = InteractionArch(2)(dense, sparse)
+    result.sum().backward()
+
+    assert result.dtype == torch.promote_types(dense_dtype, sparse_dtype)
+    assert sparse.grad.dtype == sparse_dtype
+
+
+def test_float64_stays_float64_under_autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = InteractionArch(1)(torch.ones(1, 2).double(), torch.ones(1, 1, 2).double())
+
+    assert result.dtype == torch.float64
+
+
+def test_a_compiler_sees_the_whole_of_it():
+    torch.manual_seed(0)
+    dense, sparse = torch.randn(5, 4), torch.randn(5, 3, 4)
+    arch = InteractionArch(3)
+
+    found = outcome(torch.compile(arch, backend="eager", fullgraph=True), dense, sparse)
+
+    for ours, theirs in zip(found, outcome(arch, dense, sparse), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_columns_are_the_dense_vector_and_the_upper_triangle_row_by_row():

@@ -49,13 +49,64 @@ def test_result_and_gradients_are_the_references(sizes, dtype):
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40))
-def test_sizes_of_any_shape(batch_size, num_inputs, num_outputs):
+def test_onednn_takes_sizes_of_any_shape(batch_size, num_inputs, num_outputs):
     inputs = operands(batch_size, num_inputs, num_outputs)
 
-    found, expected = outcome(linear_relu, inputs), outcome(linear_relu_reference, inputs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "_onednn_is_faster", lambda: True)
+        found = outcome(linear_relu, inputs)
+    expected = outcome(linear_relu_reference, [value.double() for value in inputs])
 
     for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, theirs.float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, w, b: (x[:, 1:], w, b),
+        lambda x, w, b: (x.double(), w, b),
+        lambda x, w, b: (x, w.bfloat16(), b),
+        lambda x, w, b: (x, w, b[1:]),
+    ],
+    ids=["width", "dtype of the features", "dtype of the weight", "bias"],
+)
+def test_operands_that_do_not_fit_are_refused_as_pytorch_refuses_them(change):
+    wrong = change(*operands(8, 5, 3))
+
+    with pytest.raises(RuntimeError) as expected:
+        torch.nn.functional.linear(*wrong)
+    with pytest.raises(RuntimeError) as found:
+        linear_relu(*wrong)
+
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.usefixtures("library")
+def test_a_bias_that_pytorch_broadcasts_is_broadcast():
+    features, weight, _ = operands(4, 3, 2)
+    bias = torch.ones(1)
+
+    result = linear_relu(features, weight, bias)
+
+    torch.testing.assert_close(result, linear_relu_reference(features, weight, bias))
+
+
+@pytest.mark.usefixtures("library")
+def test_float64_stays_float64_under_autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear_relu(*operands(4, 3, 2, torch.float64)).dtype == torch.float64
+
+
+def test_onednn_is_left_alone_where_the_user_has_switched_it_off(monkeypatch):
+    monkeypatch.setattr(linear, "_onednn_is_faster_here", lambda: True)
+    monkeypatch.setattr(linear, "onednn_product", None)
+
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
+        result = linear_relu(*operands(4, 3, 2))
+
+    assert result.shape == (4, 2)
 
 
 @pytest.mark.usefixtures("library")
@@ -110,3 +161,13 @@ def test_an_empty_batch_gives_zero_gradients():
     linear_relu(features, weight, bias).sum().backward()
 
     assert weight.grad.abs().sum() == 0
+
+
+@pytest.mark.usefixtures("library")
+def test_a_compiler_sees_the_whole_of_it():
+    inputs = operands(4, 3, 2)
+
+    found = outcome(torch.compile(linear_relu, backend="eager", fullgraph=True), inputs)
+
+    for ours, theirs in zip(found, outcome(linear_relu, inputs), strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from recsys.datasets.criteo_shape import KAGGLE_COLUMNS, KAGGLE_DENSE, popularity_curve
-from recsys.datasets.synthetic_kernel import GUIDE_SIZE, Recipe, bijection_key
+from recsys.datasets.synthetic_kernel import GUIDE_SIZE, GeneratorParameters, bijection_key
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from recsys.config import SyntheticConfig
 
-__all__ = ["BEST_AUC", "CLICK_RATE", "build_recipe", "calibrate"]
+__all__ = ["BEST_AUC", "CLICK_RATE", "build_parameters", "calibrate"]
 
 CLICK_RATE: Final = 0.256
 BEST_AUC: Final = 0.80
@@ -32,7 +32,7 @@ _HALF_STRENGTH_LOOKUPS: Final = 300
 _STRENGTH_SAMPLES: Final = 1_000_000
 
 
-def build_recipe(seed: int, sizes: list[int], in_time: SyntheticConfig) -> Recipe:
+def build_parameters(seed: int, sizes: list[int], in_time: SyntheticConfig) -> GeneratorParameters:
     """All that samples are made from, for tables of the given sizes."""
     num_columns = len(sizes)
     shapes = [KAGGLE_COLUMNS[column % len(KAGGLE_COLUMNS)] for column in range(num_columns)]
@@ -46,7 +46,7 @@ def build_recipe(seed: int, sizes: list[int], in_time: SyntheticConfig) -> Recip
     strengths = [_strengths(edges, shares) for edges, shares in curves]
     low_seed = np.uint64(seed & (2**64 - 1))
     keys = [bijection_key(low_seed, column) for column in range(num_columns)]
-    return Recipe(
+    return GeneratorParameters(
         seed=low_seed,
         edges=np.concatenate([edges for edges, _ in curves]),
         shares=np.concatenate([shares for _, shares in curves]),

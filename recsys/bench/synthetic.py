@@ -1,0 +1,119 @@
+"""`recsys bench synthetic`: making samples, beside reading them from a store.
+
+    provider            what is read, shuffled, by a `BatchLoader`
+    plain               synthetic samples that do not change with time
+    drift               with popularity drift, ten cycles of it
+    preference_changes  with two preference changes
+    all                 with both, and a random split
+    store               the plain ones, written to a store beforehand; they come from the page cache
+
+What a loader does is the work of its one thread; the caller waits. So these are rates of one core.
+A round is an epoch of the training part for each, all in one process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys.bench.harness import Row, ratio, rows_by_provider, take_turns, timed
+from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
+from recsys.datasets.loader import BatchLoader
+from recsys.datasets.store import Store, StoreWriter
+from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.machine import tune_allocator
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["bench_synthetic", "write_store"]
+
+_BATCH_SIZE = 2048
+_BLOCK_SAMPLES = 1 << 16
+
+
+def bench_synthetic(
+    *,
+    num_samples: int,
+    num_rounds: int,
+    table_sizes: Sequence[int] = KAGGLE_TABLE_SIZES,
+) -> list[Row]:
+    """Measure samples per second of every provider, and how each compares with the store.
+
+    Args:
+        num_samples: In all parts together; six sevenths of them are read in a round.
+        num_rounds: Rounds that count.
+        table_sizes: Rows per table.
+    """
+    tune_allocator()
+    drift: dict[str, Any] = {"drift": 10 * 1e6 / num_samples}
+    changes: dict[str, Any] = {"preference_changes": (num_samples // 3, 2 * num_samples // 3)}
+    make = partial(SyntheticCriteo, num_samples=num_samples, table_sizes=table_sizes)
+    plain = make()
+    sources: dict[str, SampleSource] = {
+        "plain": plain,
+        "drift": make(**drift),
+        "preference_changes": make(**changes),
+        "all": make(**drift, **changes, split="random"),
+    }
+    with tempfile.TemporaryDirectory(prefix="recsys-bench-") as folder:
+        sources["store"] = Store(write_store(plain, Path(folder) / "store"))
+        seconds = take_turns(
+            {
+                name: timed(
+                    partial(_read_epoch, BatchLoader(source, "train", _BATCH_SIZE, shuffle=True))
+                )
+                for name, source in sources.items()
+            },
+            num_rounds,
+            num_warm_up_rounds=1,
+        )
+    case = f"B={_BATCH_SIZE},samples={num_samples},tables={len(table_sizes)}"
+    num_read = len(plain.splits["train"])
+    rates = {name: [num_read / s for s in spent] for name, spent in seconds.items()}
+    rows = rows_by_provider(
+        bench="synthetic", case=case, metric="throughput", unit="samples/s", values=rates
+    )
+    store_seconds = seconds.pop("store")
+    for name, spent in seconds.items():
+        rows.append(
+            ratio(
+                bench="synthetic",
+                case=case,
+                provider=name,
+                metric="speed_over_store",
+                values=spent,
+                baseline=store_seconds,
+            )
+        )
+    return rows
+
+
+def _read_epoch(loader: BatchLoader) -> None:
+    deque(loader, maxlen=0)
+
+
+def write_store(source: SyntheticCriteo, path: Path) -> Path:
+    """The samples of a source, in their order, as `recsys prepare` would leave them."""
+    with StoreWriter(path) as writer:
+        for start in range(0, source.num_samples, _BLOCK_SAMPLES):
+            numbers = np.arange(start, min(start + _BLOCK_SAMPLES, source.num_samples))
+            batch = source.read(numbers)
+            counts = np.rint(np.expm1(batch.dense_features.numpy().astype(np.float64)))
+            rows = batch.sparse_features.values().numpy().reshape(-1, len(numbers)).T
+            writer.append(
+                batch.labels.numpy().astype(np.int8), counts.astype(np.int32), rows.astype(np.int32)
+            )
+        return writer.finish(
+            dense_names=[f"int_{feature}" for feature in range(source.num_dense)],
+            splits=source.splits,
+            about={"convention": "classic", "sources": []},
+            table_sizes=source.table_sizes,
+        )

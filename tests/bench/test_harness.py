@@ -1,0 +1,109 @@
+import gc
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+
+from recsys.bench.harness import (
+    ratio,
+    rows_by_provider,
+    summarize,
+    take_turns,
+    write_rows,
+)
+
+
+def test_rows_are_medians_with_their_spread_and_carry_the_environment(tmp_path):
+    values = np.arange(1.0, 12.0).tolist()
+    row = summarize(
+        bench="b", case="B=1", provider="recsys", metric="time", unit="ms", values=values
+    )
+
+    write_rows(tmp_path / "rows.json", [row])
+
+    record = json.loads((tmp_path / "rows.json").read_text())
+    assert (row.p20, row.median, row.p80, row.num_runs) == (3.0, 6.0, 9.0, 11)
+    assert set(record["rows"][0]) == {
+        "bench",
+        "case",
+        "provider",
+        "metric",
+        "unit",
+        "median",
+        "p20",
+        "p80",
+        "num_runs",
+        "low",
+        "high",
+    }
+    assert "torch" in record["environment"]
+
+
+def test_everybody_is_called_once_a_round_in_changing_company_and_warm_up_is_not_counted():
+    calls = []
+
+    def call(name):
+        calls.append(name)
+        return len(calls)
+
+    results = take_turns({name: partial(call, name) for name in "abc"}, num_rounds=40)
+
+    rounds = ["".join(calls[begin : begin + 3]) for begin in range(9, len(calls), 3)]
+    assert len(calls) == 3 * (3 + 40)
+    assert {"".join(sorted(turns)) for turns in rounds} == {"abc"}
+    assert set(rounds) == {"abc", "acb", "bac", "bca", "cab", "cba"}
+    for name, order in results.items():
+        assert order == [number + 1 for number in range(9, len(calls)) if calls[number] == name]
+
+
+def test_a_ratio_is_that_of_the_medians_with_an_interval_around_it():
+    ours, theirs = [1.0, 2.0, 3.0, 2.0, 2.0], [4.0, 4.0, 4.0, 4.0, 40.0]
+
+    row = ratio(bench="b", case="c", provider="p", metric="m", values=ours, baseline=theirs)
+
+    assert row.median == 2.0
+    assert row.low <= row.median <= row.high
+    assert row.unit == "ratio"
+
+
+def test_rounds_of_a_ratio_are_drawn_in_pairs():
+    ours = [float(number) for number in range(1, 30)]
+
+    row = ratio(
+        bench="b",
+        case="c",
+        provider="p",
+        metric="m",
+        values=ours,
+        baseline=[2 * value for value in ours],
+    )
+
+    assert (row.low, row.median, row.high) == (2.0, 2.0, 2.0)
+
+
+def test_the_interval_of_equal_values_is_a_point():
+    row = summarize(bench="b", case="c", provider="p", metric="m", unit="ms", values=[3.0] * 9)
+
+    assert (row.low, row.median, row.high) == (3.0, 3.0, 3.0)
+
+
+def test_garbage_is_collected_again_when_turns_end_by_an_error():
+    def fail():
+        raise RuntimeError("no turn")
+
+    with pytest.raises(RuntimeError, match="no turn"):
+        take_turns({"a": fail}, num_rounds=1)
+
+    assert gc.isenabled()
+
+
+def test_every_provider_gets_a_row():
+    rows = rows_by_provider(
+        bench="b", case="c", metric="m", unit="u", values={"x": [1.0, 3.0], "y": [2.0, 2.0]}
+    )
+
+    assert [(row.provider, row.median, row.num_runs) for row in rows] == [
+        ("x", 2.0, 2),
+        ("y", 2.0, 2),
+    ]
