@@ -114,6 +114,13 @@ def test_a_run_is_evaluated_ten_times_an_epoch_unless_told_otherwise(
     assert evaluated[-1] == 45 * epochs
 
 
+def test_an_epoch_of_fewer_than_ten_steps_is_evaluated_behind_each(small_config, tmp_path):
+    run(small_config("batch_size=600", "epochs=2"), tmp_path / "run")
+
+    evaluated = [entry["step"] for entry in history(tmp_path / "run") if "validation" in entry]
+    assert evaluated == [1, 2, 3, 4, 5, 6]
+
+
 def test_evaluations_on_the_way_are_of_the_part_asked_for(small_config, tmp_path):
     settings = ("eval.every_steps=14", "num_threads=1")
     run(small_config(*settings, "eval.split=test"), tmp_path / "test")
