@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from recsys.ablate_table import make_rows
-from recsys.build import open_source
-from recsys.config import describe_config
+from recsys.build import describe_source, open_source
+from recsys.config import build_config, describe_config
 from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
 from recsys.files import alone_in
 from recsys.machine import describe_environment
@@ -52,10 +52,13 @@ def ablate(
 ) -> dict[str, Any]:
     """Run the cells that are not finished yet, one after the other, and tabulate all of them.
 
+    A cell's process is a fresh one, which imports the script that calls this: what such a script
+    does belongs under `if __name__ == "__main__":`.
+
     Args:
         config: Which cells.
-        out_dir: A new folder, or that of the same ablation begun before. It gets `cells/` and
-            `ablate.json`, and `report.html`.
+        out_dir: A new folder, or that of the same ablation begun before. It gets `cells/` and,
+            anew behind every cell, `ablate.json` and `report.html`.
         show_progress: Say which cell is run, and draw its progress bar.
         run_cell: Trains one configuration into a folder.
 
@@ -64,8 +67,10 @@ def ablate(
         which ends the cell that is being trained; that one counts as not run.
 
     Raises:
-        AlreadyExists: the folder holds something else, or a cell with another configuration.
-        ConfigError: a cell cannot be carried out, or another process is at work in the folder.
+        AlreadyExists: the folder holds something else, or a cell with another configuration or
+            other data.
+        ConfigError: a cell cannot be carried out, a file of one is damaged, or another process is
+            at work in the folder.
         StoreError: there is no data.
     """
     folder = Path(out_dir)
@@ -77,27 +82,35 @@ def ablate(
             f"{folder} is neither empty nor an ablation's folder: it has no cells/; "
             "choose another with --run"
         )
-    data = {(cell.config.data, cell.config.synthetic): cell.config for cell in cells}
-    for tried in data.values():
-        open_source(tried)  # data that is not there is found out before anything is written
+    data = {_data_keys(cell): cell.config for cell in cells}
+    # Data that is not there is found out before anything is written.
+    sources = {keys: describe_source(open_source(tried)) for keys, tried in data.items()}
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     with alone_in(folder, "recsys ablate"):
-        finished = [cell.name for cell in cells if _read_outcome(folder, cell) is not None]
+        outcomes = {}
+        for cell in cells:
+            outcome = _read_outcome(folder, cell)
+            if outcome is not None:
+                _require_same_data(folder, cell, outcome, sources[_data_keys(cell)])
+                outcomes[cell.name] = outcome
         try:
             for number, cell in enumerate(cells):
-                if cell.name in finished:
+                if cell.name in outcomes:
                     continue
                 if show_progress:
                     _say(f"cell {number + 1} of {len(cells)}: {cell.name}")
                 _train_cell(folder, cell, run_cell, show_progress=show_progress)
-                if _read_outcome(folder, cell) is None:
+                outcome = _read_outcome(folder, cell)
+                if outcome is None:
                     break  # Ctrl-C, seen by a runner in this process
+                outcomes[cell.name] = outcome
+                if len(outcomes) < len(cells):
+                    _tabulate(config, folder, cells, outcomes)
         except KeyboardInterrupt:
             pass
         finally:
-            record = _describe(config, folder, cells)
-            write_json(folder / "ablate.json", record)
-        write_report(folder)
+            record = _tabulate(config, folder, cells, outcomes)
+            _say_what_is_odd(folder, cells, record)
     return record
 
 
@@ -121,29 +134,70 @@ def _read_outcome(folder: Path, cell: Cell) -> dict[str, Any] | None:
 
     Raises:
         AlreadyExists: the cell was run with another configuration.
+        ConfigError: the record is damaged.
     """
     run = RunFolder(folder / "cells" / cell.name)
     if not run.record_file.is_file():
         return None
-    record: dict[str, Any] = json.loads(run.record_file.read_text())
-    if record["status"] not in _OUTCOMES:
+    record = run.read_record()
+    if record.get("status") not in _OUTCOMES:
         return None
-    asked = json.loads(json.dumps(describe_config(cell.config)))
-    difference = _first_difference(asked, record["config"])
+    try:
+        # A key that is younger than the record had its default then.
+        found = describe_config(build_config(record["config"]))
+    except ConfigError as error:
+        difference: str | None = f"this version does not take it: {error}"
+    else:
+        difference = _first_difference(_as_json(describe_config(cell.config)), _as_json(found))
     if difference is not None:
-        raise AlreadyExists(
-            f"cell {cell.name} was run with another configuration: {difference}; remove "
-            f"{run.path} to run it anew, or choose another folder with --run"
-        )
+        raise AlreadyExists(_refusal(run, cell, "another configuration", difference))
     return record
 
 
+def _data_keys(cell: Cell) -> tuple[Any, ...]:
+    """The keys of a cell's configuration that say what its data is."""
+    return cell.config.data, cell.config.synthetic
+
+
+def _require_same_data(
+    folder: Path, cell: Cell, record: Mapping[str, Any], data: Mapping[str, Any]
+) -> None:
+    """Check that a cell was run on data as it is now.
+
+    Raises:
+        AlreadyExists: it was not.
+    """
+    found = record["data"]
+    # What one of two versions does not write down yet is no difference.
+    asked = {key: value for key, value in _as_json(data).items() if key in found}
+    difference = _first_difference(asked, {key: found[key] for key in asked})
+    if difference is not None:
+        run = RunFolder(folder / "cells" / cell.name)
+        raise AlreadyExists(_refusal(run, cell, "other data", difference))
+
+
+def _refusal(run: RunFolder, cell: Cell, what: str, difference: str) -> str:
+    return (
+        f"cell {cell.name} was run with {what}: {difference}; remove "
+        f"{run.path} to run it anew, or choose another folder with --run"
+    )
+
+
+def _as_json(value: Any) -> Any:
+    """As it comes back from a file: tuples are lists."""
+    return json.loads(json.dumps(value))
+
+
 def _first_difference(asked: Any, found: Any, key: str = "") -> str | None:
-    """Where two configurations differ, in words."""
+    """Where two nested mappings differ, in words."""
     if isinstance(asked, dict) and isinstance(found, dict):
         for name in [*asked, *(name for name in found if name not in asked)]:
             inner = f"{key}.{name}" if key else name
-            difference = _first_difference(asked.get(name), found.get(name), inner)
+            if name not in found:
+                return f"{inner} is {asked[name]!r} here and was not set then"
+            if name not in asked:
+                return f"{inner} is not set here and was {found[name]!r} then"
+            difference = _first_difference(asked[name], found[name], inner)
             if difference is not None:
                 return difference
         return None
@@ -163,16 +217,20 @@ def _train_cell(folder: Path, cell: Cell, run_cell: RunCell, *, show_progress: b
         raise ConfigError(f"cell {cell.name}: {error}") from None
 
 
-def _describe(config: AblationConfig, folder: Path, cells: Sequence[Cell]) -> dict[str, Any]:
-    """The record of all cells that are over."""
-    names = [cell.name for cell in cells]
-    others = sorted(path.name for path in (folder / "cells").iterdir() if path.name not in names)
-    if others:
-        _say(f"left alone, not part of this ablation: {', '.join(others)} in {folder / 'cells'}")
-    found = [(cell, _read_outcome(folder, cell)) for cell in cells]
-    done = [_describe_cell(config, folder, cell, run) for cell, run in found if run is not None]
+def _tabulate(
+    config: AblationConfig,
+    folder: Path,
+    cells: Sequence[Cell],
+    outcomes: Mapping[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Write the record of all cells that are over and its page; returns the record."""
+    done = [
+        _describe_cell(config, folder, cell, outcomes[cell.name])
+        for cell in cells
+        if cell.name in outcomes
+    ]
     described = config.describe()
-    return {
+    record = {
         "command": " ".join(["recsys", *sys.argv[1:]]),
         "status": "finished" if len(done) == len(cells) else "unfinished",
         "environment": _common_environment([cell["run"]["environment"] for cell in done]),
@@ -181,13 +239,28 @@ def _describe(config: AblationConfig, folder: Path, cells: Sequence[Cell]) -> di
         "cells": done,
         "rows": make_rows(done, described),
     }
+    write_json(folder / "ablate.json", record)
+    write_report(folder)
+    return record
+
+
+def _say_what_is_odd(folder: Path, cells: Sequence[Cell], record: Mapping[str, Any]) -> None:
+    names = [cell.name for cell in cells]
+    others = sorted(path.name for path in (folder / "cells").iterdir() if path.name not in names)
+    if others:
+        _say(f"left alone, not part of this ablation: {', '.join(others)} in {folder / 'cells'}")
+    for key in ("recsys", "commit", "dirty", "cpu", "gpu", "torch"):
+        values = record["environment"].get(key)
+        if isinstance(values, list):
+            _say(f"the cells were not all run on the same: {key} is one of {values}")
 
 
 def _describe_cell(
     config: AblationConfig, folder: Path, cell: Cell, record: dict[str, Any]
 ) -> dict[str, Any]:
-    reached = None
+    interval = reached = None
     if config.target_auc is not None:
+        interval = cell.config.eval.every_steps * cell.config.batch_size
         history = RunFolder(folder / "cells" / cell.name).read_history()
         reached = seconds_to_auc(history, config.target_split, config.target_auc)
     return {
@@ -196,6 +269,7 @@ def _describe_cell(
         "seed": cell.seed,
         "seconds_to_target_auc": reached and reached[0],
         "samples_to_target_auc": reached and reached[1],
+        "eval_every_samples": interval,
         "run": record,
     }
 
@@ -211,8 +285,6 @@ def _common_environment(environments: Sequence[Mapping[str, Any]]) -> dict[str, 
             if environment.get(key) not in values:
                 values.append(environment.get(key))
         common[key] = values[0] if len(values) == 1 else values
-        if len(values) > 1 and key in ("recsys", "commit", "dirty", "cpu", "gpu", "torch"):
-            _say(f"the cells were not all run on the same: {key} is one of {values}")
     return common
 
 

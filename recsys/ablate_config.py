@@ -44,7 +44,8 @@ class Variation:
     """One way to run the base configuration.
 
     Attributes:
-        name: As the file says; combinations of a grid are named `key=value`, comma-joined.
+        name: As the file says; combinations of a grid are named `key=value`, comma-joined, with
+            `[8;4]` for a list.
         keys: What it sets, by dotted key.
     """
 
@@ -101,7 +102,14 @@ class AblationConfig:
                 f"ablate.eval_every_samples must be at least 1, got {self.eval_every_samples}"
             )
         for variation in self.variations:
-            for key in variation.keys:
+            for key, value in variation.keys.items():
+                if isinstance(value, dict):
+                    # It would replace the base's table, and hide what it sets.
+                    raise ConfigError(
+                        f"variation {variation.name!r}: {key} is a table, got {value!r}; set its "
+                        f"keys one by one, as in {key}.{next(iter(value), 'KEY')} = ..., under "
+                        "[[ablate.variations]] where they go together"
+                    )
                 self._check_free(key, f"variation {variation.name!r}")
         for key, _ in _flatten(self.base):
             self._check_free(key, "the base configuration")
@@ -261,7 +269,8 @@ def _overlap(key: str, other: str) -> bool:
 
 
 def _short(value: Any) -> str:
-    return str(value).replace(" ", "")
+    """A value in the name of a variation, where commas and = stand between keys."""
+    return str(value).translate(str.maketrans(",=", ";:", " "))
 
 
 def _as_file_name(name: str) -> str:

@@ -11,7 +11,7 @@ from recsys.bench.harness import summarize
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["column_title", "format_ablation", "format_number", "make_rows"]
+__all__ = ["column_title", "format_ablation", "format_interval", "format_number", "make_rows"]
 
 
 def _test_metric(name: str) -> Callable[[Mapping[str, Any]], float | None]:
@@ -23,7 +23,7 @@ def _milliseconds_to_target(cell: Mapping[str, Any]) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-# By metric: its unit, and its value in a cell, None where the cell has none.
+# By metric: its unit, and its value in a cell that finished, None where that has none.
 _METRICS: dict[str, tuple[str, Callable[[Mapping[str, Any]], float | None]]] = {
     "auc": ("1", _test_metric("auc")),
     "logloss": ("nats", _test_metric("logloss")),
@@ -52,7 +52,10 @@ def make_rows(
         own = [cell for cell in cells if cell["variation"] == variation]
         for metric, (unit, value_of) in _METRICS.items():
             if own and (metric != "time_to_target_auc" or config["target_auc"] is not None):
-                values = [value_of(cell) for cell in own]
+                # What a run measured before it diverged is not what came out of it.
+                values = [
+                    value_of(cell) if cell["run"]["status"] == "finished" else None for cell in own
+                ]
                 provider = own[0]["run"]["config"]["embeddings"]
                 case = variation if "=" in variation.split(",")[0] else f"variation={variation}"
                 row = _row(case, provider, metric, unit, [v for v in values if v is not None])
@@ -65,7 +68,7 @@ def _row(
 ) -> dict[str, Any]:
     head = {"bench": "ablate", "case": case, "provider": provider, "metric": metric, "unit": unit}
     if not values:
-        numbers = ("median", "p20", "p80", "mean", "std", "min", "max")
+        numbers = ("median", "p20", "p80", "low", "high", "mean", "std", "min", "max")
         return {**head, **dict.fromkeys(numbers), "num_runs": 0}
     row = summarize(
         bench="ablate", case=case, provider=provider, metric=metric, unit=unit, values=values
@@ -99,6 +102,18 @@ def format_number(metric: str, value: float | None) -> str:
     return f"{value / 1e3:.2f}" if metric == "time_to_target_auc" else f"{value:.4f}"
 
 
+def format_interval(record: Mapping[str, Any]) -> str:
+    """How many samples were trained on between two evaluations of a cell, least to most.
+
+    Args:
+        record: As in `ablate.json`, of an ablation with a target.
+    """
+    runs = [cell["run"]["config"] for cell in record["cells"]]
+    asked = record["config"]["eval_every_samples"]
+    found = {run["eval"]["every_steps"] * run["batch_size"] for run in runs} or {asked}
+    return " to ".join(f"{interval:,}" for interval in dict.fromkeys((min(found), max(found))))
+
+
 def format_ablation(record: Mapping[str, Any]) -> str:
     """What `recsys ablate` prints at the end."""
     config, rows = record["config"], record["rows"]
@@ -120,6 +135,6 @@ def format_ablation(record: Mapping[str, Any]) -> str:
     if config["target_auc"] is not None:
         lines.append(
             "The time to an AUC is training time up to the first evaluation that reached it; "
-            f"one is made every {config['eval_every_samples']:,} samples and is not timed."
+            f"one is made every {format_interval(record)} samples and is not timed."
         )
     return "\n".join(lines).rstrip()

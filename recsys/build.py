@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
 
-__all__ = ["autocast", "build_model", "open_source"]
+__all__ = ["autocast", "build_model", "describe_source", "open_source"]
 
 
 def open_source(config: TrainConfig) -> SampleSource:
@@ -53,6 +53,11 @@ def open_source(config: TrainConfig) -> SampleSource:
                 "training needs 14 samples or more"
             )
     return source
+
+
+def describe_source(source: SampleSource) -> dict[str, Any]:
+    """What a run record says of its data, and by what it is known again."""
+    return {**source.describe(), "fingerprint": source.fingerprint}
 
 
 def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, list[Optimizer]]:

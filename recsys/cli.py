@@ -13,6 +13,7 @@ from recsys._version import __version__
 from recsys.cli_data import add_data_commands
 from recsys.config import describe_keys, load_config
 from recsys.errors import RecsysError
+from recsys.export import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--to",
         required=True,
-        choices=["torchrec", "classic", "safetensors"],
+        choices=FORMATS,
         help="TorchRec's DLRM, facebookresearch/dlrm's DLRM_Net, or no pickle",
     )
     export.add_argument("--out", required=True, metavar="FILE", help="a file to be made")

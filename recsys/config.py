@@ -19,7 +19,7 @@ import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import cos, pi
+from math import cos, isfinite, pi
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import tomli_w
@@ -113,10 +113,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _one_of("name", self.name, OPTIMIZERS)
-        if not self.lr >= 0:
-            raise ConfigError(f"lr must be at least 0, got {self.lr}")
-        if not self.eps >= 0:
-            raise ConfigError(f"eps must be at least 0, got {self.eps}")
+        for key, value in (("lr", self.lr), ("eps", self.eps)):
+            if not (isfinite(value) and value >= 0):
+                raise ConfigError(f"{key} must be finite and at least 0, got {value}")
 
     def for_dense(self) -> OptimizerConfig:
         """The dense part's counterpart of an optimizer of rows."""
@@ -131,7 +130,7 @@ class LearningRateConfig:
 
     warmup_steps: int = _key(0, "steps over which rates rise to their full value")
     decay: str = _key("none", "none, linear or cosine")
-    decay_start: int = _key(0, "step at which rates begin to fall; not before warm-up ends")
+    decay_start: int = _key(0, "step at which rates begin to fall; 0: when warm-up ends")
     decay_steps: int = _key(0, "steps over which they fall; 0: to the end of the run")
     final: float = _key(0.0, "share of a rate that is left at the end")
 
@@ -142,6 +141,22 @@ class LearningRateConfig:
         _at_least("decay_steps", self.decay_steps, 0)
         if not 0 <= self.final <= 1:
             raise ConfigError(f"final must lie in [0, 1], got {self.final}")
+        for key in ("decay_start", "decay_steps", "final"):
+            if self.decay == "none" and getattr(self, key):
+                raise ConfigError(
+                    f"{key} means nothing with decay 'none', got {getattr(self, key)}; "
+                    "set decay to 'linear' or 'cosine', or drop the key"
+                )
+        if 0 < self.decay_start < self.warmup_steps:
+            raise ConfigError(
+                f"decay_start must be at least warmup_steps {self.warmup_steps}, or 0 for the end "
+                f"of warm-up; got {self.decay_start}"
+            )
+
+    @property
+    def first_decay_step(self) -> int:
+        """The step behind which rates fall, where they do."""
+        return max(self.warmup_steps, self.decay_start)
 
     @property
     def is_constant(self) -> bool:
@@ -159,7 +174,7 @@ class LearningRateConfig:
             return (step + 1) / self.warmup_steps
         if self.decay == "none":
             return 1.0
-        start = max(self.warmup_steps, self.decay_start)
+        start = self.first_decay_step
         length = self.decay_steps or max(1, num_steps - start)
         progress = min(max((step - start) / length, 0.0), 1.0)
         fallen = progress if self.decay == "linear" else (1 - cos(pi * progress)) / 2
@@ -170,7 +185,7 @@ class LearningRateConfig:
 class EvalConfig:
     """When quality is measured during training; the last evaluation is always over everything."""
 
-    every_steps: int = _key(0, "steps between evaluations; 0: ten times an epoch")
+    every_steps: int = _key(0, "steps between evaluations; 0: ten times an epoch, or each step")
     split: str = _key("validation", "validation or test: the part, in evaluations before the last")
     max_samples: int = _key(50_000, "of that part, in evaluations before the last")
     batch_size: int = _key(2048, "mini-batch of evaluations")

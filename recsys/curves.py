@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_run", "draw_variations", "plot_curves"]
 
+_NUM_COLORS = 10  # of matplotlib's cycle
+_DASHES = ("-", "--", ":", "-.")
+
 
 def plot_curves(folder: RunFolder) -> None:
     """Draw `curves.png` from the history; no file where there is none."""
@@ -60,7 +63,7 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
 def draw_variations(
     runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]], split: str
 ) -> bytes | None:
-    """AUC of a part over samples and over training time, a colour a variation; PNG.
+    """AUC of a part over samples and over training time, a style of line a variation; PNG.
 
     Args:
         runs: The variation and the history of each run.
@@ -76,19 +79,17 @@ def draw_variations(
         return None
     from matplotlib.figure import Figure
 
-    colors: dict[str, str] = {}
+    styles = _line_styles(variation for variation, _ in curves)
     with _style():
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.subplots(1, 2, sharey=True)
+        handles = {}
         for variation, entries in curves:
-            is_first = variation not in colors
-            color = colors.setdefault(variation, f"C{len(colors)}")
             for axis, key in zip(axes, ("num_samples", "train_seconds"), strict=True):
-                axis.plot(
+                (handles[variation],) = axis.plot(
                     [entry[key] for entry in entries],
                     [entry[split]["auc"] for entry in entries],
-                    color=color,
-                    label=variation if is_first else None,
+                    **styles[variation],
                     linewidth=1,
                     alpha=0.8,
                     marker="o",
@@ -97,8 +98,21 @@ def draw_variations(
         for axis, name in zip(axes, ("samples", "seconds of training"), strict=True):
             axis.set_xlabel(name)
         axes[0].set_ylabel(f"{split} AUC")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        # Handed over by name: of its own accord matplotlib leaves out names that begin with _.
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=2)
         return _as_png(figure)
+
+
+def _line_styles(variations: Iterable[str]) -> dict[str, dict[str, str]]:
+    """A colour and a dash for each variation; no two have both in common, up to 40."""
+    names = list(dict.fromkeys(variations))
+    return {
+        name: {
+            "color": f"C{number % _NUM_COLORS}",
+            "linestyle": _DASHES[number // _NUM_COLORS % len(_DASHES)],
+        }
+        for number, name in enumerate(names)
+    }
 
 
 @contextmanager

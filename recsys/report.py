@@ -8,9 +8,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["METRIC_NAMES", "format_metric", "format_metrics", "format_run"]
+__all__ = [
+    "METRIC_NAMES",
+    "NO_METRICS",
+    "format_auc_error",
+    "format_best_auc",
+    "format_metric",
+    "format_metrics",
+    "format_run",
+]
 
 METRIC_NAMES = ("auc", "logloss", "normalized_entropy", "calibration", "accuracy", "num_samples")
+NO_METRICS = "no evaluation was made, or the run diverged"
 
 
 def format_metric(value: Any) -> str:
@@ -24,15 +33,27 @@ def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
     """A table with a line per metric and a column per split."""
     measured = {split: values for split, values in metrics.items() if values is not None}
     if not measured:
-        return "no evaluation was made"
+        return NO_METRICS
     lines = [" " * 20 + "".join(f"{split:>14}" for split in measured)]
     for name in METRIC_NAMES:
-        cells = "".join(f"{format_metric(values[name]):>14}" for values in measured.values())
+        cells = "".join(f"{format_metric(values.get(name)):>14}" for values in measured.values())
         lines.append(f"{name.replace('_', ' '):<20}{cells}")
-    errors = [values["max_auc_error"] for values in measured.values() if values["max_auc_error"]]
-    if errors:
-        lines.append(f"auc was counted in bins; it is wrong by at most {max(errors):.1e}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *format_auc_error(measured)])
+
+
+def format_auc_error(metrics: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
+    """A line on by how much the AUCs of some splits can be wrong; none where they are exact."""
+    found = [(values or {}).get("max_auc_error") for values in metrics.values()]
+    errors = [error for error in found if error]
+    if not errors:
+        return []
+    return [f"auc was counted in bins; it is wrong by at most {max(errors):.1e}"]
+
+
+def format_best_auc(data: Mapping[str, Any]) -> list[str]:
+    """For planted labels, the AUC of the true click probabilities, under those of the model."""
+    best_auc = data.get("best_auc")
+    return [] if best_auc is None else [f"{'best AUC possible':<20}{format_metric(best_auc):>14}"]
 
 
 def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
@@ -52,7 +73,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         lines += [f"{record['status']} at step {throughput['num_steps']:,}; measured so far:", ""]
     lines += [
         format_metrics(record["metrics"]),
-        *_format_best_auc(record["data"]),
+        *format_best_auc(record["data"]),
         "",
         f"data                {record['data']['name']}, {record['data']['num_samples']:,} samples",
         f"tables              {len(sizes)}, {sum(sizes):,} rows of {dim}: "
@@ -67,9 +88,3 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"saved               {run_dir}/: {', '.join(files)}",
     ]
     return "\n".join(lines)
-
-
-def _format_best_auc(data: Mapping[str, Any]) -> list[str]:
-    """For planted labels, the AUC of the true click probabilities, under those of the model."""
-    best_auc = data.get("best_auc")
-    return [] if best_auc is None else [f"{'best AUC possible':<20}{format_metric(best_auc):>14}"]

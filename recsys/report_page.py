@@ -10,11 +10,18 @@ from base64 import b64encode
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from recsys.ablate_table import column_title, format_number
+from recsys.ablate_table import column_title, format_interval, format_number
 from recsys.curves import draw_run, draw_variations
 from recsys.errors import ConfigError
-from recsys.report import METRIC_NAMES, format_metric
-from recsys.run_folder import RunFolder
+from recsys.files import appearing_whole
+from recsys.report import (
+    METRIC_NAMES,
+    NO_METRICS,
+    format_auc_error,
+    format_best_auc,
+    format_metric,
+)
+from recsys.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,19 +50,20 @@ def write_report(folder: Path) -> Path:
     """Write `report.html` into the folder of a run or an ablation; returns its path.
 
     Raises:
-        ConfigError: the folder is neither, or has no record yet.
+        ConfigError: the folder is neither, has no record yet, or a damaged one.
     """
     if (folder / "ablate.json").is_file():
-        page = _ablation_page(folder, json.loads((folder / "ablate.json").read_text()))
+        page = _ablation_page(folder, read_json(folder / "ablate.json"))
     elif (folder / "run.json").is_file():
-        page = _run_page(RunFolder.open(folder), json.loads((folder / "run.json").read_text()))
+        page = _run_page(RunFolder.open(folder), read_json(folder / "run.json"))
     else:
         raise ConfigError(
             f"{folder} has neither a run.json nor an ablate.json; name the folder of a run or of "
             "an ablation, after it has ended"
         )
     out = folder / "report.html"
-    out.write_text(page, encoding="utf-8")
+    with appearing_whole(out) as partial:
+        partial.write_text(page, encoding="utf-8")
     return out
 
 
@@ -73,7 +81,11 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
     return _page(
         f"Run {folder.path.resolve().name}",
         [f"<p>{escape(fact)}</p>" for fact in facts],
-        _section("Metrics", _metrics_table(record["metrics"])),
+        _section(
+            "Metrics",
+            _metrics_table(record["metrics"]),
+            *_notes(format_auc_error(record["metrics"]) + format_best_auc(data)),
+        ),
         _section("Curves", _picture(draw_run(folder.read_history(), split))),
         _section("Where the time went", _stage_bar(record["stalls"])),
         _section("Configuration", _table(["key", "value"], _flat(record["config"]))),
@@ -91,7 +103,9 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
     }
     note = _SPREAD_NOTE
     if config["target_auc"] is not None:
-        note += _TARGET_NOTE.format(**config)
+        note += _TARGET_NOTE.format(**config, interval=format_interval(record))
+    tested = {cell["name"]: cell["run"]["metrics"]["test"] for cell in cells}
+    best = dict.fromkeys(line for cell in cells for line in format_best_auc(cell["run"]["data"]))
     keys = [(name, _as_text(keys)) for name, keys in config["variations"].items()]
     return _page(
         f"Ablation {folder.resolve().name}",
@@ -99,7 +113,11 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
             f"<p>{escape(record['status'])}: {len(cells)} of {record['num_cells']} cells, "
             f"{len(config['variations'])} variations, seeds {escape(_as_text(config['seeds']))}</p>"
         ],
-        _section("Variations", _summary_table(record), f"<p class=quiet>{escape(note)}</p>"),
+        _section(
+            "Variations",
+            _summary_table(record),
+            *_notes([note, *format_auc_error(tested), *best]),
+        ),
         _section("Curves", _picture(draw_variations(histories.values(), split))),
         _section("Cells", _cells_table(record)),
         _section("What each variation sets", _table(["variation", "keys"], keys)),
@@ -111,7 +129,7 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
 _SPREAD_NOTE = "Mean over seeds, least to most, standard deviation of a sample (sd)."
 _TARGET_NOTE = (
     " Seconds to {target_split} AUC {target_auc}: training time up to the first evaluation that "
-    "reached it, without interpolation. One is made every {eval_every_samples:,} samples, and the "
+    "reached it, without interpolation. One is made every {interval} samples, and the "
     "clock leaves them out."
 )
 
@@ -153,9 +171,9 @@ def _cells_table(record: Mapping[str, Any]) -> str:
 def _metrics_table(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
     measured = {split: values for split, values in metrics.items() if values is not None}
     if not measured:
-        return "<p>No evaluation was made.</p>"
+        return f"<p>{NO_METRICS}</p>"
     lines = [
-        [name.replace("_", " "), *(format_metric(values[name]) for values in measured.values())]
+        [name.replace("_", " "), *(format_metric(values.get(name)) for values in measured.values())]
         for name in METRIC_NAMES
     ]
     return _table(["", *measured], lines, numbers=True)
@@ -185,6 +203,10 @@ def _page(title: str, head: Sequence[str], *sections: str) -> str:
 
 def _section(title: str, *content: str) -> str:
     return f"<h2>{escape(title)}</h2>\n{''.join(content)}\n"
+
+
+def _notes(lines: Iterable[str]) -> Iterator[str]:
+    return (f"<p class=quiet>{escape(line)}</p>" for line in lines)
 
 
 def _picture(png: bytes | None) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from recsys.files import appearing_whole
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["RunFolder", "write_json"]
+__all__ = ["RunFolder", "read_json", "write_json"]
 
 
 class RunFolder:
@@ -87,10 +88,24 @@ class RunFolder:
             file.write(json.dumps(_without_nan(entry)) + "\n")
 
     def read_history(self) -> list[dict[str, Any]]:
-        """All lines of the history, oldest first."""
+        """All lines of the history, oldest first.
+
+        Half a last line is what a killed run left, and is dropped.
+
+        Raises:
+            ConfigError: another line is damaged.
+        """
         if not self.history_file.is_file():
             return []
-        return [json.loads(line) for line in self.history_file.read_text().splitlines()]
+        text = self.history_file.read_text(encoding="utf-8", errors="replace")
+        *lines, rest = text.split("\n")
+        entries = [
+            _parse_object(line, f"{self.history_file} line {number}", "remove the line")
+            for number, line in enumerate(lines, 1)
+        ]
+        with suppress(ConfigError):  # the rest is nothing where the last line has its end
+            entries.append(_parse_object(rest, "the rest", ""))
+        return entries
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Write `run.json`."""
@@ -100,12 +115,11 @@ class RunFolder:
         """`run.json`.
 
         Raises:
-            ConfigError: the run did not end.
+            ConfigError: the run did not end, or the file is damaged.
         """
         if not self.record_file.is_file():
             raise ConfigError(f"{self.path} has no {self.record_file.name}: the run did not end")
-        record: dict[str, Any] = json.loads(self.record_file.read_text())
-        return record
+        return read_json(self.record_file)
 
     def save_model(self, model: nn.Module) -> None:
         """Write a model's state_dict, from the tensors themselves: no copy of a table is made.
@@ -157,10 +171,30 @@ class RunFolder:
                     value.copy_(saved.get_tensor(key))
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """What `write_json` wrote.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return _parse_object(text, str(file), "remove it and run the command that made it again")
+
+
 def write_json(file: Path, value: Any) -> None:
     """Write JSON, with null for what JSON cannot say; the file appears when it is whole."""
     with appearing_whole(file) as partial:
         partial.write_text(json.dumps(_without_nan(value), indent=2) + "\n")
+
+
+def _parse_object(text: str, place: str, way_out: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{place} is damaged, it is not JSON ({error}); {way_out}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place} is damaged, it is no JSON object but {text!r}; {way_out}")
+    return value
 
 
 def _without_nan(value: Any) -> Any:

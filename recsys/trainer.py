@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from recsys.build import autocast, build_model, open_source
+from recsys.build import autocast, build_model, describe_source, open_source
 from recsys.config import OptimizerConfig, describe_config
 from recsys.curves import plot_curves
 from recsys.datasets.loader import BatchLoader
@@ -66,7 +66,7 @@ def train(
         AlreadyExists: `run_dir` has something in it.
         ConfigError, StoreError: the configuration does not fit the data, or there is no data.
         TrainingDiverged: the loss is not a number any more. As after any other error, the record is
-            written; its `status` is then "diverged", or "failed".
+            written; its `status` is then "diverged", and it has no metrics, or "failed".
     """
     source = open_source(config)
     set_num_threads(config.num_threads)
@@ -80,6 +80,7 @@ def train(
         seed=config.seed,
         prefetch=config.prefetch,
     )
+    _warn_of_no_decay(config, config.epochs * len(loader))
     source.read(np.arange(1))  # compiles the reader's kernels, which is not training time
     folder = RunFolder.create(run_dir, config)
     clock = StageClock()
@@ -90,7 +91,7 @@ def train(
         "status": "failed",
         "config": describe_config(config),
         "environment": describe_environment(),
-        "data": source.describe(),
+        "data": describe_source(source),
         "metrics": metrics,
     }
     try:
@@ -115,6 +116,7 @@ def train(
         record["status"] = "interrupted"
         raise
     except TrainingDiverged:
+        metrics |= dict.fromkeys(metrics)  # an evaluation on the way is none of what came out
         record["status"] = "diverged"
         raise
     finally:
@@ -174,6 +176,9 @@ def _fit(
             step = progress.num_steps
             if step < num_steps and _is_evaluation_due(step, num_steps, config):
                 clock.mark("other")
+                # Or the reader would fill its queue while the clock leaves an evaluation out.
+                loader.finish_reading()
+                clock.mark("load")
                 with autocast(config):
                     evaluation = evaluate_split(
                         model,
@@ -191,6 +196,17 @@ def _fit(
             clock.mark("other")
             if interrupted.is_set():
                 return
+
+
+def _warn_of_no_decay(config: TrainConfig, num_steps: int) -> None:
+    schedule = config.lr_schedule
+    if schedule.decay != "none" and schedule.first_decay_step >= num_steps:
+        warnings.warn(
+            f"learning rates never fall: lr_schedule.decay is {schedule.decay!r} from step "
+            f"{schedule.first_decay_step} on, and the run has {num_steps} steps; "
+            "lower lr_schedule.decay_start or lr_schedule.warmup_steps",
+            stacklevel=3,
+        )
 
 
 def _is_evaluation_due(step: int, num_steps: int, config: TrainConfig) -> bool:

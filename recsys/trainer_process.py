@@ -32,10 +32,19 @@ if TYPE_CHECKING:
 __all__ = ["train_in_own_process"]
 
 _INTERRUPT = "interrupt"
+# By the exit code of a process that gave no answer.
+_HINTS: dict[int | None, str] = {
+    -9: "; often this means that memory ran out",
+    1: "; it imports the script that started it: put what that does under "
+    'if __name__ == "__main__":',
+}
 
 
 def train_in_own_process(config: TrainConfig, run_dir: Path, *, show_progress: bool) -> None:
     """Call `train` in a fresh process and wait for it; the run's folder holds the result.
+
+    The process imports the main script, as spawned processes do: what a script does belongs under
+    `if __name__ == "__main__":`.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; the process has ended, having written what it measured.
@@ -66,7 +75,7 @@ def train_in_own_process(config: TrainConfig, run_dir: Path, *, show_progress: b
                     break
                 raise ChildProcessError(
                     f"the process that trained {run_dir} ended with exit code {process.exitcode} "
-                    "and no answer; -9 often means that memory ran out"
+                    f"and no answer{_HINTS.get(process.exitcode, '')}"
                 ) from None
     finally:
         if process.is_alive():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from recsys.ablate_config import load_ablation
 from recsys.config import load_config
 from recsys.datasets.criteo import prepare_criteo_kaggle
 
@@ -76,6 +77,18 @@ def small_config():
 def small_settings():
     """`--set` options of the same."""
     return [part for setting in SMALL_SETTINGS for part in ("--set", setting)]
+
+
+@pytest.fixture
+def ablation(tmp_path, small_settings):
+    """Loads an ablation of what trains in a blink, from the text of its file."""
+
+    def load(text, *settings):
+        file = tmp_path / "ablation.toml"
+        file.write_text(text)
+        return load_ablation(file, [*small_settings[1::2], "num_threads=1", *settings])
+
+    return load
 
 
 @pytest.fixture

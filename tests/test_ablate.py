@@ -1,11 +1,12 @@
 import json
+import shutil
 from statistics import mean, stdev
 
 import pytest
 
 from recsys.ablate import ablate, seconds_to_auc
-from recsys.ablate_config import load_ablation
 from recsys.ablate_table import format_ablation
+from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.errors import AlreadyExists, ConfigError, StoreError
 from recsys.trainer import train
 
@@ -17,18 +18,6 @@ name = "adagrad"
 optimizer.name = "adagrad"
 optimizer.lr = 0.05
 """
-
-
-@pytest.fixture
-def ablation(tmp_path, small_settings):
-    """Loads an ablation of what trains in a blink, from the text of its file."""
-
-    def load(text, *settings):
-        file = tmp_path / "ablation.toml"
-        file.write_text(text)
-        return load_ablation(file, [*small_settings[1::2], "num_threads=1", *settings])
-
-    return load
 
 
 @pytest.fixture
@@ -64,56 +53,6 @@ def test_variations_take_turns_and_every_cell_is_a_run_of_its_own(ablation, run_
         assert cell["run"]["config"]["seed"] == cell["seed"]
         assert cell["run"]["config"]["optimizer"]["name"] == cell["variation"]
         assert not (folder / "model.safetensors").exists()
-
-
-def test_named_variations_are_crossed_with_the_grid(tmp_path):
-    file = tmp_path / "ablation.toml"
-    file.write_text(f"""
-        [ablate]
-        seeds = [0]
-        {TWO_VARIATIONS}
-        [ablate.grid]
-        embeddings = ["torch", "fbgemm"]
-        "model.dense_arch" = [[8, 16], [16]]
-    """)
-
-    cells = load_ablation(file).cells()
-
-    assert [
-        (
-            cell.variation,
-            cell.config.optimizer.name,
-            cell.config.embeddings,
-            cell.config.model.dense_arch,
-        )
-        for cell in cells
-    ] == [
-        (f"{name},embeddings={provider},model.dense_arch={sizes}", name, provider, built)
-        for name in ("sgd", "adagrad")
-        for provider in ("torch", "fbgemm")
-        for sizes, built in (("[8,16]", (8, 16)), ("[16]", (16,)))
-    ]
-
-
-def test_a_target_decides_when_cells_evaluate_and_on_which_part(ablation):
-    grid = "[ablate.grid]\nbatch_size = [128, 1000, 8192]"
-
-    to_test = ablation(f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\n{grid}").cells()
-    to_validation = ablation(
-        f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\ntarget_split = 'validation'\n"
-        f"eval_every_samples = 256\n{grid}"
-    ).cells()
-    without = ablation(f"[ablate]\nseeds = [0]\n{grid}", "eval.every_steps=7").cells()
-
-    found = [
-        [(cell.config.eval.every_steps, cell.config.eval.split) for cell in cells]
-        for cells in (to_test, to_validation, without)
-    ]
-    assert found == [
-        [(32, "test"), (4, "test"), (1, "test")],
-        [(2, "validation"), (1, "validation"), (1, "validation")],
-        [(7, "validation")] * 3,
-    ]
 
 
 def test_running_again_repeats_no_finished_cell_and_redoes_the_others(
@@ -160,6 +99,82 @@ def test_a_finished_cell_with_another_configuration_is_refused_by_name(
     )
 
 
+def test_a_finished_cell_whose_data_was_made_anew_is_refused_by_name(
+    ablation, run_here, raw_line, tmp_path
+):
+    def prepare(num_lines):
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        lines = (raw_line(str(line % 3 // 2), [str(line % 5)] * 13) for line in range(num_lines))
+        (tmp_path / "raw.txt").write_text("\n".join(lines))
+        prepare_criteo_kaggle([tmp_path / "raw.txt"], tmp_path / "store", show_progress=False)
+
+    config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", f"data={tmp_path / 'store'}")
+    prepare(200)
+    run_here(config)
+
+    _, ran_again = run_here(config)
+    prepare(201)
+    with pytest.raises(AlreadyExists) as caught:
+        run_here(config)
+
+    assert ran_again == []
+    message = str(caught.value)
+    assert "cell sgd-seed0 was run with other data: " in message
+    assert " here and was " in message
+    assert f"remove {tmp_path / 'out' / 'cells' / 'sgd-seed0'} to run it anew" in message
+
+
+def test_a_record_from_before_a_key_was_there_had_its_default(ablation, run_here, tmp_path):
+    config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
+    run_here(config)
+    file = tmp_path / "out" / "cells" / "sgd-seed0" / "run.json"
+    record = json.loads(file.read_text())
+    del record["config"]["precision"], record["config"]["lr_schedule"]
+    del record["data"]["fingerprint"]
+    file.write_text(json.dumps(record))
+
+    _, ran = run_here(config)
+    with pytest.raises(AlreadyExists, match="precision is 'bf16' here and was 'fp32' then"):
+        run_here(ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "precision=bf16"))
+
+    assert ran == []
+
+
+def test_a_record_with_a_key_that_is_no_more_is_refused_by_name(ablation, run_here, tmp_path):
+    config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
+    run_here(config)
+    file = tmp_path / "out" / "cells" / "sgd-seed0" / "run.json"
+    file.write_text(file.read_text().replace('"precision"', '"precise"'))
+
+    with pytest.raises(AlreadyExists, match="does not take it: unknown key precise; did you mean"):
+        run_here(config)
+
+
+def test_the_table_and_the_page_are_there_behind_every_cell(ablation, run_here, tmp_path):
+    config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
+    found = []
+
+    def look_and_train(config, run_dir, *, show_progress):
+        files = [tmp_path / "out" / name for name in ("ablate.json", "report.html")]
+        texts = [file.read_text() if file.exists() else "" for file in files]
+        found.append(["sgd-seed0" in text for text in texts])
+        train(config, run_dir, show_progress=show_progress)
+
+    run_here(config, look_and_train)
+
+    assert found == [[False, False], [True, True]]
+
+
+def test_every_case_can_be_read_as_pairs(ablation, run_here):
+    grid = "synthetic.preference_changes = [[5, 10], []]\nembeddings = ['torch']"
+
+    record, _ = run_here(ablation(f"[ablate]\nseeds = [0]\n[ablate.grid]\n{grid}"))
+
+    cases = [dict(pair.split("=") for pair in row["case"].split(",")) for row in record["rows"]]
+    assert [case["synthetic.preference_changes"] for case in cases[::3]] == ["[5;10]", "[]"]
+    assert all(case["embeddings"] == "torch" for case in cases)
+
+
 def test_numbers_of_the_table_are_those_of_the_cells(ablation, run_here, tmp_path):
     config = ablation(
         f"[ablate]\nseeds = [0, 1]\ntarget_auc = 0.3\neval_every_samples = 256\n{TWO_VARIATIONS}"
@@ -193,6 +208,7 @@ def test_numbers_of_the_table_are_those_of_the_cells(ablation, run_here, tmp_pat
         assert (row["mean"], row["std"]) == (mean(expected), stdev(expected))
         assert (row["min"], row["max"]) == (min(expected), max(expected))
         assert row["median"] == pytest.approx(mean(expected))
+        assert (row["low"], row["high"]) == (None, None)  # of two runs there is no 95 % interval
         assert (row["num_runs"], row["num_cells"]) == (2, 2)
         if row["metric"] == "auc":
             line = next(line for line in printed.splitlines() if line.startswith(row["variation"]))
@@ -211,6 +227,7 @@ def test_a_target_that_is_never_reached_is_null_and_counted(ablation, run_here):
     (times,) = (row for row in record["rows"] if row["metric"] == "time_to_target_auc")
     assert (times["mean"], times["median"], times["values"]) == (None, None, [None, None])
     assert (times["num_runs"], times["num_cells"]) == (0, 2)
+    assert times.keys() == record["rows"][0].keys()
     printed = format_ablation(record)
     (line,) = (line for line in printed.splitlines() if "seconds to test AUC 0.999" in line)
     assert line.split()[-3:] == ["0", "of", "2"]
@@ -252,6 +269,26 @@ def test_a_cell_that_diverges_is_an_outcome_and_the_others_go_on(ablation, run_h
     assert "cell optimizer.lr=1e+30-seed0 diverged" in capsys.readouterr().err
 
 
+def test_what_a_cell_measured_before_it_diverged_is_in_no_row(ablation, run_here):
+    config = ablation(
+        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.01\n[[ablate.variations]]\nname = 'base'"
+    )
+
+    def diverge_late_with_one_seed(config, run_dir, *, show_progress):
+        train(config, run_dir, show_progress=show_progress)
+        if config.seed == 1:
+            file = run_dir / "run.json"
+            file.write_text(file.read_text().replace('"finished"', '"diverged"'))
+
+    record, _ = run_here(config, diverge_late_with_one_seed)
+
+    assert record["cells"][1]["run"]["metrics"]["test"] is not None
+    assert len(record["rows"]) == 4
+    for row in record["rows"]:
+        assert (row["num_runs"], row["num_cells"]) == (1, 2), row["metric"]
+        assert row["values"] == [row["mean"], None]
+
+
 def test_ctrl_c_keeps_what_was_measured_and_running_again_does_the_rest(ablation, run_here):
     config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
 
@@ -281,6 +318,7 @@ def test_a_cell_that_fails_is_named_and_what_was_measured_is_kept(ablation, run_
     record = json.loads((tmp_path / "out" / "ablate.json").read_text())
     assert record["status"] == "unfinished"
     assert [cell["name"] for cell in record["cells"]] == ["optimizer.name=sgd-seed0"]
+    assert "optimizer.name=sgd-seed0" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_cells_of_other_commits_are_told_apart_in_the_record(
@@ -336,120 +374,3 @@ def test_data_that_is_not_there_is_found_out_before_anything_is_written(
         run_here(config)
 
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("epochs = 1", "has no table [ablate]; it needs seeds"),
-        ("[ablate]\nseed = 0", "unknown key ablate.seed; keys are ['seeds'"),
-        ("[ablate]\nseeds = [0]", "ablate needs [[ablate.variations]] or [ablate.grid]"),
-        ("[ablate]\nseeds = 3", "ablate.seeds must be a list of integers, got 3"),
-        (TWO_VARIATIONS, "ablate.seeds must be a list of integers, got []"),
-        (f"[ablate]\nseeds = [true]\n{TWO_VARIATIONS}", "must be a list of integers, got [True]"),
-        (f"[ablate]\nseeds = [1, 1]\n{TWO_VARIATIONS}", "seeds must be distinct, got 1 twice"),
-        (
-            f"[ablate]\nseeds = [0]\ntarget_auc = 70.0\n{TWO_VARIATIONS}",
-            "ablate.target_auc must be between 0 and 1, got 70.0",
-        ),
-        (
-            f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\ntarget_split = 'train'\n{TWO_VARIATIONS}",
-            "split must be one of 'validation', 'test'; got 'train'",
-        ),
-        (
-            f"[ablate]\nseeds = [0]\ntarget_split = 'test'\n{TWO_VARIATIONS}",
-            "ablate.target_split means nothing without ablate.target_auc",
-        ),
-        (
-            f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\neval_every_samples = 0\n{TWO_VARIATIONS}",
-            "ablate.eval_every_samples must be at least 1, got 0",
-        ),
-        (
-            f"seed = 3\n[ablate]\nseeds = [0]\n{TWO_VARIATIONS}",
-            "the base configuration sets seed, which ablate.seeds decides on; drop seed",
-        ),
-        (
-            f"eval.split = 'test'\n[ablate]\nseeds = [0]\ntarget_auc = 0.7\n{TWO_VARIATIONS}",
-            "sets eval.split, which ablate.target_split decides on",
-        ),
-        (
-            "[ablate]\nseeds = [0]\n[ablate.grid]\nseed = [1, 2]",
-            "variation 'seed=1' sets seed, which ablate.seeds decides on",
-        ),
-        (
-            "[ablate]\nseeds = [0]\n[ablate.grid]\nepochs = 2",
-            "ablate.grid.epochs must be a list of values, got 2",
-        ),
-        (
-            "[ablate]\nseeds = [0]\n[ablate.grid]\nepochs = []",
-            "ablate.grid.epochs must be a list of values, got []",
-        ),
-        (
-            f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}\n[ablate.grid]\noptimizer.lr = [1, 2]",
-            "optimizer.lr is set by variation 'adagrad' and by the grid",
-        ),
-        (
-            "[ablate]\nseeds = [0]\n[ablate.grid]\nepochs = [0]",
-            "variation 'epochs=0': epochs must be at least 1, got 0",
-        ),
-        (
-            "[ablate]\nseeds = [0]\n[ablate.grid]\nepoch = [1]",
-            "variation 'epoch=1': unknown key epoch; did you mean epochs?",
-        ),
-        (
-            "[ablate]\nseeds = [0]\n[[ablate.variations]]\nepochs = 1",
-            "a variation needs a name of letters, digits and any of . _ + -, got None",
-        ),
-        (
-            "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = '../x'",
-            "a variation needs a name of letters, digits and any of . _ + -, got '../x'",
-        ),
-        (
-            "[ablate]\nseeds = [0]\n" + 2 * "[[ablate.variations]]\nname = 'x'\n",
-            "names of variations must be distinct, got 'x' twice",
-        ),
-        (
-            "[ablate]\nseeds = [0]\n[ablate.grid]\ndata = ['a/b', 'a_b']",
-            "folder names of cells must be distinct, got 'data=a_b-seed0' twice",
-        ),
-    ],
-)
-def test_a_bad_file_is_refused(ablation, text, message):
-    with pytest.raises(ConfigError) as caught:
-        ablation(text)
-
-    assert message in str(caught.value)
-
-
-def test_a_setting_that_a_variation_would_overrule_is_refused(ablation):
-    with pytest.raises(ConfigError, match=r"--set optimizer\.lr=1 would be overruled by variation"):
-        ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "optimizer.lr=1")
-
-
-def test_a_setting_reaches_the_ablation_itself(ablation):
-    config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "ablate.seeds=[7]", "epochs=2")
-
-    assert [(cell.seed, cell.config.epochs) for cell in config.cells()] == [(7, 2), (7, 2)]
-
-
-def test_the_example_is_two_providers_by_two_recipes_by_three_seeds(pytestconfig):
-    config = load_ablation(pytestconfig.rootpath / "examples" / "ablate_baselines.toml")
-
-    found = {
-        (
-            cell.config.embeddings,
-            cell.config.optimizer.name,
-            cell.config.optimizer.lr,
-            cell.config.batch_size,
-            cell.seed,
-        )
-        for cell in config.cells()
-    }
-
-    assert found == {
-        (embeddings, *recipe, seed)
-        for embeddings in ("torch", "fbgemm")
-        for recipe in (("sgd", 0.1, 128), ("adagrad", 0.01, 1024))
-        for seed in (0, 1, 2)
-    }
-    assert (config.target_auc, config.target_split) == (0.7, "test")

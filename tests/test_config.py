@@ -78,15 +78,20 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
         ("batch_size=0", "batch_size must be at least 1, got 0"),
         ("optimizer=1", "optimizer must be a table of keys, got 1"),
         ("optimizer.name=lamb", "optimizer.name must be one of 'sgd', 'adagrad'"),
-        ("optimizer.lr=-1", "optimizer.lr must be at least 0, got -1.0"),
-        ("optimizer.lr=nan", "optimizer.lr must be at least 0, got nan"),
-        ("dense_optimizer.lr=-1", "dense_optimizer.lr must be at least 0, got -1.0"),
+        ("optimizer.lr=-1", "optimizer.lr must be finite and at least 0, got -1.0"),
+        ("optimizer.lr=nan", "optimizer.lr must be finite and at least 0, got nan"),
+        ("optimizer.lr=inf", "optimizer.lr must be finite and at least 0, got inf"),
+        ("optimizer.eps=inf", "optimizer.eps must be finite and at least 0, got inf"),
+        ("dense_optimizer.lr=-1", "dense_optimizer.lr must be finite and at least 0, got -1.0"),
         ("seed=9223372036854775808", "seed must be less than 2**63"),
         ("dense_optimizer.name=rowwise_adagrad", "dense_optimizer.name must be 'sgd' or"),
         ("embeddings=mine", "embeddings must be one of 'torch', 'fbgemm'; got 'mine'"),
         ("device=tpu", "device must be one of"),
         ("lr_schedule.final=2", "lr_schedule.final must lie in [0, 1], got 2.0"),
         ("lr_schedule.decay=step", "lr_schedule.decay must be one of 'none', 'linear', 'cosine'"),
+        ("lr_schedule.decay_start=5", "lr_schedule.decay_start means nothing with decay 'none'"),
+        ("lr_schedule.decay_steps=5", "lr_schedule.decay_steps means nothing with decay 'none'"),
+        ("lr_schedule.final=0.5", "lr_schedule.final means nothing with decay 'none', got 0.5"),
         ("precision=fp8", "precision must be one of 'fp32', 'bf16'; got 'fp8'"),
         ("eval.split=train", "eval.split must be one of 'validation', 'test'; got 'train'"),
         ("save_model=1", "save_model must be of type bool, got 1"),
@@ -110,6 +115,13 @@ def test_a_bad_setting_is_refused_by_name(setting, message):
         load_config(None, [setting])
 
     assert message in str(caught.value)
+
+
+def test_a_decay_that_begins_within_warm_up_is_refused():
+    settings = ["decay='linear'", "warmup_steps=100", "decay_start=99"]
+
+    with pytest.raises(ConfigError, match=r"decay_start must be at least warmup_steps 100, .*99"):
+        load_config(None, [f"lr_schedule.{setting}" for setting in settings])
 
 
 def test_a_key_below_a_value_is_refused():

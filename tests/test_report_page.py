@@ -7,10 +7,13 @@ import pytest
 
 from recsys.ablate import ablate
 from recsys.ablate_config import load_ablation
+from recsys.ablate_table import format_ablation
 from recsys.cli import main
 from recsys.errors import ConfigError
 from recsys.progress import STAGES
+from recsys.report import format_metrics
 from recsys.report_page import write_report
+from recsys.run_folder import RunFolder
 from recsys.trainer import train
 
 
@@ -115,7 +118,60 @@ def test_a_run_that_diverged_at_once_has_a_page(small_config, tmp_path):
     page = Page(write_report(tmp_path / "run"))
 
     assert any(text.startswith("diverged: ") for text in page.text)
-    assert "No evaluation was made." in page.text
+    assert "no evaluation was made, or the run diverged" in page.text
+
+
+def test_a_page_says_how_far_an_auc_can_be_off_and_what_the_best_one_is(small_config, tmp_path):
+    record = train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+    file = tmp_path / "run" / "run.json"
+    changed = json.loads(file.read_text())
+    changed["metrics"]["test"]["max_auc_error"] = 0.00003
+    file.write_text(json.dumps(changed))
+
+    text = " ".join("".join(Page(write_report(tmp_path / "run")).text).split())
+
+    assert "auc was counted in bins; it is wrong by at most 3.0e-05" in text
+    assert f"best AUC possible {record['data']['best_auc']:.4f}" in text
+
+
+def test_a_record_from_before_a_metric_was_measured_has_a_page(small_config, tmp_path):
+    train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+    file = tmp_path / "run" / "run.json"
+    record = json.loads(file.read_text())
+    for metrics in record["metrics"].values():
+        del metrics["max_auc_error"], metrics["calibration"]
+    file.write_text(json.dumps(record))
+
+    page = Page(write_report(tmp_path / "run"))
+
+    assert ["calibration", "-", "-"] in page.tables[0]
+    assert "calibration                      -             -" in format_metrics(record["metrics"])
+
+
+def test_a_damaged_record_is_named(small_config, tmp_path):
+    RunFolder.create(tmp_path, small_config())
+    (tmp_path / "run.json").write_text('{"status": "fin')
+
+    with pytest.raises(ConfigError, match=r"run\.json is damaged, it is not JSON .*; remove it"):
+        write_report(tmp_path)
+
+
+def test_the_page_of_an_ablation_states_the_interval_that_was_used(small_settings, tmp_path):
+    file = tmp_path / "ablation.toml"
+    file.write_text(
+        "[ablate]\nseeds = [0]\ntarget_auc = 0.999\neval_every_samples = 200\n"
+        "[ablate.grid]\nbatch_size = [50, 600]\n"
+    )
+    config = load_ablation(file, [*small_settings[1::2], "num_threads=1"])
+
+    record = ablate(config, tmp_path / "out", show_progress=False, run_cell=train)
+
+    assert [cell["eval_every_samples"] for cell in record["cells"]] == [200, 600]
+    assert "one is made every 200 to 600 samples" in format_ablation(record)
+    text = "".join(Page(tmp_path / "out" / "report.html").text)
+    assert "One is made every 200 to 600 samples" in text
+    best_auc = record["cells"][0]["run"]["data"]["best_auc"]
+    assert f"best AUC possible {best_auc:.4f}" in " ".join(text.split())
 
 
 def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(

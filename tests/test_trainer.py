@@ -1,5 +1,6 @@
 import json
 import signal
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -112,6 +113,13 @@ def test_a_run_is_evaluated_ten_times_an_epoch_unless_told_otherwise(
     assert len(evaluated) == 10 * epochs
     assert {end - start for start, end in pairwise([0, *evaluated])} == {4, 5}
     assert evaluated[-1] == 45 * epochs
+
+
+def test_an_epoch_of_fewer_than_ten_steps_is_evaluated_behind_each(small_config, tmp_path):
+    run(small_config("batch_size=600", "epochs=2"), tmp_path / "run")
+
+    evaluated = [entry["step"] for entry in history(tmp_path / "run") if "validation" in entry]
+    assert evaluated == [1, 2, 3, 4, 5, 6]
 
 
 def test_evaluations_on_the_way_are_of_the_part_asked_for(small_config, tmp_path):
@@ -273,6 +281,90 @@ def test_a_loss_that_is_no_number_stops_with_a_record(small_config, tmp_path):
     assert record["throughput"]["num_steps"] >= 1
 
 
+def test_a_run_that_diverges_at_the_last_evaluation_has_no_metrics_of_an_earlier_one(
+    small_config, tmp_path, monkeypatch
+):
+    def diverge_at_the_end(*arguments):
+        if len(arguments) < 5:  # over everything
+            raise TrainingDiverged("logits are not finite")
+        return evaluate_split(*arguments)
+
+    monkeypatch.setattr("recsys.trainer.evaluate_split", diverge_at_the_end)
+
+    with pytest.raises(TrainingDiverged):
+        run(small_config("eval.every_steps=4"), tmp_path / "run")
+
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert any("validation" in entry for entry in history(tmp_path / "run"))
+    assert record["status"] == "diverged"
+    assert record["metrics"] == {"test": None, "validation": None}
+
+
+def test_the_clock_leaves_evaluations_out(small_config, tmp_path, monkeypatch):
+    now = [0.0]
+
+    def evaluate_for_an_hour(*arguments):
+        now[0] += 3600
+        return evaluate_split(*arguments)
+
+    real_time = time.perf_counter
+    monkeypatch.setattr("recsys.trainer.evaluate_split", evaluate_for_an_hour)
+    monkeypatch.setattr("recsys.progress.time.perf_counter", lambda: real_time() + now[0])
+
+    record = run(small_config("eval.every_steps=4"), tmp_path / "run")
+
+    assert now[0] == 3600 * (3 + 2)
+    assert record["stalls"]["evaluate_seconds"] >= now[0]
+    assert record["throughput"]["train_seconds"] < 3600
+    assert history(tmp_path / "run")[-1]["train_seconds"] < 3600
+
+
+def test_no_training_data_is_loaded_while_the_clock_leaves_an_evaluation_out(
+    small_config, tmp_path, monkeypatch
+):
+    source = open_source(small_config())
+    begun, ended = [], []
+    read = source.read
+
+    def read_slowly(samples):
+        is_training = samples[0] in source.splits["train"]
+        if is_training:
+            begun.append(samples[0])
+            time.sleep(0.02)
+        batch = read(samples)
+        if is_training:
+            ended.append(samples[0])
+        return batch
+
+    found = []
+
+    def evaluate_and_look(*arguments):
+        before = list(ended)
+        metrics = evaluate_split(*arguments)
+        time.sleep(0.02)
+        found.append((before, list(begun)))
+        return metrics
+
+    monkeypatch.setattr(source, "read", read_slowly)
+    monkeypatch.setattr("recsys.trainer.open_source", lambda _: source)
+    monkeypatch.setattr("recsys.trainer.evaluate_split", evaluate_and_look)
+
+    run(small_config("eval.every_steps=4", "prefetch=3"), tmp_path / "run")
+
+    assert len(found) == 3 + 2
+    for ended_before, begun_until_after in found:
+        assert begun_until_after == ended_before
+
+
+def test_a_decay_that_begins_behind_the_last_step_is_warned_of(small_config, tmp_path):
+    settings = ["lr_schedule.decay=linear", "lr_schedule.decay_start=15"]
+
+    with pytest.warns(UserWarning, match="never fall: .* from step 15 on, and the run has 15 ste"):
+        run(small_config(*settings), tmp_path / "late")
+
+    run(small_config(settings[0], "lr_schedule.decay_start=14"), tmp_path / "in_time")
+
+
 def test_a_run_that_fails_says_so_in_its_record(small_config, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the disk is full")
@@ -361,6 +453,25 @@ def test_numbers_json_cannot_say_become_null(small_config, tmp_path):
     folder.append_history({"a": [float("nan"), 1.0], "b": {"c": float("inf")}})
 
     assert folder.read_history() == [{"a": [None, 1.0], "b": {"c": None}}]
+
+
+def test_a_history_that_was_cut_off_lacks_its_last_line_and_a_damaged_line_is_named(
+    small_config, tmp_path
+):
+    folder = RunFolder.create(tmp_path / "run", small_config())
+    for step in range(3):
+        folder.append_history({"step": step})
+    whole = folder.history_file.read_text()
+
+    folder.history_file.write_text(whole[:-4])
+    assert folder.read_history() == [{"step": 0}, {"step": 1}]
+
+    folder.history_file.write_text(whole.removesuffix("\n"))
+    assert folder.read_history() == [{"step": 0}, {"step": 1}, {"step": 2}]
+
+    folder.history_file.write_text(whole.replace('{"step": 1}', '{"step": '))
+    with pytest.raises(ConfigError, match=r"history\.jsonl line 2 is damaged, it is not JSON"):
+        folder.read_history()
 
 
 def test_unknown_synthetic_data_is_refused(small_config):

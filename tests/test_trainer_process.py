@@ -111,5 +111,28 @@ def test_a_process_that_dies_is_told_of(small_config, tmp_path, monkeypatch):
 
     monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", start_and_kill)
 
-    with pytest.raises(ChildProcessError, match="ended with exit code -9 and no answer"):
+    with pytest.raises(ChildProcessError, match=r"with exit code -9 and no answer; .*memory ran"):
         train_in_own_process(config, tmp_path / "run", show_progress=False)
+
+
+def test_a_script_that_trains_when_it_is_imported_is_told_how_not_to(tmp_path, small_settings):
+    (tmp_path / "ablation.toml").write_text(
+        "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'base'\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from recsys.ablate import ablate\n"
+        "from recsys.ablate_config import load_ablation\n"
+        f"config = load_ablation(Path('ablation.toml'), {small_settings[1::2]})\n"
+        "ablate(config, 'out')\n"
+    )
+
+    ended = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+
+    assert ended.returncode == 1
+    (message,) = [line for line in ended.stderr.splitlines() if "ChildProcessError: the" in line]
+    assert message.endswith('put what that does under if __name__ == "__main__":')
+    assert "memory" not in message

@@ -38,6 +38,9 @@ __all__ = [
 _T = TypeVar("_T")
 _K = TypeVar("_K")
 
+# Least to most of n runs holds the median with probability 1 - 2 / 2**n: from 6 on over 95 %.
+_MIN_RUNS_OF_INTERVAL = 6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -51,7 +54,8 @@ class Row:
         unit: In what.
         median: Over the runs; `p20` and `p80` likewise.
         num_runs: How many.
-        low: Lower end of the median's 95 % interval, by bootstrap; `high` likewise.
+        low: Lower end of the median's 95 % interval, by bootstrap; `high` likewise. Both are None
+            for the median of fewer than 6 runs, which even from least to most is no 95 % interval.
     """
 
     bench: str
@@ -63,8 +67,8 @@ class Row:
     p20: float
     p80: float
     num_runs: int
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 def take_turns(
@@ -118,8 +122,10 @@ def summarize(
 ) -> Row:
     """A row from the values of several runs."""
     p20, median, p80 = np.percentile(values, [20, 50, 80]).tolist()
-    medians = np.median(np.asarray(values)[_resampled(len(values))], axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5]).tolist()
+    low = high = None
+    if len(values) >= _MIN_RUNS_OF_INTERVAL:
+        medians = np.median(np.asarray(values)[_resampled(len(values))], axis=1)
+        low, high = np.percentile(medians, [2.5, 97.5]).tolist()
     return Row(
         bench=bench,
         case=case,

@@ -7,7 +7,7 @@ numbers. A loader's state counts the batches handed out, never those read ahead.
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,7 @@ class BatchLoader:
         self.epoch = 0
         self._samples = source.splits[split]
         self._next_sample = 0
+        self._ahead: deque[Future[Batch]] = deque()
         self._is_iterating = False
         self._num_used = len(self._samples)
         if drop_last:
@@ -107,7 +108,7 @@ class BatchLoader:
 
         self._is_iterating = True
         try:
-            ahead = deque(map(read, islice(starts, self.prefetch)))
+            ahead = self._ahead = deque(map(read, islice(starts, self.prefetch)))
             while ahead:
                 batch = ahead.popleft().result()
                 ahead.extend(map(read, islice(starts, 1)))
@@ -115,9 +116,17 @@ class BatchLoader:
                 yield batch
         finally:
             reader.shutdown(cancel_futures=True)
+            self._ahead = deque()
             self._is_iterating = False
         self.epoch += 1
         self._next_sample = 0
+
+    def finish_reading(self) -> None:
+        """Wait until all that is read ahead is there; until the next batch nothing more is read.
+
+        For who stops a clock in the middle of an iteration.
+        """
+        wait(self._ahead)
 
     def state_dict(self) -> dict[str, Any]:
         """The next sample of the current epoch and what its order rests on, in JSON types."""

@@ -1,6 +1,7 @@
 import functools
 import operator
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -211,3 +212,23 @@ def test_large_sources_are_addressed_with_64_bits():
 
     assert batches == [[2**31 - 2, 2**31 - 1, 2**31], [2**31 + 1]]
     assert np.iinfo(np.int32).max < batches[1][0]
+
+
+def test_when_reading_is_finished_nothing_more_is_read_until_the_next_batch_is_asked_for():
+    ended = []
+
+    class Slow(Numbered):
+        def read(self, samples):
+            time.sleep(0.02)
+            batch = super().read(samples)
+            ended.append(samples[0])
+            return batch
+
+    loader = BatchLoader(Slow(100), "train", 10, shuffle=False, prefetch=2)
+    batches = iter(loader)
+    next(batches)
+
+    loader.finish_reading()
+
+    assert ended == [50, 60, 70]
+    batches.close()

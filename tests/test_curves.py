@@ -1,0 +1,40 @@
+"""Pictures, looked at before they are drawn."""
+
+import pytest
+
+from recsys.curves import draw_variations
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are made into pictures."""
+    found = []
+    monkeypatch.setattr("recsys.curves._as_png", lambda figure: found.append(figure) or b"")
+    return found
+
+
+def run_of(variation):
+    entries = [
+        {"num_samples": step, "train_seconds": step / 10, "test": {"auc": 0.5 + step / 10}}
+        for step in range(3)
+    ]
+    return variation, entries
+
+
+def test_every_variation_is_in_the_legend_once_whatever_its_name(figures):
+    draw_variations([run_of("_base"), run_of("other"), run_of("_base")], "test")
+
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["_base", "other"]
+
+
+def test_no_two_variations_look_alike_and_the_runs_of_one_do(figures):
+    names = [f"v{number}" for number in range(25)]
+
+    draw_variations([run_of(name) for name in [*names, *names]], "test")
+
+    looks = [(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].lines]
+    assert len(set(looks)) == 25
+    assert looks[:25] == looks[25:]
+    handles = figures[0].legends[0].legend_handles
+    assert [(handle.get_color(), handle.get_linestyle()) for handle in handles] == looks[:25]
