@@ -1,11 +1,12 @@
 #!/bin/sh
-# The reference recipes on the real sample, and the default run on synthetic data, into
-# docs/benchmarks/; called by `make reference`.
+# The reference recipes and the ablations of examples/ on the real sample, and the default run on
+# synthetic data, into docs/benchmarks/; called by `make reference`.
 set -eu
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 recsys=$PWD/.venv/bin/recsys
+examples=$PWD/examples
 results=$PWD/docs/benchmarks/reference
 raw=$RECSYS_DATA/criteo_kaggle_137k/train.txt.gz
 mkdir -p "$results"
@@ -25,4 +26,8 @@ done
 cp synthetic/run.json "$results/../synthetic.json"
 for run in sgd-* adagrad-*; do
     cp "$run/run.json" "$results/$run.json"
+done
+for name in baselines precision; do
+    "$recsys" ablate "$examples/ablate_$name.toml" --set data=criteo_kaggle_137k --run "$name"
+    cp "$name/ablate.json" "$results/../ablate_$name.json"
 done

@@ -267,6 +267,7 @@ def reached_table(file: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "ablate_baselines": partial(ablate_table, "ablate_baselines.json"),
+    "ablate_precision": partial(ablate_table, "ablate_precision.json"),
     "generator": partial(generator_table, "generator.json"),
     "prepare": partial(prepare_table, "prepare.json"),
     "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),
