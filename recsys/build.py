@@ -94,12 +94,15 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
         initialize_classic(dlrm)
     dense_parameters = [*dlrm.dense_arch.parameters(), *dlrm.over_arch.parameters()]
     dense = config.resolved_dense_optimizer
-    optimizers: list[Optimizer] = [
-        torch.optim.SGD(dense_parameters, lr=dense.lr)
-        if dense.name == "sgd"
-        else torch.optim.Adagrad(dense_parameters, lr=dense.lr, eps=dense.eps)
-    ]
-    return DLRMTrain(dlrm).to(device), [*optimizers, row_optimizer]
+    dense_optimizer: Optimizer
+    if dense.name == "sgd":
+        dense_optimizer = torch.optim.SGD(dense_parameters, lr=dense.lr)
+    else:
+        # One call for all parameters, which on the CPU takes a third of the time.
+        dense_optimizer = torch.optim.Adagrad(
+            dense_parameters, lr=dense.lr, eps=dense.eps, fused=device.type == "cpu" or None
+        )
+    return DLRMTrain(dlrm).to(device), [dense_optimizer, row_optimizer]
 
 
 def autocast(config: TrainConfig) -> torch.autocast:

@@ -246,7 +246,10 @@ class _Products:
             onednn_product(inputs, weight)
             if number:
                 onednn_product(outputs, weight.t())
-            weight_gradient(inputs, outputs)
+            if self.dtype == torch.float32:
+                weight_gradient(inputs, outputs)
+            else:  # oneDNN too, by PyTorch's own choice, and without a copy
+                torch.mm(outputs.t(), inputs)
         self._interaction()
 
     def _interaction(self) -> None:

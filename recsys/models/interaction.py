@@ -78,13 +78,12 @@ def interact(dense: Tensor, sparse: Tensor, entry_of_pair: Tensor, pair_of_entry
     dtype = torch.promote_types(dense.dtype, sparse.dtype)
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-    with torch.autocast(device_type, enabled=False):
-        if torch.compiler.is_compiling():  # which plans the copies itself, and not through kernels
-            return interact_reference(dense.to(dtype), sparse.to(dtype), entry_of_pair)
-        return cast(
-            "Tensor",
-            _InteractFunction.apply(dense.to(dtype), sparse, entry_of_pair, pair_of_entry),  # type: ignore[no-untyped-call]
-        )
+    if torch.compiler.is_compiling():  # which plans the copies itself, and not through kernels
+        return interact_reference(dense.to(dtype), sparse.to(dtype), entry_of_pair)
+    return cast(
+        "Tensor",
+        _InteractFunction.apply(dense.to(dtype), sparse, entry_of_pair, pair_of_entry),  # type: ignore[no-untyped-call]
+    )
 
 
 def interact_reference(dense: Tensor, sparse: Tensor, entry_of_pair: Tensor) -> Tensor:

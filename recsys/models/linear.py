@@ -27,26 +27,18 @@ from recsys.machine import cpu_vendor
 
 __all__ = ["linear_relu", "linear_relu_reference", "onednn_product", "weight_gradient"]
 
-_ONEDNN_DTYPES = {torch.float32, torch.bfloat16}
-
 
 def linear_relu(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`relu(features @ weight.T + bias)`, once differentiable.
 
-    Operands are cast as `torch.nn.functional.linear` casts them under autocast, and refused as it
-    refuses them.
+    Operands are cast and refused as `torch.nn.functional.linear` casts and refuses them.
 
     Shape:
         features (B, I); weight (O, I); bias (O,), one dtype; result (B, O).
     """
-    dtype = _dtype_of_products(features, weight, bias)
-    if torch.compiler.is_compiling() or dtype is None or not _onednn_is_faster():
+    if torch.compiler.is_compiling() or not _takes_onednn(features, weight, bias):
         return linear_relu_reference(features, weight, bias)
-    with torch.autocast(features.device.type, enabled=False):
-        return cast(
-            "Tensor",
-            _LinearReluFunction.apply(features, weight, bias, dtype),  # type: ignore[no-untyped-call]
-        )
+    return cast("Tensor", _LinearReluFunction.apply(features, weight, bias))  # type: ignore[no-untyped-call]
 
 
 def linear_relu_reference(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -55,48 +47,21 @@ def linear_relu_reference(features: Tensor, weight: Tensor, bias: Tensor) -> Ten
 
 
 class _LinearReluFunction(torch.autograd.Function):
-    """Casts are made in here: as steps of their own they would cost as much as small products."""
-
     @staticmethod
-    def forward(
-        ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        ctx.dtypes = features.dtype, weight.dtype, bias.dtype
-        features, weight = features.to(dtype), weight.to(dtype)
-        output = onednn_product(features, weight, bias.to(dtype)).relu_()
+    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        output = onednn_product(features, weight, bias).relu_()
         ctx.save_for_backward(features, weight, output)
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, gradient: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         features, weight, output = ctx.saved_tensors
-        features_dtype, weight_dtype, bias_dtype = ctx.dtypes
         gradient = torch.ops.aten.threshold_backward(gradient, output, 0)
-        of_features = of_weight = of_bias = None
-        if ctx.needs_input_grad[0]:
-            of_features = onednn_product(gradient, weight.t()).to(features_dtype)
-        if ctx.needs_input_grad[1]:
-            of_weight = weight_gradient(features, gradient).to(weight_dtype)
-        if ctx.needs_input_grad[2]:
-            of_bias = gradient.sum(0, dtype=bias_dtype)
-        return of_features, of_weight, of_bias, None
-
-
-def weight_gradient(features: Tensor, gradient: Tensor) -> Tensor:
-    """`gradient.T @ features`, laid out as the weight is: autograd would copy it otherwise.
-
-    Shape:
-        features (B, I), gradient (B, O), float32 or bfloat16; result (O, I).
-    """
-    if features.dtype == torch.bfloat16:
-        return torch.mm(gradient.t(), features)  # oneDNN too, and it copies neither operand
-    if 8 * features.shape[1] < gradient.shape[1]:
-        # The operand on the left is made contiguous: the narrow one costs less, its result too.
-        return onednn_product(features.t(), gradient.t()).t()
-    return onednn_product(gradient.t(), features.t())
+        of_features = onednn_product(gradient, weight.t()) if ctx.needs_input_grad[0] else None
+        of_weight = weight_gradient(features, gradient) if ctx.needs_input_grad[1] else None
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
+        return of_features, of_weight, of_bias
 
 
 def onednn_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -110,20 +75,31 @@ def onednn_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> T
     return result
 
 
-def _dtype_of_products(features: Tensor, weight: Tensor, bias: Tensor) -> torch.dtype | None:
-    """In which oneDNN would multiply, None for operands that PyTorch should take, or refuse."""
-    fits = (
+def weight_gradient(features: Tensor, gradient: Tensor) -> Tensor:
+    """`gradient.T @ features` by oneDNN.
+
+    Shape:
+        features (B, I); gradient (B, O); result (O, I).
+    """
+    if 8 * features.shape[1] < gradient.shape[1]:
+        # The operand on the left is made contiguous, and autograd makes the result so: where one
+        # side is much narrower that costs less.
+        return onednn_product(features.t(), gradient.t()).t()
+    return onednn_product(gradient.t(), features.t())
+
+
+def _takes_onednn(features: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    return (
         features.device.type == weight.device.type == bias.device.type == "cpu"
+        and features.dtype == weight.dtype == bias.dtype == torch.float32
         and features.dim() == weight.dim() == 2
         and features.shape[1] == weight.shape[1]
         and bias.shape == weight.shape[:1]
         and features.numel() > 0
         and weight.numel() > 0
+        and not torch.is_autocast_enabled("cpu")
+        and _onednn_is_faster()
     )
-    dtypes = {features.dtype, weight.dtype, bias.dtype}
-    if fits and torch.is_autocast_enabled("cpu") and dtypes <= _ONEDNN_DTYPES:
-        dtypes = {torch.get_autocast_dtype("cpu")}
-    return dtypes.pop() if fits and len(dtypes) == 1 and dtypes <= _ONEDNN_DTYPES else None
 
 
 def _onednn_is_faster() -> bool:
