@@ -19,7 +19,7 @@ from recsys.datasets.criteo_flow import CriteoFlow
 from recsys.datasets.growing_folder import GrowingFolder
 from recsys.datasets.source import classic_splits
 from recsys.datasets.store import Store, StoreWriter
-from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
+from recsys.errors import ConfigError, DatasetFormatError, StoreError
 
 SPLITS = ("train", "test", "validation")
 
@@ -194,6 +194,9 @@ def test_a_run_killed_at_any_moment_is_gone_on_with_to_the_same_bytes(days, tmp_
             (GrowingFolder, "commit"),
             (StoreWriter, "finish"),
             (GrowingFolder, "remove"),
+            (Path, "unlink"),
+            (Path, "rmdir"),
+            (shutil, "rmtree"),
             (sys.modules["recsys.datasets.criteo_days"], "_save_new_ids"),
             (sys.modules["recsys.datasets.growing_folder"], "appearing_whole"),
             (sys.modules["recsys.datasets.store"], "flush_to_disk"),
@@ -424,50 +427,6 @@ def test_another_version_of_the_record_is_refused(days, tmp_path, stopped):
     folder.commit(folder.roll_back() | {"version": 2})
 
     refused(days, tmp_path, StoreError, "version must be 1 for this version of recsys, got 2")
-
-
-def test_two_processes_do_not_work_on_one_store(days, tmp_path, monkeypatch):
-    original = CriteoFlow.read
-
-    def read(self, path):
-        prepare(days, tmp_path / "store")
-        return original(self, path)
-
-    monkeypatch.setattr(CriteoFlow, "read", read)
-
-    with pytest.raises(ConfigError, match=r"another `recsys prepare criteo-1tb` is at work in"):
-        prepare(days, tmp_path / "store")
-
-
-def test_a_folder_of_somebody_else_is_left_alone(days, tmp_path):
-    (tmp_path / "store.unfinished").mkdir()
-    (tmp_path / "store.unfinished" / "thesis.tex").write_text("mine")
-
-    with pytest.raises(AlreadyExists, match=r"of an unfinished store, but has 'thesis\.tex'"):
-        prepare(days, tmp_path / "store")
-
-    assert (tmp_path / "store.unfinished" / "thesis.tex").read_text() == "mine"
-
-
-def test_an_existing_store_is_never_overwritten(days, tmp_path):
-    prepare(days, tmp_path / "store")
-    before = contents(tmp_path / "store")
-
-    with pytest.raises(AlreadyExists, match="exists already; remove it or choose another"):
-        prepare(days, tmp_path / "store")
-
-    assert contents(tmp_path / "store") == before
-    assert not (tmp_path / "store.unfinished").exists()
-
-
-def test_what_a_run_killed_right_behind_its_end_left_is_cleared_away(days, tmp_path, stopped):
-    unfinished = stopped()
-    (unfinished / "store").rename(tmp_path / "store")
-
-    with pytest.raises(AlreadyExists):
-        prepare(days, tmp_path / "store")
-
-    assert not unfinished.exists()
 
 
 @pytest.mark.parametrize(
