@@ -91,8 +91,8 @@ def prepare_criteo_1tb(
     Raises:
         DatasetFormatError: a bad line (the message names file, line, rule and value), or a day
             without a good one.
-        ConfigError: `max_ind_range` is not positive, days are out of order, an argument differs
-            from that of the run to be gone on with, or another process is at it.
+        ConfigError: `max_ind_range` is not positive, days are out of order or given twice, an
+            argument differs from that of the run to be gone on with, or another process is at it.
         StoreError: a committed day was changed, or what was written before is damaged.
         AlreadyExists: `store` exists, or its unfinished folder is something else.
         FileNotFoundError: a day file does not exist.
@@ -154,10 +154,11 @@ def _say(message: str) -> None:
     tqdm.write(message, file=sys.stderr)
 
 
-def _say_what_is_kept(folder: GrowingFolder, kind: object, *_: object) -> None:
-    """Where a run ends in an error."""
-    if kind is not None and folder.has_commit:
-        _say(f"{folder.path} keeps the days prepared so far; the same command goes on behind them")
+def _say_what_is_kept(folder: GrowingFolder, kind: type[BaseException] | None, *_: object) -> None:
+    """Where a run ends in an error, unless that is about what is kept, or the store's name."""
+    is_said = kind is None or issubclass(kind, (StoreError, AlreadyExists))
+    if not is_said and folder.has_commit:
+        _say(f"{folder.path} keeps the days prepared so far")
 
 
 def _sum(days: Sequence[dict[str, Any]], key: str) -> int:
@@ -188,10 +189,15 @@ def _check_arguments(paths: Sequence[Path], max_ind_range: int | None) -> None:
         (int(found[1]), path.name) for path in paths if (found := re.match(r"day_(\d+)", path.name))
     ]
     for (before, name), (after, next_name) in pairwise(numbered):
-        if before >= after:
+        if before > after:
             raise ConfigError(
                 f"days must be given in order, oldest first, got {next_name} behind {name}; a "
                 "shell's day_* puts day_10 before day_2, its day_{0..23} does not"
+            )
+        if name == next_name:
+            raise ConfigError(
+                f"a day, or part of one, must be given once, got two files {name}; leave one out, "
+                "or give it another name"
             )
     require_files("raw", paths)
 

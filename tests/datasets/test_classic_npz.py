@@ -164,7 +164,7 @@ def test_a_missing_array_a_broken_file_and_none_at_all_are_told_apart(store, tmp
     with pytest.raises(DatasetFormatError, match=r"text\.npz: is no npz file"):
         read_classic_npz(tmp_path / "text.npz", tmp_path / "back")
 
-    with pytest.raises(FileNotFoundError, match=r"npz .*none\.npz is no file"):
+    with pytest.raises(FileNotFoundError, match=r"npz input .*none\.npz must be a file"):
         read_classic_npz(tmp_path / "none.npz", tmp_path / "back")
 
 

@@ -19,7 +19,7 @@ from recsys.datasets.criteo_flow import CriteoFlow
 from recsys.datasets.growing_folder import GrowingFolder
 from recsys.datasets.source import classic_splits
 from recsys.datasets.store import Store, StoreWriter
-from recsys.errors import ConfigError, DatasetFormatError, StoreError
+from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 
 SPLITS = ("train", "test", "validation")
 
@@ -312,8 +312,37 @@ def test_a_run_that_fails_says_what_is_kept_where_something_is(days, tmp_path, c
     with pytest.raises(DatasetFormatError):
         prepare_criteo_1tb(days, tmp_path / "store")
 
-    said = f"{tmp_path / 'store.unfinished'} keeps the days prepared so far; the same command goes"
+    said = f"{tmp_path / 'store.unfinished'} keeps the days prepared so far\n"
     assert (said in capsys.readouterr().err) == (number == 1)
+
+
+@pytest.mark.parametrize("error", [AlreadyExists, StoreError])
+def test_what_is_kept_is_not_praised_where_it_is_what_is_wrong(days, tmp_path, capsys, error):
+    def fail(self, **options):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(StoreWriter, "finish", fail)
+        with pytest.raises(error):
+            prepare_criteo_1tb(days, tmp_path / "store")
+
+    assert (tmp_path / "store.unfinished").exists()
+    assert "keeps" not in capsys.readouterr().err
+
+
+def test_a_day_may_come_in_parts(days, tmp_path):
+    parts = [path.rename(tmp_path / f"day_0_part{part}") for part, path in enumerate(days)]
+
+    prepare(parts, tmp_path / "store")
+
+    assert Store(tmp_path / "store").splits["train"] == range(25 + 26)
+
+
+def test_a_file_that_is_named_twice_is_refused_whatever_its_name(days, tmp_path):
+    (tmp_path / "other").symlink_to(days[0])
+
+    with pytest.raises(ConfigError, match=r"other must be named once, is the same file as .*day_0"):
+        prepare([*days, tmp_path / "other"], tmp_path / "store")
 
 
 def test_days_may_follow_that_were_not_thought_of_at_first(days, tmp_path):
@@ -394,7 +423,7 @@ def test_a_day_that_was_changed_is_refused(days, tmp_path, stopped):
     os.utime(days[1], ns=(0, 0))
     refused(days, tmp_path, StoreError, r"day_1 must have sha256 \w+, as when .* put back the file")
     days[1].unlink()
-    refused(days, tmp_path, FileNotFoundError, "day_1 is no file")
+    refused(days, tmp_path, FileNotFoundError, "day_1 must be a file, found nothing there; put it")
 
 
 def test_a_damaged_record_is_refused(days, tmp_path, stopped):
@@ -439,7 +468,8 @@ def test_another_version_of_the_record_is_refused(days, tmp_path, stopped):
             {},
             r"oldest first, got day_2 behind day_10; a shell's day_",
         ),
-        (["day_1.gz", "day_1.gz"], {}, r"oldest first, got day_1\.gz behind day_1\.gz"),
+        (["day_1.gz", "day_1.gz"], {}, r"given once, got two files day_1\.gz; leave one out"),
+        (["a/day_1", "b/day_1"], {}, "given once, got two files day_1; leave one out"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(tmp_path, names, options, message):
