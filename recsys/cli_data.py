@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from recsys.convert import FORMATS
+from recsys.datasets.criteo import CONVENTIONS
+from recsys.datasets.source import SPLITS
+
 if TYPE_CHECKING:
     import argparse
     from pathlib import Path
@@ -26,8 +30,8 @@ def add_data_commands(commands: _Commands) -> None:
     kaggle.add_argument("raw", nargs="+", metavar="RAW", help=_RAW_HELP)
     kaggle.add_argument(
         "--convention",
-        choices=["classic", "torchrec"],
-        default="classic",
+        choices=CONVENTIONS,
+        default=CONVENTIONS[0],
         help="of facebookresearch/dlrm, or of TorchRec's npy files",
     )
     kaggle.set_defaults(run_command=_prepare_kaggle)
@@ -70,7 +74,7 @@ def add_data_commands(commands: _Commands) -> None:
     convert.add_argument(
         "--to",
         required=True,
-        choices=["classic-npz", "torchrec-npy"],
+        choices=FORMATS,
         help="the processed file of facebookresearch/dlrm, or TorchRec's npy files",
     )
     convert.add_argument(
@@ -78,7 +82,7 @@ def add_data_commands(commands: _Commands) -> None:
     )
     convert.add_argument(
         "--split",
-        choices=["train", "test", "validation"],
+        choices=SPLITS,
         help="of npy files: this part alone; all samples by default",
     )
     convert.set_defaults(run_command=_convert)

@@ -27,7 +27,7 @@ def appearing_whole(file: Path) -> Iterator[Path]:
 
 
 def require_files(kind: str, files: Iterable[Path]) -> None:
-    """Check that files are there.
+    """Check that files are there, and each of them once.
 
     Args:
         kind: What they are, for the message.
@@ -35,10 +35,22 @@ def require_files(kind: str, files: Iterable[Path]) -> None:
 
     Raises:
         FileNotFoundError: one is not.
+        ConfigError: one is named twice, by whatever path.
     """
+    seen: dict[Path, Path] = {}
     for file in files:
         if not file.is_file():
-            raise FileNotFoundError(f"{kind} {file} is no file")
+            found = "a folder" if file.is_dir() else "nothing there"
+            raise FileNotFoundError(
+                f"{kind} input {file} must be a file, found {found}; put it there, or name another"
+            )
+        place = file.resolve()
+        if place in seen:
+            raise ConfigError(
+                f"{kind} input {file} must be named once, is the same file as {seen[place]}, named "
+                "before; leave one out"
+            )
+        seen[place] = file
 
 
 def require_new(*files: Path) -> None:

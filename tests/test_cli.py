@@ -106,12 +106,21 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["export", "nowhere", "--to", "classic", "--out", "f"], "nowhere is not a run"),
         (["report", "nowhere"], "nowhere has neither a run.json nor an ablate.json"),
         (["ablate", "nowhere.toml", "--run", "out"], "nowhere.toml cannot be read"),
-        (["prepare", "criteo-kaggle", "nowhere", "--out", "s"], "raw nowhere is no file"),
-        (["prepare", "criteo-1tb", "nowhere", "--out", "s"], "raw nowhere is no file"),
-        (["prepare", "classic-npz", "nowhere", "--out", "s"], "npz nowhere is no file"),
+        (
+            ["prepare", "criteo-kaggle", "nowhere", "--out", "s"],
+            "raw input nowhere must be a file",
+        ),
+        (
+            ["prepare", "criteo-1tb", "nowhere", "--out", "s"],
+            "raw input nowhere must be a file",
+        ),
+        (
+            ["prepare", "classic-npz", "nowhere", "--out", "s"],
+            "npz input nowhere must be a file",
+        ),
         (
             ["prepare", "torchrec-npy", "no/where", "--out", "s"],
-            "npy no/where_dense.npy is no file",
+            "npy input no/where_dense.npy must be a file, found nothing",
         ),
         (["convert", "nowhere", "--to", "classic-npz", "--out", "f"], "nowhere is not a store"),
         (["convert", "nowhere", "--to", "torchrec-npy", "--out", "f"], "nowhere is not a store"),

@@ -96,6 +96,25 @@ def test_parts_become_days_and_ids_are_taken_modulo_table_sizes(store, tmp_path)
     assert back.splits["train"] == range(65)
 
 
+def test_a_store_whose_splits_files_cannot_keep_is_written_part_by_part(raw, tmp_path, capsys):
+    days = [tmp_path / f"day_{day}" for day in range(2)]
+    for day in days:
+        day.write_bytes(raw.read_bytes())
+    store = tmp_path / "store"
+    assert run_cli("prepare", "criteo-1tb", *days, "--out", store) == 0
+    to = ("convert", store, "--out", tmp_path / "out", "--to")
+    capsys.readouterr()
+
+    assert run_cli(*to, "torchrec-npy") == 2
+    said = capsys.readouterr().err
+    assert run_cli(*to, "torchrec-npy", "--split", "train") == 0
+
+    assert f"recsys convert: store {store}: its train samples are 0 to 70, but npy files" in said
+    assert "would be 0 to 120; write each part alone, with split 'train'," in said
+    labels = np.load(tmp_path / "out_labels.npy").reshape(-1)
+    np.testing.assert_array_equal(labels, Store(store).labels[:70])
+
+
 def test_nothing_is_written_over(store, tmp_path, capsys):
     (tmp_path / "f").write_text("mine")
 
@@ -120,9 +139,7 @@ def test_days_are_gone_on_with_by_the_same_command(raw, tmp_path, monkeypatch, c
     with monkeypatch.context() as patches:
         patches.setattr(CriteoFlow, "read", stop_at_day_1)
         assert run_cli(*command) == 130
-    kept = (
-        f"{tmp_path / 'store'}.unfinished keeps the days prepared so far; the same command goes on"
-    )
+    kept = f"{tmp_path / 'store'}.unfinished keeps the days prepared so far\n"
     assert kept in capsys.readouterr().err
 
     assert run_cli(*command) == 0

@@ -5,7 +5,10 @@ from recsys.errors import ConfigError
 
 
 def test_an_unknown_format_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"one of \('classic-npz', 'torchrec-npy'\), got 'csv'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^the format must be one of \('classic-npz', 'torchrec-npy'\), got 'csv'",
+    ):
         convert_store(tmp_path / "store", "csv", tmp_path / "out")
 
 

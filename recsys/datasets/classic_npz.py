@@ -58,11 +58,15 @@ def write_classic_npz(store: Store, file: str | Path) -> Path:
             f"store {store.path}: the classic npz needs convention 'classic', got "
             f"{store.meta['convention']!r}; prepare it with that convention"
         )
-    if store.splits != classic_splits(store.num_samples):
-        raise StoreError(
-            f"store {store.path}: the classic npz keeps no splits, and these are not the classic "
-            f"ones: {store.splits}"
-        )
+    for name, expected in classic_splits(store.num_samples).items():
+        found = store.splits[name]
+        if found != expected:
+            raise StoreError(
+                f"store {store.path}: the classic npz keeps no splits, so the {name} samples must "
+                f"be {expected.start} to {expected.stop}, as the classic script cuts them, got "
+                f"{found.start} to {found.stop}; write each part as torchrec-npy, or prepare the "
+                "raw files as criteo-kaggle"
+            )
     file = Path(file)
     require_new(file)
     counts = np.array(list(store.table_sizes.values()), np.int32)

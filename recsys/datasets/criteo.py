@@ -68,7 +68,7 @@ def prepare_criteo_kaggle(
         DatasetFormatError: a bad line (the message names file, line, rule and value), or no good
             line at all.
         AlreadyExists: `store` exists.
-        ConfigError: the convention is unknown.
+        ConfigError: the convention is unknown, or a file is named twice.
         FileNotFoundError: a raw file does not exist.
     """
     if convention not in CONVENTIONS:

@@ -10,9 +10,10 @@ an error here.
 
 While it grows, a store lies in a folder beside its name:
 
-    STORE.unfinished/committed.json   the days that are wholly written; see `GrowingFolder`
-                     ids/cat_0.bin    the ids of the rows of column 0, in order; and so on
-                     store/           what is given the name STORE at the end
+    STORE.unfinished/made_by_recsys.txt   a folder without it is somebody else's
+                     committed.json       the days that are wholly written; see `GrowingFolder`
+                     ids/cat_0.bin        the ids of the rows of column 0, in order; and so on
+                     store/               what is given the name STORE at the end
 
 A day is committed when the disk holds its samples and the ids it brought. An interrupted run,
 whatever ended it, costs the day it was at: the same command goes on behind the last committed one
@@ -59,8 +60,6 @@ __all__ = ["prepare_criteo_1tb"]
 
 _VERSION = 1
 _COMMAND = "recsys prepare criteo-1tb"
-# What may lie in an unfinished folder before anything is committed.
-_OWN_NAMES = {"store", "ids", "committed.json.partial"}
 _SOURCE_KEYS = ("name", "num_bytes", "sha256", "num_samples")
 
 
@@ -92,8 +91,8 @@ def prepare_criteo_1tb(
     Raises:
         DatasetFormatError: a bad line (the message names file, line, rule and value), or a day
             without a good one.
-        ConfigError: `max_ind_range` is not positive, days are out of order, an argument differs
-            from that of the run to be gone on with, or another process is at it.
+        ConfigError: `max_ind_range` is not positive, days are out of order or given twice, an
+            argument differs from that of the run to be gone on with, or another process is at it.
         StoreError: a committed day was changed, or what was written before is damaged.
         AlreadyExists: `store` exists, or its unfinished folder is something else.
         FileNotFoundError: a day file does not exist.
@@ -155,10 +154,11 @@ def _say(message: str) -> None:
     tqdm.write(message, file=sys.stderr)
 
 
-def _say_what_is_kept(folder: GrowingFolder, kind: object, *_: object) -> None:
-    """Where a run ends in an error."""
-    if kind is not None and folder.has_commit:
-        _say(f"{folder.path} keeps the days prepared so far; the same command goes on behind them")
+def _say_what_is_kept(folder: GrowingFolder, kind: type[BaseException] | None, *_: object) -> None:
+    """Where a run ends in an error, unless that is about what is kept, or the store's name."""
+    is_said = kind is None or issubclass(kind, (StoreError, AlreadyExists))
+    if not is_said and folder.has_commit:
+        _say(f"{folder.path} keeps the days prepared so far")
 
 
 def _sum(days: Sequence[dict[str, Any]], key: str) -> int:
@@ -189,10 +189,15 @@ def _check_arguments(paths: Sequence[Path], max_ind_range: int | None) -> None:
         (int(found[1]), path.name) for path in paths if (found := re.match(r"day_(\d+)", path.name))
     ]
     for (before, name), (after, next_name) in pairwise(numbered):
-        if before >= after:
+        if before > after:
             raise ConfigError(
                 f"days must be given in order, oldest first, got {next_name} behind {name}; a "
                 "shell's day_* puts day_10 before day_2, its day_{0..23} does not"
+            )
+        if name == next_name:
+            raise ConfigError(
+                f"a day, or part of one, must be given once, got two files {name}; leave one out, "
+                "or give it another name"
             )
     require_files("raw", paths)
 
@@ -204,22 +209,18 @@ def _unfinished(store: Path) -> Iterator[tuple[GrowingFolder, dict[str, Any] | N
     It is removed at the end, unless that is an error and something is committed.
     """
     folder = GrowingFolder(store.parent / f"{store.name}.unfinished")
-    # Without its store it is what a run left that was killed right behind its end.
-    is_left_over = folder.has_commit and not (folder.path / "store").is_dir()
     if store.exists():
-        if is_left_over:
-            with suppress(ConfigError), alone_in(folder.path, _COMMAND):
-                folder.remove()
+        _clear_left_over(folder)
         raise AlreadyExists(f"store {store} exists already; remove it or choose another folder")
-    folder.path.mkdir(parents=True, exist_ok=True)
-    others = {path.name for path in folder.path.iterdir()} - _OWN_NAMES
-    if others and not folder.has_commit:
+    if folder.path.exists() and not folder.path.is_dir():
         raise AlreadyExists(
-            f"{folder.path} must be of an unfinished store, but has {min(others)!r}; move it, or "
-            "choose another name for the store"
+            f"{folder.path} must be a folder, or not be there, is a file; move it away or choose "
+            "another name for the store"
         )
+    folder.path.mkdir(parents=True, exist_ok=True)
     with alone_in(folder.path, _COMMAND):
-        if is_left_over:
+        folder.claim()
+        if _is_left_over(folder):
             folder.forget()
         try:
             committed = folder.roll_back()
@@ -231,6 +232,21 @@ def _unfinished(store: Path) -> Iterator[tuple[GrowingFolder, dict[str, Any] | N
                 folder.remove()  # nothing in it is worth anything
             raise
         folder.remove()
+
+
+def _is_left_over(folder: GrowingFolder) -> bool:
+    """Whether a run was killed that had committed nothing, or that was through with its store."""
+    return folder.is_ours and not (folder.has_commit and (folder.path / "store").is_dir())
+
+
+def _clear_left_over(folder: GrowingFolder) -> None:
+    if folder.is_ours:
+        with suppress(ConfigError), alone_in(folder.path, _COMMAND):
+            if _is_left_over(folder):
+                folder.remove()
+    elif folder.path.is_dir():
+        with suppress(OSError):
+            folder.path.rmdir()  # empty: killed with its last step to go
 
 
 def _check_resumable(

@@ -1,7 +1,8 @@
 """A folder whose files grow at their ends, and that falls back to its last commit.
 
-    FOLDER/committed.json    how long every file was at the last commit, and what was said then
-           ...               files, in sub-folders or not
+    FOLDER/made_by_recsys.txt    says whose the folder is: without it, nothing is ever removed
+           committed.json        how long every file was at the last commit, and what was said then
+           ...                   files, in sub-folders or not
 
 Long work that a killed process must not lose commits now and then; the next process calls
 `roll_back` and goes on from there. A commit costs what is new: files are flushed, not copied.
@@ -15,7 +16,7 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from recsys.errors import StoreError
+from recsys.errors import AlreadyExists, StoreError
 from recsys.files import appearing_whole, flush_to_disk
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GrowingFolder"]
 
+_MARKER = "made_by_recsys.txt"
+_MARKER_TEXT = "recsys made this folder, keeps unfinished work in it and will remove it.\n"
 _RECORD = "committed.json"
 
 
@@ -33,12 +36,37 @@ class GrowingFolder:
     Files must only be added or made longer; what is behind their committed ends is nobody's.
 
     Args:
-        path: The folder, which is there.
+        path: The folder; it need not be there before `claim`.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._marker = path / _MARKER
         self._record = path / _RECORD
+        self._own_files = {self._marker, self._record}
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether `claim` made the folder, so that what is in it may be removed."""
+        return self._marker.is_file()
+
+    def claim(self) -> None:
+        """Make the folder ours, which an empty one or one that is ours already can become.
+
+        Raises:
+            AlreadyExists: something else is in it.
+        """
+        if self.is_ours:
+            return
+        others = [path.name for path in self.path.iterdir()]
+        if others:
+            raise AlreadyExists(
+                f"{self.path} must be empty or have the {_MARKER} of one that recsys made, but has "
+                f"{min(others)!r}; move it away or choose another name"
+            )
+        self._marker.write_text(_MARKER_TEXT)
+        for path in (self._marker, self.path):
+            flush_to_disk(path)
 
     @property
     def has_commit(self) -> bool:
@@ -51,7 +79,7 @@ class GrowingFolder:
         Args:
             about: What `roll_back` is to return; JSON types only.
         """
-        paths = sorted(path for path in self.path.rglob("*") if path != self._record)
+        paths = sorted(path for path in self.path.rglob("*") if path not in self._own_files)
         for path in (*paths, self.path):
             flush_to_disk(path)
         content = {
@@ -71,7 +99,7 @@ class GrowingFolder:
         """Put every file back to what it was at the last commit; remove those made since.
 
         Returns:
-            What was said at the commit; None where there was none, and the folder is empty now.
+            What was said at the commit; None where there was none, and nothing is kept then.
 
         Raises:
             StoreError: the record, or a file it names, is damaged.
@@ -91,7 +119,7 @@ class GrowingFolder:
             elif path.is_dir():
                 if not any(path.iterdir()):
                     path.rmdir()
-            elif path != self._record:
+            elif path not in self._own_files:
                 path.unlink()
         about: dict[str, Any] | None = content["about"]
         return about
@@ -101,9 +129,15 @@ class GrowingFolder:
         self._record.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the folder; killed half-way, it leaves one without a commit."""
+        """Remove the folder; killed half-way, it leaves one of ours without a commit, or empty."""
         self.forget()
-        shutil.rmtree(self.path)
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path != self._marker:
+                path.unlink()
+        self._marker.unlink(missing_ok=True)
+        self.path.rmdir()
 
     def damaged(self, what: str) -> StoreError:
         """The error for something in the folder that cannot be gone on with."""

@@ -44,6 +44,7 @@ __all__ = ["Store", "StoreWriter"]
 _DTYPES = {"labels": "<i1", "dense": "<i4", "sparse": "<i4", "ids": "<u4"}
 # What dense.bin holds, by what is done to it when a batch is read.
 _DENSE_DTYPES = {"log(x+1)": "<i4", "none": "<f4"}
+_IDS_END = 2**32
 _REWRITTEN_SAMPLES = 65_536  # at a time: some megabytes
 # What meta.json must say for `Store.read` to be right.
 _UNDERSTOOD: dict[str, tuple[Any, ...]] = {
@@ -287,7 +288,8 @@ class Store:
         """Equal for stores of equal samples: same raw bytes, convention, tables and splits."""
         hashes = [source["sha256"] for source in self.meta["sources"]]
         bound = self.meta.get("max_ind_range")
-        bounds = [] if bound is None else [f"max_ind_range={bound}"]
+        # One that no id reaches changes none.
+        bounds = [] if bound is None or bound >= _IDS_END else [f"max_ind_range={bound}"]
         tables = ",".join(f"{name}:{size}" for name, size in self.table_sizes.items())
         splits = ",".join(f"{name}:{part.start}-{part.stop}" for name, part in self.splits.items())
         head = [self.meta["convention"], *bounds, str(self.num_samples), tables, splits]

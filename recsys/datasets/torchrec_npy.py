@@ -112,7 +112,8 @@ def read_torchrec_npy(
     Raises:
         DatasetFormatError: a file is damaged, has a wrong shape, or holds what it must not (the
             message names file, sample and column).
-        ConfigError: no prefix is given, or `table_sizes` are not one positive size per column.
+        ConfigError: no prefix is given, or one twice, or `table_sizes` are not one positive size
+            per column.
         FileNotFoundError: a file is not there.
         AlreadyExists: `store` exists.
     """

@@ -10,7 +10,7 @@ import pytest
 from recsys.bench.prepare import prepare_with_pandas
 from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.datasets.store import Store
-from recsys.errors import AlreadyExists, DatasetFormatError, MissingDependency
+from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, MissingDependency
 
 
 def classic_oracle(text):
@@ -284,3 +284,13 @@ def test_the_pandas_baseline_of_the_benchmark_does_the_same_work(kaggle_10k, tmp
     prepare(raw, tmp_path / "store")
     for name in ("labels.bin", "dense.bin", "sparse.bin"):
         assert (tmp_path / "pandas" / name).read_bytes() == (tmp_path / "store" / name).read_bytes()
+
+
+def test_a_file_named_twice_is_refused(tmp_path):
+    raw = tmp_path / "raw.txt"
+    raw.write_text("not read")
+
+    with pytest.raises(ConfigError, match=r"raw input .*raw\.txt must be named once, is the same"):
+        prepare_criteo_kaggle([raw, raw], tmp_path / "store", show_progress=False)
+
+    assert list(tmp_path.iterdir()) == [raw]

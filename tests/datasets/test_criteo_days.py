@@ -194,6 +194,9 @@ def test_a_run_killed_at_any_moment_is_gone_on_with_to_the_same_bytes(days, tmp_
             (GrowingFolder, "commit"),
             (StoreWriter, "finish"),
             (GrowingFolder, "remove"),
+            (Path, "unlink"),
+            (Path, "rmdir"),
+            (shutil, "rmtree"),
             (sys.modules["recsys.datasets.criteo_days"], "_save_new_ids"),
             (sys.modules["recsys.datasets.growing_folder"], "appearing_whole"),
             (sys.modules["recsys.datasets.store"], "flush_to_disk"),
@@ -309,8 +312,37 @@ def test_a_run_that_fails_says_what_is_kept_where_something_is(days, tmp_path, c
     with pytest.raises(DatasetFormatError):
         prepare_criteo_1tb(days, tmp_path / "store")
 
-    said = f"{tmp_path / 'store.unfinished'} keeps the days prepared so far; the same command goes"
+    said = f"{tmp_path / 'store.unfinished'} keeps the days prepared so far\n"
     assert (said in capsys.readouterr().err) == (number == 1)
+
+
+@pytest.mark.parametrize("error", [AlreadyExists, StoreError])
+def test_what_is_kept_is_not_praised_where_it_is_what_is_wrong(days, tmp_path, capsys, error):
+    def fail(self, **options):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(StoreWriter, "finish", fail)
+        with pytest.raises(error):
+            prepare_criteo_1tb(days, tmp_path / "store")
+
+    assert (tmp_path / "store.unfinished").exists()
+    assert "keeps" not in capsys.readouterr().err
+
+
+def test_a_day_may_come_in_parts(days, tmp_path):
+    parts = [path.rename(tmp_path / f"day_0_part{part}") for part, path in enumerate(days)]
+
+    prepare(parts, tmp_path / "store")
+
+    assert Store(tmp_path / "store").splits["train"] == range(25 + 26)
+
+
+def test_a_file_that_is_named_twice_is_refused_whatever_its_name(days, tmp_path):
+    (tmp_path / "other").symlink_to(days[0])
+
+    with pytest.raises(ConfigError, match=r"other must be named once, is the same file as .*day_0"):
+        prepare([*days, tmp_path / "other"], tmp_path / "store")
 
 
 def test_days_may_follow_that_were_not_thought_of_at_first(days, tmp_path):
@@ -391,7 +423,7 @@ def test_a_day_that_was_changed_is_refused(days, tmp_path, stopped):
     os.utime(days[1], ns=(0, 0))
     refused(days, tmp_path, StoreError, r"day_1 must have sha256 \w+, as when .* put back the file")
     days[1].unlink()
-    refused(days, tmp_path, FileNotFoundError, "day_1 is no file")
+    refused(days, tmp_path, FileNotFoundError, "day_1 must be a file, found nothing there; put it")
 
 
 def test_a_damaged_record_is_refused(days, tmp_path, stopped):
@@ -426,50 +458,6 @@ def test_another_version_of_the_record_is_refused(days, tmp_path, stopped):
     refused(days, tmp_path, StoreError, "version must be 1 for this version of recsys, got 2")
 
 
-def test_two_processes_do_not_work_on_one_store(days, tmp_path, monkeypatch):
-    original = CriteoFlow.read
-
-    def read(self, path):
-        prepare(days, tmp_path / "store")
-        return original(self, path)
-
-    monkeypatch.setattr(CriteoFlow, "read", read)
-
-    with pytest.raises(ConfigError, match=r"another `recsys prepare criteo-1tb` is at work in"):
-        prepare(days, tmp_path / "store")
-
-
-def test_a_folder_of_somebody_else_is_left_alone(days, tmp_path):
-    (tmp_path / "store.unfinished").mkdir()
-    (tmp_path / "store.unfinished" / "thesis.tex").write_text("mine")
-
-    with pytest.raises(AlreadyExists, match=r"of an unfinished store, but has 'thesis\.tex'"):
-        prepare(days, tmp_path / "store")
-
-    assert (tmp_path / "store.unfinished" / "thesis.tex").read_text() == "mine"
-
-
-def test_an_existing_store_is_never_overwritten(days, tmp_path):
-    prepare(days, tmp_path / "store")
-    before = contents(tmp_path / "store")
-
-    with pytest.raises(AlreadyExists, match="exists already; remove it or choose another"):
-        prepare(days, tmp_path / "store")
-
-    assert contents(tmp_path / "store") == before
-    assert not (tmp_path / "store.unfinished").exists()
-
-
-def test_what_a_run_killed_right_behind_its_end_left_is_cleared_away(days, tmp_path, stopped):
-    unfinished = stopped()
-    (unfinished / "store").rename(tmp_path / "store")
-
-    with pytest.raises(AlreadyExists):
-        prepare(days, tmp_path / "store")
-
-    assert not unfinished.exists()
-
-
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
@@ -480,7 +468,8 @@ def test_what_a_run_killed_right_behind_its_end_left_is_cleared_away(days, tmp_p
             {},
             r"oldest first, got day_2 behind day_10; a shell's day_",
         ),
-        (["day_1.gz", "day_1.gz"], {}, r"oldest first, got day_1\.gz behind day_1\.gz"),
+        (["day_1.gz", "day_1.gz"], {}, r"given once, got two files day_1\.gz; leave one out"),
+        (["a/day_1", "b/day_1"], {}, "given once, got two files day_1; leave one out"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(tmp_path, names, options, message):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from recsys.datasets.growing_folder import GrowingFolder
-from recsys.errors import StoreError
+from recsys.errors import AlreadyExists, StoreError
 
 
 @pytest.fixture
@@ -56,6 +56,27 @@ def test_without_a_commit_nothing_is_kept(tmp_path):
     assert GrowingFolder(tmp_path).roll_back() is None
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_claimed_while_it_is_empty_and_stays_claimed(tmp_path):
+    folder = GrowingFolder(tmp_path)
+    assert not folder.is_ours
+
+    folder.claim()
+    (tmp_path / "one").write_text("one")
+    folder.claim()
+    folder.roll_back()
+
+    assert folder.is_ours
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_folder_with_something_in_it_is_not_claimed_even_with_a_record(folder):
+    with pytest.raises(AlreadyExists, match=r"must be empty or have .*has 'committed\.json'; move"):
+        folder.claim()
+
+    assert not folder.is_ours
+    assert contents(folder) == {"one": "one", "sub/two": "two"}
 
 
 def test_a_commit_that_fails_leaves_the_one_before(folder, monkeypatch):

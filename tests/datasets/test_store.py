@@ -186,7 +186,7 @@ def test_stores_of_other_raw_bytes_tables_or_splits_have_another_fingerprint(sto
 def test_stores_with_other_bounds_of_their_ids_are_other_data(store):
     meta = json.loads((store.path / "meta.json").read_text())
     fingerprints = {store.fingerprint}
-    for bound in (7, 8):
+    for bound in (7, 2**32 - 1):
         (store.path / "meta.json").write_text(json.dumps(meta | {"max_ind_range": bound}))
 
         bounded = Store(store.path)
@@ -195,6 +195,14 @@ def test_stores_with_other_bounds_of_their_ids_are_other_data(store):
         assert bounded.describe()["max_ind_range"] == bound
     assert len(fingerprints) == 3
     assert "max_ind_range" not in store.describe()
+
+
+@pytest.mark.parametrize("bound", [2**32, 2**40])
+def test_a_bound_that_no_id_reaches_makes_no_other_data(store, bound):
+    meta = json.loads((store.path / "meta.json").read_text())
+    (store.path / "meta.json").write_text(json.dumps(meta | {"max_ind_range": bound}))
+
+    assert Store(store.path).fingerprint == store.fingerprint
 
 
 @pytest.mark.parametrize(

@@ -246,8 +246,10 @@ def test_arguments_that_cannot_be_carried_out_are_refused(store, tmp_path):
         read_torchrec_npy(tmp_path, ["day"], tmp_path / "a", table_sizes=[0] * 26)
     with pytest.raises(ConfigError, match="prefixes must name a day"):
         read_torchrec_npy(tmp_path, [], tmp_path / "a")
-    with pytest.raises(FileNotFoundError, match=r"day_7_dense\.npy is no file"):
+    with pytest.raises(FileNotFoundError, match=r"day_7_dense\.npy must be a file"):
         read_torchrec_npy(tmp_path, ["day_7"], tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"npy input .*day_dense\.npy must be named once"):
+        read_torchrec_npy(tmp_path, ["day", "./day"], tmp_path / "a")
     with pytest.raises(ConfigError, match="split must be one of"):
         write_torchrec_npy(store, tmp_path, "x", split="val")
     with pytest.raises(AlreadyExists, match="day_dense"):
