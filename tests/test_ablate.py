@@ -256,7 +256,8 @@ def test_numbers_of_the_table_are_those_of_the_cells(ablation, run_here, tmp_pat
 
 def test_a_target_that_is_never_reached_is_null_and_counted(ablation, run_here):
     config = ablation(
-        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\n[[ablate.variations]]\nname = 'base'"
+        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\neval_every_samples = 256\n"
+        "[[ablate.variations]]\nname = 'base'"
     )
 
     record, _ = run_here(config)
@@ -284,7 +285,8 @@ def test_a_finished_cell_without_its_history_does_not_count_as_short_of_the_targ
     ablation, run_here, tmp_path, damage
 ):
     config = ablation(
-        "[ablate]\nseeds = [0]\ntarget_auc = 0.3\n[[ablate.variations]]\nname = 'base'"
+        "[ablate]\nseeds = [0]\ntarget_auc = 0.3\neval_every_samples = 256\n"
+        "[[ablate.variations]]\nname = 'base'"
     )
     run_here(config)
     folder = tmp_path / "out" / "cells" / "base-seed0"
@@ -346,7 +348,8 @@ def test_a_cell_that_diverges_is_an_outcome_and_the_others_go_on(ablation, run_h
 
 def test_what_a_cell_measured_before_it_diverged_is_in_no_row(ablation, run_here):
     config = ablation(
-        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.01\n[[ablate.variations]]\nname = 'base'"
+        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.01\neval_every_samples = 256\n"
+        "[[ablate.variations]]\nname = 'base'"
     )
 
     def diverge_late_with_one_seed(config, run_dir, *, show_progress):

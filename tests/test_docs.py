@@ -92,7 +92,8 @@ def test_the_table_of_an_ablation_holds_what_its_cells_measured(
 ):
     tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
     (tmp_path / "ablation.toml").write_text(
-        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\n[[ablate.variations]]\nname = 'sgd'\n"
+        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\neval_every_samples = 256\n"
+        "[[ablate.variations]]\nname = 'sgd'\n"
     )
     config = load_ablation(tmp_path / "ablation.toml", [*small_settings[1::2], "num_threads=1"])
     ablate(config, tmp_path / "out", show_progress=False, run_cell=train)

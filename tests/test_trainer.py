@@ -356,15 +356,6 @@ def test_no_training_data_is_loaded_while_the_clock_leaves_an_evaluation_out(
         assert begun_until_after == ended_before
 
 
-def test_a_decay_that_begins_behind_the_last_step_is_warned_of(small_config, tmp_path):
-    settings = ["lr_schedule.decay=linear", "lr_schedule.decay_start=15"]
-
-    with pytest.warns(UserWarning, match="never fall: .* from step 15 on, and the run has 15 ste"):
-        run(small_config(*settings), tmp_path / "late")
-
-    run(small_config(settings[0], "lr_schedule.decay_start=14"), tmp_path / "in_time")
-
-
 def test_a_run_that_fails_says_so_in_its_record(small_config, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("the disk is full")
