@@ -137,9 +137,10 @@ def step_table(file: str) -> str:
                 *(_ratio(speed, mark="**") if speed else "" for speed in speeds),
             ]
         )
+    dim = _case(cases[0])["D"]
     caption = (
         f"Milliseconds of a step, median of {record['rows'][0]['num_runs']} rounds in which all "
-        f"took turns; SGD, Kaggle's 26 tables, D=16; {_machine(record['environment'])}."
+        f"took turns; SGD, Kaggle's 26 tables, D={dim}; {_machine(record['environment'])}."
     )
     header = ["B", "precision", *providers, "dense over dense_eager (95 %)", "over fp32 (95 %)"]
     return _table(caption, header, lines)
