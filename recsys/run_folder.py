@@ -197,7 +197,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write JSON, with null for what JSON cannot say; the file appears when it is whole."""
+    """Write JSON, with null for what JSON cannot say; the file appears when it is whole.
+
+    Folders above it are made.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
     with appearing_whole(file) as partial:
         partial.write_text(json.dumps(_without_nan(value), indent=2) + "\n")
 

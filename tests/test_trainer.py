@@ -427,7 +427,7 @@ def test_a_folder_with_something_in_it_is_not_touched(small_config, tmp_path):
 
 
 def test_data_too_small_to_split_is_refused_before_anything_is_written(small_config, tmp_path):
-    with pytest.raises(ConfigError, match="the validation part of 8 samples is empty"):
+    with pytest.raises(ConfigError, match="validation part is empty: of 8 samples, train"):
         run(small_config("synthetic.num_samples=8"), tmp_path / "run")
 
     assert not (tmp_path / "run").exists()

@@ -214,7 +214,6 @@ def write_rows(file: Path, rows: Sequence[Row]) -> None:
         "environment": describe_environment(),
         "rows": [asdict(row) for row in rows],
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, record)
 
 
