@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from recsys.config import SYNTHETIC_PREFIX
@@ -14,6 +15,7 @@ from recsys.embeddings.baselines import build_embeddings
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
 from recsys.models.dlrm import DLRM, DLRMTrain, initialize_classic
+from recsys.models.interaction import InteractionArch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
 
-__all__ = ["autocast", "build_model", "describe_source", "open_source"]
+__all__ = ["autocast", "build_model", "compile_kernels", "describe_source", "open_source"]
 
 
 def open_source(config: TrainConfig) -> SampleSource:
@@ -109,6 +111,20 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
             dense_parameters, lr=dense.lr, eps=dense.eps, fused=device.type == "cpu" or None
         )
     return DLRMTrain(dlrm).to(device), [dense_optimizer, row_optimizer]
+
+
+def compile_kernels(config: TrainConfig, source: SampleSource) -> None:
+    """Compile what a run of this configuration will call, which is not training time.
+
+    Kernels are compiled when they are first called, or taken from the disk: for a tenth of a second
+    to several seconds.
+    """
+    source.read(np.arange(1))
+    dense, sparse = torch.ones(2, 1, requires_grad=True), torch.ones(2, 1, 1)
+    with autocast(config):
+        # Two samples and an odd place in memory for the pairs, as in training: kernels are compiled
+        # anew for arrays that are laid out otherwise.
+        InteractionArch(1)(dense, sparse).sum().backward()
 
 
 def autocast(config: TrainConfig) -> torch.autocast:

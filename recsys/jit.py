@@ -1,15 +1,21 @@
 """How kernels for the CPU are compiled, and how one is shared out among threads.
 
 A parallel kernel is a loop over parts that share nothing they write; it is told their number, which
-is `num_parts()`. So torch's thread count rules ours, and one thread takes one part.
+is `num_parts()`. So torch's thread count rules ours, and one thread takes one part. The kernel runs
+on the calling thread alone where there is one part, in a forked child of a process whose threads
+have been at work (the OpenMP runtime does not survive that), and where numba has no threading layer
+that several threads may enter.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from functools import cache, wraps
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numba
 import torch
 from numba import njit
 
@@ -32,7 +38,15 @@ def kernel(function: _F) -> _F:
 
 def parallel_kernel(function: _F) -> _F:
     """The same for a function whose `prange` loops run on several threads."""
-    return _compile(function, is_parallel=True)
+    parallel = _compile(function, is_parallel=True)
+    serial = _compile(_under_another_name(function), is_parallel=False)
+
+    @wraps(function)
+    def call(*arguments: Any) -> object:
+        is_shared = torch.get_num_threads() > 1 and _may_share()
+        return (parallel if is_shared else serial)(*arguments)
+
+    return cast("_F", call)
 
 
 def num_parts() -> int:
@@ -41,13 +55,58 @@ def num_parts() -> int:
 
 
 def _compile(function: _F, *, is_parallel: bool) -> _F:
-    compile_function = partial(njit, nogil=True, parallel=is_parallel)
     try:
-        return cast("_F", compile_function(cache=True)(function))
+        return cast("_F", njit(nogil=True, parallel=is_parallel, cache=True)(function))
     except RuntimeError as error:  # numba finds no folder to keep it in
         warnings.warn(
             f"compiled kernels cannot be kept ({error}); each process compiles them anew. Name a "
             "folder that can be written in NUMBA_CACHE_DIR",
             stacklevel=3,
         )
-        return cast("_F", compile_function()(function))
+        return cast("_F", njit(nogil=True, parallel=is_parallel)(function))
+
+
+def _under_another_name(function: Callable[..., object]) -> Any:
+    """A copy: numba's files on disk go by name, and know nothing of `parallel`."""
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    copy.__qualname__ = f"{function.__qualname__}_serial"
+    copy.__module__ = function.__module__
+    return copy
+
+
+def _may_share() -> bool:
+    return _threads_are_here() and not _is_forked.flag
+
+
+class _Fork:
+    """Whether this process is the child of one whose threads have been at work."""
+
+    flag = False
+
+    def happened(self) -> None:
+        self.flag = True
+
+
+_is_forked = _Fork()
+
+
+@cache
+def _threads_are_here() -> bool:
+    """Start numba's threads; whether several of ours may use them at once."""
+    before = torch.get_num_threads()
+    numba.get_num_threads()
+    # Starting them tells the OpenMP runtime, which torch shares, how many there are.
+    torch.set_num_threads(before)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_is_forked.happened)
+    if numba.threading_layer() == "workqueue":
+        warnings.warn(
+            "numba finds neither OpenMP nor TBB, and its own threads may not be entered twice at "
+            "once: kernels run on one thread. Install libgomp (or pip install tbb)",
+            stacklevel=4,
+        )
+        return False
+    return True

@@ -27,8 +27,7 @@ __all__ = [
 def set_num_threads(num_threads: int) -> None:
     """Use that many threads, 0 meaning one per core; the one place where this is set.
 
-    Kernels of ours outside torch run on the thread that calls them, so torch's pool is all there is
-    to size.
+    Kernels of ours ask torch how many there are (`recsys.jit`).
     """
     torch.set_num_threads(num_threads or num_cores())
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from recsys.build import autocast, build_model, describe_source, open_source
+from recsys.build import autocast, build_model, compile_kernels, describe_source, open_source
 from recsys.config import OptimizerConfig, describe_config
 from recsys.curves import plot_curves
 from recsys.datasets.loader import BatchLoader
@@ -81,7 +81,7 @@ def train(
         prefetch=config.prefetch,
     )
     _warn_of_no_effect(config, config.epochs * len(loader))
-    source.read(np.arange(1))  # compiles the reader's kernels, which is not training time
+    compile_kernels(config, source)
     folder = RunFolder.create(run_dir, config)
     clock = StageClock()
     num_samples = config.epochs * len(source.splits["train"])

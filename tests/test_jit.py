@@ -1,6 +1,9 @@
+import os
+import subprocess
+import sys
+
 import numba
 import pytest
-import torch
 
 from recsys import jit
 
@@ -22,10 +25,104 @@ def test_a_kernel_runs_where_nothing_can_be_kept_and_says_so(monkeypatch):
     assert compiled(21) == 42
 
 
-def test_the_number_of_parts_follows_torchs_threads():
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert jit.num_parts() == 3
-    finally:
-        torch.set_num_threads(before)
+def run(program, **variables):
+    """What a process of its own prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | variables,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout
+
+
+COUNTS = """
+import torch
+from recsys import jit
+from recsys.models.interaction import InteractionArch
+dense, sparse = torch.randn(64, 8), torch.randn(64, 3, 8, requires_grad=True)
+for number in (2, 1, 3):
+    torch.set_num_threads(number)
+    InteractionArch(3)(dense, sparse).sum().backward()
+    print(torch.get_num_threads(), jit.num_parts())
+"""
+
+
+def test_torchs_number_of_threads_outlives_the_first_kernel():
+    assert run(COUNTS, NUMBA_NUM_THREADS="4") == "2 2\n1 1\n3 3\n"
+
+
+FORK = """
+import multiprocessing
+import torch
+from recsys.models.interaction import InteractionArch
+torch.set_num_threads(2)
+arch, dense, sparse = InteractionArch(3), torch.randn(64, 8), torch.randn(64, 3, 8)
+expected = arch(dense, sparse)
+
+def child(answers):
+    torch.set_num_threads(2)
+    answers.put((arch(dense, sparse) - expected).abs().max().item())
+
+context = multiprocessing.get_context("fork")
+answers = context.SimpleQueue()
+process = context.Process(target=child, args=(answers,))
+process.start()
+process.join(60)
+print(process.exitcode, answers.get() if process.exitcode == 0 else None)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_can_run_kernels_that_its_parent_has_run():
+    assert run(FORK) == "0 0.0\n"
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_threads_may_not_meet_kernels_run_on_one_and_say_so():
+    program = """
+import warnings
+import torch
+from recsys.models.interaction import InteractionArch
+torch.set_num_threads(2)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    result = InteractionArch(1)(torch.ones(1, 2), torch.ones(1, 1, 2))
+print(result.tolist(), [str(warning.message)[:33] for warning in said])
+"""
+
+    printed = run(program, NUMBA_THREADING_LAYER="workqueue")
+
+    assert printed == "[[1.0, 1.0, 2.0]] ['numba finds neither OpenMP nor TB']\n"
+
+
+NOTHING_LEFT_TO_COMPILE = """
+import sys
+from numba.core import event
+from recsys.build import autocast, build_model, compile_kernels, open_source
+from recsys.config import load_config
+import numpy as np
+config = load_config(
+    None, sys.argv[1:], synthetic={"num_samples": 100, "table_sizes": [9] * 3}, batch_size=8
+)
+source = open_source(config)
+model, optimizers = build_model(config, source)
+compile_kernels(config, source)
+recorder = event.RecordingListener()
+with event.install_listener("numba:compile", recorder):
+    with autocast(config):
+        loss, _ = model(source.read(np.arange(8)))
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+print(len(recorder.buffer))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_first_step_of_training_compiles_nothing(precision, tmp_path):
+    program = NOTHING_LEFT_TO_COMPILE.replace("sys.argv[1:]", f"['precision={precision}']")
+
+    assert run(program, NUMBA_CACHE_DIR=str(tmp_path)) == "0\n"

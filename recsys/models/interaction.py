@@ -170,7 +170,8 @@ class _InteractFunction(torch.autograd.Function):
 
 
 def _has_kernels(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    # A subclass may have no memory: those that trace a model do not.
+    return tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
 
 
 def _raw(tensor: Tensor) -> NDArray[Any]:

@@ -95,6 +95,7 @@ def _takes_onednn(features: Tensor, weight: Tensor, bias: Tensor) -> bool:
         and features.dim() == weight.dim() == 2
         and features.shape[1] == weight.shape[1]
         and bias.shape == weight.shape[:1]
+        and bias.is_contiguous()  # oneDNN would read over the gaps of any other
         and features.numel() > 0
         and weight.numel() > 0
         and not torch.is_autocast_enabled("cpu")

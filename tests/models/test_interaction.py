@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from recsys.models import interaction
 from recsys.models.interaction import InteractionArch, interact_reference
@@ -105,3 +106,10 @@ def test_autocast_multiplies_in_its_dtype_and_gives_gradients_in_that_of_the_row
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=5e-2)
     assert sparse.grad.dtype == dense.grad.dtype == torch.float32
+
+
+def test_tensors_without_memory_pass_through():
+    with FakeTensorMode():
+        result = InteractionArch(2)(torch.ones(3, 4), torch.ones(3, 2, 4))
+
+    assert result.shape == (3, 7)

@@ -99,6 +99,18 @@ def test_float64_stays_float64_under_autocast():
         assert linear_relu(*operands(4, 3, 2, torch.float64)).dtype == torch.float64
 
 
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    "bias", [torch.arange(8.0)[::2], torch.ones(1).expand(4)], ids=["strided", "expanded"]
+)
+def test_a_bias_with_gaps_is_read_with_its_gaps(bias):
+    features, weight, _ = operands(5, 3, 4)
+
+    result = linear_relu(features, weight, bias)
+
+    torch.testing.assert_close(result, linear_relu_reference(features, weight, bias.contiguous()))
+
+
 def test_onednn_is_left_alone_where_the_user_has_switched_it_off(monkeypatch):
     monkeypatch.setattr(linear, "_onednn_is_faster_here", lambda: True)
     monkeypatch.setattr(linear, "onednn_product", None)
