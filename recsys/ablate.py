@@ -35,6 +35,18 @@ __all__ = ["ablate", "seconds_to_auc"]
 
 # A loss that is no number comes again with the same seed: an outcome, not an accident.
 _OUTCOMES = ("finished", "diverged")
+# Of the environment: where cells differ in one of these, the table compares that too.
+_SAME_FOR_ALL = (
+    "recsys",
+    "commit",
+    "dirty",
+    "python",
+    "torch",
+    "cpu",
+    "num_cores",
+    "num_threads",
+    "gpu",
+)
 
 
 class RunCell(Protocol):
@@ -89,7 +101,7 @@ def ablate(
     with alone_in(folder, "recsys ablate"):
         outcomes = {}
         for cell in cells:
-            outcome = _read_outcome(folder, cell)
+            outcome = _read_outcome(config, folder, cell)
             if outcome is not None:
                 _require_same_data(folder, cell, outcome, sources[_data_keys(cell)])
                 outcomes[cell.name] = outcome
@@ -100,7 +112,7 @@ def ablate(
                 if show_progress:
                     _say(f"cell {number + 1} of {len(cells)}: {cell.name}")
                 _train_cell(folder, cell, run_cell, show_progress=show_progress)
-                outcome = _read_outcome(folder, cell)
+                outcome = _read_outcome(config, folder, cell)
                 if outcome is None:
                     break  # Ctrl-C, seen by a runner in this process
                 outcomes[cell.name] = outcome
@@ -129,29 +141,49 @@ def seconds_to_auc(
     return None
 
 
-def _read_outcome(folder: Path, cell: Cell) -> dict[str, Any] | None:
+def _read_outcome(config: AblationConfig, folder: Path, cell: Cell) -> dict[str, Any] | None:
     """The record of a cell that is over; None where it has yet to be run.
 
     Raises:
         AlreadyExists: the cell was run with another configuration.
-        ConfigError: the record is damaged.
+        ConfigError: the record is damaged, or so is a history that is needed.
     """
     run = RunFolder(folder / "cells" / cell.name)
     if not run.record_file.is_file():
         return None
     record = run.read_record()
-    if record.get("status") not in _OUTCOMES:
+    if record["status"] not in _OUTCOMES:
         return None
     try:
         # A key that is younger than the record had its default then.
-        found = describe_config(build_config(record["config"]))
+        found = record["config"] = _as_json(describe_config(build_config(record["config"])))
     except ConfigError as error:
         difference: str | None = f"this version does not take it: {error}"
     else:
-        difference = _first_difference(_as_json(describe_config(cell.config)), _as_json(found))
+        difference = _first_difference(_as_json(describe_config(cell.config)), found)
     if difference is not None:
         raise AlreadyExists(_refusal(run, cell, "another configuration", difference))
+    if config.target_auc is not None and record["status"] == "finished":
+        _require_whole_history(run, cell, record, config.target_split)
     return record
+
+
+def _require_whole_history(
+    run: RunFolder, cell: Cell, record: Mapping[str, Any], split: str
+) -> None:
+    """Check that what says when a target was reached is there: without it, it never was.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    history = run.read_history()
+    last = history[-1] if history else {}
+    if last.get(split) is None or last.get("num_samples") != record["throughput"]["num_samples"]:
+        raise ConfigError(
+            f"cell {cell.name} is finished, but {run.history_file} is not there or lacks the last "
+            f"evaluation of the {split} part, so when a target was reached is not known; remove "
+            f"{run.path} to run it anew"
+        )
 
 
 def _data_keys(cell: Cell) -> tuple[Any, ...]:
@@ -249,9 +281,10 @@ def _say_what_is_odd(folder: Path, cells: Sequence[Cell], record: Mapping[str, A
     others = sorted(path.name for path in (folder / "cells").iterdir() if path.name not in names)
     if others:
         _say(f"left alone, not part of this ablation: {', '.join(others)} in {folder / 'cells'}")
-    for key in ("recsys", "commit", "dirty", "cpu", "gpu", "torch"):
+    num_asked = len({cell.config.num_threads for cell in cells})
+    for key in _SAME_FOR_ALL:
         values = record["environment"].get(key)
-        if isinstance(values, list):
+        if isinstance(values, list) and not (key == "num_threads" and num_asked > 1):
             _say(f"the cells were not all run on the same: {key} is one of {values}")
 
 

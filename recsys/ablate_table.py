@@ -11,7 +11,7 @@ from recsys.bench.harness import summarize
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["column_title", "format_ablation", "format_interval", "format_number", "make_rows"]
+__all__ = ["column_title", "format_ablation", "format_evaluations", "format_number", "make_rows"]
 
 
 def _test_metric(name: str) -> Callable[[Mapping[str, Any]], float | None]:
@@ -102,16 +102,28 @@ def format_number(metric: str, value: float | None) -> str:
     return f"{value / 1e3:.2f}" if metric == "time_to_target_auc" else f"{value:.4f}"
 
 
-def format_interval(record: Mapping[str, Any]) -> str:
-    """How many samples were trained on between two evaluations of a cell, least to most.
+def format_evaluations(record: Mapping[str, Any]) -> str:
+    """When the cells were evaluated: every how many training samples, least to most, or when else.
 
     Args:
         record: As in `ablate.json`, of an ablation with a target.
     """
-    runs = [cell["run"]["config"] for cell in record["cells"]]
+    runs = [cell["run"] for cell in record["cells"]]
+    on_the_way = [run["config"] for run in runs if not _is_evaluated_at_its_end_alone(run)]
+    if runs and not on_the_way:
+        return "the only one is made behind the last step"
     asked = record["config"]["eval_every_samples"]
-    found = {run["eval"]["every_steps"] * run["batch_size"] for run in runs} or {asked}
-    return " to ".join(f"{interval:,}" for interval in dict.fromkeys((min(found), max(found))))
+    found = {run["eval"]["every_steps"] * run["batch_size"] for run in on_the_way} or {asked}
+    interval = " to ".join(f"{samples:,}" for samples in dict.fromkeys((min(found), max(found))))
+    num_others = len(runs) - len(on_the_way)
+    others = f", but in {num_others} of {len(runs)} cells the last one alone" if num_others else ""
+    return f"one is made every {interval} samples{others}"
+
+
+def _is_evaluated_at_its_end_alone(run: Mapping[str, Any]) -> bool:
+    every_steps: int = run["config"]["eval"]["every_steps"]
+    num_steps: int = run["throughput"]["num_steps"]
+    return run["status"] == "finished" and every_steps > num_steps
 
 
 def format_ablation(record: Mapping[str, Any]) -> str:
@@ -135,6 +147,6 @@ def format_ablation(record: Mapping[str, Any]) -> str:
     if config["target_auc"] is not None:
         lines.append(
             "The time to an AUC is training time up to the first evaluation that reached it; "
-            f"one is made every {format_interval(record)} samples and is not timed."
+            f"{format_evaluations(record)}. Evaluations are not timed."
         )
     return "\n".join(lines).rstrip()

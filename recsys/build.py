@@ -51,10 +51,16 @@ def open_source(config: TrainConfig) -> SampleSource:
     for split, samples in source.splits.items():
         if not samples:
             raise ConfigError(
-                f"{config.data}: the {split} part of {source.num_samples} samples is empty; "
-                "training needs 14 samples or more"
+                f"{config.data}: the {split} part is empty: of {source.num_samples} samples, "
+                f"{_say_sizes(source)}; a store of several days needs 2 samples or more in its "
+                "last day and one before it, any other data 14 or more"
             )
     return source
+
+
+def _say_sizes(source: SampleSource) -> str:
+    sizes = [f"{split} has {len(samples)}" for split, samples in source.splits.items()]
+    return ", ".join(sizes)
 
 
 def describe_source(source: SampleSource) -> dict[str, Any]:

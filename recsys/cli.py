@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ from recsys.cli_data import add_data_commands
 from recsys.config import describe_keys, load_config
 from recsys.errors import RecsysError
 from recsys.export import FORMATS
+from recsys.files import require_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit status: 0 done, 2 bad input, 130 interrupted."""
     options = build_parser().parse_args(arguments)
     try:
+        if getattr(options, "json", None) is not None:
+            require_place(options.json)  # the work before it can take an hour
         status: int = options.run_command(options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -145,6 +147,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from recsys.report import format_metrics
+    from recsys.run_folder import write_json
     from recsys.trainer import evaluate_run
 
     metrics = {
@@ -152,7 +155,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     }
     print(format_metrics(metrics))
     if options.json is not None:
-        options.json.write_text(json.dumps({"metrics": metrics}, indent=2) + "\n")
+        write_json(options.json, {"metrics": metrics})
     return 0
 
 

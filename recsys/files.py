@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-__all__ = ["alone_in", "appearing_whole", "flush_to_disk", "require_files", "require_new"]
+__all__ = [
+    "alone_in",
+    "appearing_whole",
+    "flush_to_disk",
+    "require_files",
+    "require_new",
+    "require_place",
+]
 
 
 @contextmanager
@@ -64,6 +71,26 @@ def require_new(*files: Path) -> None:
             raise AlreadyExists(f"{file} exists already; remove it or choose another name")
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
+
+
+def require_place(file: Path) -> None:
+    """Check that a file can be written, or written anew, before the work that is to fill it.
+
+    Folders above it that are not there yet can be made.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if file.exists() and not file.is_file():
+        kind = "a folder" if file.is_dir() else "no plain file"
+        raise ConfigError(f"{file} is {kind}; name a file to be written")
+    folder = next(parent for parent in file.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise ConfigError(f"{file} cannot be written: {folder} is no folder; choose another name")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{file} cannot be written: {folder} may not be written to; choose another folder"
+        )
 
 
 def flush_to_disk(path: Path) -> None:

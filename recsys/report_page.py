@@ -10,7 +10,7 @@ from base64 import b64encode
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from recsys.ablate_table import column_title, format_interval, format_number
+from recsys.ablate_table import column_title, format_evaluations, format_number
 from recsys.curves import draw_run, draw_variations
 from recsys.errors import ConfigError
 from recsys.files import appearing_whole
@@ -103,7 +103,7 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
     }
     note = _SPREAD_NOTE
     if config["target_auc"] is not None:
-        note += _TARGET_NOTE.format(**config, interval=format_interval(record))
+        note += _TARGET_NOTE.format(**config, evaluations=format_evaluations(record))
     tested = {cell["name"]: cell["run"]["metrics"]["test"] for cell in cells}
     best = dict.fromkeys(line for cell in cells for line in format_best_auc(cell["run"]["data"]))
     keys = [(name, _as_text(keys)) for name, keys in config["variations"].items()]
@@ -129,8 +129,7 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
 _SPREAD_NOTE = "Mean over seeds, least to most, standard deviation of a sample (sd)."
 _TARGET_NOTE = (
     " Seconds to {target_split} AUC {target_auc}: training time up to the first evaluation that "
-    "reached it, without interpolation. One is made every {interval} samples, and the "
-    "clock leaves them out."
+    "reached it, without interpolation; {evaluations}. The clock leaves evaluations out."
 )
 
 

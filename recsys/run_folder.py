@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 
 __all__ = ["RunFolder", "read_json", "write_json"]
 
+# What every record has, however its run ended, and what is in that.
+_RECORD_KEYS: dict[str, tuple[str, ...]] = {
+    "config": (),
+    "environment": (),
+    "data": ("name", "num_samples", "table_sizes"),
+    "metrics": ("test", "validation"),
+    "throughput": ("samples_per_second", "num_samples", "num_steps", "train_seconds"),
+}
+
 
 class RunFolder:
     """Reads and writes the files of one run.
@@ -115,11 +124,17 @@ class RunFolder:
         """`run.json`.
 
         Raises:
-            ConfigError: the run did not end, or the file is damaged.
+            ConfigError: the run did not end, or the file is damaged or lacks something.
         """
         if not self.record_file.is_file():
             raise ConfigError(f"{self.path} has no {self.record_file.name}: the run did not end")
-        return read_json(self.record_file)
+        record = read_json(self.record_file)
+        fault = _fault(record)
+        if fault is not None:
+            raise ConfigError(
+                f"{self.record_file} is damaged: {fault}; remove {self.path} and train again"
+            )
+        return record
 
     def save_model(self, model: nn.Module) -> None:
         """Write a model's state_dict, from the tensors themselves: no copy of a table is made.
@@ -182,9 +197,29 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write JSON, with null for what JSON cannot say; the file appears when it is whole."""
+    """Write JSON, with null for what JSON cannot say; the file appears when it is whole.
+
+    Folders above it are made.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
     with appearing_whole(file) as partial:
         partial.write_text(json.dumps(_without_nan(value), indent=2) + "\n")
+
+
+def _fault(record: dict[str, Any]) -> str | None:
+    """What a record lacks, in words."""
+    if not isinstance(record.get("status"), str):
+        return "it has no status"
+    for key, inner_keys in _RECORD_KEYS.items():
+        if not isinstance(record.get(key), dict):
+            return f"its {key} is no JSON object"
+        for inner in inner_keys:
+            if inner not in record[key]:
+                return f"it has no {key}.{inner}"
+    for split, metrics in record["metrics"].items():
+        if not (metrics is None or isinstance(metrics, dict)):
+            return f"its metrics.{split} is neither a JSON object nor null"
+    return None
 
 
 def _parse_object(text: str, place: str, way_out: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def train(
         seed=config.seed,
         prefetch=config.prefetch,
     )
-    _warn_of_no_decay(config, config.epochs * len(loader))
+    _warn_of_no_effect(config, config.epochs * len(loader))
     compile_kernels(config, source)
     folder = RunFolder.create(run_dir, config)
     clock = StageClock()
@@ -198,8 +198,22 @@ def _fit(
                 return
 
 
-def _warn_of_no_decay(config: TrainConfig, num_steps: int) -> None:
+def _warn_of_no_effect(config: TrainConfig, num_steps: int) -> None:
+    """Warn of settings that are about steps behind the last one."""
     schedule = config.lr_schedule
+    if schedule.warmup_steps > num_steps:
+        warnings.warn(
+            "learning rates never reach their full value: lr_schedule.warmup_steps is "
+            f"{schedule.warmup_steps}, and the run has {num_steps} steps; lower it",
+            stacklevel=3,
+        )
+    if config.eval.every_steps > num_steps:
+        warnings.warn(
+            "the only evaluation is the one behind the last step: eval.every_steps is "
+            f"{config.eval.every_steps}, and the run has {num_steps} steps; lower it, or "
+            "ablate.eval_every_samples in an ablation with a target",
+            stacklevel=3,
+        )
     if schedule.decay != "none" and schedule.first_decay_step >= num_steps:
         warnings.warn(
             f"learning rates never fall: lr_schedule.decay is {schedule.decay!r} from step "

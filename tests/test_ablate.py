@@ -3,8 +3,10 @@ import shutil
 from statistics import mean, stdev
 
 import pytest
+import torch
 
 from recsys.ablate import ablate, seconds_to_auc
+from recsys.ablate_config import load_ablation
 from recsys.ablate_table import format_ablation
 from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.errors import AlreadyExists, ConfigError, StoreError
@@ -69,7 +71,8 @@ def test_running_again_repeats_no_finished_cell_and_redoes_the_others(
     half_written.mkdir()
     (half_written / "history.jsonl").write_text('{"step": 1')
     interrupted.mkdir()
-    (interrupted / "run.json").write_text('{"status": "interrupted"}')
+    record = (cells / "adagrad-seed0" / "run.json").read_text()
+    (interrupted / "run.json").write_text(record.replace('"finished"', '"interrupted"'))
 
     record, ran = run_here(ablation(f"[ablate]\nseeds = [0, 1]\n{TWO_VARIATIONS}"))
     again, ran_again = run_here(ablation(f"[ablate]\nseeds = [0, 1]\n{TWO_VARIATIONS}"))
@@ -130,14 +133,49 @@ def test_a_record_from_before_a_key_was_there_had_its_default(ablation, run_here
     file = tmp_path / "out" / "cells" / "sgd-seed0" / "run.json"
     record = json.loads(file.read_text())
     del record["config"]["precision"], record["config"]["lr_schedule"]
+    del record["config"]["embeddings"]
     del record["data"]["fingerprint"]
     file.write_text(json.dumps(record))
 
-    _, ran = run_here(config)
+    again, ran = run_here(config)
     with pytest.raises(AlreadyExists, match="precision is 'bf16' here and was 'fp32' then"):
         run_here(ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "precision=bf16"))
 
     assert ran == []
+    assert {row["provider"] for row in again["rows"]} == {"torch"}
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda record: {"status": "finished"}, "its config is no JSON object"),
+        (lambda record: record | {"status": None}, "it has no status"),
+        (lambda record: record | {"data": None}, "its data is no JSON object"),
+        (lambda record: record | {"metrics": None}, "its metrics is no JSON object"),
+        (lambda record: record | {"metrics": {"test": None}}, "it has no metrics.validation"),
+        (
+            lambda record: record | {"metrics": {"test": 0.7, "validation": None}},
+            "its metrics.test is neither a JSON object nor null",
+        ),
+        (lambda record: record | {"throughput": {}}, "it has no throughput.samples_per_second"),
+        (lambda record: record | {"environment": []}, "its environment is no JSON object"),
+    ],
+)
+def test_a_record_that_lacks_something_is_named_with_what_it_lacks(
+    ablation, run_here, tmp_path, change, fault
+):
+    config = ablation("[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'base'")
+    run_here(config)
+    folder = tmp_path / "out" / "cells" / "base-seed0"
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(change(record)))
+
+    with pytest.raises(ConfigError) as caught:
+        run_here(config)
+
+    assert str(caught.value) == (
+        f"{folder / 'run.json'} is damaged: {fault}; remove {folder} and train again"
+    )
 
 
 def test_a_record_with_a_key_that_is_no_more_is_refused_by_name(ablation, run_here, tmp_path):
@@ -218,7 +256,8 @@ def test_numbers_of_the_table_are_those_of_the_cells(ablation, run_here, tmp_pat
 
 def test_a_target_that_is_never_reached_is_null_and_counted(ablation, run_here):
     config = ablation(
-        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\n[[ablate.variations]]\nname = 'base'"
+        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\neval_every_samples = 256\n"
+        "[[ablate.variations]]\nname = 'base'"
     )
 
     record, _ = run_here(config)
@@ -231,6 +270,44 @@ def test_a_target_that_is_never_reached_is_null_and_counted(ablation, run_here):
     printed = format_ablation(record)
     (line,) = (line for line in printed.splitlines() if "seconds to test AUC 0.999" in line)
     assert line.split()[-3:] == ["0", "of", "2"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.unlink(),
+        lambda file: file.write_text(""),
+        lambda file: file.write_text(file.read_text().rpartition('{"step"')[0]),
+    ],
+    ids=["gone", "empty", "without its last line"],
+)
+def test_a_finished_cell_without_its_history_does_not_count_as_short_of_the_target(
+    ablation, run_here, tmp_path, damage
+):
+    config = ablation(
+        "[ablate]\nseeds = [0]\ntarget_auc = 0.3\neval_every_samples = 256\n"
+        "[[ablate.variations]]\nname = 'base'"
+    )
+    run_here(config)
+    folder = tmp_path / "out" / "cells" / "base-seed0"
+    damage(folder / "history.jsonl")
+
+    with pytest.raises(ConfigError) as caught:
+        run_here(config)
+
+    message = str(caught.value)
+    assert f"cell base-seed0 is finished, but {folder / 'history.jsonl'} is not there or" in message
+    assert message.endswith(f"remove {folder} to run it anew")
+
+
+def test_a_history_is_not_asked_for_where_there_is_no_target(ablation, run_here, tmp_path):
+    config = ablation("[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'base'")
+    run_here(config)
+    (tmp_path / "out" / "cells" / "base-seed0" / "history.jsonl").unlink()
+
+    record, ran = run_here(config)
+
+    assert (record["status"], ran) == ("finished", [])
 
 
 def test_the_first_evaluation_at_the_target_counts():
@@ -271,7 +348,8 @@ def test_a_cell_that_diverges_is_an_outcome_and_the_others_go_on(ablation, run_h
 
 def test_what_a_cell_measured_before_it_diverged_is_in_no_row(ablation, run_here):
     config = ablation(
-        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.01\n[[ablate.variations]]\nname = 'base'"
+        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.01\neval_every_samples = 256\n"
+        "[[ablate.variations]]\nname = 'base'"
     )
 
     def diverge_late_with_one_seed(config, run_dir, *, show_progress):
@@ -336,6 +414,43 @@ def test_cells_of_other_commits_are_told_apart_in_the_record(
     assert record["environment"]["commit"] == ["older", other["environment"]["commit"]]
     assert record["environment"]["torch"] == other["environment"]["torch"]
     assert "not all run on the same: commit is one of ['older', " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("num_threads", 64), ("num_cores", 64), ("python", "3.0.0"), ("cpu", "Z80")]
+)
+def test_cells_that_ran_on_something_else_are_announced(
+    ablation, run_here, tmp_path, capsys, key, value
+):
+    config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
+    before, _ = run_here(config)
+    here = before["environment"][key]
+    file = tmp_path / "out" / "cells" / "sgd-seed0" / "run.json"
+    record = json.loads(file.read_text())
+    record["environment"][key] = value
+    file.write_text(json.dumps(record))
+    assert "were not all run on the same" not in capsys.readouterr().err
+
+    run_here(config)
+
+    said = capsys.readouterr().err
+    assert f"not all run on the same: {key} is one of {[value, here]}" in said
+
+
+def test_numbers_of_threads_that_were_asked_for_are_not_announced(
+    small_settings, run_here, tmp_path, capsys
+):
+    file = tmp_path / "ablation.toml"
+    file.write_text("[ablate]\nseeds = [0]\n[ablate.grid]\nnum_threads = [1, 2]")
+    before = torch.get_num_threads()
+
+    try:
+        record, _ = run_here(load_ablation(file, small_settings[1::2]))
+    finally:
+        torch.set_num_threads(before)
+
+    assert record["environment"]["num_threads"] == [1, 2]
+    assert "num_threads" not in capsys.readouterr().err
 
 
 def test_a_cell_that_is_no_longer_asked_for_is_left_alone(ablation, run_here, tmp_path, capsys):

@@ -70,7 +70,7 @@ def test_prepare_train_evaluate(raw_line, tmp_path, small_settings, capsys):
     assert run_cli("prepare", "criteo-kaggle", raw, "--out", store) == 0
     assert run_cli("train", store, *small_settings, "--run", folder) == 0
     printed_by_train = capsys.readouterr().out
-    metrics_file = tmp_path / "metrics.json"
+    metrics_file = tmp_path / "new" / "metrics.json"
     assert run_cli("evaluate", folder, "--data", store, "--json", metrics_file) == 0
 
     for word in ("auc", "logloss", "samples/s", str(folder)):
@@ -133,6 +133,10 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
             "and cannot have split 'test' alone; leave the split out",
         ),
         (["bench", "prepare", "--raw", "nowhere"], "nowhere is no file"),
+        (["evaluate", "nowhere", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "prepare", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "step", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "synthetic", "--json", "."], ". is a folder; name a file to be written"),
     ],
 )
 def test_bad_input_ends_with_a_message_and_status_2(
@@ -144,6 +148,24 @@ def test_bad_input_ends_with_a_message_and_status_2(
 
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_that_would_lie_under_a_file_is_refused_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+
+    assert run_cli("bench", "step", "--json", tmp_path / "file" / "new" / "x.json") == 2
+
+    assert f"cannot be written: {tmp_path / 'file'} is no folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_result_never_takes_the_place_of_a_pipe_or_a_device(tmp_path, capsys):
+    # One of our own: a device of the system would be lost where this fails.
+    os.mkfifo(tmp_path / "pipe")
+
+    assert run_cli("evaluate", tmp_path / "no_run", "--json", tmp_path / "pipe") == 2
+
+    assert f"{tmp_path / 'pipe'} is no plain file" in capsys.readouterr().err
 
 
 def test_help_lists_every_configuration_key(capsys):

@@ -92,7 +92,8 @@ def test_the_table_of_an_ablation_holds_what_its_cells_measured(
 ):
     tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
     (tmp_path / "ablation.toml").write_text(
-        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\n[[ablate.variations]]\nname = 'sgd'\n"
+        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\neval_every_samples = 256\n"
+        "[[ablate.variations]]\nname = 'sgd'\n"
     )
     config = load_ablation(tmp_path / "ablation.toml", [*small_settings[1::2], "num_threads=1"])
     ablate(config, tmp_path / "out", show_progress=False, run_cell=train)
@@ -120,11 +121,11 @@ def test_the_table_of_an_ablation_holds_what_its_cells_measured(
 
 def test_the_table_of_the_generator_holds_what_was_measured(pytestconfig, tmp_path):
     tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
-    values = {"plain": [8e5, 9e5, 1e6], "preference_changes": [6e5] * 3, "store": [5e6] * 3}
+    values = {"plain": [8e5, 9e5, 1e6] * 2, "preference_changes": [6e5] * 6, "store": [5e6] * 6}
     throughput = {"metric": "throughput", "unit": "samples/s", "values": values}
     rows = rows_by_provider(bench="synthetic", case="B=2048,samples=7000,tables=26", **throughput)
     for provider in ("plain", "preference_changes"):
-        speed = {"metric": "speed_over_store", "values": [4.0] * 3, "baseline": [2.0] * 3}
+        speed = {"metric": "speed_over_store", "values": [4.0] * 6, "baseline": [2.0] * 6}
         rows.append(ratio(bench="synthetic", case=rows[0].case, provider=provider, **speed))
     write_rows(tmp_path / "generator.json", rows)
 
@@ -132,12 +133,51 @@ def test_the_table_of_the_generator_holds_what_was_measured(pytestconfig, tmp_pa
 
     caption, _, _, _, *lines = text.strip().split("\n")
     assert "mini-batches of 2,048 through" in caption
-    assert "7,000 samples, 26 tables; median of 3 rounds" in caption
+    assert "7,000 samples, 26 tables; median of 6 rounds" in caption
     assert lines == [
-        "| plain | 900,000 (840,000-960,000) | 0.50 (0.50-0.50) |",
+        "| plain | 900,000 (800,000-1,000,000) | 0.50 (0.50-0.50) |",
         "| preference changes | 600,000 (600,000-600,000) | 0.50 (0.50-0.50) |",
         "| store | 5,000,000 (5,000,000-5,000,000) |  |",
     ]
+
+
+def _prepare_record(path, num_runs, *, has_ratio=True):
+    """What `recsys bench prepare` writes: ours takes 1 s or 2 s, pandas always 8 s."""
+    case = "bytes=8000000000,lines=10,ids=7"
+    seconds = {"recsys": ([2.0, 1.0] * num_runs)[:num_runs], "pandas": [8.0] * num_runs}
+    rates = {name: [8e3 / s for s in spent] for name, spent in seconds.items()}
+    peaks = {name: [2.0**30] * num_runs for name in seconds}
+    named = {"bench": "prepare", "case": case}
+    rows = [
+        *rows_by_provider(**named, metric="throughput", unit="MB/s", values=rates),
+        *rows_by_provider(**named, metric="peak_memory", unit="bytes", values=peaks),
+    ]
+    if has_ratio:
+        times = {"values": seconds["recsys"], "baseline": seconds["pandas"]}
+        rows.append(ratio(**named, provider="recsys", metric="speed_over_pandas", **times))
+    write_rows(path, rows)
+
+
+@pytest.mark.parametrize(
+    ("num_runs", "has_ratio", "title", "cell"),
+    [
+        (1, False, "", ""),
+        (1, True, "over pandas | ", "4.00 | "),
+        (6, True, "over pandas (95 %) | ", "5.33 (4.00-8.00) | "),
+    ],
+)
+def test_the_table_of_preparing_says_how_many_times_faster_and_an_interval_where_there_is_one(
+    pytestconfig, tmp_path, num_runs, has_ratio, title, cell
+):
+    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    _prepare_record(tmp_path / "prepare.json", num_runs, has_ratio=has_ratio)
+
+    text = tables["prepare_table"](str(tmp_path / "prepare.json"))
+
+    _, _, header, _, ours, theirs = text.strip().split("\n")
+    assert f"{header} ".endswith(f"| peak memory, GiB | {title}")
+    assert f"{ours} ".endswith(f" | 1.00 | {cell}")
+    assert theirs.count("|") == header.count("|")
 
 
 @pytest.mark.slow

@@ -169,9 +169,33 @@ def test_the_page_of_an_ablation_states_the_interval_that_was_used(small_setting
     assert [cell["eval_every_samples"] for cell in record["cells"]] == [200, 600]
     assert "one is made every 200 to 600 samples" in format_ablation(record)
     text = "".join(Page(tmp_path / "out" / "report.html").text)
-    assert "One is made every 200 to 600 samples" in text
+    assert "one is made every 200 to 600 samples. The clock leaves" in text
     best_auc = record["cells"][0]["run"]["data"]["best_auc"]
     assert f"best AUC possible {best_auc:.4f}" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("epochs", "expected"),
+    [
+        ("[1]", "; the only one is made behind the last step. "),
+        ("[1, 3]", "; one is made every 3,600 samples, but in 1 of 2 cells the last one alone. "),
+    ],
+)
+def test_cells_too_short_to_be_evaluated_on_the_way_are_told(
+    small_settings, tmp_path, epochs, expected
+):
+    file = tmp_path / "ablation.toml"
+    file.write_text(
+        "batch_size = 600\n[ablate]\nseeds = [0]\ntarget_auc = 0.999\n[ablate.grid]\n"
+        f"epochs = {epochs}\n"
+    )
+    config = load_ablation(file, [*small_settings[1::2], "num_threads=1"])
+
+    with pytest.warns(UserWarning, match=r"every_steps is 6, and the run has 3 steps; lower it, o"):
+        record = ablate(config, tmp_path / "out", show_progress=False, run_cell=train)
+
+    assert expected in format_ablation(record)
+    assert expected in "".join(Page(tmp_path / "out" / "report.html").text)
 
 
 def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(
@@ -179,7 +203,7 @@ def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(
 ):
     file = tmp_path / "ablation.toml"
     file.write_text(
-        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\n"
+        "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\neval_every_samples = 256\n"
         "[ablate.grid]\noptimizer.name = ['sgd', 'adagrad']\n"
     )
     config = load_ablation(file, [*small_settings[1::2], "num_threads=1"])

@@ -96,7 +96,7 @@ def test_ctrl_c_at_a_terminal_ends_the_cell_behind_its_step_and_tabulates_the_ot
 def test_an_error_of_the_process_is_raised_here(small_config, tmp_path):
     config = small_config("synthetic.num_samples=8")
 
-    with pytest.raises(ConfigError, match="the validation part of 8 samples is empty"):
+    with pytest.raises(ConfigError, match="validation part is empty: of 8 samples, train"):
         train_in_own_process(config, tmp_path / "run", show_progress=False)
 
 

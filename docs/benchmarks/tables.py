@@ -32,11 +32,11 @@ def with_tables(text: str) -> str:
 
 
 def prepare_table(file: str) -> str:
-    """`recsys bench prepare`: throughput and peak memory by provider."""
+    """`recsys bench prepare`: throughput and peak memory by provider, and how they compare."""
     record = _read(file)
     rows = {(row["provider"], row["metric"]): row for row in record["rows"]}
     case = _case(record["rows"][0]["case"])
-    lines = []
+    header, lines = ["", "MB/s", "peak memory, GiB"], []
     for provider in ("recsys", "pandas"):
         rate, peak = rows[provider, "throughput"], rows[provider, "peak_memory"]
         lines.append(
@@ -47,6 +47,11 @@ def prepare_table(file: str) -> str:
                 f"{peak['median'] / 2**30:.2f}",
             ]
         )
+    speed = rows.get(("recsys", "speed_over_pandas"))
+    if speed:  # older records have none
+        header.append("over pandas" if speed["low"] is None else "over pandas (95 %)")
+        lines[0].append(_ratio(speed))
+        lines[1].append("")
     num_runs = rows["recsys", "throughput"]["num_runs"]
     spread = f"median of {num_runs} runs (20th to 80th percentile)" if num_runs > 1 else "one run"
     caption = (
@@ -54,7 +59,7 @@ def prepare_table(file: str) -> str:
         f"{int(case['lines']):,} lines, {int(case['ids']):,} distinct ids; "
         f"{spread}; {_machine(record['environment'])}."
     )
-    return _table(caption, ["", "MB/s", "peak memory, GiB"], lines)
+    return _table(caption, header, lines)
 
 
 def reference_table(folder: str) -> str:
@@ -129,17 +134,13 @@ def step_table(file: str) -> str:
                 keys["B"],
                 keys["precision"],
                 *(f"{cells[case, provider, 'time']['median']:.2f}" for provider in providers),
-                *(
-                    f"**{speed['median']:.2f}** ({speed['low']:.2f}-{speed['high']:.2f})"
-                    if speed
-                    else ""
-                    for speed in speeds
-                ),
+                *(_ratio(speed, mark="**") if speed else "" for speed in speeds),
             ]
         )
+    dim = _case(cases[0])["D"]
     caption = (
         f"Milliseconds of a step, median of {record['rows'][0]['num_runs']} rounds in which all "
-        f"took turns; SGD, Kaggle's 26 tables, D=16; {_machine(record['environment'])}."
+        f"took turns; SGD, Kaggle's 26 tables, D={dim}; {_machine(record['environment'])}."
     )
     header = ["B", "precision", *providers, "dense over dense_eager (95 %)", "over fp32 (95 %)"]
     return _table(caption, header, lines)
@@ -186,7 +187,7 @@ def generator_table(file: str) -> str:
             [
                 provider.replace("_", " "),
                 f"{rate['median']:,.0f} ({rate['p20']:,.0f}-{rate['p80']:,.0f})",
-                f"{speed['median']:.2f} ({speed['low']:.2f}-{speed['high']:.2f})" if speed else "",
+                _ratio(speed) if speed else "",
             ]
         )
     caption = (
@@ -298,6 +299,12 @@ def _standard_error(runs: Mapping[Any, Sequence[Mapping[str, Any]]]) -> str:
     if None in errors:
         return ""
     return f"; the standard error of one AUC is {min(errors):.4f} to {max(errors):.4f}"
+
+
+def _ratio(row: Mapping[str, Any], *, mark: str = "") -> str:
+    """A ratio, with its 95 % interval where it has one."""
+    interval = "" if row["low"] is None else f" ({row['low']:.2f}-{row['high']:.2f})"
+    return f"{mark}{row['median']:.2f}{mark}{interval}"
 
 
 def _case(case: str) -> dict[str, str]:

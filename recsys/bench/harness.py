@@ -55,7 +55,7 @@ class Row:
         median: Over the runs; `p20` and `p80` likewise.
         num_runs: How many.
         low: Lower end of the median's 95 % interval, by bootstrap; `high` likewise. Both are None
-            for the median of fewer than 6 runs, which even from least to most is no 95 % interval.
+            for fewer than 6 runs: even from the least to the most of 5 is no 95 % interval.
     """
 
     bench: str
@@ -122,10 +122,8 @@ def summarize(
 ) -> Row:
     """A row from the values of several runs."""
     p20, median, p80 = np.percentile(values, [20, 50, 80]).tolist()
-    low = high = None
-    if len(values) >= _MIN_RUNS_OF_INTERVAL:
-        medians = np.median(np.asarray(values)[_resampled(len(values))], axis=1)
-        low, high = np.percentile(medians, [2.5, 97.5]).tolist()
+    rounds = _resampled(len(values))
+    low, high = _interval(np.median(np.asarray(values)[rounds], axis=1), len(values))
     return Row(
         bench=bench,
         case=case,
@@ -170,7 +168,7 @@ def ratio(
     ours, theirs = np.asarray(values), np.asarray(baseline)
     rounds = _resampled(len(ours))
     ratios = np.median(theirs[rounds], axis=1) / np.median(ours[rounds], axis=1)
-    low, high = np.percentile(ratios, [2.5, 97.5]).tolist()
+    low, high = _interval(ratios, len(ours))
     p20, p80 = np.percentile(theirs / ours, [20, 80]).tolist()
     return Row(
         bench=bench,
@@ -185,6 +183,16 @@ def ratio(
         low=low,
         high=high,
     )
+
+
+def _interval(
+    resampled: NDArray[np.float64], num_runs: int
+) -> tuple[float, float] | tuple[None, None]:
+    """The 95 % interval of what was computed from draws; none of too few runs."""
+    if num_runs < _MIN_RUNS_OF_INTERVAL:
+        return None, None
+    low, high = np.percentile(resampled, [2.5, 97.5]).tolist()
+    return low, high
 
 
 def _resampled(num_values: int) -> NDArray[np.int64]:
@@ -206,7 +214,6 @@ def write_rows(file: Path, rows: Sequence[Row]) -> None:
         "environment": describe_environment(),
         "rows": [asdict(row) for row in rows],
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, record)
 
 

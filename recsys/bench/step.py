@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from recsys.batch import Batch
+    from recsys.config import ModelConfig
 
 __all__ = ["bench_step"]
 
@@ -75,7 +76,8 @@ def bench_step(
         }
         seconds = take_turns(steps, num_rounds)
         for precision in precisions:
-            case = f"B={batch_size},D=16,optimizer=sgd,precision={precision}"
+            dim = TrainConfig().model.embedding_dim
+            case = f"B={batch_size},D={dim},optimizer=sgd,precision={precision}"
             rows += rows_by_provider(
                 bench="step",
                 case=case,
@@ -168,7 +170,7 @@ def _dense_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None
             "bench step measures TorchRec's modules too; install recsys[torchrec]"
         ) from error
     model = TrainConfig().model
-    over_in = model.embedding_dim + 27 * 26 // 2
+    over_in = _over_in(model)
 
     def make(
         dense_arch: nn.Module, inter_arch: nn.Module, over_arch: nn.Module
@@ -202,6 +204,11 @@ def _dense_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None
     }
 
 
+def _over_in(model: ModelConfig) -> int:
+    """What the over arch takes: the dense vector, and a product of every pair of 27 vectors."""
+    return model.embedding_dim + 27 * 26 // 2
+
+
 def _gemm_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None]]:
     """The matrix products of a dense step and nothing else, by either library."""
     return {
@@ -216,7 +223,7 @@ class _Products:
     def __init__(self, batch_size: int, precision: str) -> None:
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         model = TrainConfig().model
-        sizes = [13, *model.dense_arch], [367, *model.over_arch]
+        sizes = [13, *model.dense_arch], [_over_in(model), *model.over_arch]
         self.layers = [
             (
                 self._randn(batch_size, num_inputs),

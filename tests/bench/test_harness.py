@@ -58,13 +58,26 @@ def test_everybody_is_called_once_a_round_in_changing_company_and_warm_up_is_not
 
 
 def test_a_ratio_is_that_of_the_medians_with_an_interval_around_it():
-    ours, theirs = [1.0, 2.0, 3.0, 2.0, 2.0], [4.0, 4.0, 4.0, 4.0, 40.0]
+    ours, theirs = [1.0, 2.0, 3.0, 2.0, 2.0, 2.0], [4.0, 4.0, 4.0, 4.0, 40.0, 4.0]
 
     row = ratio(bench="b", case="c", provider="p", metric="m", values=ours, baseline=theirs)
 
     assert row.median == 2.0
     assert row.low <= row.median <= row.high
     assert row.unit == "ratio"
+
+
+@pytest.mark.parametrize(("num_runs", "has_interval"), [(1, False), (5, False), (6, True)])
+def test_neither_a_median_nor_a_ratio_of_few_runs_has_an_interval(num_runs, has_interval):
+    values = [float(number) for number in range(1, num_runs + 1)]
+    names = {"bench": "b", "case": "c", "provider": "p", "metric": "m"}
+
+    of_one = summarize(**names, unit="ms", values=values)
+    of_two = ratio(**names, values=values, baseline=values[::-1])
+
+    for row in (of_one, of_two):
+        assert row.num_runs == num_runs
+        assert [row.low is not None, row.high is not None] == [has_interval] * 2
 
 
 def test_rounds_of_a_ratio_are_drawn_in_pairs():

@@ -1,4 +1,7 @@
+import pytest
+
 from recsys.bench import prepare
+from recsys.bench.harness import ratio
 from recsys.datasets.criteo import prepare_criteo_kaggle
 
 
@@ -36,6 +39,18 @@ def test_both_providers_are_measured_into_rows(raw_line, tmp_path):
         ("pandas", "throughput", "MB/s"),
         ("recsys", "peak_memory", "bytes"),
         ("pandas", "peak_memory", "bytes"),
+        ("recsys", "speed_over_pandas", "ratio"),
     ]
+    ours, theirs, *_, speed = rows
+    assert speed.median == pytest.approx(ours.median / theirs.median)
     assert all(row.median > 0 and row.num_runs == 1 for row in rows)
     assert {row.case.split(",")[1:] == ["lines=500", "ids=13000"] for row in rows} == {True}
+
+
+def test_the_size_measured_by_default_has_runs_enough_for_an_interval():
+    size = prepare.SIZES["gigabyte"]
+    times = [float(number) for number in range(1, size.num_runs + 1)]
+
+    row = ratio(bench="b", case="c", provider="p", metric="m", values=times, baseline=times)
+
+    assert row.low is not None

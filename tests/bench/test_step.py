@@ -3,6 +3,7 @@ import torch
 
 from recsys.bench import step
 from recsys.bench.step import bench_step
+from recsys.config import ModelConfig, TrainConfig
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,21 @@ def test_a_floor_makes_the_products_of_a_dense_step_in_its_precision(precision):
 
         assert watched.products == 8 * (sum(every_product) + interaction)
         assert all(dtypes == {dtype} for dtypes in watched.dtypes.values())
+
+
+def test_floors_and_dense_steps_have_the_sizes_of_the_default_model(monkeypatch):
+    pytest.importorskip("torchrec", exc_type=ImportError)
+    model = ModelConfig(embedding_dim=8, dense_arch=(32, 8), over_arch=(4, 1))
+    monkeypatch.setattr(step, "TrainConfig", lambda: TrainConfig(model=model))
+    layers = [(13, 32), (32, 8), (8 + 27 * 26 // 2, 4), (4, 1)]
+    every_product = 3 * sum(inputs * outputs for inputs, outputs in layers) - 13 * 32
+
+    for products in step._gemm_steps(5, "fp32").values():
+        with Watched() as watched:
+            products()
+        assert watched.products == 5 * (every_product + 2 * 27 * 27 * 8)
+    for dense_step in step._dense_steps(5, "fp32").values():
+        dense_step()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
