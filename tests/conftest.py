@@ -1,6 +1,7 @@
 """What tests share: hypothesis profiles, the real samples, small data."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,14 @@ def raw_line():
         return "\t".join([label, *integers, *categories])
 
     return build
+
+
+@pytest.fixture(autouse=True, scope="session")
+def can_be_interrupted():
+    """Ctrl-C means Ctrl-C here, and in processes that tests start.
+
+    A shell that runs the tests in the background has them ignore it.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
