@@ -11,7 +11,7 @@ from recsys.config import SYNTHETIC_PREFIX
 from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic import SyntheticCriteo
-from recsys.embeddings.baselines import build_embeddings
+from recsys.embeddings.providers import build_embeddings
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
 from recsys.models.dlrm import DLRM, DLRMTrain, initialize_classic

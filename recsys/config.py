@@ -46,7 +46,7 @@ __all__ = [
     "to_toml",
 ]
 
-EMBEDDINGS = ("torch", "fbgemm")
+EMBEDDINGS = ("recsys", "torch", "fbgemm")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 _DENSE_OPTIMIZERS = ("sgd", "adagrad")
 _SYNTHETIC_SPLITS = ("chronological", "random")
@@ -237,7 +237,7 @@ class TrainConfig:
     prefetch: int = _key(2, "mini-batches read ahead")
     precision: str = _key("fp32", "of the dense part: fp32, or bf16 with parameters in fp32")
     save_model: bool = _key(True, "keep the model in the run's folder")
-    embeddings: str = _key("torch", "torch (nn.EmbeddingBag) or fbgemm (TBE)")
+    embeddings: str = _key("torch", "recsys, torch (nn.EmbeddingBag) or fbgemm (TBE)")
     model: ModelConfig = _key(ModelConfig, "")
     optimizer: OptimizerConfig = _key(OptimizerConfig, "")
     dense_optimizer: OptimizerConfig | None = _key(None, "")

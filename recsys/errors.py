@@ -6,6 +6,8 @@
     |-- StoreError          (ValueError)       a store that is missing, unfinished or damaged
     |-- WeightsError        (ValueError)       weights that are not the model's they should be
     |-- AlreadyExists       (FileExistsError)  a store or run folder that would be overwritten
+    |-- IdOutOfRange        (IndexError,       an id that is no row of its table
+    |                        RuntimeError)
     |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
     `-- MissingDependency   (ImportError)      an optional package that this call needs
 
@@ -17,6 +19,7 @@ __all__ = [
     "AlreadyExists",
     "ConfigError",
     "DatasetFormatError",
+    "IdOutOfRange",
     "MissingDependency",
     "RecsysError",
     "StoreError",
@@ -47,6 +50,10 @@ class WeightsError(RecsysError, ValueError):
 
 class AlreadyExists(RecsysError, FileExistsError):
     """A folder that would have been overwritten."""
+
+
+class IdOutOfRange(RecsysError, IndexError, RuntimeError):
+    """An id that is no row of its table; `nn.EmbeddingBag` raises a RuntimeError for it."""
 
 
 class TrainingDiverged(RecsysError, ArithmeticError):

@@ -33,7 +33,13 @@ def test_public_names_are_these_and_no_others():
             "prepare_criteo_1tb",
             "prepare_criteo_kaggle",
         ],
-        "recsys.embeddings": ["TableConfig"],
+        "recsys.embeddings": [
+            "SGD",
+            "Adagrad",
+            "HotColdEmbeddingBagCollection",
+            "RowWiseAdagrad",
+            "TableConfig",
+        ],
         "recsys.models": ["DLRM", "DLRMTrain"],
     }
     for module in (recsys, recsys.datasets, recsys.embeddings, recsys.models):

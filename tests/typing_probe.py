@@ -8,7 +8,7 @@ import recsys
 from recsys.config import OptimizerConfig, TrainConfig, load_config
 from recsys.datasets import BatchLoader, SampleSource, Store, SyntheticCriteo
 from recsys.embeddings import TableConfig
-from recsys.embeddings.baselines import build_embeddings
+from recsys.embeddings.providers import build_embeddings
 from recsys.metrics import Metrics
 from recsys.trainer import evaluate_run
 

@@ -1,5 +1,13 @@
 """Embedding tables and those who look up and update their rows."""
 
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
 
-__all__ = ["TableConfig"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "HotColdEmbeddingBagCollection",
+    "RowWiseAdagrad",
+    "TableConfig",
+]

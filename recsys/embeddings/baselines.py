@@ -6,145 +6,28 @@
 
 Both take `JaggedIds` or a `KeyedJaggedTensor`, return `PooledEmbeddings`, draw the same initial
 rows from the same seed and have TorchRec's `state_dict` keys, so a model saved with one loads with
-the other.
+the other, and with ours.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from recsys.batch import PooledEmbeddings, require_one_batch_size
-from recsys.embeddings.table import output_names
+from recsys.batch import PooledEmbeddings
+from recsys.embeddings.abstract import AbstractEmbeddingBags
 from recsys.errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from recsys.batch import Features
     from recsys.config import OptimizerConfig
     from recsys.embeddings.table import TableConfig
 
-__all__ = ["FbgemmEmbeddingBags", "TorchEmbeddingBags", "build_embeddings"]
-
-
-def build_embeddings(
-    provider: str,
-    tables: Sequence[TableConfig],
-    optimizer: OptimizerConfig,
-    device: torch.device | None = None,
-) -> tuple[AbstractEmbeddingBags, torch.optim.Optimizer]:
-    """A provider's tables, and the optimizer of their rows.
-
-    Where the update is fused into backward, `step` has nothing left to do; `param_groups` holds the
-    learning rate all the same, for schedulers to change.
-
-    Args:
-        provider: "torch" or "fbgemm".
-        tables: All tables, with distinct names.
-        optimizer: How rows are updated.
-        device: Where the tables live; "fbgemm" has the CPU only.
-
-    Raises:
-        ConfigError: the provider is unknown or lacks the optimizer.
-        MissingDependency: the provider's package is not installed.
-    """
-    if provider == "torch":
-        _require_torch_optimizer(optimizer)  # before the tables are drawn
-        module = TorchEmbeddingBags(tables, device)
-        return module, module.make_optimizer(optimizer)
-    if provider == "fbgemm":
-        if device is not None and device.type != "cpu":
-            raise ConfigError(
-                f"embeddings 'fbgemm' runs on device 'cpu' here, got {device.type!r}; "
-                "choose embeddings 'torch'"
-            )
-        fused = FbgemmEmbeddingBags(tables, optimizer)
-        return fused, fused.optimizer
-    raise ConfigError(f"embeddings must be one of 'torch', 'fbgemm', got {provider!r}")
-
-
-class AbstractEmbeddingBags(nn.Module, ABC):
-    """Sum-pooled lookups in several tables; output columns in table order, then feature order.
-
-    Args:
-        tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s.
-
-    Raises:
-        ValueError: names are not distinct, or a table is not sum-pooled.
-    """
-
-    def __init__(self, tables: Sequence[TableConfig]) -> None:
-        super().__init__()
-        self._tables = list(tables)
-        names = [table.name for table in self._tables]
-        if len(set(names)) != len(names):
-            raise ValueError(f"table names must be distinct, got {names}")
-        for table in self._tables:
-            pooling = getattr(table, "pooling", None)
-            if pooling is not None and pooling.name != "SUM":
-                raise ValueError(
-                    f"table {table.name!r}: pooling must be SUM with the baselines, got {pooling}"
-                )
-        # One lookup per feature of a table: the table's position, and the feature.
-        self._lookups = [
-            (position, feature)
-            for position, table in enumerate(self._tables)
-            for feature in table.feature_names
-        ]
-        self._output_keys = output_names(self._tables)
-        self._output_dims = [self._tables[position].embedding_dim for position, _ in self._lookups]
-
-    def embedding_bag_configs(self) -> list[TableConfig]:
-        """The tables, in order."""
-        return self._tables
-
-    @abstractmethod
-    def table_weights(self) -> list[Tensor]:
-        """The rows of every table, (E, D), in table order; views, not copies."""
-
-    def reset_parameters(self) -> None:
-        """Draw all rows anew, uniform between -sqrt(1/E) and +sqrt(1/E), table by table."""
-        with torch.no_grad():
-            for weight in self.table_weights():
-                bound = sqrt(1 / len(weight))
-                weight.uniform_(-bound, bound)
-
-    def extra_repr(self) -> str:
-        """The tables in words."""
-        num_rows = sum(table.num_embeddings for table in self._tables)
-        return f"num_tables={len(self._tables)}, num_rows={num_rows}"
-
-    def _positions(self, features: Features) -> list[int]:
-        """Where each lookup's feature stands in the input.
-
-        Raises:
-            KeyError: a feature is missing.
-            ValueError: features have batch sizes of their own.
-        """
-        require_one_batch_size(features)
-        keys = features.keys()
-        missing = [feature for _, feature in self._lookups if feature not in keys]
-        if missing:
-            raise KeyError(f"features {missing} are missing; the batch has {keys}")
-        return [keys.index(feature) for _, feature in self._lookups]
-
-    def _bags(self, features: Features) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Values, offsets (B + 1, from 0), weights of each lookup."""
-        positions = self._positions(features)
-        values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
-        batch_size = features.stride()
-        # Where each feature begins, read to the host at once: on a GPU every read waits for it.
-        begins = offsets[::batch_size].tolist() if batch_size else [0] * (len(features.keys()) + 1)
-        for position in positions:
-            begin, end = begins[position], begins[position + 1]
-            bounds = offsets[position * batch_size : (position + 1) * batch_size + 1]
-            bag_weights = None if weights is None else weights[begin:end]
-            yield values[begin:end], bounds - begin, bag_weights
+__all__ = ["FbgemmEmbeddingBags", "TorchEmbeddingBags", "require_torch_optimizer"]
 
 
 class TorchEmbeddingBags(AbstractEmbeddingBags):
@@ -177,7 +60,7 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
         Raises:
             ConfigError: `torch.optim` has no such optimizer for sparse gradients.
         """
-        _require_torch_optimizer(config)
+        require_torch_optimizer(config)
         if config.name == "sgd":
             return torch.optim.SGD(self.parameters(), lr=config.lr)
         checks = torch.sparse.check_sparse_tensor_invariants
@@ -352,7 +235,12 @@ def _concatenate(
     return torch.cat(values), whole_offsets, None if weights[0] is None else torch.cat(weights)
 
 
-def _require_torch_optimizer(config: OptimizerConfig) -> None:
+def require_torch_optimizer(config: OptimizerConfig) -> None:
+    """Refuse an optimizer of rows that `torch.optim` does not have.
+
+    Raises:
+        ConfigError: it has none of that name for sparse gradients.
+    """
     if config.name not in ("sgd", "adagrad"):
         raise ConfigError(
             f"optimizer.name {config.name!r} is not in torch.optim, so embeddings 'torch' cannot "

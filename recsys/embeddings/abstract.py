@@ -1,0 +1,107 @@
+"""What every provider of embeddings has in common: which feature is looked up in which table."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from recsys.batch import require_one_batch_size
+from recsys.embeddings.table import output_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from recsys.batch import Features
+    from recsys.embeddings.table import TableConfig
+
+__all__ = ["AbstractEmbeddingBags", "pooling_of"]
+
+
+class AbstractEmbeddingBags(nn.Module, ABC):
+    """Pooled lookups in several tables; output columns in table order, then feature order.
+
+    Args:
+        tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s.
+        poolings: What the provider can do.
+
+    Raises:
+        ValueError: names are not distinct, or a table is pooled otherwise.
+    """
+
+    def __init__(self, tables: Sequence[TableConfig], poolings: Sequence[str] = ("sum",)) -> None:
+        super().__init__()
+        self._tables = list(tables)
+        names = [table.name for table in self._tables]
+        if len(set(names)) != len(names):
+            raise ValueError(f"table names must be distinct, got {names}")
+        for table in self._tables:
+            if pooling_of(table) not in poolings:
+                raise ValueError(
+                    f"table {table.name!r}: pooling must be one of {list(poolings)} with "
+                    f"{type(self).__name__}, got {pooling_of(table)!r}"
+                )
+        # One lookup per feature of a table: the table's position, and the feature.
+        self._lookups = [
+            (position, feature)
+            for position, table in enumerate(self._tables)
+            for feature in table.feature_names
+        ]
+        self._output_keys = output_names(self._tables)
+        self._output_dims = [self._tables[position].embedding_dim for position, _ in self._lookups]
+
+    def embedding_bag_configs(self) -> list[TableConfig]:
+        """The tables, in order."""
+        return self._tables
+
+    @abstractmethod
+    def table_weights(self) -> list[Tensor]:
+        """The rows of every table, (E, D), in table order; views, not copies."""
+
+    def reset_parameters(self) -> None:
+        """Draw all rows anew, uniform between -sqrt(1/E) and +sqrt(1/E), table by table."""
+        with torch.no_grad():
+            for weight in self.table_weights():
+                bound = sqrt(1 / len(weight))
+                weight.uniform_(-bound, bound)
+
+    def extra_repr(self) -> str:
+        """The tables in words."""
+        num_rows = sum(table.num_embeddings for table in self._tables)
+        return f"num_tables={len(self._tables)}, num_rows={num_rows}"
+
+    def _positions(self, features: Features) -> list[int]:
+        """Where each lookup's feature stands in the input.
+
+        Raises:
+            KeyError: a feature is missing.
+            ValueError: features have batch sizes of their own.
+        """
+        require_one_batch_size(features)
+        keys = features.keys()
+        missing = [feature for _, feature in self._lookups if feature not in keys]
+        if missing:
+            raise KeyError(f"features {missing} are missing; the batch has {keys}")
+        return [keys.index(feature) for _, feature in self._lookups]
+
+    def _bags(self, features: Features) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Values, offsets (B + 1, from 0), weights of each lookup."""
+        positions = self._positions(features)
+        values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
+        batch_size = features.stride()
+        # Where each feature begins, read to the host at once: on a GPU every read waits for it.
+        begins = offsets[::batch_size].tolist() if batch_size else [0] * (len(features.keys()) + 1)
+        for position in positions:
+            begin, end = begins[position], begins[position + 1]
+            bounds = offsets[position * batch_size : (position + 1) * batch_size + 1]
+            bag_weights = None if weights is None else weights[begin:end]
+            yield values[begin:end], bounds - begin, bag_weights
+
+
+def pooling_of(table: Any) -> str:
+    """What a table's config says, "sum" where nothing; TorchRec's `PoolingType` by its name."""
+    pooling = getattr(table, "pooling", "sum")
+    return str(getattr(pooling, "name", pooling)).lower()

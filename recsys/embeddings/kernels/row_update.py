@@ -1,0 +1,414 @@
+"""Row update: gradients of equal rows summed in lookup order, each row moved once.
+
+A table belongs to one part, or several parts share its rows by a hash of them, so no two threads
+touch a row. A part takes its tables one after the other, because what a table needs then fits the
+processor's caches:
+
+    1. Every lookup of the table is chained to the one before it of the same row; a hash table
+       knows the last of every row met.
+    2. Row by row in order of first appearance, the chain's gradients are summed, read where
+       backward left them, and the row and its state are moved.
+
+Letters: T tables, S segments (a feature of a ledger entry looked up in a table), N rows looked up,
+D dim. Numbers that index are unsigned, for the reason given in `pooled_lookup`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numba import prange
+
+from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
+from recsys.jit import kernel, num_parts, parallel_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.row_space import RowSpace
+
+__all__ = ["LedgerEntry", "row_update"]
+
+_SGD, _ADAGRAD, _ROWWISE_ADAGRAD = 0, 1, 2
+_KINDS = {SGD: _SGD, Adagrad: _ADAGRAD, RowWiseAdagrad: _ROWWISE_ADAGRAD}
+
+# 2**64 / golden ratio: spreads neighbouring rows over the hash table.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_NONE = np.uint64(0xFFFFFFFFFFFFFFFF)
+_ONE = np.uint64(1)
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """What one backward pass leaves behind.
+
+    Attributes:
+        lookups: What was looked up where.
+        bags: The input.
+        gradient: Of the pooled rows, (B, W), contiguous.
+    """
+
+    lookups: Lookups
+    bags: Bags
+    gradient: Tensor
+
+
+def row_update(
+    space: RowSpace,
+    state: RowSpace | None,
+    optimizer: RowOptimizer,
+    lr: float,
+    ledger: Sequence[LedgerEntry],
+) -> None:
+    """Sum what the ledger holds for each row, in lookup order, and move each row once.
+
+    The result does not depend on the number of threads. `update_reference` says what it is.
+
+    Args:
+        space: The tables.
+        state: The tables of their state; None for an optimizer that has none.
+        optimizer: The formula.
+        lr: The learning rate, in place of the optimizer's own.
+        ledger: One entry per backward pass since the last update, in order.
+    """
+    if not ledger:
+        return
+    _row_update_kernel(
+        _Rows(
+            space.flat,
+            space.bases,
+            np.empty(0, space.dtype) if state is None else state.flat,
+            space.bases if state is None else state.bases,
+        ),
+        _KINDS[type(optimizer)],
+        space.dtype.type(lr),
+        space.dtype.type(getattr(optimizer, "eps", 0.0)),
+        _segments(
+            tuple(
+                (entry.lookups, entry.bags.batch_size, _num_bags(entry.bags)) for entry in ledger
+            ),
+            len(space.sizes),
+        ),
+        _values(ledger, space.dtype),
+        _join([entry.gradient.view(-1).numpy() for entry in ledger]),
+        np.uint64(space.dim),
+        num_parts(),
+    )
+
+
+class _Rows(NamedTuple):
+    """The tables and their state; the latter empty where there is none."""
+
+    flat: NDArray[Any]
+    bases: NDArray[np.uint64]  # (T,)
+    state: NDArray[Any]
+    state_bases: NDArray[np.uint64]  # (T,)
+
+
+class _Segments(NamedTuple):
+    """Sorted by table; within a table, ledger entries stay in order."""
+
+    of_table: NDArray[np.uint64]  # (T + 1,) where each table's segments begin
+    first_bags: NDArray[np.uint64]  # (S,)
+    num_bags: NDArray[np.uint64]  # (S,)
+    first_gradients: NDArray[np.uint64]  # (S,) where the first bag's gradient begins
+    widths: NDArray[np.uint64]  # (S,) from one bag's gradient to the next
+
+
+class _Values(NamedTuple):
+    """What was looked up: `Bags` of several entries as one, empty arrays in place of None."""
+
+    rows: NDArray[Any]  # (N,)
+    is_one_hot: bool
+    offsets: NDArray[Any]
+    has_weights: bool
+    weights: NDArray[Any]
+    is_mean: bool
+
+
+class _Chains(NamedTuple):
+    """The lookups of one table: those of the same row one behind the other."""
+
+    nexts: NDArray[np.uint64]  # by lookup: the next of the same row
+    sources: NDArray[np.uint64]  # by lookup: where its gradient begins
+    scales: NDArray[Any]  # by lookup: its factor; empty where all are 1
+    rows: NDArray[np.uint64]  # by distinct row
+    firsts: NDArray[np.uint64]  # by distinct row: its first lookup
+    lasts: NDArray[np.uint64]  # by distinct row: its last lookup
+    hash_rows: NDArray[np.uint64]
+    hash_numbers: NDArray[np.uint64]
+
+
+@lru_cache(maxsize=64)
+def _segments(entries: tuple[tuple[Lookups, int, int], ...], num_tables: int) -> _Segments:
+    """Of entries of these lookups, batch sizes and numbers of bags."""
+    segments = []
+    first_bag = first_gradient = 0
+    for lookups, batch_size, num_bags in entries:
+        for table, position, column in zip(
+            lookups.tables.tolist(),
+            lookups.positions.tolist(),
+            lookups.columns.tolist(),
+            strict=True,
+        ):
+            bag = first_bag + position * batch_size
+            segments.append((table, bag, batch_size, first_gradient + column, lookups.width))
+        first_bag += num_bags
+        first_gradient += batch_size * lookups.width
+    segments.sort(key=lambda segment: segment[0])  # stable
+    columns = np.array(segments, np.uint64).T.copy()
+    of_table = np.searchsorted(columns[0].astype(np.int64), np.arange(num_tables + 1))
+    return _Segments(of_table.astype(np.uint64), *columns[1:])
+
+
+def _values(ledger: Sequence[LedgerEntry], dtype: np.dtype[Any]) -> _Values:
+    bags = [entry.bags for entry in ledger]
+    rows = _join([each.values for each in bags])
+    is_one_hot = all(each.offsets is None for each in bags)
+    has_weights = any(each.weights is not None for each in bags)
+    return _Values(
+        rows,
+        is_one_hot,
+        rows[:0] if is_one_hot else _join_offsets(bags),
+        has_weights,
+        _join([_weights_or_ones(each, dtype) for each in bags])
+        if has_weights
+        else np.empty(0, dtype),
+        any(each.is_mean for each in bags),
+    )
+
+
+def _num_bags(bags: Bags) -> int:
+    return len(bags.values) if bags.offsets is None else len(bags.offsets) - 1
+
+
+def _join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:
+    if len(bags) == 1 and bags[0].offsets is not None:
+        return bags[0].offsets
+    lengths = [
+        np.ones(len(each.values), np.int64) if each.offsets is None else np.diff(each.offsets)
+        for each in bags
+    ]
+    return np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+
+
+def _weights_or_ones(bags: Bags, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.ones(len(bags.values), dtype) if bags.weights is None else bags.weights
+
+
+@parallel_kernel
+def _row_update_kernel(
+    rows: _Rows,
+    kind: int,
+    lr: float,
+    eps: float,
+    segments: _Segments,
+    values: _Values,
+    gradient: NDArray[Any],
+    dim: np.uint64,
+    num_parts: int,
+) -> None:
+    """A part is a run of tables, or, of fewer tables than parts, a share of the rows of one."""
+    num_tables = len(rows.bases)
+    num_shares = 1 if num_tables >= num_parts else (num_parts + num_tables - 1) // num_tables
+    num_lookups_T = np.zeros(num_tables, np.int64)
+    for table in range(num_tables):
+        for segment in range(segments.of_table[table], segments.of_table[table + 1]):
+            first, count = segments.first_bags[segment], segments.num_bags[segment]
+            if values.is_one_hot:
+                num_lookups_T[table] += np.int64(count)
+            else:
+                begin, end = values.offsets[first], values.offsets[first + count]
+                num_lookups_T[table] += np.int64(end) - np.int64(begin)
+    total = num_lookups_T.sum() * num_shares
+    most = num_lookups_T.max()
+    for part in prange(num_parts):
+        chains = _make_chains(most, values.has_weights or values.is_mean, rows.flat)
+        summed_D = np.empty(dim, rows.flat.dtype)
+        begin = 0
+        for table in range(num_tables):
+            for share in range(num_shares):
+                middle = begin + num_lookups_T[table] // 2
+                begin += num_lookups_T[table]
+                if num_lookups_T[table] == 0 or middle * num_parts // total != part:
+                    continue
+                num_rows = _chain_lookups(
+                    segments,
+                    values,
+                    segments.of_table[table],
+                    segments.of_table[table + 1],
+                    np.uint64(share),
+                    np.uint64(num_shares),
+                    chains,
+                )
+                for number in range(num_rows):
+                    _sum_chain(chains, number, gradient, summed_D)
+                    _move_row(rows, table, chains.rows[number], kind, lr, eps, summed_D)
+
+
+@kernel
+def _make_chains(most: int, is_scaled: bool, flat: NDArray[Any]) -> _Chains:
+    """Room for a table's lookups, and a hash table that stays at most half full."""
+    hash_size = 2
+    while hash_size < 2 * most:
+        hash_size *= 2
+    return _Chains(
+        np.empty(most, np.uint64),
+        np.empty(most, np.uint64),
+        np.empty(most if is_scaled else 0, flat.dtype),
+        np.empty(most, np.uint64),
+        np.empty(most, np.uint64),
+        np.empty(most, np.uint64),
+        np.empty(hash_size, np.uint64),
+        np.empty(hash_size, np.uint64),
+    )
+
+
+@kernel
+def _chain_lookups(
+    segments: _Segments,
+    values: _Values,
+    first_segment: np.uint64,
+    end_segment: np.uint64,
+    share: np.uint64,
+    num_shares: np.uint64,
+    chains: _Chains,
+) -> Any:
+    """Chain one table's lookups of the rows of one share; the number of distinct rows."""
+    hash_rows, hash_numbers = chains.hash_rows, chains.hash_numbers
+    nexts, sources, scales = chains.nexts, chains.sources, chains.scales
+    mask = np.uint64(len(hash_rows)) - _ONE
+    is_scaled = len(scales) > 0
+    hash_rows[:] = _NONE
+    num_rows = num_lookups = np.uint64(0)
+    for segment in range(first_segment, end_segment):
+        source = segments.first_gradients[segment]
+        first_bag = segments.first_bags[segment]
+        for bag in range(first_bag, first_bag + segments.num_bags[segment]):
+            begin, end = np.uint64(bag), np.uint64(bag) + _ONE
+            if not values.is_one_hot:
+                begin = np.uint64(values.offsets[bag])
+                end = np.uint64(values.offsets[bag + _ONE])
+            for position in range(begin, end):
+                row = np.uint64(values.rows[position])
+                spread = (row * _GOLDEN) >> np.uint64(32)
+                if num_shares > _ONE and (spread >> np.uint64(16)) % num_shares != share:
+                    continue
+                nexts[num_lookups] = _NONE
+                sources[num_lookups] = source
+                if is_scaled:
+                    scale = scales.dtype.type(1)
+                    if values.has_weights:
+                        scale = values.weights[position]
+                    if values.is_mean:
+                        scale /= scales.dtype.type(end - begin)
+                    scales[num_lookups] = scale
+                entry = spread & mask
+                while hash_rows[entry] != row and hash_rows[entry] != _NONE:
+                    entry = (entry + _ONE) & mask
+                if hash_rows[entry] == row:
+                    number = hash_numbers[entry]
+                    nexts[chains.lasts[number]] = num_lookups
+                else:
+                    number = num_rows
+                    hash_rows[entry] = row
+                    hash_numbers[entry] = number
+                    chains.rows[number] = row
+                    chains.firsts[number] = num_lookups
+                    num_rows += _ONE
+                chains.lasts[number] = num_lookups
+                num_lookups += _ONE
+            source += segments.widths[segment]
+    return num_rows
+
+
+@kernel
+def _sum_chain(
+    chains: _Chains, number: int, gradient: NDArray[Any], summed_D: NDArray[Any]
+) -> None:
+    """Gradients of one row, in lookup order."""
+    dim = np.uint64(len(summed_D))
+    is_scaled = len(chains.scales) > 0
+    lookup = chains.firsts[number]
+    source = chains.sources[lookup]
+    if is_scaled:
+        scale = chains.scales[lookup]
+        for d in range(dim):
+            summed_D[d] = scale * gradient[source + d]
+    else:
+        for d in range(dim):
+            summed_D[d] = gradient[source + d]
+    lookup = chains.nexts[lookup]
+    while lookup != _NONE:
+        source = chains.sources[lookup]
+        if is_scaled:
+            scale = chains.scales[lookup]
+            for d in range(dim):
+                summed_D[d] += scale * gradient[source + d]
+        else:
+            for d in range(dim):
+                summed_D[d] += gradient[source + d]
+        lookup = chains.nexts[lookup]
+
+
+@kernel
+def _move_row(
+    rows: _Rows,
+    table: int,
+    row: np.uint64,
+    kind: int,
+    lr: float,
+    eps: float,
+    summed_D: NDArray[Any],
+) -> None:
+    """The formulas of `recsys.embeddings.optimizer`."""
+    flat, state = rows.flat, rows.state
+    dim = np.uint64(len(summed_D))
+    first = rows.bases[table] + row * dim
+    if kind == _SGD:
+        for d in range(dim):
+            flat[first + d] -= lr * summed_D[d]
+    elif kind == _ADAGRAD:
+        first_state = rows.state_bases[table] + row * dim
+        for d in range(dim):
+            squares = state[first_state + d] + summed_D[d] * summed_D[d]
+            state[first_state + d] = squares
+            flat[first + d] -= lr * summed_D[d] / (np.sqrt(squares) + eps)
+    else:
+        of_row = rows.state_bases[table] + row
+        state[of_row] += _sum_of_squares(summed_D) / flat.dtype.type(dim)
+        rate = lr / (np.sqrt(state[of_row]) + eps)
+        for d in range(dim):
+            flat[first + d] -= rate * summed_D[d]
+
+
+@kernel
+def _sum_of_squares(summed_D: NDArray[Any]) -> Any:
+    """In eight sums that the processor can make side by side, always the same eight."""
+    zero = summed_D.dtype.type(0)
+    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = zero
+    whole = len(summed_D) - len(summed_D) % 8
+    for d in range(np.uint64(0), np.uint64(whole), np.uint64(8)):
+        s0 += summed_D[d] * summed_D[d]
+        s1 += summed_D[d + np.uint64(1)] * summed_D[d + np.uint64(1)]
+        s2 += summed_D[d + np.uint64(2)] * summed_D[d + np.uint64(2)]
+        s3 += summed_D[d + np.uint64(3)] * summed_D[d + np.uint64(3)]
+        s4 += summed_D[d + np.uint64(4)] * summed_D[d + np.uint64(4)]
+        s5 += summed_D[d + np.uint64(5)] * summed_D[d + np.uint64(5)]
+        s6 += summed_D[d + np.uint64(6)] * summed_D[d + np.uint64(6)]
+        s7 += summed_D[d + np.uint64(7)] * summed_D[d + np.uint64(7)]
+    for d in range(np.uint64(whole), np.uint64(len(summed_D))):
+        s0 += summed_D[d] * summed_D[d]
+    return ((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))

@@ -1,0 +1,93 @@
+"""Embedding providers by name: ours and the baselines."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from recsys.batch import JaggedIds
+from recsys.config import EMBEDDINGS
+from recsys.embeddings.baselines import (
+    FbgemmEmbeddingBags,
+    TorchEmbeddingBags,
+    require_torch_optimizer,
+)
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
+from recsys.embeddings.table import TableConfig
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from recsys.config import OptimizerConfig
+    from recsys.embeddings.abstract import AbstractEmbeddingBags
+    from recsys.embeddings.optimizer import RowOptimizer
+
+__all__ = ["build_embeddings"]
+
+
+def build_embeddings(
+    provider: str,
+    tables: Sequence[TableConfig],
+    optimizer: OptimizerConfig,
+    device: torch.device | None = None,
+) -> tuple[AbstractEmbeddingBags, torch.optim.Optimizer]:
+    """A provider's tables, and the optimizer of their rows.
+
+    Where the update is fused into backward, `step` has nothing left to do; `param_groups` holds the
+    learning rate all the same, for schedulers to change. Ours updates in `step`.
+
+    Args:
+        provider: "recsys", "torch" or "fbgemm".
+        tables: All tables, with distinct names.
+        optimizer: How rows are updated.
+        device: Where the tables live; "torch" alone has others than the CPU.
+
+    Raises:
+        ConfigError: the provider is unknown or lacks the optimizer.
+        MissingDependency: the provider's package is not installed.
+    """
+    if provider == "recsys":
+        _require_cpu(provider, device)
+        _compile_kernels(_row_optimizer(optimizer))
+        ours = HotColdEmbeddingBagCollection(
+            tables, optimizer=_row_optimizer(optimizer), auto_apply=False
+        )
+        assert ours.row_optimizer is not None
+        return ours, ours.row_optimizer
+    if provider == "torch":
+        require_torch_optimizer(optimizer)  # before the tables are drawn
+        module = TorchEmbeddingBags(tables, device)
+        return module, module.make_optimizer(optimizer)
+    if provider == "fbgemm":
+        _require_cpu(provider, device)
+        fused = FbgemmEmbeddingBags(tables, optimizer)
+        return fused, fused.optimizer
+    raise ConfigError(f"embeddings must be one of {EMBEDDINGS}, got {provider!r}")
+
+
+def _compile_kernels(optimizer: RowOptimizer) -> None:
+    """Take the first step of a table of one row, so that training's first does not wait."""
+    with torch.random.fork_rng(devices=[]):
+        table = TableConfig(name="table", num_embeddings=1, embedding_dim=1)
+        module = HotColdEmbeddingBagCollection([table], optimizer=optimizer)
+        module(
+            JaggedIds.from_one_hot(["table"], torch.zeros(1, 1, dtype=torch.int64))
+        ).values().sum().backward()
+
+
+def _row_optimizer(config: OptimizerConfig) -> RowOptimizer:
+    if config.name == "sgd":
+        return SGD(lr=config.lr)
+    kind = Adagrad if config.name == "adagrad" else RowWiseAdagrad
+    return kind(lr=config.lr, eps=config.eps)
+
+
+def _require_cpu(provider: str, device: torch.device | None) -> None:
+    if device is not None and device.type != "cpu":
+        raise ConfigError(
+            f"embeddings {provider!r} runs on device 'cpu' here, got {device.type!r}; "
+            "choose embeddings 'torch'"
+        )

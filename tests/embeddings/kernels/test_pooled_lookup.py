@@ -1,0 +1,111 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.embeddings.kernels.pooled_lookup import (
+    Bags,
+    Lookups,
+    pooled_lookup,
+    pooled_lookup_reference,
+    row_gradient_dots,
+)
+from recsys.embeddings.row_space import RowSpace
+
+SIZES = [3, 7, 40]
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make_case(seed, dim, batch_size, longest, dtype):
+    """Four lookups of three features in three tables; the third feature is looked up twice."""
+    generator = torch.Generator().manual_seed(seed)
+    tables = [torch.randn(size, dim, generator=generator, dtype=dtype) for size in SIZES]
+    lookups = Lookups(
+        tables=np.array([0, 1, 2, 2], np.uint64),
+        positions=np.array([1, 2, 0, 2], np.uint64),
+        columns=np.arange(4, dtype=np.uint64) * np.uint64(dim),
+        width=4 * dim,
+    )
+    smallest = [40, 3, 7]  # by feature: rows that all of its tables have
+    if longest is None:
+        lengths = torch.ones(3 * batch_size, dtype=torch.int64)
+    else:
+        lengths = torch.randint(0, longest + 1, (3 * batch_size,), generator=generator)
+    highs = torch.tensor(smallest).repeat_interleave(batch_size).repeat_interleave(lengths)
+    values = (torch.rand(len(highs), generator=generator) * highs).long()
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    weights = torch.rand(len(values), generator=generator, dtype=dtype)
+    return tables, lookups, values, offsets, weights
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    dim=st.integers(1, 20),
+    batch_size=st.integers(0, 12),
+    longest=st.sampled_from([None, 1, 4]),
+    how=st.sampled_from(["sum", "mean", "weighted"]),
+    int_dtype=st.sampled_from([torch.int32, torch.int64]),
+    num_threads=st.integers(1, 9),
+)
+def test_bags_are_pooled_as_the_reference_pools_them(
+    seed, dim, batch_size, longest, how, int_dtype, num_threads
+):
+    tables, lookups, values, offsets, weights = make_case(
+        seed, dim, batch_size, longest, torch.float64
+    )
+    torch.set_num_threads(num_threads)
+    bag_weights = weights if how == "weighted" else None
+    result = torch.full((batch_size, lookups.width), torch.nan, dtype=torch.float64)
+    bags = Bags.from_tensors(
+        values.to(int_dtype), offsets.to(int_dtype), bag_weights, batch_size, is_mean=how == "mean"
+    )
+
+    bad = pooled_lookup(RowSpace(tables), lookups, bags, result)
+
+    expected = pooled_lookup_reference(
+        tables, lookups, values, offsets, bag_weights, batch_size, is_mean=how == "mean"
+    )
+    assert bad == -1
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+@given(seed=st.integers(0, 2**31), batch_size=st.integers(1, 12), longest=st.integers(1, 4))
+def test_gradients_of_weights_are_the_references(seed, batch_size, longest):
+    tables, lookups, values, offsets, weights = make_case(
+        seed, 5, batch_size, longest, torch.float64
+    )
+    weights.requires_grad_()
+    pooled = pooled_lookup_reference(
+        tables, lookups, values, offsets, weights, batch_size, is_mean=False
+    )
+    gradient = torch.randn_like(pooled)
+    (pooled * gradient).sum().backward()
+    bags = Bags.from_tensors(values, offsets, weights, batch_size, is_mean=False)
+    found = torch.zeros(len(values), dtype=torch.float64)
+
+    row_gradient_dots(RowSpace(tables), lookups, bags, gradient, found)
+
+    torch.testing.assert_close(found, weights.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_one_hot", [True, False])
+@pytest.mark.parametrize("value", [-1, 3, 2**40])
+def test_the_first_value_that_is_no_row_is_told(value, is_one_hot):
+    tables, lookups, values, offsets, _ = make_case(
+        0, 4, 6, None if is_one_hot else 4, torch.float32
+    )
+    feature_1 = slice(int(offsets[6]), int(offsets[12]))  # of table 0, which has 3 rows
+    values[feature_1][-2:] = value
+    result = torch.empty(6, lookups.width)
+    bags = Bags.from_tensors(values, offsets, None, 6, is_mean=False)
+
+    bad = pooled_lookup(RowSpace(tables), lookups, bags, result)
+
+    assert bad == feature_1.stop - 2

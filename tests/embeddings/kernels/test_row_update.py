@@ -1,0 +1,170 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+from recsys.embeddings.kernels.row_update import LedgerEntry, row_update
+from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad, update_reference
+from recsys.embeddings.row_space import RowSpace
+
+OPTIMIZERS = [SGD(lr=0.5), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1)]
+SIZES = [3, 7, 1, 40]
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make_tables(dim, generator, dtype=torch.float64):
+    return [torch.randn(size, dim, generator=generator, dtype=dtype) for size in SIZES]
+
+
+def make_entry(dim, batch_size, generator, dtype=torch.float64, *, longest=None, is_mean=False):
+    """Five lookups over four tables: the last table is looked up by two features."""
+    tables = [0, 1, 2, 3, 3]
+    lookups = Lookups(
+        tables=np.array(tables, np.uint64),
+        positions=np.array([2, 0, 1, 3, 4], np.uint64),
+        columns=np.arange(5, dtype=np.uint64) * np.uint64(dim),
+        width=5 * dim,
+    )
+    size_of_position = {2: 3, 0: 7, 1: 1, 3: 40, 4: 40}
+    if longest is None:
+        lengths = torch.ones(5 * batch_size, dtype=torch.int64)
+    else:
+        lengths = torch.randint(0, longest + 1, (5 * batch_size,), generator=generator)
+    values = torch.cat(
+        [
+            torch.randint(
+                0, size_of_position[bag // batch_size], (int(length),), generator=generator
+            )
+            for bag, length in enumerate(lengths)
+        ]
+        or [torch.empty(0, dtype=torch.int64)]
+    )
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    weights = torch.rand(len(values), generator=generator, dtype=dtype) if longest else None
+    if is_mean:
+        weights = None
+    bags = Bags.from_tensors(values, offsets, weights, batch_size, is_mean=is_mean)
+    gradient = torch.randn(batch_size, 5 * dim, generator=generator, dtype=dtype)
+    return LedgerEntry(lookups, bags, gradient)
+
+
+def by_value(entry, table):
+    """Rows and gradients of one table's lookups, one by one, in lookup order."""
+    rows, gradients = [], []
+    bags, lookups = entry.bags, entry.lookups
+    dim = lookups.width // 5
+    for number, position, column in zip(
+        lookups.tables.tolist(), lookups.positions.tolist(), lookups.columns.tolist(), strict=True
+    ):
+        if number != table:
+            continue
+        for sample in range(bags.batch_size):
+            bag = position * bags.batch_size + sample
+            begin, end = (bag, bag + 1) if bags.offsets is None else bags.offsets[bag : bag + 2]
+            for value in range(begin, end):
+                scale = 1.0 if bags.weights is None else bags.weights[value]
+                if bags.is_mean:
+                    scale /= end - begin
+                rows.append(int(bags.values[value]))
+                gradients.append(entry.gradient[sample, column : column + dim] * scale)
+    if not rows:
+        return torch.empty(0, dtype=torch.int64), entry.gradient.new_empty(0, dim)
+    return torch.tensor(rows), torch.stack(gradients)
+
+
+def state_of(tables, optimizer):
+    size = optimizer.state_size(tables[0].shape[1])
+    return [table.new_zeros(len(table), size) for table in tables]
+
+
+def run(tables, optimizer, ledgers, num_threads=2):
+    """Our update of copies, ledger by ledger."""
+    torch.set_num_threads(num_threads)
+    tables = [table.clone() for table in tables]
+    state = state_of(tables, optimizer)
+    state_space = RowSpace(state) if state[0].shape[1] else None
+    for ledger in ledgers:
+        row_update(RowSpace(tables), state_space, optimizer, optimizer.lr, ledger)
+    return tables, state
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+@given(
+    seed=st.integers(0, 2**31),
+    dim=st.integers(1, 20),
+    batch_sizes=st.lists(st.integers(0, 12), min_size=1, max_size=3),
+    longest=st.sampled_from([None, 1, 4]),
+    is_mean=st.booleans(),
+    num_threads=st.integers(1, 9),
+)
+def test_every_row_moves_once_by_the_sum_of_its_gradients(
+    optimizer, seed, dim, batch_sizes, longest, is_mean, num_threads
+):
+    generator = torch.Generator().manual_seed(seed)
+    tables = make_tables(dim, generator)
+    ledgers = [
+        [make_entry(dim, size, generator, longest=longest, is_mean=is_mean) for size in batch_sizes]
+        for _ in range(2)
+    ]
+
+    found, state = run(tables, optimizer, ledgers, num_threads)
+
+    expected = [table.clone() for table in tables]
+    expected_state = state_of(tables, optimizer)
+    for ledger in ledgers:
+        for number in range(len(tables)):
+            parts = [by_value(entry, number) for entry in ledger]
+            rows, gradients = (torch.cat(part) for part in zip(*parts, strict=True))
+            update_reference(optimizer, expected[number], expected_state[number], rows, gradients)
+    for ours, theirs in zip(found + state, expected + expected_state, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+def test_bits_do_not_depend_on_the_number_of_threads(optimizer):
+    generator = torch.Generator().manual_seed(0)
+    tables = make_tables(17, generator, torch.float32)
+    ledger = [make_entry(17, 300, generator, torch.float32, longest=3)]
+
+    results = [run(tables, optimizer, [ledger], num_threads) for num_threads in (1, 2, 5, 16)]
+
+    for found, state in results[1:]:
+        for ours, first in zip(found + state, results[0][0] + results[0][1], strict=True):
+            assert torch.equal(ours, first)
+
+
+def test_gradients_of_a_row_are_summed_in_lookup_order():
+    table = torch.zeros(2, 1)
+    lookups = Lookups(
+        tables=np.zeros(1, np.uint64),
+        positions=np.zeros(1, np.uint64),
+        columns=np.zeros(1, np.uint64),
+        width=1,
+    )
+    gradient = torch.tensor([[1.0], [5.0], [2.0**24], [-(2.0**24)]])
+    bags = Bags.from_tensors(torch.tensor([1, 0, 1, 1]), torch.arange(5), None, 4, is_mean=False)
+
+    row_update(RowSpace([table]), None, SGD(lr=1.0), 1.0, [LedgerEntry(lookups, bags, gradient)])
+
+    # 1 + 2**24 is 2**24 in float32; in another order the 1 would be left.
+    assert table.tolist() == [[-5.0], [0.0]]
+
+
+def test_an_update_per_backward_is_not_an_update_per_step():
+    """Adagrad by the sum of 1 and -9 moves differently from Adagrad by 1 and then by -9."""
+    generator = torch.Generator().manual_seed(0)
+    tables = make_tables(4, generator)
+    entries = [make_entry(4, 5, generator) for _ in range(2)]
+
+    together, _ = run(tables, Adagrad(lr=0.1), [entries])
+    apart, _ = run(tables, Adagrad(lr=0.1), [[entry] for entry in entries])
+
+    assert not torch.allclose(together[1], apart[1], atol=1e-3)

@@ -1,0 +1,246 @@
+import copy
+import pickle
+
+import pytest
+import torch
+
+from recsys.batch import JaggedIds, PooledEmbeddings
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
+from recsys.embeddings.table import TableConfig
+from recsys.errors import IdOutOfRange
+
+TABLES = [
+    TableConfig(name="users", num_embeddings=9, embedding_dim=4, feature_names=("user", "friend")),
+    TableConfig(name="goods", num_embeddings=5, embedding_dim=8, feature_names=("item",)),
+]
+# user: [0, 8], [], [3]   friend: [3], [3, 3, 1], []   item: [4], [0], [2, 2]
+IDS = JaggedIds(
+    ["user", "friend", "item"],
+    torch.tensor([0, 8, 3, 3, 3, 3, 1, 4, 0, 2, 2]),
+    torch.tensor([0, 2, 2, 3, 4, 7, 7, 8, 9, 11]),
+)
+
+
+def torchrec_configs(pooling="SUM", dim=8):
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    return [
+        torchrec.EmbeddingBagConfig(
+            name=name,
+            num_embeddings=size,
+            embedding_dim=dim,
+            feature_names=features,
+            pooling=getattr(torchrec.PoolingType, pooling),
+        )
+        for name, size, features in (
+            ("users", 9, ["user", "friend"]),
+            ("goods", 5, ["item"]),
+            ("friends", 9, ["friend"]),
+        )
+    ]
+
+
+def kjt(weights=None):
+    from torchrec import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(IDS.keys(), IDS.values(), weights, offsets=IDS.offsets())
+
+
+def weighting(values):
+    return torch.arange(1.0, values.numel() + 1).view_as(values).sin()
+
+
+@pytest.mark.parametrize(
+    ("pooling", "is_weighted"), [("SUM", False), ("SUM", True), ("MEAN", False)]
+)
+def test_outputs_gradients_and_keys_are_those_of_torchrecs_collection(pooling, is_weighted):
+    configs = torchrec_configs(pooling)
+    from torchrec import EmbeddingBagCollection
+
+    theirs = EmbeddingBagCollection(configs, is_weighted=is_weighted)
+    ours = HotColdEmbeddingBagCollection(configs, is_weighted)
+    ours.load_state_dict(theirs.state_dict())
+    results = []
+
+    for module in (theirs, ours):
+        weights = torch.linspace(0.5, 2, 11).requires_grad_() if is_weighted else None
+        pooled = module(kjt(weights))
+        (pooled.values() * weighting(pooled.values())).sum().backward()
+        results.append((pooled, weights))
+
+    (expected, their_weights), (found, our_weights) = results
+    assert type(found) is type(expected)
+    assert found.keys() == expected.keys()
+    assert found.length_per_key() == expected.length_per_key()
+    torch.testing.assert_close(found.values(), expected.values(), rtol=1e-6, atol=1e-6)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    for (key, ours_p), theirs_p in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        dense = ours_p.grad.to_dense()
+        torch.testing.assert_close(dense, theirs_p.grad, rtol=1e-6, atol=1e-6, msg=key)
+    if is_weighted:
+        torch.testing.assert_close(our_weights.grad, their_weights.grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["DLRM", "DLRM_DCN", "SimpleDeepFMNN"])
+def test_torchrecs_models_run_unmodified(name):
+    configs = torchrec_configs()[:2]  # their models do not know features shared by tables
+    from torchrec import EmbeddingBagCollection
+    from torchrec.models.deepfm import SimpleDeepFMNN
+    from torchrec.models.dlrm import DLRM, DLRM_DCN
+
+    def build(collection):
+        torch.manual_seed(0)
+        if name == "SimpleDeepFMNN":
+            return SimpleDeepFMNN(
+                num_dense_features=3,
+                embedding_bag_collection=collection,
+                hidden_layer_size=6,
+                deep_fm_dimension=5,
+            )
+        more = {"dcn_num_layers": 2, "dcn_low_rank_dim": 3} if name == "DLRM_DCN" else {}
+        return {"DLRM": DLRM, "DLRM_DCN": DLRM_DCN}[name](collection, 3, [6, 8], [5, 1], **more)
+
+    collection = EmbeddingBagCollection(configs)
+    theirs, ours = build(collection), build(HotColdEmbeddingBagCollection(configs))
+    ours.load_state_dict(theirs.state_dict())
+    dense = torch.rand(3, 3)
+
+    expected, found = theirs(dense, kjt()), ours(dense, kjt())
+    expected.sum().backward()
+    found.sum().backward()
+
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        gradient = mine.grad.to_dense() if mine.grad.is_sparse else mine.grad
+        torch.testing.assert_close(gradient, other.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_light_ids_give_light_vectors():
+    assert isinstance(HotColdEmbeddingBagCollection(TABLES)(IDS), PooledEmbeddings)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [SGD(lr=0.5), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1)],
+    ids=lambda optimizer: type(optimizer).__name__,
+)
+def test_two_towers_in_one_backward_are_one_update(optimizer):
+    torch.manual_seed(0)
+    once = HotColdEmbeddingBagCollection(TABLES, optimizer=optimizer)
+    twice = HotColdEmbeddingBagCollection(TABLES, optimizer=optimizer)
+    twice.load_state_dict(once.state_dict())
+
+    pooled = once(IDS).values()
+    (3 * pooled.square()).sum().backward()
+    first, second = twice(IDS).values(), twice(IDS).values()
+    (first.square().sum() + 2 * second.square().sum()).backward()
+
+    for expected, found in zip(once.parameters(), twice.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_of_several_backward_passes_are_one_update_where_it_is_left_to_the_user():
+    torch.manual_seed(0)
+    module = HotColdEmbeddingBagCollection(TABLES, optimizer=Adagrad(lr=0.1), auto_apply=False)
+    before = module.state_dict()["embedding_bags.goods.weight"].clone()
+
+    for gradient in (1.0, -9.0):
+        (gradient * module(IDS)["item"][0]).sum().backward()
+    untouched = module.table_weights()[1].detach().clone()
+    module.row_optimizer.step()
+
+    assert torch.equal(untouched, before)
+    # Adagrad's first step is lr times the sign of the summed gradient, here that of 1 - 9.
+    torch.testing.assert_close(module.table_weights()[1][4], before[4] + 0.1)
+
+
+def test_gradients_are_forgotten_where_the_user_says_so():
+    module = HotColdEmbeddingBagCollection(TABLES, optimizer=SGD(lr=1.0), auto_apply=False)
+    before = [weight.detach().clone() for weight in module.table_weights()]
+
+    module(IDS).values().sum().backward()
+    module.row_optimizer.zero_grad()
+    module.row_optimizer.step()
+
+    for old, new in zip(before, module.table_weights(), strict=True):
+        assert torch.equal(new, old)
+
+
+def test_an_optimizer_of_torchs_steps_sparse_gradients():
+    torch.manual_seed(0)
+    fused = HotColdEmbeddingBagCollection(TABLES, optimizer=SGD(lr=0.5))
+    plain = HotColdEmbeddingBagCollection(TABLES)
+    plain.load_state_dict(fused.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+
+    for module in (fused, plain):
+        values = module(IDS).values()
+        (values * weighting(values)).sum().backward()
+    optimizer.step()
+
+    for expected, found in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [9, -1])
+def test_an_id_out_of_range_names_feature_sample_and_value(value):
+    module = HotColdEmbeddingBagCollection(TABLES)
+    values = IDS.values().clone()
+    values[4] = value
+
+    with pytest.raises(
+        IdOutOfRange, match=rf"feature 'friend', sample 1: id {value} is not in \[0, 9\)"
+    ):
+        module(JaggedIds(IDS.keys(), values, IDS.offsets()))
+
+
+def test_rows_whose_memory_was_exchanged_are_found_again():
+    module = HotColdEmbeddingBagCollection(TABLES, optimizer=SGD(lr=1.0))
+    module(IDS)
+    table = module.table_weights()[1]
+    table.data = torch.zeros_like(table)
+
+    module(IDS)["item"].sum().backward()
+
+    assert table[2].tolist() == [-2.0] * 8
+    assert module(IDS)["item"][1].tolist() == [-1.0] * 8
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_for_the_next():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, values):
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ArithmeticError("in the middle")
+
+    module = HotColdEmbeddingBagCollection(TABLES, optimizer=SGD(lr=1.0))
+    before = module.table_weights()[1].detach().clone()
+    early = Fails.apply(torch.ones(3, 16, requires_grad=True))
+    with pytest.raises(ArithmeticError):
+        (module(IDS).values() * 100 + early).sum().backward()
+
+    module(IDS)["item"][1].sum().backward()
+
+    expected = before.clone()
+    expected[0] -= 1
+    assert torch.equal(module.table_weights()[1], expected)
+
+
+@pytest.mark.parametrize("copy", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_has_rows_and_state_of_its_own(copy):
+    torch.manual_seed(0)
+    module = HotColdEmbeddingBagCollection(TABLES, optimizer=Adagrad(lr=0.5))
+    module(IDS).values().square().sum().backward()
+
+    twin = copy(module)
+    for each in (module, twin):
+        each(IDS).values().square().sum().backward()
+
+    for mine, other in zip(module.table_weights(), twin.table_weights(), strict=True):
+        assert torch.equal(mine, other)
+        assert mine.data_ptr() != other.data_ptr()
+    twin(IDS).values().sum().backward()
+    assert not torch.equal(module.table_weights()[0], twin.table_weights()[0])
