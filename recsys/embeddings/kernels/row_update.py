@@ -253,9 +253,7 @@ def _row_update_kernel(
                     np.uint64(num_shares),
                     chains,
                 )
-                for number in range(num_rows):
-                    _sum_chain(chains, number, gradient, summed_D)
-                    _move_row(rows, table, chains.rows[number], kind, lr, eps, summed_D)
+                _move_rows(rows, table, chains, num_rows, gradient, kind, lr, eps, summed_D)
 
 
 @kernel
@@ -335,63 +333,66 @@ def _chain_lookups(
 
 
 @kernel
-def _sum_chain(
-    chains: _Chains, number: int, gradient: NDArray[Any], summed_D: NDArray[Any]
-) -> None:
-    """Gradients of one row, in lookup order."""
-    dim = np.uint64(len(summed_D))
-    is_scaled = len(chains.scales) > 0
-    lookup = chains.firsts[number]
-    source = chains.sources[lookup]
-    if is_scaled:
-        scale = chains.scales[lookup]
-        for d in range(dim):
-            summed_D[d] = scale * gradient[source + d]
-    else:
-        for d in range(dim):
-            summed_D[d] = gradient[source + d]
-    lookup = chains.nexts[lookup]
-    while lookup != _NONE:
-        source = chains.sources[lookup]
-        if is_scaled:
-            scale = chains.scales[lookup]
-            for d in range(dim):
-                summed_D[d] += scale * gradient[source + d]
-        else:
-            for d in range(dim):
-                summed_D[d] += gradient[source + d]
-        lookup = chains.nexts[lookup]
-
-
-@kernel
-def _move_row(
+def _move_rows(
     rows: _Rows,
     table: int,
-    row: np.uint64,
+    chains: _Chains,
+    num_rows: int,
+    gradient: NDArray[Any],
     kind: int,
     lr: float,
     eps: float,
     summed_D: NDArray[Any],
 ) -> None:
-    """The formulas of `recsys.embeddings.optimizer`."""
+    """Sum every chain's gradients in lookup order and move its row.
+
+    By the formulas of `recsys.embeddings.optimizer`. One function for a whole table: called for
+    each row, it would hand over its arrays' fifty numbers each time, which takes longer than the
+    row itself.
+    """
     flat, state = rows.flat, rows.state
+    base, state_base = rows.bases[table], rows.state_bases[table]
+    nexts, sources, scales = chains.nexts, chains.sources, chains.scales
     dim = np.uint64(len(summed_D))
-    first = rows.bases[table] + row * dim
-    if kind == _SGD:
-        for d in range(dim):
-            flat[first + d] -= lr * summed_D[d]
-    elif kind == _ADAGRAD:
-        first_state = rows.state_bases[table] + row * dim
-        for d in range(dim):
-            squares = state[first_state + d] + summed_D[d] * summed_D[d]
-            state[first_state + d] = squares
-            flat[first + d] -= lr * summed_D[d] / (np.sqrt(squares) + eps)
-    else:
-        of_row = rows.state_bases[table] + row
-        state[of_row] += _sum_of_squares(summed_D) / flat.dtype.type(dim)
-        rate = lr / (np.sqrt(state[of_row]) + eps)
-        for d in range(dim):
-            flat[first + d] -= rate * summed_D[d]
+    is_scaled = len(scales) > 0
+    for number in range(num_rows):
+        lookup = chains.firsts[number]
+        source = sources[lookup]
+        if is_scaled:
+            scale = scales[lookup]
+            for d in range(dim):
+                summed_D[d] = scale * gradient[source + d]
+        else:
+            for d in range(dim):
+                summed_D[d] = gradient[source + d]
+        lookup = nexts[lookup]
+        while lookup != _NONE:
+            source = sources[lookup]
+            if is_scaled:
+                scale = scales[lookup]
+                for d in range(dim):
+                    summed_D[d] += scale * gradient[source + d]
+            else:
+                for d in range(dim):
+                    summed_D[d] += gradient[source + d]
+            lookup = nexts[lookup]
+        row = chains.rows[number]
+        first = base + row * dim
+        if kind == _SGD:
+            for d in range(dim):
+                flat[first + d] -= lr * summed_D[d]
+        elif kind == _ADAGRAD:
+            first_state = state_base + row * dim
+            for d in range(dim):
+                squares = state[first_state + d] + summed_D[d] * summed_D[d]
+                state[first_state + d] = squares
+                flat[first + d] -= lr * summed_D[d] / (np.sqrt(squares) + eps)
+        else:
+            of_row = state_base + row
+            state[of_row] += _sum_of_squares(summed_D) / flat.dtype.type(dim)
+            rate = lr / (np.sqrt(state[of_row]) + eps)
+            for d in range(dim):
+                flat[first + d] -= rate * summed_D[d]
 
 
 @kernel
