@@ -249,3 +249,14 @@ def test_every_command_of_the_readme_is_one_of_the_makefile(pytestconfig):
         named |= set(re.findall(r"make (\w+)", (pytestconfig.rootpath / document).read_text()))
 
     assert {"train", "test", "check", "setup"} <= named <= targets
+
+
+def test_kept_commands_name_no_place_of_the_machine_they_ran_on(pytestconfig):
+    folder = pytestconfig.rootpath / "docs" / "benchmarks"
+    records = {file: json.loads(file.read_text()) for file in folder.rglob("*.json")}
+
+    commands = {file: record["command"] for file, record in records.items() if "command" in record}
+
+    assert commands
+    for file, command in commands.items():
+        assert not any(word.startswith("/") for word in command.split()), file

@@ -6,11 +6,11 @@ set -eu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 recsys=$PWD/.venv/bin/recsys
-examples=$PWD/examples
 results=$PWD/docs/benchmarks/reference
 raw=$RECSYS_DATA/criteo_kaggle_137k/train.txt.gz
 mkdir -p "$results"
-cd "$work" # so that records name the store without a path
+cp examples/ablate_*.toml "$work"
+cd "$work" # so that records name files without a path
 
 "$recsys" prepare criteo-kaggle "$raw" --out criteo_kaggle_137k
 for seed in 0 1 2; do
@@ -28,6 +28,6 @@ for run in sgd-* adagrad-*; do
     cp "$run/run.json" "$results/$run.json"
 done
 for name in baselines precision; do
-    "$recsys" ablate "$examples/ablate_$name.toml" --set data=criteo_kaggle_137k --run "$name"
+    "$recsys" ablate "ablate_$name.toml" --set data=criteo_kaggle_137k --run "$name"
     cp "$name/ablate.json" "$results/../ablate_$name.json"
 done
