@@ -206,12 +206,13 @@ class _Group:
             width=int(starts[-1]),
         )
         self._space: RowSpace | None = None
-        self._state: list[Tensor] = []
-        self._state_space: RowSpace | None = None
+        self._states: dict[str, list[Tensor]] = {}
+        self._state_spaces: list[RowSpace] = []
+        self._num_steps = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: a row space is a view of memory, which they have elsewhere."""
-        return self.__dict__ | {"_space": None, "_state_space": None, "ledger": []}
+        return self.__dict__ | {"_space": None, "_state_spaces": [], "ledger": []}
 
     def space(self) -> RowSpace:
         """The tables where they lie now."""
@@ -233,17 +234,25 @@ class _Group:
 
     def update_rows(self, lr: float) -> None:
         """Move rows by what the ledger holds, and empty it."""
+        if not self.ledger:
+            return
         assert self.optimizer is not None
         space = self.space()
-        state_size = self.optimizer.state_size(self._dim)
-        if state_size and not self._state:
+        sizes = self.optimizer.state_sizes(self._dim)
+        if sizes and not self._states:
             weights = self._collection[0].table_weights()
             members = [weights[table] for table in self._tables]
-            self._state = [w.new_zeros(len(w), state_size) for w in members]
-        if self._state and self._state_space is None:
-            self._state_space = RowSpace(self._state)
+            self._states = {
+                name: [weight.new_zeros(len(weight), size) for weight in members]
+                for name, size in sizes.items()
+            }
+        if not self._state_spaces:
+            self._state_spaces = [RowSpace(state) for state in self._states.values()]
         ledger, self.ledger = self.ledger, []
-        row_update(space, self._state_space, self.optimizer, lr, ledger)
+        self._num_steps += 1
+        rates_T2 = np.empty((len(self._tables), 2))
+        rates_T2[:] = self.optimizer.rate_and_eps(lr, self._num_steps)
+        row_update(space, self._state_spaces, self.optimizer, rates_T2, ledger)
 
 
 class _RowOptimizer(torch.optim.Optimizer):
