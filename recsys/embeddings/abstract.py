@@ -50,6 +50,9 @@ class AbstractEmbeddingBags(nn.Module, ABC):
             for position, table in enumerate(self._tables)
             for feature in table.feature_names
         ]
+        # Where the features stood last time: they hardly ever stand elsewhere.
+        self._known_keys: list[str] = []
+        self._known_positions: list[int] = []
         self._output_keys = output_names(self._tables)
         self._output_dims = [self._tables[position].embedding_dim for position, _ in self._lookups]
 
@@ -58,7 +61,7 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         return self._tables
 
     @abstractmethod
-    def table_weights(self) -> list[Tensor]:
+    def table_weights(self) -> Sequence[Tensor]:
         """The rows of every table, (E, D), in table order; views, not copies."""
 
     def reset_parameters(self) -> None:
@@ -82,10 +85,14 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         """
         require_one_batch_size(features)
         keys = features.keys()
+        if keys == self._known_keys:
+            return self._known_positions
         missing = [feature for _, feature in self._lookups if feature not in keys]
         if missing:
             raise KeyError(f"features {missing} are missing; the batch has {keys}")
-        return [keys.index(feature) for _, feature in self._lookups]
+        self._known_keys = list(keys)
+        self._known_positions = [keys.index(feature) for _, feature in self._lookups]
+        return self._known_positions
 
     def _bags(self, features: Features) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Values, offsets (B + 1, from 0), weights of each lookup."""
