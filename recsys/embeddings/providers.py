@@ -14,7 +14,7 @@ from recsys.embeddings.baselines import (
     require_torch_optimizer,
 )
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
 
@@ -81,8 +81,11 @@ def _compile_kernels(optimizer: RowOptimizer) -> None:
 def _row_optimizer(config: OptimizerConfig) -> RowOptimizer:
     if config.name == "sgd":
         return SGD(lr=config.lr)
-    kind = Adagrad if config.name == "adagrad" else RowWiseAdagrad
-    return kind(lr=config.lr, eps=config.eps)
+    if config.name in ("adagrad", "rowwise_adagrad"):
+        kind = Adagrad if config.name == "adagrad" else RowWiseAdagrad
+        return kind(lr=config.lr, eps=config.eps)
+    kind_of_adam = Adam if config.name == "adam" else PartialRowWiseAdam
+    return kind_of_adam(lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
 
 
 def _require_cpu(provider: str, device: torch.device | None) -> None:
