@@ -36,7 +36,9 @@ def test_public_names_are_these_and_no_others():
         "recsys.embeddings": [
             "SGD",
             "Adagrad",
+            "Adam",
             "HotColdEmbeddingBagCollection",
+            "PartialRowWiseAdam",
             "RowWiseAdagrad",
             "TableConfig",
         ],

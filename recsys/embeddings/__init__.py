@@ -1,13 +1,15 @@
 """Embedding tables and those who look up and update their rows."""
 
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
 
 __all__ = [
     "SGD",
     "Adagrad",
+    "Adam",
     "HotColdEmbeddingBagCollection",
+    "PartialRowWiseAdam",
     "RowWiseAdagrad",
     "TableConfig",
 ]

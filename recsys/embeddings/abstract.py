@@ -50,6 +50,9 @@ class AbstractEmbeddingBags(nn.Module, ABC):
             for position, table in enumerate(self._tables)
             for feature in table.feature_names
         ]
+        # Where the features stood last time: they hardly ever stand elsewhere.
+        self._known_keys: list[str] = []
+        self._known_positions: list[int] = []
         self._output_keys = output_names(self._tables)
         self._output_dims = [self._tables[position].embedding_dim for position, _ in self._lookups]
 
@@ -58,15 +61,23 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         return self._tables
 
     @abstractmethod
-    def table_weights(self) -> list[Tensor]:
+    def table_weights(self) -> Sequence[Tensor]:
         """The rows of every table, (E, D), in table order; views, not copies."""
 
     def reset_parameters(self) -> None:
-        """Draw all rows anew, uniform between -sqrt(1/E) and +sqrt(1/E), table by table."""
+        """Draw all rows anew, table by table.
+
+        By the config's `init_fn` where it has one, as TorchRec's do; else uniform between
+        -sqrt(1/E) and +sqrt(1/E).
+        """
         with torch.no_grad():
-            for weight in self.table_weights():
-                bound = sqrt(1 / len(weight))
-                weight.uniform_(-bound, bound)
+            for table, weight in zip(self._tables, self.table_weights(), strict=True):
+                init_fn = getattr(table, "init_fn", None)
+                if init_fn is not None:
+                    init_fn(weight)
+                else:
+                    bound = sqrt(1 / len(weight))
+                    weight.uniform_(-bound, bound)
 
     def extra_repr(self) -> str:
         """The tables in words."""
@@ -82,10 +93,14 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         """
         require_one_batch_size(features)
         keys = features.keys()
+        if keys == self._known_keys:
+            return self._known_positions
         missing = [feature for _, feature in self._lookups if feature not in keys]
         if missing:
             raise KeyError(f"features {missing} are missing; the batch has {keys}")
-        return [keys.index(feature) for _, feature in self._lookups]
+        self._known_keys = list(keys)
+        self._known_positions = [keys.index(feature) for _, feature in self._lookups]
+        return self._known_positions
 
     def _bags(self, features: Features) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Values, offsets (B + 1, from 0), weights of each lookup."""

@@ -50,7 +50,7 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
         )
         self.reset_parameters()
 
-    def table_weights(self) -> list[Tensor]:
+    def table_weights(self) -> Sequence[Tensor]:
         """The rows of every table, (E, D)."""
         return [bag.weight for bag in self.embedding_bags.values()]  # type: ignore[misc]  # Module.__getattr__
 
@@ -161,7 +161,7 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
         self._lr = optimizer.lr
         self.reset_parameters()
 
-    def table_weights(self) -> list[Tensor]:
+    def table_weights(self) -> Sequence[Tensor]:
         """The rows of every table, (E, D)."""
         weights: list[Tensor] = self._hidden[0].split_embedding_weights()
         return weights

@@ -1,30 +1,53 @@
 """How rows move, given the sum of their gradients.
 
-    SGD              w <- w - lr g
-    Adagrad          s <- s + g * g               w <- w - lr g / (sqrt(s) + eps)
-    RowWiseAdagrad   s <- s + mean over d of g*g  w <- w - lr g / (sqrt(s) + eps)
+    SGD                 w <- w - lr g
+    Adagrad             s <- s + g * g                  w <- w - lr g / (sqrt(s) + eps)
+    RowWiseAdagrad      s <- s + mean over d of g * g   w <- w - lr g / (sqrt(s) + eps)
+    Adam                m <- m + (1 - beta1) (g - m)
+                        v <- v + (1 - beta2) (g * g - v)
+                        w <- w - lr c m / (sqrt(v) + eps)
+    PartialRowWiseAdam  m as above
+                        v <- v + (1 - beta2) (mean over d of g * g - v)
+                        w <- w - lr c m / (sqrt(v) + eps sqrt(1 - beta2^t))
 
-`s` starts at zero and is a number per column for Adagrad, one per row for RowWiseAdagrad. Only rows
-that were looked up move: a row looked up several times in a step moves once, by the sum.
+    c = sqrt(1 - beta2^t) / (1 - beta1^t)   in the t-th step, counted from 1
+
+`s`, `m` and `v` start at zero; `m` and the state of Adagrad and Adam are a number per column, the
+others one per row. Only rows that were looked up move, and only their state changes: a row looked
+up several times in a step moves once, by the sum; one that was not rests, under Adam too ("lazy").
+
+The two Adams differ in what `eps` is added to, each as its model has it: `torch.optim.SparseAdam`
+adds it to sqrt(v) before the correction `c`, FBGEMM behind it.
 
 References:
     Duchi et al. (2011), Adaptive Subgradient Methods for Online Learning and Stochastic
-    Optimization; `torch.optim.SGD` and `torch.optim.Adagrad` for sparse gradients; TorchRec's
-    `RowWiseAdagrad`.
+    Optimization; Kingma and Ba (2015), Adam: A Method for Stochastic Optimization, Algorithm 1;
+    `torch.optim.SGD`, `Adagrad` and `SparseAdam` for sparse gradients; TorchRec's `RowWiseAdagrad`
+    and `PartialRowWiseAdam`, as FBGEMM has them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, sqrt
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-__all__ = ["SGD", "Adagrad", "RowOptimizer", "RowWiseAdagrad", "update_reference"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "PartialRowWiseAdam",
+    "RowOptimizer",
+    "RowWiseAdagrad",
+    "update_reference",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +63,13 @@ class SGD:
     def __post_init__(self) -> None:
         _require_finite("lr", self.lr)
 
-    def state_size(self, dim: int) -> int:
-        """Numbers a row's state has."""
-        return 0
+    def state_sizes(self, dim: int) -> dict[str, int]:
+        """Numbers per row of every state array, by TorchRec's name of it."""
+        return {}
+
+    def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
+        """What `row_update` takes for a table: the factor of its step, and its eps."""
+        return lr, 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +91,13 @@ class Adagrad:
         _require_finite("lr", self.lr)
         _require_finite("eps", self.eps)
 
-    def state_size(self, dim: int) -> int:
-        """Numbers a row's state has."""
-        return dim
+    def state_sizes(self, dim: int) -> dict[str, int]:
+        """Numbers per row of every state array, by TorchRec's name of it."""
+        return {"momentum1": dim}
+
+    def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
+        """What `row_update` takes for a table: the factor of its step, and its eps."""
+        return lr, self.eps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,39 +119,131 @@ class RowWiseAdagrad:
         _require_finite("lr", self.lr)
         _require_finite("eps", self.eps)
 
-    def state_size(self, dim: int) -> int:
-        """Numbers a row's state has."""
-        return 1
+    def state_sizes(self, dim: int) -> dict[str, int]:
+        """Numbers per row of every state array, by TorchRec's name of it."""
+        return {"momentum1": 1}
+
+    def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
+        """What `row_update` takes for a table: the factor of its step, and its eps."""
+        return lr, self.eps
 
 
-RowOptimizer = SGD | Adagrad | RowWiseAdagrad
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """A step per column by moving averages of its gradients; rows not looked up rest.
+
+    Attributes:
+        lr: Learning rate.
+        betas: How much of the averages of `g` and of `g * g` stays at each step.
+        eps: Added to the denominator before the averages are corrected for their start at zero.
+
+    Raises:
+        ValueError: `lr` or `eps` is negative or not finite, or a beta is not in [0, 1).
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _require_finite("lr", self.lr)
+        _require_betas(self.betas)
+        _require_finite("eps", self.eps)
+
+    def state_sizes(self, dim: int) -> dict[str, int]:
+        """Numbers per row of every state array, by TorchRec's name of it."""
+        return {"momentum1": dim, "exp_avg_sq": dim}
+
+    def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
+        """What `row_update` takes for a table: the factor of its step, and its eps."""
+        return lr * _correction(self.betas, step), self.eps
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialRowWiseAdam:
+    """Adam with one average of squares for the whole row: half of the state.
+
+    Attributes:
+        lr: Learning rate.
+        betas: How much of the averages of `g` and of `g * g` stays at each step.
+        eps: Added to the denominator after the averages are corrected for their start at zero.
+
+    Raises:
+        ValueError: `lr` or `eps` is negative or not finite, or a beta is not in [0, 1).
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _require_finite("lr", self.lr)
+        _require_betas(self.betas)
+        _require_finite("eps", self.eps)
+
+    def state_sizes(self, dim: int) -> dict[str, int]:
+        """Numbers per row of every state array, by TorchRec's name of it."""
+        return {"momentum1": dim, "exp_avg_sq": 1}
+
+    def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
+        """What `row_update` takes for a table: the factor of its step, and its eps."""
+        # Dividing sqrt(v) by a number before eps is added is multiplying eps by that number.
+        return lr * _correction(self.betas, step), self.eps * sqrt(1 - self.betas[1] ** step)
+
+
+RowOptimizer = SGD | Adagrad | RowWiseAdagrad | Adam | PartialRowWiseAdam
 
 
 def update_reference(
-    optimizer: RowOptimizer, weight: Tensor, state: Tensor, rows: Tensor, gradients: Tensor
+    optimizer: RowOptimizer,
+    weight: Tensor,
+    states: Sequence[Tensor],
+    rows: Tensor,
+    gradients: Tensor,
+    step: int = 1,
 ) -> None:
     """Move rows in place, in plain PyTorch.
 
     Args:
         optimizer: The formula.
         weight: The table.
-        state: Its state, zeros at first.
+        states: Its state, zeros at first, in the order of `state_sizes`.
         rows: The row each gradient belongs to; a row may occur several times.
         gradients: In lookup order.
+        step: Number of the step, from 1.
 
     Shape:
-        weight (E, D); state (E, state_size(D)); rows (N,) int64; gradients (N, D).
+        weight (E, D); states (E, size) each; rows (N,) int64; gradients (N, D).
     """
     distinct, inverse = torch.unique(rows, return_inverse=True)
     summed = gradients.new_zeros(len(distinct), weight.shape[1]).index_add_(0, inverse, gradients)
+    rate, eps = optimizer.rate_and_eps(optimizer.lr, step)
     if isinstance(optimizer, SGD):
-        weight[distinct] -= optimizer.lr * summed
+        weight[distinct] -= rate * summed
         return
     squares = summed * summed
-    state[distinct] += squares if isinstance(optimizer, Adagrad) else squares.mean(1, keepdim=True)
-    weight[distinct] -= optimizer.lr * summed / (state[distinct].sqrt() + optimizer.eps)
+    if isinstance(optimizer, RowWiseAdagrad | PartialRowWiseAdam):
+        squares = squares.mean(1, keepdim=True)
+    if isinstance(optimizer, Adagrad | RowWiseAdagrad):
+        direction = summed
+        states[0][distinct] += squares
+    else:
+        states[0][distinct] += (1 - optimizer.betas[0]) * (summed - states[0][distinct])
+        direction = states[0][distinct]
+        states[1][distinct] += (1 - optimizer.betas[1]) * (squares - states[1][distinct])
+    weight[distinct] -= rate * direction / (states[-1][distinct].sqrt() + eps)
+
+
+def _correction(betas: tuple[float, float], step: int) -> float:
+    """The averages' start at zero, taken out of the step."""
+    return sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step)
 
 
 def _require_finite(name: str, value: float) -> None:
     if not (isfinite(value) and value >= 0):
         raise ValueError(f"{name} must be finite and at least 0, got {value}")
+
+
+def _require_betas(betas: Sequence[float]) -> None:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")

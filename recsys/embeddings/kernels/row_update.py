@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.jit import kernel, num_parts, parallel_kernel
 
 if TYPE_CHECKING:
@@ -37,8 +37,14 @@ if TYPE_CHECKING:
 
 __all__ = ["LedgerEntry", "row_update"]
 
-_SGD, _ADAGRAD, _ROWWISE_ADAGRAD = 0, 1, 2
-_KINDS = {SGD: _SGD, Adagrad: _ADAGRAD, RowWiseAdagrad: _ROWWISE_ADAGRAD}
+_SGD, _ADAGRAD, _ROWWISE_ADAGRAD, _ADAM, _PARTIAL_ROWWISE_ADAM = range(5)
+_KINDS = {
+    SGD: _SGD,
+    Adagrad: _ADAGRAD,
+    RowWiseAdagrad: _ROWWISE_ADAGRAD,
+    Adam: _ADAM,
+    PartialRowWiseAdam: _PARTIAL_ROWWISE_ADAM,
+}
 
 # 2**64 / golden ratio: spreads neighbouring rows over the hash table.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -63,9 +69,9 @@ class LedgerEntry:
 
 def row_update(
     space: RowSpace,
-    state: RowSpace | None,
+    states: Sequence[RowSpace],
     optimizer: RowOptimizer,
-    lr: float,
+    rates_T2: NDArray[np.float64],
     ledger: Sequence[LedgerEntry],
 ) -> None:
     """Sum what the ledger holds for each row, in lookup order, and move each row once.
@@ -74,23 +80,27 @@ def row_update(
 
     Args:
         space: The tables.
-        state: The tables of their state; None for an optimizer that has none.
+        states: The tables' state, in the order of the optimizer's `state_sizes`.
         optimizer: The formula.
-        lr: The learning rate, in place of the optimizer's own.
+        rates_T2: What the optimizer's `rate_and_eps` gives for each table's learning rate and step.
         ledger: One entry per backward pass since the last update, in order.
     """
     if not ledger:
         return
+    nothing = np.empty(0, space.dtype)
+    first, second = (
+        (states[number].flat, states[number].bases)
+        if number < len(states)
+        else (nothing, space.bases)
+        for number in range(2)
+    )
+    beta1, beta2 = getattr(optimizer, "betas", (0.0, 0.0))
     _row_update_kernel(
-        _Rows(
-            space.flat,
-            space.bases,
-            np.empty(0, space.dtype) if state is None else state.flat,
-            space.bases if state is None else state.bases,
-        ),
+        _Rows(space.flat, space.bases, *first, *second),
         _KINDS[type(optimizer)],
-        space.dtype.type(lr),
-        space.dtype.type(getattr(optimizer, "eps", 0.0)),
+        rates_T2.astype(space.dtype),
+        space.dtype.type(1 - beta1),
+        space.dtype.type(1 - beta2),
         _segments(
             tuple(
                 (entry.lookups, entry.bags.batch_size, _num_bags(entry.bags)) for entry in ledger
@@ -109,8 +119,10 @@ class _Rows(NamedTuple):
 
     flat: NDArray[Any]
     bases: NDArray[np.uint64]  # (T,)
-    state: NDArray[Any]
-    state_bases: NDArray[np.uint64]  # (T,)
+    first: NDArray[Any]
+    first_bases: NDArray[np.uint64]  # (T,)
+    second: NDArray[Any]
+    second_bases: NDArray[np.uint64]  # (T,)
 
 
 class _Segments(NamedTuple):
@@ -212,8 +224,9 @@ def _weights_or_ones(bags: Bags, dtype: np.dtype[Any]) -> NDArray[Any]:
 def _row_update_kernel(
     rows: _Rows,
     kind: int,
-    lr: float,
-    eps: float,
+    rates_T2: NDArray[Any],
+    share1: float,
+    share2: float,
     segments: _Segments,
     values: _Values,
     gradient: NDArray[Any],
@@ -253,7 +266,19 @@ def _row_update_kernel(
                     np.uint64(num_shares),
                     chains,
                 )
-                _move_rows(rows, table, chains, num_rows, gradient, kind, lr, eps, summed_D)
+                _move_rows(
+                    rows,
+                    table,
+                    chains,
+                    num_rows,
+                    gradient,
+                    kind,
+                    rates_T2[table, 0],
+                    rates_T2[table, 1],
+                    share1,
+                    share2,
+                    summed_D,
+                )
 
 
 @kernel
@@ -340,8 +365,10 @@ def _move_rows(
     num_rows: int,
     gradient: NDArray[Any],
     kind: int,
-    lr: float,
+    rate: float,
     eps: float,
+    share1: float,
+    share2: float,
     summed_D: NDArray[Any],
 ) -> None:
     """Sum every chain's gradients in lookup order and move its row.
@@ -350,8 +377,8 @@ def _move_rows(
     each row, it would hand over its arrays' fifty numbers each time, which takes longer than the
     row itself.
     """
-    flat, state = rows.flat, rows.state
-    base, state_base = rows.bases[table], rows.state_bases[table]
+    flat, first_state, second_state = rows.flat, rows.first, rows.second
+    base, base1, base2 = rows.bases[table], rows.first_bases[table], rows.second_bases[table]
     nexts, sources, scales = chains.nexts, chains.sources, chains.scales
     dim = np.uint64(len(summed_D))
     is_scaled = len(scales) > 0
@@ -380,19 +407,40 @@ def _move_rows(
         first = base + row * dim
         if kind == _SGD:
             for d in range(dim):
-                flat[first + d] -= lr * summed_D[d]
-        elif kind == _ADAGRAD:
-            first_state = state_base + row * dim
-            for d in range(dim):
-                squares = state[first_state + d] + summed_D[d] * summed_D[d]
-                state[first_state + d] = squares
-                flat[first + d] -= lr * summed_D[d] / (np.sqrt(squares) + eps)
-        else:
-            of_row = state_base + row
-            state[of_row] += _sum_of_squares(summed_D) / flat.dtype.type(dim)
-            rate = lr / (np.sqrt(state[of_row]) + eps)
-            for d in range(dim):
                 flat[first + d] -= rate * summed_D[d]
+        elif kind == _ADAGRAD:
+            of_row = base1 + row * dim
+            for d in range(dim):
+                squares = first_state[of_row + d] + summed_D[d] * summed_D[d]
+                first_state[of_row + d] = squares
+                flat[first + d] -= rate * summed_D[d] / (np.sqrt(squares) + eps)
+        elif kind == _ROWWISE_ADAGRAD:
+            of_row = base1 + row
+            first_state[of_row] += _sum_of_squares(summed_D) / flat.dtype.type(dim)
+            step = rate / (np.sqrt(first_state[of_row]) + eps)
+            for d in range(dim):
+                flat[first + d] -= step * summed_D[d]
+        elif kind == _ADAM:
+            of_row, of_row2 = base1 + row * dim, base2 + row * dim
+            for d in range(dim):
+                average = first_state[of_row + d]
+                average += share1 * (summed_D[d] - average)
+                squares = second_state[of_row2 + d]
+                squares += share2 * (summed_D[d] * summed_D[d] - squares)
+                first_state[of_row + d] = average
+                second_state[of_row2 + d] = squares
+                flat[first + d] -= rate * (average / (np.sqrt(squares) + eps))
+        else:
+            of_row, of_row2 = base1 + row * dim, base2 + row
+            squares = second_state[of_row2]
+            squares += share2 * (_sum_of_squares(summed_D) / flat.dtype.type(dim) - squares)
+            second_state[of_row2] = squares
+            step = rate / (np.sqrt(squares) + eps)
+            for d in range(dim):
+                average = first_state[of_row + d]
+                average += share1 * (summed_D[d] - average)
+                first_state[of_row + d] = average
+                flat[first + d] -= step * average
 
 
 @kernel

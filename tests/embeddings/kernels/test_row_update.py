@@ -6,10 +6,23 @@ from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.kernels.row_update import LedgerEntry, row_update
-from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad, update_reference
+from recsys.embeddings.optimizer import (
+    SGD,
+    Adagrad,
+    Adam,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+    update_reference,
+)
 from recsys.embeddings.row_space import RowSpace
 
-OPTIMIZERS = [SGD(lr=0.5), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1)]
+OPTIMIZERS = [
+    SGD(lr=0.5),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    PartialRowWiseAdam(lr=0.1, betas=(0.8, 0.9), eps=0.5),
+]
 SIZES = [3, 7, 1, 40]
 
 
@@ -80,20 +93,22 @@ def by_value(entry, table):
     return torch.tensor(rows), torch.stack(gradients)
 
 
-def state_of(tables, optimizer):
-    size = optimizer.state_size(tables[0].shape[1])
-    return [table.new_zeros(len(table), size) for table in tables]
+def states_of(tables, optimizer):
+    """By state: of every table."""
+    sizes = optimizer.state_sizes(tables[0].shape[1])
+    return [[table.new_zeros(len(table), size) for table in tables] for size in sizes.values()]
 
 
 def run(tables, optimizer, ledgers, num_threads=2):
-    """Our update of copies, ledger by ledger."""
+    """Our update of copies, ledger by ledger; the tables and their states."""
     torch.set_num_threads(num_threads)
     tables = [table.clone() for table in tables]
-    state = state_of(tables, optimizer)
-    state_space = RowSpace(state) if state[0].shape[1] else None
-    for ledger in ledgers:
-        row_update(RowSpace(tables), state_space, optimizer, optimizer.lr, ledger)
-    return tables, state
+    states = states_of(tables, optimizer)
+    spaces = [RowSpace(state) for state in states]
+    for step, ledger in enumerate(ledgers, 1):
+        rates_T2 = np.array([optimizer.rate_and_eps(optimizer.lr, step)] * len(tables))
+        row_update(RowSpace(tables), spaces, optimizer, rates_T2, ledger)
+    return [*tables, *(table for state in states for table in state)]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
@@ -115,17 +130,65 @@ def test_every_row_moves_once_by_the_sum_of_its_gradients(
         for _ in range(2)
     ]
 
-    found, state = run(tables, optimizer, ledgers, num_threads)
+    found = run(tables, optimizer, ledgers, num_threads)
 
     expected = [table.clone() for table in tables]
-    expected_state = state_of(tables, optimizer)
-    for ledger in ledgers:
+    states = states_of(tables, optimizer)
+    for step, ledger in enumerate(ledgers, 1):
         for number in range(len(tables)):
             parts = [by_value(entry, number) for entry in ledger]
             rows, gradients = (torch.cat(part) for part in zip(*parts, strict=True))
-            update_reference(optimizer, expected[number], expected_state[number], rows, gradients)
-    for ours, theirs in zip(found + state, expected + expected_state, strict=True):
+            state = [of_table[number] for of_table in states]
+            update_reference(optimizer, expected[number], state, rows, gradients, step)
+    expected += [table for state in states for table in state]
+    for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (SGD(lr=0.5), lambda tables: torch.optim.SGD(tables, lr=0.5)),
+        (Adagrad(lr=0.1), lambda tables: torch.optim.Adagrad(tables, lr=0.1)),
+        (Adam(lr=0.1), lambda tables: torch.optim.SparseAdam(tables, lr=0.1)),
+    ],
+    ids=["SGD", "Adagrad", "Adam"],
+)
+def test_steps_are_those_of_torchs_optimizer_on_sparse_gradients(ours, theirs, dtype, rtol):
+    generator = torch.Generator().manual_seed(0)
+    tables = make_tables(16, generator, dtype)
+    ledgers = [[make_entry(16, 9, generator, dtype, longest=3)] for _ in range(4)]
+
+    found = run(tables, ours, ledgers)
+
+    optimizer = theirs(tables)
+    for (entry,) in ledgers:
+        for number, table in enumerate(tables):
+            rows, gradients = by_value(entry, number)
+            gradient = torch.sparse_coo_tensor(
+                rows.unsqueeze(0), gradients, table.shape, check_invariants=True
+            )
+            table.grad = gradient.coalesce()
+        # torch's Adagrad makes sparse tensors; torch warns unless told whether to check them.
+        with torch.sparse.check_sparse_tensor_invariants(enable=True):
+            optimizer.step()
+    for moved, expected in zip(found, tables, strict=False):
+        torch.testing.assert_close(moved, expected, rtol=rtol, atol=rtol)
+
+
+def test_every_table_has_a_rate_of_its_own():
+    generator = torch.Generator().manual_seed(0)
+    tables = make_tables(4, generator)
+    entry = make_entry(4, 20, generator)
+    rates_T2 = np.array([[0.1, 0.0], [0.2, 0.0], [0.0, 0.0], [0.4, 0.0]])
+    moved = [table.clone() for table in tables]
+
+    row_update(RowSpace(moved), [], SGD(lr=7.0), rates_T2, [entry])
+
+    for number, (table, (rate, _)) in enumerate(zip(tables, rates_T2, strict=True)):
+        update_reference(SGD(lr=rate), table, [], *by_value(entry, number))
+        torch.testing.assert_close(moved[number], table, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
@@ -136,8 +199,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(optimizer):
 
     results = [run(tables, optimizer, [ledger], num_threads) for num_threads in (1, 2, 5, 16)]
 
-    for found, state in results[1:]:
-        for ours, first in zip(found + state, results[0][0] + results[0][1], strict=True):
+    for found in results[1:]:
+        for ours, first in zip(found, results[0], strict=True):
             assert torch.equal(ours, first)
 
 
@@ -152,7 +215,13 @@ def test_gradients_of_a_row_are_summed_in_lookup_order():
     gradient = torch.tensor([[1.0], [5.0], [2.0**24], [-(2.0**24)]])
     bags = Bags.from_tensors(torch.tensor([1, 0, 1, 1]), torch.arange(5), None, 4, is_mean=False)
 
-    row_update(RowSpace([table]), None, SGD(lr=1.0), 1.0, [LedgerEntry(lookups, bags, gradient)])
+    row_update(
+        RowSpace([table]),
+        [],
+        SGD(lr=1.0),
+        np.array([[1.0, 0.0]]),
+        [LedgerEntry(lookups, bags, gradient)],
+    )
 
     # 1 + 2**24 is 2**24 in float32; in another order the 1 would be left.
     assert table.tolist() == [[-5.0], [0.0]]
@@ -164,7 +233,7 @@ def test_an_update_per_backward_is_not_an_update_per_step():
     tables = make_tables(4, generator)
     entries = [make_entry(4, 5, generator) for _ in range(2)]
 
-    together, _ = run(tables, Adagrad(lr=0.1), [entries])
-    apart, _ = run(tables, Adagrad(lr=0.1), [[entry] for entry in entries])
+    together = run(tables, Adagrad(lr=0.1), [entries])
+    apart = run(tables, Adagrad(lr=0.1), [[entry] for entry in entries])
 
     assert not torch.allclose(together[1], apart[1], atol=1e-3)

@@ -1,0 +1,118 @@
+"""The lookup as autograd sees it: pooled vectors out, gradients to the ledger or to the tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+
+from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups, pooled_lookup, row_gradient_dots
+from recsys.embeddings.kernels.row_update import LedgerEntry
+from recsys.embeddings.table_group import TableGroup, sparse_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from recsys.embeddings.row_updater import RowUpdater
+
+__all__ = ["Part", "fused_lookup"]
+
+
+class Part(NamedTuple):
+    """What one kernel call looks up."""
+
+    group: TableGroup
+    lookups: Lookups
+    bags: Bags
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def fused_lookup(
+    parts: Sequence[Part],
+    bag_weights: Tensor | None,
+    *,
+    updater: RowUpdater | None,
+    explain: Callable[[int], Exception],
+) -> Tensor:
+    """Look up and pool every part, side by side.
+
+    Args:
+        parts: All of one batch size and width of output.
+        bag_weights: What the parts' bags have as weights; it gets a gradient if it asks for one.
+        updater: Keeps the gradients; None where they go to the tables as sparse gradients.
+        explain: From the position of a value that is no row to the error that says so.
+
+    Shape:
+        bag_weights (N,); result (B, W).
+
+    Raises:
+        RuntimeError: the tables' gradients would have to be shared between processes.
+    """
+    if updater is None:
+        tables: Sequence[Tensor] = [weight for part in parts for weight in part.group.weights()]
+    elif any(weight.requires_grad for part in parts for weight in part.group.weights()):
+        if DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
+            raise RuntimeError(
+                "DistributedDataParallel: rows that an optimizer of recsys moves are not shared "
+                "between processes; build the tables without optimizer= (their sparse gradients "
+                "are shared), or train in one process"
+            )
+        tables = [updater.asks_gradient]
+    else:
+        tables = []
+    call = _Call(parts, updater, explain)
+    return cast("Tensor", _FusedLookup.apply(call, bag_weights, *tables))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    parts: Sequence[Part]
+    updater: RowUpdater | None
+    explain: Callable[[int], Exception]
+
+
+class _FusedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
+        first = call.parts[0]
+        weight = first.group.weights()[0]
+        result = torch.empty(first.bags.batch_size, first.lookups.width, dtype=weight.dtype)
+        for part in call.parts:
+            bad = pooled_lookup(part.group.space(), part.lookups, part.bags, result)
+            if bad >= 0:
+                raise call.explain(bad)
+        ctx.call = call
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        gradient = gradient.contiguous()
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            of_weights = gradient.new_zeros(len(call.parts[0].bags.values))
+            for group, lookups, bags in call.parts:
+                row_gradient_dots(group.space(), lookups, bags, gradient, of_weights)
+        entries = [
+            (group, LedgerEntry(lookups, bags, gradient)) for group, lookups, bags in call.parts
+        ]
+        if call.updater is None:
+            tables: list[Tensor | None] = []
+            for group, entry in entries:
+                weights = group.weights()
+                is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(weights)]
+                tables += sparse_gradients(weights, [entry], is_asked)
+            return None, of_weights, *tables
+        if not any(ctx.needs_input_grad[2:]):
+            return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
+        trainable = [
+            (group, LedgerEntry(group.trainable(entry.lookups), entry.bags, gradient))
+            for group, entry in entries
+        ]
+        call.updater.keep([kept for kept in trainable if len(kept[1].lookups.tables)])
+        return None, of_weights, None

@@ -1,0 +1,285 @@
+"""When rows move, and by what: one update per step.
+
+A `torch.optim.Optimizer` has the settings (`param_groups`) and the state; the rows are moved by
+`row_update`, all tables of a dim in one call. The optimizer is `FusedOptimizer`, ours, or one of
+torch's that the user has made already; what is read from it is in a `Translation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from recsys.embeddings.kernels.row_update import row_update
+from recsys.embeddings.row_space import RowSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from recsys.embeddings.kernels.row_update import LedgerEntry
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.table_group import TableGroup
+
+__all__ = ["FusedOptimizer", "RowUpdater", "Translation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    """How an optimizer's `param_groups` and `state` are read.
+
+    Attributes:
+        formula: From a param group to how its rows move.
+        state_names: Under which name the optimizer keeps each of the formula's state arrays; what
+            is not here has the formula's own name.
+        learning_rate: Of a param group at a step, the first being 1.
+        counts_steps: Whether `state[table]["step"]` is kept.
+    """
+
+    formula: Callable[[Mapping[str, Any]], RowOptimizer]
+    state_names: Mapping[str, str]
+    learning_rate: Callable[[Mapping[str, Any], int], float]
+    counts_steps: bool
+
+
+class RowUpdater:
+    """Moves the rows of table groups, each row once per update.
+
+    Args:
+        groups: By the number of the optimizer's param group that has their tables.
+        host: The optimizer whose settings and state are used.
+        translation: How they are read.
+        auto_apply: Whether rows move at the end of each backward pass.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[tuple[int, TableGroup]],
+        host: torch.optim.Optimizer,
+        translation: Translation,
+        *,
+        auto_apply: bool,
+    ) -> None:
+        self._groups = [_GroupUpdater(group, host, number, translation) for number, group in groups]
+        self._auto_apply = auto_apply
+        self._queued_for: int | None = None
+        # Tables are no inputs of autograd's: a pooled vector asks for a gradient on behalf of all
+        # of them by this one.
+        self.asks_gradient = torch.empty(0, requires_grad=True)
+        for _, group in groups:
+            group.watch()
+
+    def keep(self, entries: Sequence[tuple[TableGroup, LedgerEntry]]) -> None:
+        """Add to the ledgers what one lookup's backward found."""
+        backward_pass: int = torch._C._current_graph_task_id()
+        if self._auto_apply and self._queued_for != backward_pass:
+            # What an earlier pass has left behind, ended by an error, is no part of this one.
+            self.forget()
+            self._queued_for = backward_pass
+            # Behind the whole pass: another lookup of it may add to the ledger.
+            Variable._execution_engine.queue_callback(self.update_rows)
+        for group, entry in entries:
+            group.ledger.append(entry)
+
+    def update_rows(self) -> None:
+        """Move every row that gradients were collected for, once; forgets the gradients."""
+        self._queued_for = None
+        for group in self._groups:
+            group.update_rows()
+
+    def forget(self) -> None:
+        """Forget the gradients collected since the last update; no row moves."""
+        for group in self._groups:
+            group.group.forget()
+
+    def release(self) -> None:
+        """Let go of the tables: they are plain parameters again, collected gradients their grad."""
+        for group in self._groups:
+            group.group.unwatch()
+
+
+class _GroupUpdater:
+    """One group's part: its state arrays, and its settings as the kernel takes them."""
+
+    def __init__(
+        self,
+        group: TableGroup,
+        host: torch.optim.Optimizer,
+        number: int,
+        translation: Translation,
+    ) -> None:
+        self.group = group
+        self._host, self._number, self._translation = host, number, translation
+        self._states: list[tuple[str, RowSpace]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, whose memory is elsewhere."""
+        return self.__dict__ | {"_states": []}
+
+    def update_rows(self) -> None:
+        ledger = self.group.take_ledger()
+        if not ledger:
+            return
+        settings = self._host.param_groups[self._number]
+        formula = self._translation.formula(settings)
+        weights = self.group.weights()
+        rates_T2 = np.empty((len(weights), 2))
+        if self._translation.counts_steps:
+            for table, weight in enumerate(weights):
+                step = self._count_step(weight)
+                lr = self._translation.learning_rate(settings, step)
+                rates_T2[table] = formula.rate_and_eps(lr, step)
+        else:
+            rates_T2[:] = formula.rate_and_eps(self._translation.learning_rate(settings, 1), 1)
+        states = self._state_spaces(formula, weights)
+        row_update(self.group.space(), states, formula, rates_T2, ledger)
+
+    def _count_step(self, weight: Tensor) -> int:
+        """A table's number of updates, this one included; a tensor where torch keeps one."""
+        state = self._host.state[weight]
+        state["step"] = state.get("step", 0) + 1
+        return int(state["step"])
+
+    def _state_spaces(
+        self, formula: RowOptimizer, weights: Sequence[nn.Parameter]
+    ) -> list[RowSpace]:
+        names = {
+            self._translation.state_names.get(name, name): size
+            for name, size in formula.state_sizes(self.group.dim).items()
+        }
+        arrays = {
+            name: [self._state_of(weight, name, size) for weight in weights]
+            for name, size in names.items()
+        }
+        if [name for name, _ in self._states] != list(arrays) or not all(
+            space.holds(arrays[name]) for name, space in self._states
+        ):
+            self._states = [(name, RowSpace(tensors)) for name, tensors in arrays.items()]
+        return [space for _, space in self._states]
+
+    def _state_of(self, weight: Tensor, name: str, size: int) -> Tensor:
+        """A table's state array, (E, size) or, of size 1, (E,); made where there is none."""
+        state = self._host.state[weight]
+        known: Tensor | None = state.get(name)
+        if known is None or known.dtype != weight.dtype or not known.is_contiguous():
+            shape = (len(weight), size) if size > 1 else (len(weight),)
+            fresh = weight.new_zeros(shape)
+            state[name] = known = fresh if known is None else fresh.copy_(known.view(shape))
+        return known
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """The optimizer of a module's rows: `param_groups` for schedulers, `step`, `state_dict`.
+
+    Args:
+        tables: By `state_dict` key of the table: the table, and what its state's names begin with.
+        groups: The tables again, as they are updated.
+        formula: How rows move. Its fields are the settings, to be changed in `param_groups`.
+        auto_apply: Whether rows move at the end of each backward pass; `step` then has nothing
+            left to do.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, tuple[nn.Parameter, str]],
+        groups: Sequence[TableGroup],
+        formula: RowOptimizer,
+        *,
+        auto_apply: bool,
+    ) -> None:
+        settings = {field.name: getattr(formula, field.name) for field in fields(formula)}
+        super().__init__([table for table, _ in tables.values()], settings)
+        self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
+        self._formula = formula
+        translation = Translation(
+            formula=self._read_formula,
+            state_names={},
+            learning_rate=_read_lr,
+            counts_steps=formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2),
+        )
+        self.updater = RowUpdater(
+            [(0, group) for group in groups], self, translation, auto_apply=auto_apply
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles; the base class names what it keeps."""
+        own = {name: self.__dict__[name] for name in ("_prefixes", "_formula", "updater")}
+        return super().__getstate__() | own
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Move the rows looked up since the last step.
+
+        Args:
+            closure: Computes the loss and its gradients anew; called first.
+
+        Returns:
+            What `closure` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.updater.update_rows()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients collected since the last step."""
+        self.updater.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by TorchRec's names, `{table key: {table.momentum1: ...}}`; no copies."""
+        [group] = self.param_groups
+        state = {
+            key: {self._prefixes[key] + name: value for name, value in self.state[table].items()}
+            for key, table in zip(self._prefixes, group["params"], strict=True)
+        }
+        settings = {name: value for name, value in group.items() if name != "params"}
+        return {"state": state, "param_groups": [settings | {"params": list(self._prefixes)}]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state of the same tables.
+
+        Raises:
+            ValueError: a table is missing or unknown, or a state's size is another.
+        """
+        [group] = self.param_groups
+        states = state_dict["state"]
+        if set(states) != set(self._prefixes):
+            missing = sorted(set(self._prefixes) - set(states))
+            unknown = sorted(set(states) - set(self._prefixes))
+            raise ValueError(f"optimizer state: tables {missing} are missing, {unknown} unknown")
+        loaded: dict[Tensor, dict[str, Any]] = {}
+        for key, table in zip(self._prefixes, group["params"], strict=True):
+            prefix = self._prefixes[key]
+            loaded[table] = {
+                name.removeprefix(prefix): _copy_state(f"{key}: {name}", value, len(table))
+                for name, value in states[key].items()
+            }
+        self.state.update(loaded)
+        for name, value in state_dict["param_groups"][0].items():
+            if name != "params":
+                group[name] = value
+
+    def _read_formula(self, settings: Mapping[str, Any]) -> RowOptimizer:
+        known = self._formula
+        values = {field.name: settings[field.name] for field in fields(known)}
+        if any(getattr(known, name) != value for name, value in values.items()):
+            self._formula = type(known)(**values)
+        return self._formula
+
+
+def _read_lr(settings: Mapping[str, Any], step: int) -> float:
+    lr: float = settings["lr"]
+    return lr
+
+
+def _copy_state(place: str, value: Any, num_rows: int) -> Any:
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    if len(value) != num_rows:
+        raise ValueError(f"{place}: must have {num_rows} rows, got {len(value)}")
+    return value.clone()

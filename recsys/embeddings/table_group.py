@@ -1,0 +1,245 @@
+"""Tables of one dim that are looked up together, and the ledger of their gradients.
+
+    backward  -> ledger            one entry per backward pass, as backward hands it over
+    weight.grad <- ledger          when somebody asks for it: a sparse gradient per table
+    update    <- weight.grad, ledger
+
+Who reads `weight.grad` (gradient clipping, `GradScaler`, a debugger) finds what plain PyTorch would
+have left there, and what is done to it counts; as long as nobody does, no such tensor is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+from recsys.embeddings.kernels.row_update import LedgerEntry
+from recsys.embeddings.row_space import RowSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["LedgerParameter", "TableGroup", "sparse_gradients"]
+
+
+class TableGroup:
+    """The tables of one dim and dtype: a row space and a ledger.
+
+    Args:
+        holders: The modules whose `weight`s are the tables; asked anew each time, because a
+            module's `weight` may be exchanged.
+
+    Attributes:
+        dim: D.
+        ledger: What backward passes have left behind since the last update, in order.
+    """
+
+    def __init__(self, holders: Sequence[nn.Module]) -> None:
+        self._holders = list(holders)
+        self.dim = self.weights()[0].shape[1]
+        self.ledger: list[LedgerEntry] = []
+        self._space: RowSpace | None = None
+        self._whole_tables: dict[int, Lookups] = {}
+        self._is_watched = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: a row space is a view of memory, which they have elsewhere."""
+        return self.__dict__ | {"_space": None, "ledger": [], "_whole_tables": {}}
+
+    def weights(self) -> list[nn.Parameter]:
+        """The tables, (E, D) each."""
+        # Not by attribute: that takes nn.Module ten times as long, and every step asks.
+        return [cast("nn.Parameter", holder._parameters["weight"]) for holder in self._holders]
+
+    def space(self) -> RowSpace:
+        """The tables where they lie now."""
+        weights = self.weights()
+        if self._space is None or not self._space.holds(weights):
+            self._space = RowSpace(weights)
+            if self._is_watched:
+                self.watch()
+        return self._space
+
+    def watch(self) -> None:
+        """Let `weight.grad` show the ledger, from now on."""
+        self._is_watched = True
+        for weight in self.weights():
+            if type(weight) is nn.Parameter:
+                _set_class(weight, LedgerParameter)
+            if isinstance(weight, LedgerParameter):
+                _GROUPS[weight] = ref(self)
+
+    def unwatch(self) -> None:
+        """Make the tables plain parameters again; the ledger goes to their `grad`."""
+        self.open_ledger()
+        self._is_watched = False
+        for weight in self.weights():
+            if isinstance(weight, LedgerParameter):
+                _GROUPS.pop(weight, None)
+                _set_class(weight, nn.Parameter)
+
+    def open_ledger(self) -> None:
+        """Turn the ledger into a sparse `grad` of each table, added to what is there."""
+        if not self.ledger:
+            return
+        ledger, self.ledger = self.ledger, []
+        weights = self.weights()
+        found = sparse_gradients(weights, ledger, [True] * len(weights))
+        for weight, gradient in zip(weights, found, strict=True):
+            if gradient is not None:
+                known = _plain_grad(weight)
+                _set_plain_grad(weight, gradient if known is None else known + gradient)
+
+    def take_ledger(self) -> list[LedgerEntry]:
+        """Everything that has been collected, as entries of the ledger; nothing is left."""
+        entries = []
+        for table, weight in enumerate(self.weights()):
+            gradient = _plain_grad(weight)
+            if gradient is not None:
+                entries.append(self._entry(table, gradient))
+                _set_plain_grad(weight, None)
+        entries += self.ledger
+        self.ledger = []
+        return entries
+
+    def forget(self) -> None:
+        """Empty the ledger and every `grad`; no row moves."""
+        self.ledger.clear()
+        for weight in self.weights():
+            _set_plain_grad(weight, None)
+
+    def trainable(self, lookups: Lookups) -> Lookups:
+        """The lookups in tables that ask for a gradient."""
+        asks = [weight.requires_grad for weight in self.weights()]
+        if all(asks):
+            return lookups
+        kept = np.array(asks)[lookups.tables.astype(np.int64)]
+        return Lookups(
+            tables=lookups.tables[kept],
+            positions=lookups.positions[kept],
+            columns=lookups.columns[kept],
+            width=lookups.width,
+        )
+
+    def _entry(self, table: int, gradient: Tensor) -> LedgerEntry:
+        """A table's gradient as if each of its rows had been looked up alone."""
+        if gradient.is_sparse:
+            rows, values = gradient._indices()[0], gradient._values()
+        else:
+            rows, values = torch.arange(len(gradient)), gradient
+        if table not in self._whole_tables:
+            self._whole_tables[table] = Lookups(
+                tables=np.array([table], np.uint64),
+                positions=np.zeros(1, np.uint64),
+                columns=np.zeros(1, np.uint64),
+                width=self.dim,
+            )
+        bags = Bags(rows.numpy(), None, None, len(rows), is_mean=False)
+        return LedgerEntry(self._whole_tables[table], bags, values.contiguous())
+
+
+class LedgerParameter(nn.Parameter):
+    """A table whose `grad` is what the ledger of its group holds.
+
+    A `Parameter` becomes one by a change of class, so it stays the object that it was; pickles and
+    state dicts have plain ones.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The sparse gradient, (E, D); None where nothing was collected."""
+        _open_ledger_of(self)
+        return _plain_grad(self)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _open_ledger_of(self)
+        _set_plain_grad(self, gradient)
+
+
+# By the tables' identity. No attribute of theirs: torch.save would take the group along.
+_GROUPS: Any = WeakIdKeyDictionary()
+
+
+def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    weight.__class__ = kind
+
+
+def _open_ledger_of(weight: LedgerParameter) -> None:
+    group = _GROUPS.get(weight, _nobody)()
+    if group is not None:
+        group.open_ledger()
+
+
+def _nobody() -> None:
+    """A reference to nothing, as that to a group that is gone."""
+
+
+_GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
+
+
+def _plain_grad(weight: Tensor) -> Tensor | None:
+    """What autograd and users have left at a table, the ledger aside."""
+    gradient: Tensor | None = _GRAD.__get__(weight)
+    return gradient
+
+
+def _set_plain_grad(weight: Tensor, gradient: Tensor | None) -> None:
+    _GRAD.__set__(weight, gradient)
+
+
+def sparse_gradients(
+    weights: Sequence[Tensor], ledger: Sequence[LedgerEntry], is_asked: Sequence[bool]
+) -> list[Tensor | None]:
+    """By table: the rows looked up in lookup order and the gradient of each; None of no lookup.
+
+    Shape:
+        weights (E, D) each; results sparse (E, D), not coalesced.
+    """
+    found: list[Tensor | None] = []
+    for number, weight in enumerate(weights):
+        rows, gradients = [], []
+        for entry in ledger if is_asked[number] else ():
+            for lookup in np.flatnonzero(entry.lookups.tables == number):
+                first = int(entry.lookups.positions[lookup]) * entry.bags.batch_size
+                column = int(entry.lookups.columns[lookup])
+                of_bags = entry.gradient[:, column : column + weight.shape[1]]
+                rows_n, gradients_nD = _by_value(entry.bags, first, of_bags)
+                rows.append(rows_n)
+                gradients.append(gradients_nD)
+        found.append(
+            torch.sparse_coo_tensor(
+                torch.cat(rows).unsqueeze(0),
+                torch.cat(gradients),
+                weight.shape,
+                check_invariants=False,
+            )
+            if rows
+            else None
+        )
+    return found
+
+
+def _by_value(bags: Bags, first_bag: int, of_bags: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of one feature's bags and the gradient of each."""
+    end = first_bag + bags.batch_size
+    if bags.offsets is None:
+        rows, gradients = torch.from_numpy(bags.values[first_bag:end]), of_bags
+        values = slice(first_bag, end)
+    else:
+        bounds = torch.from_numpy(bags.offsets[first_bag : end + 1])
+        values = slice(int(bounds[0]), int(bounds[-1]))
+        rows = torch.from_numpy(bags.values[values])
+        lengths = bounds.diff()
+        of_bags = of_bags / lengths.clamp(min=1).unsqueeze(1) if bags.is_mean else of_bags
+        gradients = of_bags.repeat_interleave(lengths, dim=0)
+    if bags.weights is not None:
+        gradients = gradients * torch.from_numpy(bags.weights[values]).unsqueeze(1)
+    return rows.long(), gradients

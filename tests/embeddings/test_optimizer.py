@@ -1,0 +1,158 @@
+import math
+
+import pytest
+import torch
+
+from recsys.embeddings.optimizer import (
+    SGD,
+    Adagrad,
+    Adam,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+    update_reference,
+)
+
+STATES = {
+    SGD: {},
+    Adagrad: {"momentum1": 8},
+    RowWiseAdagrad: {"momentum1": 1},
+    Adam: {"momentum1": 8, "exp_avg_sq": 8},
+    PartialRowWiseAdam: {"momentum1": 8, "exp_avg_sq": 1},
+}
+# A row of a step may be looked up several times, and rows of one step rest in the next.
+ROWS = [[3, 0, 3], [1], [0, 0, 4, 1, 0], [3, 2]]
+
+
+def make_states(optimizer, weight):
+    sizes = optimizer.state_sizes(weight.shape[1])
+    return [weight.new_zeros(len(weight), size) for size in sizes.values()]
+
+
+def steps(dim, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.tensor(rows), torch.randn(len(rows), dim, generator=generator, dtype=dtype))
+        for rows in ROWS
+    ]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), STATES.items())
+def test_state_arrays_have_torchrecs_names(kind, sizes):
+    assert kind(lr=0.1).state_sizes(8) == sizes
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("lr", [-0.1, math.inf, math.nan])
+def test_a_learning_rate_that_is_none_is_refused(kind, lr):
+    with pytest.raises(ValueError, match=r"lr must be finite and at least 0, got (-0.1|inf|nan)"):
+        kind(lr=lr)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STATES if kind is not SGD])
+def test_a_negative_eps_is_refused(kind):
+    with pytest.raises(ValueError, match=r"eps must be finite and at least 0, got -1"):
+        kind(lr=0.1, eps=-1)
+
+
+@pytest.mark.parametrize("kind", [Adam, PartialRowWiseAdam])
+@pytest.mark.parametrize("betas", [(0.9, 1.0), (-0.1, 0.9), (math.nan, 0.9), (0.9,)])
+def test_betas_outside_their_range_are_refused(kind, betas):
+    with pytest.raises(ValueError, match=r"betas must be two numbers in \[0, 1\), got \("):
+        kind(lr=0.1, betas=betas)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (SGD(lr=0.1), lambda weight: torch.optim.SGD([weight], lr=0.1)),
+        (Adagrad(lr=0.1, eps=0.3), lambda weight: torch.optim.Adagrad([weight], lr=0.1, eps=0.3)),
+        (
+            Adam(lr=0.1, betas=(0.7, 0.95), eps=0.3),
+            lambda weight: torch.optim.SparseAdam([weight], lr=0.1, betas=(0.7, 0.95), eps=0.3),
+        ),
+    ],
+    ids=["SGD", "Adagrad", "Adam"],
+)
+def test_the_reference_steps_as_torchs_optimizer_does(ours, theirs):
+    weight = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = weight.clone()
+    optimizer, states = theirs(expected), make_states(ours, weight)
+
+    for number, (rows, gradients) in enumerate(steps(8), 1):
+        update_reference(ours, weight, states, rows, gradients, number)
+        expected.grad = torch.sparse_coo_tensor(
+            rows.unsqueeze(0), gradients, expected.shape, check_invariants=True
+        ).coalesce()
+        with torch.sparse.check_sparse_tensor_invariants(enable=True):
+            optimizer.step()
+
+        torch.testing.assert_close(weight, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_the_reference_steps_as_fbgemms_rowwise_adagrad_does():
+    pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+    theirs = SplitTableBatchedEmbeddingBagsCodegen(
+        [(5, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=0.1,
+        eps=0.3,
+        stochastic_rounding=False,
+    )
+    expected = theirs.split_embedding_weights()[0]
+    expected.uniform_(-1, 1)
+    weight = expected.detach().clone()
+    ours = RowWiseAdagrad(lr=0.1, eps=0.3)
+    states = make_states(ours, weight)
+
+    for number, (rows, gradients) in enumerate(steps(8, torch.float32), 1):
+        update_reference(ours, weight, states, rows, gradients, number)
+        (theirs(rows, torch.arange(len(rows) + 1)) * gradients).sum().backward()
+
+        torch.testing.assert_close(weight, expected.detach(), rtol=1e-5, atol=1e-6)
+    (state,) = theirs.split_optimizer_states()[0]
+    torch.testing.assert_close(states[0][:, 0], state, rtol=1e-5, atol=1e-6)
+
+
+def test_partial_rowwise_adam_corrects_both_averages_and_then_adds_eps():
+    """FBGEMM has it on GPUs alone; here number by number, as Kingma and Ba write Adam."""
+    ours = PartialRowWiseAdam(lr=0.1, betas=(0.7, 0.95), eps=0.3)
+    weight = torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = weight.clone().tolist()
+    states = make_states(ours, weight)
+    first = [[0.0] * 8 for _ in range(5)]
+    second = [0.0] * 5
+
+    for t, (rows, gradients) in enumerate(steps(8), 1):
+        update_reference(ours, weight, states, rows, gradients, t)
+        for row in set(rows.tolist()):
+            gradient = gradients[rows == row].sum(0).tolist()
+            mean_square = sum(g * g for g in gradient) / 8
+            second[row] = 0.95 * second[row] + 0.05 * mean_square
+            corrected_second = second[row] / (1 - 0.95**t)
+            for d, g in enumerate(gradient):
+                first[row][d] = 0.7 * first[row][d] + 0.3 * g
+                corrected_first = first[row][d] / (1 - 0.7**t)
+                expected[row][d] -= 0.1 * corrected_first / (math.sqrt(corrected_second) + 0.3)
+
+        torch.testing.assert_close(weight, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_rows_that_were_not_looked_up_rest():
+    weight = torch.ones(5, 8, dtype=torch.float64)
+    ours = Adam(lr=0.1)
+    states = make_states(ours, weight)
+    update_reference(ours, weight, states, torch.tensor([2]), torch.ones(1, 8).double(), 1)
+    after_first, of_first = weight.clone(), [state.clone() for state in states]
+
+    update_reference(ours, weight, states, torch.tensor([4]), torch.ones(1, 8).double(), 2)
+
+    assert torch.equal(weight[2], after_first[2])
+    for state, before in zip(states, of_first, strict=True):
+        assert torch.equal(state[2], before[2])
