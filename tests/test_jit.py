@@ -123,9 +123,9 @@ print(len(recorder.buffer))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_first_step_of_training_compiles_nothing(precision, tmp_path):
-    program = NOTHING_LEFT_TO_COMPILE.replace("sys.argv[1:]", f"['precision={precision}']")
+@pytest.mark.parametrize("setting", ["precision=fp32", "precision=bf16", "embeddings=recsys"])
+def test_the_first_step_of_training_compiles_nothing(setting, tmp_path):
+    program = NOTHING_LEFT_TO_COMPILE.replace("sys.argv[1:]", f"['{setting}']")
 
     assert run(program, NUMBA_CACHE_DIR=str(tmp_path)) == "0\n"
 
