@@ -51,7 +51,7 @@ def build_embeddings(
     """
     if provider == "recsys":
         _require_cpu(provider, device)
-        _compile_kernels(_row_optimizer(optimizer))
+        _compile_kernels({table.embedding_dim for table in tables}, _row_optimizer(optimizer))
         ours = HotColdEmbeddingBagCollection(
             tables, optimizer=_row_optimizer(optimizer), auto_apply=False
         )
@@ -68,11 +68,16 @@ def build_embeddings(
     raise ConfigError(f"embeddings must be one of {EMBEDDINGS}, got {provider!r}")
 
 
-def _compile_kernels(optimizer: RowOptimizer) -> None:
-    """Take the first step of a table of one row, so that training's first does not wait."""
+def _compile_kernels(dims: set[int], optimizer: RowOptimizer) -> None:
+    """Take the first step of a table of one row for each dim, so that training's need not wait."""
     with torch.random.fork_rng(devices=[]):
-        table = TableConfig(name="table", num_embeddings=1, embedding_dim=1)
-        module = HotColdEmbeddingBagCollection([table], optimizer=optimizer)
+        tables = [
+            TableConfig(
+                name=str(dim), num_embeddings=1, embedding_dim=dim, feature_names=("table",)
+            )
+            for dim in sorted(dims)
+        ]
+        module = HotColdEmbeddingBagCollection(tables, optimizer=optimizer)
         module(
             JaggedIds.from_one_hot(["table"], torch.zeros(1, 1, dtype=torch.int64))
         ).values().sum().backward()
