@@ -28,11 +28,23 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.row_space import RowSpace
 
-__all__ = ["Bags", "Lookups", "pooled_lookup", "pooled_lookup_reference", "row_gradient_dots"]
+__all__ = [
+    "AHEAD",
+    "Bags",
+    "Lookups",
+    "bounds_of",
+    "compiled_for",
+    "first_bad",
+    "offsets_of",
+    "pooled_lookup",
+    "pooled_lookup_reference",
+    "row_gradient_dots",
+    "samples_of",
+]
 
 _ONE = np.uint64(1)
 # Lookups from a row's being named to its being read.
-_AHEAD = np.uint64(8)
+AHEAD = np.uint64(8)
 # Kernels are compiled for each of these dims: a row is then a few moves without a loop. Others, of
 # which a row is seldom whole lines, share one.
 _COMPILED_DIMS = range(8, 257, 8)
@@ -176,9 +188,9 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
     first = (space.flat, space.dim, lookups.placed_in(space), bags.values)
     last = (bags.batch_size, lookups.width, num_parts(), result.numpy())
     if bags.offsets is None and bags.weights is None:
-        return _one_hot_kernel(*_compiled_for(space))(*first, *last)
-    of_bags = (_offsets(bags), *_weights(bags, space), bags.is_mean)
-    return _bags_kernel(*_compiled_for(space))(*first, *of_bags, *last)
+        return _one_hot_kernel(*compiled_for(space))(*first, *last)
+    of_bags = (offsets_of(bags), *_weights_of(bags, space), bags.is_mean)
+    return _bags_kernel(*compiled_for(space))(*first, *of_bags, *last)
 
 
 def row_gradient_dots(
@@ -198,7 +210,7 @@ def row_gradient_dots(
         space.dim,
         lookups.placed_in(space),
         bags.values,
-        _offsets(bags),
+        offsets_of(bags),
         gradient.numpy(),
         bags.batch_size,
         lookups.width,
@@ -207,23 +219,33 @@ def row_gradient_dots(
     )
 
 
-def _compiled_for(space: RowSpace) -> tuple[int, int]:
+def compiled_for(space: RowSpace) -> tuple[int, int]:
     """The dim that a kernel is compiled for, 0 for any, and the numbers of a cache line."""
     dim = space.dim if space.dim in _COMPILED_DIMS else 0
     return dim, LINE_BYTES // space.dtype.itemsize
 
 
-def _offsets(bags: Bags) -> NDArray[Any]:
+def offsets_of(bags: Bags) -> NDArray[Any]:
+    """Where bags begin, of one-hot ones too."""
     if bags.offsets is not None:
         return bags.offsets
     return np.arange(len(bags.values) + 1, dtype=bags.values.dtype)
 
 
-def _weights(bags: Bags, space: RowSpace) -> tuple[bool, NDArray[Any]]:
+def _weights_of(bags: Bags, space: RowSpace) -> tuple[bool, NDArray[Any]]:
     """Whether there are any, and an array of them in any case."""
     if bags.weights is None:
         return False, np.empty(0, space.dtype)
     return True, bags.weights
+
+
+def bounds_of(lookups: Lookups, bags: Bags) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first value of every lookup and the one behind its last, (L,) each."""
+    first_bags = lookups.positions.astype(np.int64) * bags.batch_size
+    bounds = first_bags, first_bags + bags.batch_size
+    if bags.offsets is None:
+        return bounds
+    return bags.offsets[bounds[0]].astype(np.int64), bags.offsets[bounds[1]].astype(np.int64)
 
 
 @kernel
@@ -238,6 +260,23 @@ def _counts_up(offsets: NDArray[Any]) -> bool:
         if differing:
             return False
     return True
+
+
+@kernel
+def samples_of(part: int, num_parts: int, num_samples: int) -> tuple[np.uint64, np.uint64]:
+    """The run of samples that is a part's."""
+    begin, end = part * num_samples // num_parts, (part + 1) * num_samples // num_parts
+    return np.uint64(begin), np.uint64(end)
+
+
+@kernel
+def first_bad(bad_P: NDArray[np.int64]) -> int:
+    """The first value that some part found to be no row; -1 where none did."""
+    first = -1
+    for place in bad_P:
+        if place >= 0 and (first < 0 or place < first):
+            first = place
+    return first
 
 
 @cache
@@ -260,15 +299,14 @@ def _one_hot_kernel(compiled_dim: int, line: int) -> Callable[..., int]:
         result = result_BW.reshape(-1)
         bad = np.full(num_parts, -1)
         for part in prange(num_parts):
-            begin = np.uint64(part * num_samples // num_parts)
-            end = np.uint64((part + 1) * num_samples // num_parts)
+            begin, end = samples_of(part, num_parts, num_samples)
             for lookup in range(lookups_4L.shape[1]):
                 base, size, position, column = lookups_4L[:, lookup]
                 first = position * np.uint64(num_samples)
                 target = begin * np.uint64(width) + column
                 for place in range(first + begin, first + end):
-                    if place + _AHEAD < first + end:
-                        ahead = base + np.uint64(values_N[place + _AHEAD]) * dim
+                    if place + AHEAD < first + end:
+                        ahead = base + np.uint64(values_N[place + AHEAD]) * dim
                         for d in range(np.uint64(0), dim, np.uint64(line)):
                             prefetch(flat, ahead + d)
                     row = np.uint64(values_N[place])
@@ -278,7 +316,7 @@ def _one_hot_kernel(compiled_dim: int, line: int) -> Callable[..., int]:
                     else:
                         copy_run(result, target, flat, base + row * dim, dim)
                     target += np.uint64(width)
-        return _first(bad)
+        return first_bad(bad)
 
     return one_hot
 
@@ -307,8 +345,7 @@ def _bags_kernel(compiled_dim: int, line: int) -> Callable[..., int]:
         result = result_BW.reshape(-1)
         bad = np.full(num_parts, -1)
         for part in prange(num_parts):
-            begin = np.uint64(part * num_samples // num_parts)
-            end = np.uint64((part + 1) * num_samples // num_parts)
+            begin, end = samples_of(part, num_parts, num_samples)
             for lookup in range(lookups_4L.shape[1]):
                 base, size, position, column = lookups_4L[:, lookup]
                 first = position * np.uint64(num_samples)
@@ -319,8 +356,8 @@ def _bags_kernel(compiled_dim: int, line: int) -> Callable[..., int]:
                         result[target + d] = 0
                     first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
                     for place in range(first_place, end_place):
-                        if place + _AHEAD < last_place:
-                            ahead = base + np.uint64(values_N[place + _AHEAD]) * dim
+                        if place + AHEAD < last_place:
+                            ahead = base + np.uint64(values_N[place + AHEAD]) * dim
                             for d in range(np.uint64(0), dim, np.uint64(line)):
                                 prefetch(flat, ahead + d)
                         row = np.uint64(values_N[place])
@@ -341,19 +378,9 @@ def _bags_kernel(compiled_dim: int, line: int) -> Callable[..., int]:
                         for d in range(dim):
                             result[target + d] /= count
                     target += np.uint64(width)
-        return _first(bad)
+        return first_bad(bad)
 
     return bags
-
-
-@kernel
-def _first(bad_P: NDArray[np.int64]) -> int:
-    """The first value that some part found to be no row; -1 where none did."""
-    first = -1
-    for place in bad_P:
-        if place >= 0 and (first < 0 or place < first):
-            first = place
-    return first
 
 
 @parallel_kernel
@@ -373,8 +400,7 @@ def _dots_kernel(
     dim = np.uint64(any_dim)
     gradient = gradient_BW.reshape(-1)
     for part in prange(num_parts):
-        begin = np.uint64(part * num_samples // num_parts)
-        end = np.uint64((part + 1) * num_samples // num_parts)
+        begin, end = samples_of(part, num_parts, num_samples)
         for lookup in range(lookups_4L.shape[1]):
             base, _, position, column = lookups_4L[:, lookup]
             first = position * np.uint64(num_samples)
