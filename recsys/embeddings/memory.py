@@ -18,14 +18,25 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["advise_huge_pages"]
+__all__ = ["advise_huge_pages", "empty_rows"]
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 # Of linux/mman.h; the second is known since Linux 6.1.
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+
+
+def empty_rows(
+    *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
+    """Memory for a table, in huge pages where the system has them; its values are undefined."""
+    rows = torch.empty(shape, dtype=dtype, device=device)
+    advise_huge_pages(rows, is_touched=False)
+    return rows
 
 
 def advise_huge_pages(tensor: Tensor, *, is_touched: bool) -> bool:

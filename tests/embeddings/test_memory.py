@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recsys.embeddings import memory
+from recsys.batch import JaggedIds
+from recsys.embeddings import Adagrad, HotColdEmbeddingBagCollection, TableConfig, memory
 from recsys.embeddings.memory import advise_huge_pages
 
 MIB = 2**20
@@ -42,6 +43,21 @@ def test_a_fresh_table_is_advised_in_whole_huge_pages_alone():
     assert is_advised(first_page)
     assert is_advised(last_page - 1)
     assert not is_advised(last_page)
+
+
+@has_huge_pages
+def test_rows_and_their_state_lie_in_huge_pages():
+    table = TableConfig(name="t", num_embeddings=2 * MIB // 16, embedding_dim=16)
+    module = HotColdEmbeddingBagCollection([table], optimizer=Adagrad(lr=0.1))
+
+    module(
+        JaggedIds.from_one_hot(["t"], torch.zeros(1, 1, dtype=torch.int64))
+    ).values().sum().backward()
+
+    [rows] = module.table_weights()
+    state = module.row_optimizer.state[rows]["momentum1"]
+    assert is_advised(rows.data_ptr() + 4 * MIB)
+    assert is_advised(state.data_ptr() + 4 * MIB)
 
 
 @has_huge_pages
