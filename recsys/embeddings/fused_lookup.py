@@ -110,10 +110,9 @@ class _FusedLookup(torch.autograd.Function):
             return None, of_weights, *tables
         if not any(ctx.needs_input_grad[2:]):
             return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
-        call.updater.keep(
-            [
-                (group, LedgerEntry(group.trainable(entry.lookups), entry.bags, gradient))
-                for group, entry in entries
-            ]
-        )
+        trainable = [
+            (group, LedgerEntry(group.trainable(entry.lookups), entry.bags, gradient))
+            for group, entry in entries
+        ]
+        call.updater.keep([kept for kept in trainable if len(kept[1].lookups.tables)])
         return None, of_weights, None
