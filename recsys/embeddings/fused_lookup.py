@@ -30,7 +30,6 @@ class Part(NamedTuple):
     bags: Bags
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def fused_lookup(
     parts: Sequence[Part],
     bag_weights: Tensor | None,
@@ -40,6 +39,8 @@ def fused_lookup(
     explain: Callable[[int], Exception],
 ) -> Tensor:
     """Look up and pool every part, side by side.
+
+    `torch.compile` cannot look into it: callers are disabled for it as a whole, once.
 
     Args:
         parts: All of one batch size and width of output.
