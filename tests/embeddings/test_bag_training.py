@@ -15,6 +15,8 @@ from recsys.embeddings.optimizer import (
     RowWiseAdagrad,
     update_reference,
 )
+from recsys.embeddings.row_updater import FusedOptimizer
+from recsys.embeddings.table_group import TableGroup
 
 NUM_ROWS, DIM = 11, 3
 TOLERANCES = {
@@ -336,3 +338,63 @@ def test_activations_recomputed_in_backward_make_the_same_step(mode, use_reentra
     checkpoint(pooled(other), scale, use_reentrant=use_reentrant).backward()
 
     assert torch.equal(other.weight, own.weight)
+
+
+def sharing(optimizer, modes):
+    """Bags of one group, as models of several tables have them."""
+    members = [ours_like(plain_module(torch.float64, mode=mode), None) for mode in modes]
+    group = TableGroup(members)
+    host = FusedOptimizer(
+        {f"{number}.weight": (each.weight, "") for number, each in enumerate(members)},
+        [group],
+        optimizer,
+        auto_apply=False,
+    )
+    for number, each in enumerate(members):
+        each.attach(host.updater, group, number)
+    return members, host
+
+
+@each_optimizer
+def test_bags_of_several_modes_share_one_update(optimizer):
+    modes = ["sum", "mean", "max", "mean"]
+    members, host = sharing(optimizer, modes)
+    expected = [
+        reference_step(plain_module(torch.float64, mode=mode), optimizer, [0, 1]) for mode in modes
+    ]
+
+    for seed in (0, 1):
+        sum(loss(each, seed) for each in members).backward()
+    host.step()
+
+    for each, rows in zip(members, expected, strict=True):
+        torch.testing.assert_close(each.weight.detach(), rows, **TOLERANCES[torch.float64])
+
+
+@pytest.mark.parametrize("optimizer", [Adam(lr=0.1), PartialRowWiseAdam(lr=0.1)], **by_name)
+def test_a_step_without_lookups_in_a_table_is_none_of_its_steps(optimizer):
+    members, host = sharing(optimizer, ["sum", "sum"])
+    alone = ours_like(plain_module(torch.float64, mode="sum"), optimizer)
+
+    for looked_up in (members[:1], members[:1], members):
+        sum(loss(each, 0) for each in looked_up).backward()
+        host.step()
+    loss(alone, 0).backward()
+
+    assert torch.equal(members[1].weight, alone.weight)
+    assert not torch.equal(members[0].weight, alone.weight)
+
+
+def test_frozen_bags_of_a_group_ask_for_no_gradient():
+    members, host = sharing(SGD(lr=1.0), ["sum", "max"])
+    for each in members:
+        each.weight.requires_grad = False
+    members[0].weight.requires_grad = True
+    before = members[1].weight.clone()
+
+    found = [each(*bags(0)) for each in members]
+    found[0].sum().backward()
+    host.step()
+
+    assert [each.requires_grad for each in found] == [True, False]
+    assert torch.equal(members[1].weight, before)
