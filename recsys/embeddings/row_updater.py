@@ -83,7 +83,7 @@ class RowUpdater:
             # Behind the whole pass: another lookup of it may add to the ledger.
             Variable._execution_engine.queue_callback(self.update_rows)
         for group, entry in entries:
-            group.ledger.append(entry)
+            group.keep(entry)
 
     def update_rows(self) -> None:
         """Move every row that gradients were collected for, once; forgets the gradients."""
@@ -160,7 +160,6 @@ class _GroupUpdater:
                     group["params"] = [new if known is old else known for known in group["params"]]
                 if old in self._host.state:
                     self._host.state[new] = self._host.state.pop(old)
-                self.group.watch()
         self._weights = weights
 
     def _count_step(self, weight: Tensor) -> int:
