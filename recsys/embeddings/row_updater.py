@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from recsys.embeddings.kernels.row_update import row_update
+from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import RowSpace
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class _GroupUpdater:
         known: Tensor | None = state.get(name)
         if known is None or known.dtype != weight.dtype or not known.is_contiguous():
             shape = (len(weight), size) if size > 1 else (len(weight),)
-            fresh = weight.new_zeros(shape)
+            fresh = empty_rows(*shape, dtype=weight.dtype).zero_()
             state[name] = known = fresh if known is None else fresh.copy_(known.view(shape))
         return known
 
