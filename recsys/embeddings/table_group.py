@@ -86,6 +86,12 @@ class TableGroup:
                 _GROUPS.pop(weight, None)
                 _set_class(weight, nn.Parameter)
 
+    def keep(self, entry: LedgerEntry) -> None:
+        """Add to the ledger what one lookup's backward found."""
+        self.ledger.append(entry)
+        if self._is_watched and any(type(weight) is nn.Parameter for weight in self.weights()):
+            self.watch()  # a parameter has taken a table's place
+
     def open_ledger(self) -> None:
         """Turn the ledger into a sparse `grad` of each table, added to what is there."""
         if not self.ledger:

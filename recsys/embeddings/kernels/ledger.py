@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from recsys.embeddings.kernels.pooled_lookup import Bags
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+    from recsys.embeddings.kernels.pooled_lookup import Lookups
     from recsys.embeddings.row_space import RowSpace
 
 __all__ = ["LedgerEntry", "Segments", "Values", "join_ledger"]
@@ -33,11 +35,25 @@ class LedgerEntry:
         lookups: What was looked up where.
         bags: The input.
         gradient: Of the pooled rows, (B, W), contiguous.
+        ids: What the bags are views of, and the version of each.
     """
 
     lookups: Lookups
     bags: Bags
     gradient: Tensor
+    ids: Sequence[tuple[Tensor, int]] = ()
+
+    def require_unchanged(self) -> None:
+        """Refuse ids that have been overwritten since.
+
+        Raises:
+            RuntimeError: they have been.
+        """
+        if any(tensor._version != version for tensor, version in self.ids):
+            raise RuntimeError(
+                "ids of a lookup were overwritten after its backward, before its rows were moved; "
+                "step first, or look up a clone of them"
+            )
 
 
 def join_ledger(
@@ -109,6 +125,10 @@ def _values(ledger: Sequence[LedgerEntry], dtype: np.dtype[Any]) -> Values:
     bags = [entry.bags for entry in ledger]
     rows = _join([each.values for each in bags])
     is_one_hot = all(each.offsets is None for each in bags)
+    is_mean = any(each.is_mean for each in bags)
+    if is_mean and not all(each.is_mean or each.offsets is None for each in bags):
+        bags = [_mean_by_weights(each, dtype) if each.is_mean else each for each in bags]
+        is_mean = False
     has_weights = any(each.weights is not None for each in bags)
     return Values(
         rows,
@@ -118,7 +138,7 @@ def _values(ledger: Sequence[LedgerEntry], dtype: np.dtype[Any]) -> Values:
         _join([_weights_or_ones(each, dtype) for each in bags])
         if has_weights
         else np.empty(0, dtype),
-        any(each.is_mean for each in bags),
+        is_mean,
     )
 
 
@@ -138,6 +158,15 @@ def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:
         for each in bags
     ]
     return np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+
+
+def _mean_by_weights(bags: Bags, dtype: np.dtype[Any]) -> Bags:
+    """Bags that are averaged, as bags that are summed with weights."""
+    assert bags.offsets is not None
+    lengths = np.diff(bags.offsets)
+    shares = np.repeat(1 / np.maximum(lengths, 1), lengths).astype(dtype)
+    weights = shares if bags.weights is None else bags.weights * shares
+    return Bags(bags.values, bags.offsets, weights, bags.batch_size, is_mean=False)
 
 
 def _weights_or_ones(bags: Bags, dtype: np.dtype[Any]) -> NDArray[Any]:
