@@ -10,7 +10,6 @@ output, n rows of one lookup.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +20,8 @@ from torch.nn import functional
 from recsys.embeddings.kernels.pooled_lookup import (
     AHEAD,
     bounds_of,
-    compiled_for,
     first_bad,
+    line_of,
     offsets_of,
     samples_of,
 )
@@ -30,7 +29,7 @@ from recsys.embeddings.kernels.prefetch import prefetch
 from recsys.jit import num_parts, parallel_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -92,9 +91,10 @@ def pooled_max(
         raise ValueError(
             "max pooling takes no weights: which number is the greatest is all it asks"
         )
-    return _max_kernel(*compiled_for(space))(
+    return _max_kernel(
         space.flat,
         space.dim,
+        line_of(space),
         lookups.placed_in(space),
         bags.values,
         offsets_of(bags),
@@ -147,61 +147,58 @@ def max_gradients(
     ]
 
 
-@cache
-def _max_kernel(compiled_dim: int, line: int) -> Callable[..., int]:
-    """The kernel for rows of this dim; 0 for one that takes any."""
-
-    @parallel_kernel
-    def pool(
-        flat: NDArray[Any],
-        any_dim: int,
-        lookups_4L: NDArray[np.uint64],
-        values_N: NDArray[Any],
-        offsets: NDArray[Any],
-        num_samples: int,
-        width: int,
-        num_parts: int,
-        result_BW: NDArray[Any],
-        winners_BW: NDArray[np.int64],
-    ) -> int:
-        """A part is a run of samples."""
-        dim = np.uint64(compiled_dim) if compiled_dim else np.uint64(any_dim)
-        result, winners = result_BW.reshape(-1), winners_BW.reshape(-1)
-        bad = np.full(num_parts, -1)
-        for part in prange(num_parts):
-            begin, end = samples_of(part, num_parts, num_samples)
-            for lookup in range(lookups_4L.shape[1]):
-                base, size, position, column = lookups_4L[:, lookup]
-                first = position * np.uint64(num_samples)
-                last_place = np.uint64(offsets[first + end])
-                target = begin * np.uint64(width) + column
-                for bag in range(first + begin, first + end):
-                    for d in range(dim):
-                        result[target + d] = 0
-                        winners[target + d] = -1
-                    first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
-                    for place in range(first_place, end_place):
-                        if place + AHEAD < last_place:
-                            ahead = base + np.uint64(values_N[place + AHEAD]) * dim
-                            for d in range(np.uint64(0), dim, np.uint64(line)):
-                                prefetch(flat, ahead + d)
-                        row = np.uint64(values_N[place])
-                        if row >= size:
-                            if bad[part] < 0 or np.int64(place) < bad[part]:
-                                bad[part] = np.int64(place)
-                            continue
-                        source = base + row * dim
-                        is_first = place == first_place
+@parallel_kernel
+def _max_kernel(
+    flat: NDArray[Any],
+    any_dim: int,
+    line: int,
+    lookups_4L: NDArray[np.uint64],
+    values_N: NDArray[Any],
+    offsets: NDArray[Any],
+    num_samples: int,
+    width: int,
+    num_parts: int,
+    result_BW: NDArray[Any],
+    winners_BW: NDArray[np.int64],
+) -> int:
+    """A part is a run of samples."""
+    dim = np.uint64(any_dim)
+    result, winners = result_BW.reshape(-1), winners_BW.reshape(-1)
+    bad = np.full(num_parts, -1)
+    for part in prange(num_parts):
+        begin, end = samples_of(part, num_parts, num_samples)
+        for lookup in range(lookups_4L.shape[1]):
+            base, size, position, column = lookups_4L[:, lookup]
+            first = position * np.uint64(num_samples)
+            last_place = np.uint64(offsets[first + end])
+            target = begin * np.uint64(width) + column
+            for bag in range(first + begin, first + end):
+                for d in range(dim):
+                    result[target + d] = 0
+                    winners[target + d] = -1
+                first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
+                for place in range(first_place, end_place):
+                    if place + AHEAD < last_place:
+                        ahead = base + np.uint64(values_N[place + AHEAD]) * dim
+                        for d in range(np.uint64(0), dim, np.uint64(line)):
+                            prefetch(flat, ahead + d)
+                    row = np.uint64(values_N[place])
+                    if row >= size:
+                        if bad[part] < 0 or np.int64(place) < bad[part]:
+                            bad[part] = np.int64(place)
+                        continue
+                    source = base + row * dim
+                    if place == first_place:
                         for d in range(dim):
-                            number, best = flat[source + d], result[target + d]
-                            wins = is_first or number > best
-                            winner = np.int64(place) if wins else winners[target + d]
-                            result[target + d] = number if wins else best
-                            winners[target + d] = winner
-                    target += np.uint64(width)
-        return first_bad(bad)
-
-    return pool
+                            result[target + d] = flat[source + d]
+                            winners[target + d] = np.int64(place)
+                        continue
+                    for d in range(dim):
+                        if flat[source + d] > result[target + d]:
+                            result[target + d] = flat[source + d]
+                            winners[target + d] = np.int64(place)
+                target += np.uint64(width)
+    return first_bad(bad)
 
 
 @parallel_kernel
