@@ -89,7 +89,7 @@ class TableGroup:
     def keep(self, entry: LedgerEntry) -> None:
         """Add to the ledger what one lookup's backward found."""
         self.ledger.append(entry)
-        if self._is_watched and any(type(weight) is nn.Parameter for weight in self.weights()):
+        if self._is_watched and nn.Parameter in set(map(type, self.weights())):
             self.watch()  # a parameter has taken a table's place
 
     def open_ledger(self) -> None:
