@@ -157,6 +157,21 @@ def test_an_update_per_backward_is_not_a_step_of_the_summed_gradient():
     assert found[True] == pytest.approx(-0.189, abs=5e-4)  # 0.1 * 1 / sqrt(1) + 0.1 * 2 / sqrt(5)
 
 
+def test_weights_may_be_parameters_that_move_before_the_rows():
+    own = ours_like(plain_module(mode="sum"), SGD(lr=1.0), auto_apply=False)
+    expected = own.weight.detach().clone()
+    weights = nn.Parameter(torch.tensor([[2.0, 3.0]]))
+    dense = torch.optim.SGD([weights], lr=1.0)
+
+    own(torch.tensor([[1, 4]]), None, weights).sum().backward()
+    dense.step()
+    own.row_optimizer.step()
+
+    expected[1] -= 2
+    expected[4] -= 3
+    torch.testing.assert_close(own.weight.detach(), expected)
+
+
 def test_a_padding_row_stays_as_it_is():
     own = HotColdEmbeddingBag(3, DIM, mode="sum", padding_idx=-3, optimizer=Adam(lr=0.1))
 

@@ -61,11 +61,25 @@ class LedgerEntry:
         lookups: What was looked up where.
         bags: The input.
         gradient: Of the pooled rows, (B, W), contiguous.
+        ids: What the bags are views of, and the version of each.
     """
 
     lookups: Lookups
     bags: Bags
     gradient: Tensor
+    ids: Sequence[tuple[Tensor, int]] = ()
+
+    def require_unchanged(self) -> None:
+        """Refuse ids that have been overwritten since.
+
+        Raises:
+            RuntimeError: they have been.
+        """
+        if any(tensor._version != version for tensor, version in self.ids):
+            raise RuntimeError(
+                "ids of a lookup were overwritten after its backward, before its rows were moved; "
+                "step first, or look up a clone of them"
+            )
 
 
 def row_update(
