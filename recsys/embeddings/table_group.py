@@ -96,7 +96,7 @@ class TableGroup:
         """Turn the ledger into a sparse `grad` of each table, added to what is there."""
         if not self.ledger:
             return
-        ledger, self.ledger = self.ledger, []
+        ledger = self._closed_ledger()
         weights = self.weights()
         found = sparse_gradients(weights, ledger, [True] * len(weights))
         for weight, gradient in zip(weights, found, strict=True):
@@ -106,7 +106,7 @@ class TableGroup:
 
     def take_ledger(self) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left."""
-        ledger, self.ledger = self.ledger, []
+        ledger = self._closed_ledger()
         weights = self.weights()
         gradients = list(map(_plain_grad, weights))
         shown = [table for table, gradient in enumerate(gradients) if gradient is not None]
@@ -116,6 +116,12 @@ class TableGroup:
         for table in shown:
             _set_plain_grad(weights[table], None)
         return entries + ledger
+
+    def _closed_ledger(self) -> list[LedgerEntry]:
+        ledger, self.ledger = self.ledger, []
+        for entry in ledger:
+            entry.require_unchanged()
+        return ledger
 
     def forget(self) -> None:
         """Empty the ledger and every `grad`; no row moves."""
