@@ -111,25 +111,22 @@ class _FusedLookup(torch.autograd.Function):
             of_weights = gradient.new_zeros(len(call.parts[0].bags.values))
             for group, lookups, bags in call.parts:
                 row_gradient_dots(group.space(), lookups, bags, gradient, of_weights)
-        entries = [
-            (group, LedgerEntry(lookups, bags, gradient)) for group, lookups, bags in call.parts
-        ]
         if call.updater is None:
             tables: list[Tensor | None] = []
-            for group, entry in entries:
+            for group, lookups, bags in call.parts:
                 weights = group.weights()
                 is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(weights)]
+                entry = LedgerEntry(lookups, bags, gradient)
                 tables += sparse_gradients(weights, [entry], is_asked)
             return None, of_weights, *tables
-        if not any(ctx.needs_input_grad[2:]):
-            return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
-        ids = [(tensor, tensor._version) for tensor in call.ids]
-        trainable = [
-            (group, LedgerEntry(group.trainable(entry.lookups), _kept(entry.bags), gradient, ids))
-            for group, entry in entries
-        ]
-        call.updater.keep([kept for kept in trainable if len(kept[1].lookups.tables)])
-        return None, of_weights, None
+        if any(ctx.needs_input_grad[2:]):
+            ids = [(tensor, tensor._version) for tensor in call.ids]
+            entries = [
+                (group, LedgerEntry(group.trainable(lookups), _kept(bags), gradient, ids))
+                for group, lookups, bags in call.parts
+            ]
+            call.updater.keep([kept for kept in entries if len(kept[1].lookups.tables)])
+        return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
 
 
 def _versions(call: _Call) -> list[int]:

@@ -132,7 +132,7 @@ class TableGroup:
 
     def trainable(self, lookups: Lookups) -> Lookups:
         """The lookups in tables that ask for a gradient."""
-        asks = [weight.requires_grad for weight in self.weights()]
+        asks = list(map(_requires_grad, self.weights()))
         if False not in asks:
             return lookups
         kept = np.array(asks)[lookups.tables.astype(np.int64)]
@@ -197,6 +197,9 @@ def _nobody() -> None:
     """A reference to nothing, as that to a group that is gone."""
 
 
+_requires_grad: Callable[[Tensor], bool] = inspect.getattr_static(
+    torch.Tensor, "requires_grad"
+).__get__
 # What autograd and users have left at a table, the ledger aside.
 _GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
 _plain_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
