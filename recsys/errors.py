@@ -8,6 +8,8 @@
     |-- AlreadyExists       (FileExistsError)  a store or run folder that would be overwritten
     |-- IdOutOfRange        (IndexError,       an id that is no row of its table
     |                        RuntimeError)
+    |-- MalformedBags       (ValueError,       ids, offsets or weights that do not make bags
+    |                        RuntimeError)
     |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
     `-- MissingDependency   (ImportError)      an optional package that this call needs
 
@@ -20,6 +22,7 @@ __all__ = [
     "ConfigError",
     "DatasetFormatError",
     "IdOutOfRange",
+    "MalformedBags",
     "MissingDependency",
     "RecsysError",
     "StoreError",
@@ -54,6 +57,10 @@ class AlreadyExists(RecsysError, FileExistsError):
 
 class IdOutOfRange(RecsysError, IndexError, RuntimeError):
     """An id that is no row of its table; `nn.EmbeddingBag` raises a RuntimeError for it."""
+
+
+class MalformedBags(RecsysError, ValueError, RuntimeError):
+    """Input of a lookup that cannot be read; `nn.EmbeddingBag` raises now one, now the other."""
 
 
 class TrainingDiverged(RecsysError, ArithmeticError):

@@ -37,6 +37,7 @@ def test_public_names_are_these_and_no_others():
             "SGD",
             "Adagrad",
             "Adam",
+            "HotColdEmbeddingBag",
             "HotColdEmbeddingBagCollection",
             "PartialRowWiseAdam",
             "RowWiseAdagrad",

@@ -1,5 +1,6 @@
 """Embedding tables and those who look up and update their rows."""
 
+from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
@@ -8,6 +9,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "HotColdEmbeddingBag",
     "HotColdEmbeddingBagCollection",
     "PartialRowWiseAdam",
     "RowWiseAdagrad",

@@ -1,0 +1,298 @@
+"""`HotColdEmbeddingBag`: `nn.EmbeddingBag` whose rows are moved by an optimizer of their own.
+
+    input, offsets -> read_bags -> fused_lookup -> pooled vectors
+    gradient -> ledger -> update
+
+It is an `nn.EmbeddingBag`, so whatever asks for one gets one. Without an optimizer it computes as
+one; what it adds is errors that name the sample.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from recsys.embeddings.bag_input import BagInput, read_bags
+from recsys.embeddings.fused_lookup import Part, fused_lookup
+from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+from recsys.embeddings.row_updater import FusedOptimizer
+from recsys.embeddings.table_group import TableGroup
+
+if TYPE_CHECKING:
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.row_updater import RowUpdater
+
+__all__ = ["HotColdEmbeddingBag"]
+
+
+class HotColdEmbeddingBag(nn.EmbeddingBag):
+    """A drop-in for `torch.nn.EmbeddingBag`, resident.
+
+    Args:
+        num_embeddings: E, rows.
+        embedding_dim: D, columns.
+        max_norm: Rows looked up whose norm is larger are scaled down to it, in place.
+        norm_type: The p of that norm.
+        scale_grad_by_freq: Whether a row's gradient is divided by how often the mini-batch has it.
+        mode: "sum", "mean" or "max".
+        sparse: Without an optimizer: whether the gradient is sparse.
+        _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
+        include_last_offset: Whether `offsets` has the last bag's end, too.
+        padding_idx: A row that counts for nothing wherever it is looked up.
+        device: Where the rows live; with an optimizer the CPU.
+        dtype: Of the rows; with an optimizer float32 or float64.
+        optimizer: How rows are updated; None leaves a gradient to an optimizer of torch's.
+        auto_apply: With an optimizer: update at the end of each backward. Where False,
+            `row_optimizer.step()` updates, once for all backward passes since the last.
+
+    Attributes:
+        row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
+
+    Raises:
+        AssertionError: `padding_idx` is no row, or `_weight` has another shape.
+        ValueError: rows are such as an optimizer of ours cannot move.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        optimizer: RowOptimizer | None = None,
+        auto_apply: bool = True,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            sparse,
+            _weight,
+            include_last_offset,
+            padding_idx,
+            device,
+            dtype,
+        )
+        self.row_optimizer: FusedOptimizer | None = None
+        self._updater: RowUpdater | None = None
+        self._group: TableGroup | None = None
+        self._lookups: Lookups | None = None
+        if optimizer is not None:
+            self._optimize(optimizer, auto_apply=auto_apply)
+
+    def attach(self, updater: RowUpdater, group: TableGroup, table: int) -> None:
+        """Hand gradients to an updater's ledger from now on; `accelerate` calls it.
+
+        Args:
+            updater: Moves the rows.
+            group: Has this module among its holders.
+            table: Its number among them.
+        """
+        self._updater, self._group = updater, group
+        self._lookups = Lookups(
+            tables=np.array([table], np.uint64),
+            positions=np.zeros(1, np.uint64),
+            columns=np.zeros(1, np.uint64),
+            width=self.embedding_dim,
+        )
+
+    def detach(self) -> None:
+        """Leave gradients at `weight` again, as `nn.EmbeddingBag` does."""
+        self._updater = self._group = self._lookups = None
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Look up and pool.
+
+        Shape:
+            input (B, L), or (N,) with offsets (B,) or (B + 1,), or nested; per_sample_weights as
+            input; result (B, D).
+
+        Raises:
+            IdOutOfRange: a value is no row.
+            MalformedBags: input, offsets and weights do not make bags.
+            NotImplementedError: there are weights, and `mode` is not "sum".
+            ValueError: a weight is not a number, or the module's settings exclude each other.
+        """
+        if self._updater is not None:
+            return cast("Tensor", self._look_up_fused(input, offsets, per_sample_weights))
+        if torch.compiler.is_compiling() or not input.is_cpu:
+            return super().forward(input, offsets, per_sample_weights)
+        bags = self._read(input, offsets, per_sample_weights)
+        try:
+            return self._pool_by_torch(bags, self.weight)
+        except (IndexError, RuntimeError) as error:
+            bad = bags.first_bad(self.num_embeddings)
+            if bad is None:
+                raise
+            raise bags.id_error(bad, self.num_embeddings) from error
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        *,
+        optimizer: RowOptimizer | None = None,
+        auto_apply: bool = True,
+    ) -> HotColdEmbeddingBag:
+        """A module on rows that are there already; it shares their memory.
+
+        Args:
+            embeddings: The rows.
+            freeze: Whether they stay as they are; as in torch they do, unless told otherwise.
+            max_norm: As for the class, and so are all that follow.
+            norm_type: Likewise.
+            scale_grad_by_freq: Likewise.
+            mode: Likewise.
+            sparse: Likewise.
+            include_last_offset: Likewise.
+            padding_idx: Likewise.
+            optimizer: Likewise; it has nothing to do while rows are frozen.
+            auto_apply: Likewise.
+
+        Shape:
+            embeddings (E, D).
+
+        Raises:
+            AssertionError: `embeddings` has not two dimensions.
+        """
+        module = super().from_pretrained(
+            embeddings,
+            freeze,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            sparse,
+            include_last_offset,
+            padding_idx,
+        )
+        assert isinstance(module, HotColdEmbeddingBag)  # torch builds a cls
+        if optimizer is not None:
+            if freeze:
+                warnings.warn(
+                    "from_pretrained freezes rows unless freeze=False is given: the optimizer "
+                    "moves none until weight.requires_grad is set",
+                    stacklevel=2,
+                )
+            module._optimize(optimizer, auto_apply=auto_apply)
+        return module
+
+    def _optimize(self, optimizer: RowOptimizer, *, auto_apply: bool) -> None:
+        group = TableGroup([self])
+        if not self.weight.is_meta:
+            group.space()  # refuses what cannot be moved
+        self.row_optimizer = FusedOptimizer(
+            {"weight": (group.weights()[0], "")}, [group], optimizer, auto_apply=auto_apply
+        )
+        self.attach(self.row_optimizer.updater, group, 0)
+
+    def _read(
+        self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+    ) -> BagInput:
+        return read_bags(
+            input,
+            offsets,
+            per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            mode=self.mode,
+            dtype=self.weight.dtype,
+        )
+
+    def _pool_by_torch(self, bags: BagInput, rows: Tensor) -> Tensor:
+        return functional.embedding_bag(
+            bags.values,
+            rows,
+            bags.offsets,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.mode,
+            self.sparse,
+            bags.weights,
+            include_last_offset=True,
+            padding_idx=self.padding_idx,
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _look_up_fused(
+        self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+    ) -> Tensor:
+        bags = self._read(input, offsets, per_sample_weights)
+        if self.mode == "max" and (self.scale_grad_by_freq or self.sparse):
+            raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
+        if self.max_norm is not None:
+            self._renormalize(bags, self.max_norm)
+        if self.padding_idx is not None:
+            bags = bags.without(self.padding_idx)
+        if self.mode != "max" and not self.scale_grad_by_freq:
+            return self._fused(bags, bags)
+        # Torch pools the distinct rows, and their gradients are the ledger's.
+        distinct, numbers = torch.unique(bags.values, return_inverse=True)
+        one_hot = BagInput(distinct, torch.arange(len(distinct) + 1), None)
+        rows = self._fused(one_hot, bags)
+        return functional.embedding_bag(
+            numbers,
+            rows,
+            bags.offsets,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            mode=self.mode,
+            per_sample_weights=bags.weights,
+            include_last_offset=True,
+        )
+
+    def _fused(self, looked_up: BagInput, bags: BagInput) -> Tensor:
+        """Rows of `looked_up`, pooled; `bags` are named in errors."""
+        assert self._group is not None
+        assert self._lookups is not None
+
+        def explain(_position: int) -> Exception:
+            bad = bags.first_bad(self.num_embeddings)
+            assert bad is not None
+            return bags.id_error(bad, self.num_embeddings)
+
+        values, offsets, weights = looked_up
+        part = Part(
+            self._group,
+            self._lookups,
+            Bags.from_tensors(
+                values, offsets, weights, len(offsets) - 1, is_mean=self.mode == "mean"
+            ),
+        )
+        pooled = fused_lookup([part], weights, updater=self._updater, explain=explain)
+        return cast("Tensor", pooled)
+
+    def _renormalize(self, bags: BagInput, max_norm: float) -> None:
+        bad = bags.first_bad(self.num_embeddings)
+        if bad is not None:
+            raise bags.id_error(bad, self.num_embeddings)
+        torch.embedding_renorm_(self.weight.detach(), bags.values, max_norm, self.norm_type)
