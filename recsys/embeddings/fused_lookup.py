@@ -64,7 +64,8 @@ def fused_lookup(
         tables = [updater.asks_gradient]
     else:
         tables = []
-    call = _Call(parts, updater, explain)
+    joined = None if updater is None else updater.join_pass()
+    call = _Call(parts, updater, explain, joined)
     return cast("Tensor", _FusedLookup.apply(call, bag_weights, *tables))  # type: ignore[no-untyped-call]
 
 
@@ -73,6 +74,7 @@ class _Call:
     parts: Sequence[Part]
     updater: RowUpdater | None
     explain: Callable[[int], Exception]
+    joined: int | None
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -106,7 +108,11 @@ class _FusedLookup(torch.autograd.Function):
             for group, entry in entries:
                 weights = group.weights()
                 is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(weights)]
-                tables += sparse_gradients(weights, [entry], is_asked)
+                found = sparse_gradients(weights, [entry], is_asked)
+                tables += [
+                    gradient if is_sparse or gradient is None else gradient.to_dense()
+                    for gradient, is_sparse in zip(found, group.are_sparse(), strict=True)
+                ]
             return None, of_weights, *tables
         if not any(ctx.needs_input_grad[2:]):
             return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
@@ -114,6 +120,7 @@ class _FusedLookup(torch.autograd.Function):
             [
                 (group, LedgerEntry(group.trainable(entry.lookups), entry.bags, gradient))
                 for group, entry in entries
-            ]
+            ],
+            call.joined,
         )
         return None, of_weights, None

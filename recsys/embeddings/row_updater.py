@@ -7,7 +7,7 @@ torch's that the user has made already; what is read from it is in a `Translatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,17 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from recsys.embeddings.kernels.row_update import row_update
+from recsys.embeddings.kernels.row_update import LedgerEntry, row_update
 from recsys.embeddings.row_space import RowSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from recsys.embeddings.kernels.row_update import LedgerEntry
+    from numpy.typing import NDArray
+
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.table_group import TableGroup
 
 __all__ = ["FusedOptimizer", "RowUpdater", "Translation"]
+
+_NO_PASS = -1  # what torch says outside of backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +76,39 @@ class RowUpdater:
         for _, group in groups:
             group.watch()
 
-    def keep(self, entries: Sequence[tuple[TableGroup, LedgerEntry]]) -> None:
-        """Add to the ledgers what one lookup's backward found."""
+    def join_pass(self) -> int | None:
+        """The backward pass that a lookup is made in, by activation checkpointing; else None.
+
+        Its gradients belong to that pass, although the reentrant kind finds them in one of its own.
+        """
         backward_pass: int = torch._C._current_graph_task_id()
-        if self._auto_apply and self._queued_for != backward_pass:
-            # What an earlier pass has left behind, ended by an error, is no part of this one.
-            self.forget()
-            self._queued_for = backward_pass
-            # Behind the whole pass: another lookup of it may add to the ledger.
-            Variable._execution_engine.queue_callback(self.update_rows)
+        if backward_pass == _NO_PASS:
+            return None
+        self._begin(backward_pass)
+        return backward_pass
+
+    def keep(
+        self, entries: Sequence[tuple[TableGroup, LedgerEntry]], joined: int | None = None
+    ) -> None:
+        """Add to the ledgers what one lookup's backward found.
+
+        Args:
+            entries: By group.
+            joined: What `join_pass` said when the lookup was made.
+        """
+        if joined is None or joined != self._queued_for:
+            self._begin(torch._C._current_graph_task_id())
         for group, entry in entries:
             group.ledger.append(entry)
+
+    def _begin(self, backward_pass: int) -> None:
+        if not self._auto_apply or self._queued_for == backward_pass:
+            return
+        # What an earlier pass has left behind, ended by an error, is no part of this one.
+        self.forget()
+        self._queued_for = backward_pass
+        # Behind the whole pass: another lookup of it may add to the ledger.
+        Variable._execution_engine.queue_callback(self.update_rows)
 
     def update_rows(self) -> None:
         """Move every row that gradients were collected for, once; forgets the gradients."""
@@ -127,16 +152,16 @@ class _GroupUpdater:
         settings = self._host.param_groups[self._number]
         formula = self._translation.formula(settings)
         weights = self.group.weights()
-        rates_T2 = np.empty((len(weights), 2))
+        rates_T2 = np.zeros((len(weights), 2))
         if self._translation.counts_steps:
-            for table, weight in enumerate(weights):
-                step = self._count_step(weight)
+            for table in _looked_up(ledger, len(weights)):
+                step = self._count_step(weights[table])
                 lr = self._translation.learning_rate(settings, step)
                 rates_T2[table] = formula.rate_and_eps(lr, step)
         else:
             rates_T2[:] = formula.rate_and_eps(self._translation.learning_rate(settings, 1), 1)
         states = self._state_spaces(formula, weights)
-        row_update(self.group.space(), states, formula, rates_T2, ledger)
+        row_update(self.group.space(), states, formula, rates_T2, _alike(ledger))
 
     def _count_step(self, weight: Tensor) -> int:
         """A table's number of updates, this one included; a tensor where torch keeps one."""
@@ -275,6 +300,33 @@ class FusedOptimizer(torch.optim.Optimizer):
 def _read_lr(settings: Mapping[str, Any], step: int) -> float:
     lr: float = settings["lr"]
     return lr
+
+
+def _looked_up(ledger: Sequence[LedgerEntry], num_tables: int) -> NDArray[np.int64]:
+    """The tables that have gradients: as with torch, the others' steps are not counted."""
+    found = np.zeros(num_tables, bool)
+    for entry in ledger:
+        found[entry.lookups.tables.astype(np.int64)] = True
+    return np.flatnonzero(found)
+
+
+def _alike(ledger: list[LedgerEntry]) -> list[LedgerEntry]:
+    """All entries averaged, or none: the kernel knows no mixture."""
+    kinds = {entry.bags.is_mean for entry in ledger if entry.bags.offsets is not None}
+    return [_by_weights(entry) for entry in ledger] if len(kinds) > 1 else ledger
+
+
+def _by_weights(entry: LedgerEntry) -> LedgerEntry:
+    bags = entry.bags
+    if not bags.is_mean or bags.offsets is None:
+        return entry
+    gradient = entry.gradient
+    lengths = np.diff(bags.offsets)
+    shares = (1 / np.maximum(lengths, 1)).astype(gradient.numpy().dtype)
+    weights = np.repeat(shares, lengths)
+    if bags.weights is not None:
+        weights *= bags.weights
+    return LedgerEntry(entry.lookups, replace(bags, weights=weights, is_mean=False), gradient)
 
 
 def _copy_state(place: str, value: Any, num_rows: int) -> Any:

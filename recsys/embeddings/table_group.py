@@ -58,6 +58,10 @@ class TableGroup:
         # Not by attribute: that takes nn.Module ten times as long, and every step asks.
         return [cast("nn.Parameter", holder._parameters["weight"]) for holder in self._holders]
 
+    def are_sparse(self) -> list[bool]:
+        """Which tables' gradients are sparse where no updater keeps them."""
+        return [bool(holder.sparse) for holder in self._holders]
+
     def space(self) -> RowSpace:
         """The tables where they lie now."""
         weights = self.weights()
