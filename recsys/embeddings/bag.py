@@ -225,7 +225,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             ValueError: rows are such as an optimizer of ours cannot move; or the table is marked,
                 and with an optimizer that has no formula here, or although `optimizer` is given.
         """
-        marks = read_marks([("weight", bag.weight)], optimizer)
+        marks = read_marks([("weight", cast("nn.Parameter", bag.weight))], optimizer)
         module = cls(
             bag.num_embeddings,
             bag.embedding_dim,

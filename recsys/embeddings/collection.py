@@ -192,7 +192,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                     table.embedding_dim,
                     mode=pooling_of(table),
                     sparse=True,
-                    # Rows are drawn by reset_parameters; nn.EmbeddingBag would first draw normal ones.
+                    # reset_parameters draws; nn.EmbeddingBag would first draw normal ones.
                     _weight=torch.empty(table.num_embeddings, table.embedding_dim, device=device),
                 )
                 for table in self._tables
