@@ -144,6 +144,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         pooled = fused_lookup(
             parts,
             weights,
+            ids=(values, offsets),
             updater=None if self.row_optimizer is None else self.row_optimizer.updater,
             explain=lambda value: self._lookup_error(features, value),
         )
