@@ -36,7 +36,9 @@ __all__ = [
     "JaggedIds",
     "Pooled",
     "PooledEmbeddings",
+    "expand_to_one_batch_size",
     "require_one_batch_size",
+    "varies_in_batch_size",
 ]
 
 
@@ -72,19 +74,61 @@ class Pooled(Protocol):
         """Vectors by feature name, (B, D) each."""
 
 
+def varies_in_batch_size(features: object) -> bool:
+    """Whether features of a `KeyedJaggedTensor` have batch sizes of their own."""
+    varies = getattr(features, "variable_stride_per_key", None)
+    inverse = getattr(features, "inverse_indices_or_none", None)
+    return (varies is not None and varies()) or (inverse is not None and inverse() is not None)
+
+
 def require_one_batch_size(features: object) -> None:
     """Refuse a `KeyedJaggedTensor` whose features have batch sizes of their own.
 
     Raises:
         ValueError: they do.
     """
-    varies = getattr(features, "variable_stride_per_key", None)
-    inverse = getattr(features, "inverse_indices_or_none", None)
-    if (varies is not None and varies()) or (inverse is not None and inverse() is not None):
+    if varies_in_batch_size(features):
         raise ValueError(
             "features with batch sizes of their own (variable_stride_per_key, inverse_indices) are "
             "not supported here; expand them to one batch size"
         )
+
+
+def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
+    """Every feature's bags as often as the samples of the mini-batch use them.
+
+    A `KeyedJaggedTensor` of features with batch sizes of their own says in `inverse_indices` which
+    bag belongs to which sample. Values that several samples share are copied for each.
+
+    Raises:
+        ValueError: there are no `inverse_indices`, or they lack a feature.
+    """
+    inverse = features.inverse_indices_or_none()
+    if inverse is None:
+        raise ValueError(
+            "features with batch sizes of their own need inverse_indices, which say what bag "
+            f"belongs to what sample; stride_per_key is {features.stride_per_key()}"
+        )
+    keys, (known, bag_of_FB) = features.keys(), inverse
+    missing = [key for key in keys if key not in known]
+    if missing:
+        raise ValueError(f"inverse_indices lack features {missing}; they have {list(known)}")
+    offsets = features.offsets()
+    first_bags = torch.tensor([0, *features.stride_per_key()[:-1]]).cumsum(0)
+    rows = torch.tensor([list(known).index(key) for key in keys])
+    bags = (bag_of_FB[rows].long() + first_bags.unsqueeze(1)).flatten()
+    begins, lengths = offsets[bags], offsets[bags + 1] - offsets[bags]
+    expanded = torch.cat([offsets.new_zeros(1), lengths.cumsum(0).to(offsets.dtype)])
+    of_values = torch.arange(int(expanded[-1])) + torch.repeat_interleave(
+        begins - expanded[:-1], lengths
+    )
+    weights = features.weights_or_none()
+    return JaggedIds._unchecked(
+        keys,
+        features.values()[of_values],
+        expanded,
+        None if weights is None else weights[of_values],
+    )
 
 
 class JaggedIds:

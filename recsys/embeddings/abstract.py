@@ -65,11 +65,19 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         """The rows of every table, (E, D), in table order; views, not copies."""
 
     def reset_parameters(self) -> None:
-        """Draw all rows anew, uniform between -sqrt(1/E) and +sqrt(1/E), table by table."""
+        """Draw all rows anew, table by table.
+
+        By the config's `init_fn` where it has one, as TorchRec's do; else uniform between
+        -sqrt(1/E) and +sqrt(1/E).
+        """
         with torch.no_grad():
-            for weight in self.table_weights():
-                bound = sqrt(1 / len(weight))
-                weight.uniform_(-bound, bound)
+            for table, weight in zip(self._tables, self.table_weights(), strict=True):
+                init_fn = getattr(table, "init_fn", None)
+                if init_fn is not None:
+                    init_fn(weight)
+                else:
+                    bound = sqrt(1 / len(weight))
+                    weight.uniform_(-bound, bound)
 
     def extra_repr(self) -> str:
         """The tables in words."""

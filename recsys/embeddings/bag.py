@@ -297,14 +297,16 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         if self.mode != "max" and not self.scale_grad_by_freq:
             return self._fused(bags, bags)
         # Torch pools the distinct rows, and their gradients are the ledger's.
-        distinct, numbers = torch.unique(bags.values, return_inverse=True)
-        one_hot = BagInput(distinct, torch.arange(len(distinct) + 1), None)
-        rows = self._fused(one_hot, bags)
+        distinct, numbers, counts = torch.unique(
+            bags.values, return_inverse=True, return_counts=True
+        )
+        rows = self._fused(BagInput(distinct, torch.arange(len(distinct) + 1), None), bags)
+        if self.scale_grad_by_freq and rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient / counts.unsqueeze(1))
         return functional.embedding_bag(
             numbers,
             rows,
             bags.offsets,
-            scale_grad_by_freq=self.scale_grad_by_freq,
             mode=self.mode,
             per_sample_weights=bags.weights,
             include_last_offset=True,
@@ -328,7 +330,9 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
                 values, offsets, weights, len(offsets) - 1, is_mean=self.mode == "mean"
             ),
         )
-        pooled = fused_lookup([part], weights, updater=self._updater, explain=explain)
+        pooled = fused_lookup(
+            [part], weights, ids=(values, offsets), updater=self._updater, explain=explain
+        )
         return cast("Tensor", pooled)
 
     def _renormalize(self, bags: BagInput, max_norm: float) -> None:

@@ -14,9 +14,14 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from recsys.batch import JaggedIds, PooledEmbeddings
+from recsys.batch import (
+    JaggedIds,
+    PooledEmbeddings,
+    expand_to_one_batch_size,
+    varies_in_batch_size,
+)
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.in_backward import read_marks
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchrec import EmbeddingBagCollection
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recsys.batch import Features, Pooled
     from recsys.embeddings.optimizer import RowOptimizer
@@ -148,6 +154,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         """Where the tables live."""
         return self.table_weights()[0].device
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: Features) -> Pooled:
         """Look up and pool; a `KeyedJaggedTensor` gives a `KeyedTensor`, `JaggedIds` give
         `PooledEmbeddings`.
@@ -155,13 +162,13 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         Raises:
             IdOutOfRange: a value is no row of its table.
             KeyError: a feature is missing.
-            ValueError: features have batch sizes of their own, or weights are missing.
+            ValueError: weights are missing or not numbers, or features have batch sizes of their
+                own and no `inverse_indices`.
         """  # noqa: D205  # two kinds of input, one sentence
-        weights = features.weights_or_none() if self._is_weighted else None
-        if self._is_weighted and weights is None:
-            raise ValueError("is_weighted asks for one weight per lookup, the features have none")
-        if weights is not None:
-            weights = weights.to(self.table_weights()[0].dtype)
+        is_light = isinstance(features, JaggedIds)
+        if varies_in_batch_size(features):
+            features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
+        weights = self._lookup_weights(features) if self._is_weighted else None
         positions = self._positions(features)
         values, offsets, batch_size = features.values(), features.offsets(), features.stride()
         bags = {
@@ -175,10 +182,11 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         pooled = fused_lookup(
             parts,
             weights,
+            ids=(values, offsets),
             updater=self._updater,
             explain=lambda value: self._lookup_error(features, value),
         )
-        if isinstance(features, JaggedIds):
+        if is_light:
             return PooledEmbeddings(self._output_keys, self._output_dims, pooled)
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
@@ -235,16 +243,32 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         )
         self._updater = self.row_optimizer.updater
 
-    def _lookup_error(self, features: Features, value: int) -> IdOutOfRange:
-        batch_size = features.stride()
+    def _lookup_weights(self, features: Features) -> Tensor:
+        weights = features.weights_or_none()
+        if weights is None:
+            raise ValueError("is_weighted asks for one weight per lookup, the features have none")
+        if weights.isnan().any():
+            value = int(weights.isnan().nonzero()[0])
+            raise ValueError(
+                f"{self._place(features, value)}: the weight of id {int(features.values()[value])} "
+                "is nan; every lookup needs a number"
+            )
+        return weights.to(self.table_weights()[0].dtype)
+
+    def _place(self, features: Features, value: int) -> str:
         bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
-        feature = features.keys()[bag // batch_size]
+        batch_size = features.stride()
+        return f"feature {features.keys()[bag // batch_size]!r}, sample {bag % batch_size}"
+
+    def _lookup_error(self, features: Features, value: int) -> IdOutOfRange:
+        bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
+        feature = features.keys()[bag // features.stride()]
         sizes = [
             self._tables[table].num_embeddings for table, name in self._lookups if name == feature
         ]
         return IdOutOfRange(
-            f"feature {feature!r}, sample {bag % batch_size}: id {int(features.values()[value])} "
-            f"is not in [0, {min(sizes)}); raise num_embeddings or hash the ids"
+            f"{self._place(features, value)}: id {int(features.values()[value])} is not in "
+            f"[0, {min(sizes)}); raise num_embeddings or hash the ids"
         )
 
 

@@ -35,6 +35,7 @@ def fused_lookup(
     parts: Sequence[Part],
     bag_weights: Tensor | None,
     *,
+    ids: Sequence[Tensor],
     updater: RowUpdater | None,
     explain: Callable[[int], Exception],
 ) -> Tensor:
@@ -43,6 +44,7 @@ def fused_lookup(
     Args:
         parts: All of one batch size and width of output.
         bag_weights: What the parts' bags have as weights; it gets a gradient if it asks for one.
+        ids: What the parts' bags are views of; backward reads it again.
         updater: Keeps the gradients; None where they go to the tables as sparse gradients.
         explain: From the position of a value that is no row to the error that says so.
 
@@ -50,7 +52,8 @@ def fused_lookup(
         bag_weights (N,); result (B, W).
 
     Raises:
-        RuntimeError: the tables' gradients would have to be shared between processes.
+        RuntimeError: the tables' gradients would have to be shared between processes; in backward,
+            what it reads again was changed in place meanwhile.
     """
     if updater is None:
         tables: Sequence[Tensor] = [weight for part in parts for weight in part.group.weights()]
@@ -65,13 +68,14 @@ def fused_lookup(
     else:
         tables = []
     joined = None if updater is None else updater.join_pass()
-    call = _Call(parts, updater, explain, joined)
+    call = _Call(parts, ids, updater, explain, joined)
     return cast("Tensor", _FusedLookup.apply(call, bag_weights, *tables))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
     parts: Sequence[Part]
+    ids: Sequence[Tensor]
     updater: RowUpdater | None
     explain: Callable[[int], Exception]
     joined: int | None
@@ -88,15 +92,23 @@ class _FusedLookup(torch.autograd.Function):
             if bad >= 0:
                 raise call.explain(bad)
         ctx.call = call
+        ctx.save_for_backward(*call.ids, *(() if bag_weights is None else (bag_weights,)))
+        ctx.versions = _versions(call) if ctx.needs_input_grad[1] else None
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
+        ctx.saved_tensors  # noqa: B018  # raises where one was changed, or backward runs twice
         gradient = gradient.contiguous()
         of_weights = None
         if ctx.needs_input_grad[1]:
+            if ctx.versions != _versions(call):
+                raise RuntimeError(
+                    "rows were moved between a lookup and its backward, whose gradient of the "
+                    "weights is that of the rows as they were; call backward before rows move"
+                )
             of_weights = gradient.new_zeros(len(call.parts[0].bags.values))
             for group, lookups, bags in call.parts:
                 row_gradient_dots(group.space(), lookups, bags, gradient, of_weights)
@@ -116,11 +128,13 @@ class _FusedLookup(torch.autograd.Function):
             return None, of_weights, *tables
         if not any(ctx.needs_input_grad[2:]):
             return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
-        call.updater.keep(
-            [
-                (group, LedgerEntry(group.trainable(entry.lookups), entry.bags, gradient))
-                for group, entry in entries
-            ],
-            call.joined,
-        )
+        trainable = [
+            (group, LedgerEntry(group.trainable(entry.lookups), entry.bags, gradient))
+            for group, entry in entries
+        ]
+        call.updater.keep([kept for kept in trainable if len(kept[1].lookups.tables)], call.joined)
         return None, of_weights, None
+
+
+def _versions(call: _Call) -> list[int]:
+    return [weight._version for part in call.parts for weight in part.group.weights()]

@@ -7,7 +7,7 @@ torch's that the user has made already; what is read from it is in a `Translatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +20,6 @@ from recsys.embeddings.row_space import RowSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    from numpy.typing import NDArray
 
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.table_group import TableGroup
@@ -121,6 +119,14 @@ class RowUpdater:
         for group in self._groups:
             group.group.forget()
 
+    def follow_tables(self) -> None:
+        """Find tables that others have taken the place of: `load_state_dict(assign=True)` does it.
+
+        The optimizer's settings and state go along.
+        """
+        for group in self._groups:
+            group.follow_tables()
+
     def release(self) -> None:
         """Let go of the tables: they are plain parameters again, collected gradients their grad."""
         for group in self._groups:
@@ -139,6 +145,7 @@ class _GroupUpdater:
     ) -> None:
         self.group = group
         self._host, self._number, self._translation = host, number, translation
+        self._weights = group.weights()
         self._states: list[tuple[str, RowSpace]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,22 +153,38 @@ class _GroupUpdater:
         return self.__dict__ | {"_states": []}
 
     def update_rows(self) -> None:
+        self.follow_tables()
         ledger = self.group.take_ledger()
         if not ledger:
             return
         settings = self._host.param_groups[self._number]
         formula = self._translation.formula(settings)
-        weights = self.group.weights()
+        weights = self._weights
+        moved = {table for entry in ledger for table in entry.lookups.tables.tolist()}
         rates_T2 = np.zeros((len(weights), 2))
         if self._translation.counts_steps:
-            for table in _looked_up(ledger, len(weights)):
+            for table in moved:
                 step = self._count_step(weights[table])
                 lr = self._translation.learning_rate(settings, step)
                 rates_T2[table] = formula.rate_and_eps(lr, step)
         else:
             rates_T2[:] = formula.rate_and_eps(self._translation.learning_rate(settings, 1), 1)
         states = self._state_spaces(formula, weights)
-        row_update(self.group.space(), states, formula, rates_T2, _alike(ledger))
+        row_update(self.group.space(), states, formula, rates_T2, ledger)
+        # As an in-place operation of torch's does: who has kept a table for backward will know.
+        torch.autograd.graph.increment_version([weights[table] for table in moved])
+
+    def follow_tables(self) -> None:
+        """Give settings and state of a table to the one that has taken its place, if any."""
+        weights = self.group.weights()
+        for old, new in zip(self._weights, weights, strict=True):
+            if new is not old:
+                for group in self._host.param_groups:
+                    group["params"] = [new if known is old else known for known in group["params"]]
+                if old in self._host.state:
+                    self._host.state[new] = self._host.state.pop(old)
+                self.group.watch()
+        self._weights = weights
 
     def _count_step(self, weight: Tensor) -> int:
         """A table's number of updates, this one included; a tensor where torch keeps one."""
@@ -257,6 +280,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state by TorchRec's names, `{table key: {table.momentum1: ...}}`; no copies."""
+        self.updater.follow_tables()
         [group] = self.param_groups
         state = {
             key: {self._prefixes[key] + name: value for name, value in self.state[table].items()}
@@ -271,6 +295,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a table is missing or unknown, or a state's size is another.
         """
+        self.updater.follow_tables()
         [group] = self.param_groups
         states = state_dict["state"]
         if set(states) != set(self._prefixes):
@@ -300,33 +325,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 def _read_lr(settings: Mapping[str, Any], step: int) -> float:
     lr: float = settings["lr"]
     return lr
-
-
-def _looked_up(ledger: Sequence[LedgerEntry], num_tables: int) -> NDArray[np.int64]:
-    """The tables that have gradients: as with torch, the others' steps are not counted."""
-    found = np.zeros(num_tables, bool)
-    for entry in ledger:
-        found[entry.lookups.tables.astype(np.int64)] = True
-    return np.flatnonzero(found)
-
-
-def _alike(ledger: list[LedgerEntry]) -> list[LedgerEntry]:
-    """All entries averaged, or none: the kernel knows no mixture."""
-    kinds = {entry.bags.is_mean for entry in ledger if entry.bags.offsets is not None}
-    return [_by_weights(entry) for entry in ledger] if len(kinds) > 1 else ledger
-
-
-def _by_weights(entry: LedgerEntry) -> LedgerEntry:
-    bags = entry.bags
-    if not bags.is_mean or bags.offsets is None:
-        return entry
-    gradient = entry.gradient
-    lengths = np.diff(bags.offsets)
-    shares = (1 / np.maximum(lengths, 1)).astype(gradient.numpy().dtype)
-    weights = np.repeat(shares, lengths)
-    if bags.weights is not None:
-        weights *= bags.weights
-    return LedgerEntry(entry.lookups, replace(bags, weights=weights, is_mean=False), gradient)
 
 
 def _copy_state(place: str, value: Any, num_rows: int) -> Any:

@@ -1,18 +1,205 @@
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD
 
+NUM_ROWS = 7
+ID_TYPES = st.sampled_from([torch.int32, torch.int64])
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-6},
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+}
+# What each gradient is multiplied by when the loss is made, so that no two are alike.
+WAVE = torch.arange(1.0, 101, dtype=torch.float64).sin()
 
-def test_it_is_an_embedding_bag_that_says_so():
-    settings = {"max_norm": 2.0, "norm_type": 1.0, "mode": "sum", "padding_idx": -1}
 
-    module = HotColdEmbeddingBag(5, 3, **settings, optimizer=SGD(lr=0.1))
+@st.composite
+def lookups(draw):
+    """Arguments of forward, all forms of them, and whether the last offset is among them."""
+    form = draw(st.sampled_from(["offsets", "last offset", "rows", "nested"]))
+    if form == "rows":
+        shape = (draw(st.integers(0, 4)), draw(st.integers(1, 4)))
+        lengths = [shape[1]] * shape[0]
+    else:
+        lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
+    total = sum(lengths)
+    ids = draw(st.lists(st.integers(0, NUM_ROWS - 1), min_size=total, max_size=total))
+    flat = torch.tensor(ids, dtype=draw(ID_TYPES))
+    if form == "rows":
+        return flat.view(shape), None, False
+    bounds = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
+    if form == "nested":
+        return torch.nested.nested_tensor_from_jagged(flat, bounds), None, draw(st.booleans())
+    bounds = bounds.to(draw(ID_TYPES))
+    return (flat, bounds, True) if form == "last offset" else (flat, bounds[:-1], False)
 
-    assert isinstance(module, nn.EmbeddingBag)
-    assert repr(module) == "HotCold" + repr(nn.EmbeddingBag(5, 3, **settings))
-    assert list(module.state_dict()) == ["weight"]
+
+@st.composite
+def settings_of_modules(draw):
+    mode = draw(st.sampled_from(["sum", "mean", "max"]))
+    return {
+        "mode": mode,
+        "padding_idx": draw(st.sampled_from([None, 0, 3, -1, -NUM_ROWS])),
+        "max_norm": draw(st.sampled_from([None, 0.7])),
+        "norm_type": draw(st.sampled_from([1.0, 2.0, 3.0])),
+        "scale_grad_by_freq": mode != "max" and draw(st.booleans()),
+        "dtype": draw(st.sampled_from(list(TOLERANCES))),
+    }
+
+
+def both(settings, **ours):
+    torch.manual_seed(0)
+    plain = nn.EmbeddingBag(NUM_ROWS, 3, **settings)
+    own = HotColdEmbeddingBag(NUM_ROWS, 3, **settings, **ours)
+    own.load_state_dict(plain.state_dict())
+    return plain, own
+
+
+def backward(module, ids, offsets, weights):
+    """The result, after its gradients have gone where they go."""
+    result = module(ids, offsets, weights)
+    (result * WAVE[: result.numel()].view_as(result)).sum().backward()
+    return result.detach()
+
+
+def unscaled(settings, has_optimizer):
+    """Settings under which torch can be compared: of rows that occur unequally often, 2.13 divides
+    the gradient of one by the number of another (pytorch#190063). Without an optimizer so do we.
+    """
+    return settings | {"scale_grad_by_freq": False} if has_optimizer else settings
+
+
+def frequencies(ids, settings, has_optimizer):
+    """What torch's gradient has to be divided by then."""
+    flat = ids.values() if ids.is_nested else ids.flatten()
+    counts = torch.bincount(flat, minlength=NUM_ROWS).clamp(min=1).unsqueeze(1)
+    return counts if has_optimizer and settings["scale_grad_by_freq"] else 1
+
+
+@given(lookups(), settings_of_modules(), st.booleans(), st.booleans())
+def test_result_and_gradient_are_those_of_torchs_module(lookup, settings, has_optimizer, is_sparse):
+    ids, offsets, include_last_offset = lookup
+    if has_optimizer or settings["mode"] == "max" or settings["scale_grad_by_freq"]:
+        is_sparse = False  # torch refuses it, or has no say in it
+    settings = settings | {"include_last_offset": include_last_offset, "sparse": is_sparse}
+    optimizer = {"optimizer": SGD(lr=1.0), "auto_apply": False} if has_optimizer else {}
+    plain = both(unscaled(settings, has_optimizer))[0]
+    own = both(settings, **optimizer)[1]
+
+    expected, found = (backward(module, ids, offsets, None) for module in (plain, own))
+
+    tolerance = TOLERANCES[settings["dtype"]]
+    torch.testing.assert_close(found, expected, **tolerance)
+    torch.testing.assert_close(own.weight.detach(), plain.weight.detach(), **tolerance)
+    assert own.weight.grad.is_sparse == (is_sparse or has_optimizer)
+    gradient = plain.weight.grad.to_dense() / frequencies(ids, settings, has_optimizer)
+    torch.testing.assert_close(own.weight.grad.to_dense(), gradient, **tolerance)
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True])
+@given(
+    lookups().filter(lambda lookup: not lookup[0].is_nested),
+    st.sampled_from([None, 2, -1]),
+    st.booleans(),
+    st.sampled_from(list(TOLERANCES)),
+)
+def test_weights_and_their_gradient_are_those_of_torchs_module(
+    has_optimizer, lookup, padding_idx, scale_grad_by_freq, dtype
+):
+    ids, offsets, include_last_offset = lookup
+    settings = {
+        "mode": "sum",
+        "padding_idx": padding_idx,
+        "scale_grad_by_freq": scale_grad_by_freq,
+        "include_last_offset": include_last_offset,
+        "dtype": dtype,
+    }
+    optimizer = {"optimizer": SGD(lr=1.0), "auto_apply": False} if has_optimizer else {}
+    plain = both(unscaled(settings, has_optimizer))[0]
+    own = both(settings, **optimizer)[1]
+    results = []
+
+    for module, divisor in ((plain, frequencies(ids, settings, has_optimizer)), (own, 1)):
+        weights = torch.linspace(-1, 2, ids.numel(), dtype=dtype).view(ids.shape).requires_grad_()
+        result = backward(module, ids, offsets, weights)
+        results.append((result, weights.grad, module.weight.grad.to_dense() / divisor))
+
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, **TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True])
+def test_nested_weights_have_a_gradient_too(has_optimizer):
+    optimizer = {"optimizer": SGD(lr=1.0), "auto_apply": False} if has_optimizer else {}
+    ids = torch.nested.nested_tensor_from_jagged(
+        torch.tensor([1, 5, 5, 0]), torch.tensor([0, 1, 1, 4])
+    )
+    results = []
+
+    for module in both({"mode": "sum"}, **optimizer):
+        leaf = torch.tensor([0.5, -1, 2, 3], requires_grad=True)
+        weights = torch.nested.nested_tensor_from_jagged(leaf, ids.offsets())
+        result = backward(module, ids, None, weights)
+        results.append((result, leaf.grad, module.weight.grad.to_dense()))
+
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_only_offsets_of_several_bags_are_needed_where_bags_are_empty():
+    module = HotColdEmbeddingBag(NUM_ROWS, 3, mode="max", optimizer=SGD(lr=1.0))
+
+    nothing = module(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
+    empty_bags = module(torch.tensor([], dtype=torch.int64), torch.tensor([0, 0]))
+
+    assert nothing.shape == (0, 3)
+    assert empty_bags.tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("optimizer", [None, SGD(lr=1.0)])
+def test_ids_behind_the_last_offset_belong_to_no_bag(mode, optimizer):
+    module = HotColdEmbeddingBag(
+        NUM_ROWS, 3, mode=mode, include_last_offset=True, optimizer=optimizer
+    )
+    before = module.weight.detach().clone()
+
+    found = module(torch.tensor([1, 5]), torch.tensor([0, 1]))
+    # Torch's max reads beside its result here.
+    none = module(torch.tensor([1, 5]), torch.tensor([0]))
+
+    torch.testing.assert_close(found, before[1:2])
+    assert none.shape == (0, 3)
+
+
+def test_arguments_need_not_be_contiguous():
+    plain, own = both({"mode": "sum"}, optimizer=SGD(lr=1.0), auto_apply=False)
+    ids = torch.tensor([[1, 5, 2], [0, 0, 6]]).t()
+    weights = torch.linspace(0, 1, 12).view(6, 2)[:, 1].reshape(2, 3).t()
+
+    for arguments in ((ids, None, weights), (ids[:, 1], torch.tensor([0, 9, 2])[::2])):
+        torch.testing.assert_close(own(*arguments), plain(*arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_torchs_without_an_optimizer_and_refused_with_one(dtype):
+    plain, own = both({"mode": "mean", "dtype": dtype})
+    ids = torch.tensor([[1, 5, 2], [0, 0, 6]])
+
+    assert torch.equal(own(ids), plain(ids))
+    with pytest.raises(ValueError, match="rows must be float32 or float64 on the CPU, got"):
+        HotColdEmbeddingBag(NUM_ROWS, 3, dtype=dtype, optimizer=SGD(lr=1.0))
+
+
+def test_a_table_on_another_device_is_refused_with_an_optimizer():
+    empty = HotColdEmbeddingBag(NUM_ROWS, 3, device="meta", optimizer=SGD(lr=1.0))
+
+    with pytest.raises(ValueError, match="on meta"):
+        empty(torch.tensor([[1]]))
 
 
 def test_an_attached_bag_hands_its_gradient_over_and_a_detached_one_keeps_it():

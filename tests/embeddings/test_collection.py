@@ -1,8 +1,10 @@
 import copy
+import dataclasses
 import pickle
 
 import pytest
 import torch
+from torch.nn.functional import embedding_bag
 
 from recsys.batch import JaggedIds, PooledEmbeddings
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
@@ -79,6 +81,59 @@ def test_outputs_gradients_and_keys_are_those_of_torchrecs_collection(pooling, i
         torch.testing.assert_close(dense, theirs_p.grad, rtol=1e-6, atol=1e-6, msg=key)
     if is_weighted:
         torch.testing.assert_close(our_weights.grad, their_weights.grad, rtol=1e-6, atol=1e-6)
+
+
+def kjt_of_two_batch_sizes():
+    """Samples 0..3; bags of `user` are shared, those of `item` and `friend` are not all used."""
+    from torchrec import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(
+        ["user", "friend", "item"],
+        torch.tensor([0, 8, 3, 3, 3, 1, 4, 0, 2, 2]),
+        torch.linspace(0.5, 2, 10),
+        lengths=torch.tensor([2, 1, 0, 1, 2, 1, 1, 2]),
+        stride_per_key_per_rank=[[2], [3], [3]],
+        inverse_indices=(
+            ["item", "user", "friend"],
+            torch.tensor([[0, 1, 2, 2], [1, 0, 0, 1], [0, 2, 1, 1]]),
+        ),
+    )
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_features_with_batch_sizes_of_their_own_are_those_of_torchrecs_collection(is_weighted):
+    configs = torchrec_configs()
+    from torchrec import EmbeddingBagCollection
+
+    theirs = EmbeddingBagCollection(configs, is_weighted=is_weighted)
+    ours = HotColdEmbeddingBagCollection(configs, is_weighted)
+    ours.load_state_dict(theirs.state_dict())
+
+    expected, found = (module(kjt_of_two_batch_sizes()).values() for module in (theirs, ours))
+    for values in (expected, found):
+        (values * weighting(values)).sum().backward()
+
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_dense(), other.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_batch_sizes_of_their_own_without_inverse_indices_are_refused():
+    module = HotColdEmbeddingBagCollection(torchrec_configs())
+    features = kjt_of_two_batch_sizes()
+    features._inverse_indices = None
+
+    with pytest.raises(ValueError, match=r"need inverse_indices.*stride_per_key is \[2, 3, 3\]"):
+        module(features)
+
+
+def test_inverse_indices_that_lack_a_feature_are_refused():
+    module = HotColdEmbeddingBagCollection(torchrec_configs())
+    features = kjt_of_two_batch_sizes()
+    features._inverse_indices = (["user"], torch.zeros(1, 4, dtype=torch.int64))
+
+    with pytest.raises(ValueError, match=r"inverse_indices lack features \['friend', 'item'\]"):
+        module(features)
 
 
 @pytest.mark.parametrize("name", ["DLRM", "DLRM_DCN", "SimpleDeepFMNN"])
@@ -244,3 +299,80 @@ def test_a_copy_has_rows_and_state_of_its_own(copy):
         assert mine.data_ptr() != other.data_ptr()
     twin(IDS).values().sum().backward()
     assert not torch.equal(module.table_weights()[0], twin.table_weights()[0])
+
+
+def test_a_weight_that_is_no_number_names_feature_sample_and_id():
+    module = HotColdEmbeddingBagCollection(TABLES, is_weighted=True)
+    weights = torch.ones(11)
+    weights[6] = torch.nan
+    ids = JaggedIds(IDS.keys(), IDS.values(), IDS.offsets(), weights)
+
+    with pytest.raises(ValueError, match="feature 'friend', sample 1: the weight of id 1 is nan"):
+        module(ids)
+
+
+def test_sums_and_means_stand_side_by_side():
+    torch.manual_seed(0)
+    tables = [*TABLES, dataclasses.replace(TABLES[0], name="averages", pooling="mean")]
+    module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=1.0))
+    before = [weight.detach().clone() for weight in module.table_weights()]
+
+    pooled = module(IDS)
+    pooled.values().sum().backward()
+
+    bags = IDS["friend"]
+    expected = embedding_bag(bags.values(), before[2], bags.offsets()[:-1], mode="mean")
+    torch.testing.assert_close(pooled["friend@averages"], expected, rtol=1e-6, atol=1e-6)
+    # Row 3 is in bags of one, one and three of the averaged features, there twice.
+    moved = (before[0] - module.table_weights()[0])[3]
+    averaged = (before[2] - module.table_weights()[2])[3]
+    torch.testing.assert_close(moved, torch.full((4,), 4.0), rtol=1e-5, atol=0)
+    torch.testing.assert_close(averaged, torch.full((4,), 2 + 2 / 3), rtol=1e-5, atol=0)
+
+
+def test_rows_are_drawn_as_torchrecs_config_says():
+    [config, *_] = torchrec_configs()
+    config.init_fn = lambda weight: weight.fill_(7.0)
+
+    module = HotColdEmbeddingBagCollection([config])
+
+    assert torch.equal(module.table_weights()[0], torch.full((9, 8), 7.0))
+
+
+def test_a_frozen_table_rests():
+    module = HotColdEmbeddingBagCollection(TABLES, optimizer=SGD(lr=1.0))
+    module.table_weights()[0].requires_grad_(False)
+    before = [weight.detach().clone() for weight in module.table_weights()]
+
+    module(IDS).values().sum().backward()
+
+    assert torch.equal(module.table_weights()[0], before[0])
+    assert not torch.equal(module.table_weights()[1], before[1])
+
+
+def test_frozen_tables_ask_for_no_gradient():
+    module = HotColdEmbeddingBagCollection(TABLES, optimizer=SGD(lr=1.0))
+    for weight in module.table_weights():
+        weight.requires_grad_(False)
+
+    assert not module(IDS).values().requires_grad
+
+
+# torch.compile looks at `grad` of every tensor, and hides the warning that this gives.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_model_looks_up_between_its_graphs():
+    torch.manual_seed(0)
+    module = HotColdEmbeddingBagCollection(TABLES, optimizer=SGD(lr=0.5))
+    twin = copy.deepcopy(module)
+
+    def model(collection):
+        return (2 * collection(IDS).values()).tanh().sum()
+
+    expected = model(module)
+    expected.backward()
+    found = torch.compile(model, backend="eager")(twin)
+    found.backward()
+
+    assert torch.equal(found, expected)
+    for mine, other in zip(module.table_weights(), twin.table_weights(), strict=True):
+        assert torch.equal(mine, other)

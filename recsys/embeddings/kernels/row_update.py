@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import prange
 
+from recsys.embeddings.kernels.pooled_lookup import Bags
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.jit import kernel, num_parts, parallel_kernel
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+    from recsys.embeddings.kernels.pooled_lookup import Lookups
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_space import RowSpace
 
@@ -185,6 +186,10 @@ def _values(ledger: Sequence[LedgerEntry], dtype: np.dtype[Any]) -> _Values:
     bags = [entry.bags for entry in ledger]
     rows = _join([each.values for each in bags])
     is_one_hot = all(each.offsets is None for each in bags)
+    is_mean = any(each.is_mean for each in bags)
+    if is_mean and not all(each.is_mean or each.offsets is None for each in bags):
+        bags = [_mean_by_weights(each, dtype) if each.is_mean else each for each in bags]
+        is_mean = False
     has_weights = any(each.weights is not None for each in bags)
     return _Values(
         rows,
@@ -194,7 +199,7 @@ def _values(ledger: Sequence[LedgerEntry], dtype: np.dtype[Any]) -> _Values:
         _join([_weights_or_ones(each, dtype) for each in bags])
         if has_weights
         else np.empty(0, dtype),
-        any(each.is_mean for each in bags),
+        is_mean,
     )
 
 
@@ -214,6 +219,15 @@ def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:
         for each in bags
     ]
     return np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+
+
+def _mean_by_weights(bags: Bags, dtype: np.dtype[Any]) -> Bags:
+    """Bags that are averaged, as bags that are summed with weights."""
+    assert bags.offsets is not None
+    lengths = np.diff(bags.offsets)
+    shares = np.repeat(1 / np.maximum(lengths, 1), lengths).astype(dtype)
+    weights = shares if bags.weights is None else bags.weights * shares
+    return Bags(bags.values, bags.offsets, weights, bags.batch_size, is_mean=False)
 
 
 def _weights_or_ones(bags: Bags, dtype: np.dtype[Any]) -> NDArray[Any]:

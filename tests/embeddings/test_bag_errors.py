@@ -1,0 +1,222 @@
+"""The exception of `nn.EmbeddingBag` for the same mistake; where it has none, one all the same."""
+
+import pytest
+import torch
+from torch import nn
+
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.optimizer import SGD
+from recsys.errors import IdOutOfRange, MalformedBags
+
+WITH_AND_WITHOUT = pytest.mark.parametrize("optimizer", [None, SGD(lr=1.0)])
+
+
+def ints(*values, dtype=torch.int64):
+    return torch.tensor(values, dtype=dtype)
+
+
+def nested(*lengths):
+    bounds = ints(0, *lengths).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(torch.arange(sum(lengths)), bounds)
+
+
+# Settings, arguments, and what the message has to say.
+MISTAKES = {
+    "three dimensions": ({}, (torch.zeros(1, 1, 1, dtype=torch.int64),), "two dimensions, got 3"),
+    "no dimension": ({}, (ints(1)[0],), "two dimensions, got 0"),
+    "no offsets": ({}, (ints(1, 2),), "1-D offsets.* got None"),
+    "offsets of rows": ({}, (ints(1, 2).view(1, 2), ints(0)), r"\(1, 2\).*offsets must be None"),
+    "offsets in rows": ({}, (ints(1, 2), ints(0).view(1, 1)), "got 2 dimensions"),
+    "rows of nothing": ({}, (torch.zeros(2, 0, dtype=torch.int64),), r"\(2, 0\) has no ids"),
+    "late start": ({}, (ints(1, 2), ints(1)), r"offsets\[0\] must be 0, got 1"),
+    "offsets beyond": ({}, (ints(1, 2), ints(0, 3)), "sample 0: .* length 2, got 3"),
+    "last offset beyond": (
+        {"include_last_offset": True},
+        (ints(1, 2), ints(0, 1, 3)),
+        "sample 1: .* length 2, got 3",
+    ),
+    "no last offset": ({"include_last_offset": True}, (ints(1), ints()), "at least one, got none"),
+    "float ids": (
+        {},
+        (torch.ones(2), ints(0)),
+        "int64 or int32, got torch.float32 and torch.int64",
+    ),
+    "float offsets": ({}, (ints(1), torch.zeros(1)), "int64 or int32"),
+    "short ids": (
+        {},
+        (ints(1, dtype=torch.int16), ints(0, dtype=torch.int16)),
+        "got torch.int16 and torch.int16",
+    ),
+    "weights of another shape": (
+        {},
+        (ints(1, 2), ints(0), torch.ones(3)),
+        r"shape \(2,\), got \(3,\)",
+    ),
+    "weights in rows": (
+        {},
+        (ints(1, 2), ints(0), torch.ones(1, 2)),
+        r"shape \(2,\), got \(1, 2\)",
+    ),
+    "weights of another dtype": (
+        {},
+        (ints(1), ints(0), torch.ones(1, dtype=torch.float64)),
+        "torch.float32 as the rows are, got torch.float64",
+    ),
+    "weights that are not nested": (
+        {},
+        (nested(1, 2), None, torch.ones(3)),
+        r"got \(3,\)",
+    ),
+    "weights and a mean": ({"mode": "mean"}, (ints(1), ints(0), torch.ones(1)), "got mode='mean'"),
+    "weights and a maximum": ({"mode": "max"}, (ints(1), ints(0), torch.ones(1)), "got mode='max'"),
+    "an unknown mode": ({"mode": "product"}, (ints(1), ints(0)), "got 'product'"),
+    "a list of ids": ({}, ([1, 2], ints(0)), "list"),
+    "a list of offsets": ({}, (ints(1, 2), [0]), "list"),
+    "a sparse maximum": ({"mode": "max", "sparse": True}, (ints(1), ints(0)), "max"),
+    "a scaled maximum": ({"mode": "max", "scale_grad_by_freq": True}, (ints(1), ints(0)), "max"),
+}
+
+
+@WITH_AND_WITHOUT
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_raises_what_torchs_module_raises(mistake, optimizer):
+    settings, arguments, message = MISTAKES[mistake]
+    settings = {"mode": "sum"} | settings
+    with pytest.raises(Exception) as expected:  # noqa: PT011  # whatever it is
+        nn.EmbeddingBag(5, 3, **settings)(*arguments)
+    module = HotColdEmbeddingBag(5, 3, **settings, optimizer=optimizer)
+
+    with pytest.raises(expected.type, match=message):
+        module(*arguments)
+
+
+@WITH_AND_WITHOUT
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("settings", [{}, {"padding_idx": 1}, {"max_norm": 1.0}])
+@pytest.mark.parametrize("bad", [5, -1, 2**31 - 1])
+def test_an_id_out_of_range_names_sample_and_id(bad, settings, dtype, mode, optimizer):
+    arguments = ints(1, 4, 0, 1, bad, 1, dtype=dtype), ints(0, 2, 2, 4, dtype=dtype)
+    with pytest.raises((RuntimeError, IndexError)) as expected:
+        nn.EmbeddingBag(5, 3, mode=mode, **settings)(*arguments)
+    module = HotColdEmbeddingBag(5, 3, mode=mode, **settings, optimizer=optimizer)
+    before = module.weight.detach().clone()
+
+    with pytest.raises(expected.type, match=rf"sample 3: id {bad} is not in \[0, 5\)") as found:
+        module(*arguments)
+
+    assert type(found.value) is IdOutOfRange
+    if not settings:
+        assert torch.equal(module.weight, before)
+
+
+@WITH_AND_WITHOUT
+@pytest.mark.parametrize("arguments", [(ints(1, 2, 5, 3).view(2, 2),), (nested(2, 4),)])
+def test_an_id_out_of_range_is_named_in_every_form_of_input(arguments, optimizer):
+    module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=optimizer)
+
+    with pytest.raises(IdOutOfRange, match=r"sample 1: id 5 is not in \[0, 5\)"):
+        module(*arguments)
+
+
+@WITH_AND_WITHOUT
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        (ints(0, 2, 1), "sample 1: offsets must not decrease, got 1 after 2"),
+        (ints(0, -1), "sample 0: offsets must not decrease, got -1 after 0"),
+        (ints(-1, 2), r"offsets\[0\] must be 0, got -1"),
+    ],
+)
+def test_offsets_that_go_back_are_refused_where_torch_reads_beside_the_input(
+    offsets, message, mode, optimizer
+):
+    module = HotColdEmbeddingBag(5, 3, mode=mode, optimizer=optimizer)
+
+    with pytest.raises(MalformedBags, match=message):
+        module(ints(1, 2, 3), offsets)
+
+
+@WITH_AND_WITHOUT
+@pytest.mark.parametrize(
+    ("ids", "offsets", "shape"), [((1, 4, 0), ints(0, 0, 1), (3,)), ((1, 2, 4, 0), None, (2, 2))]
+)
+def test_a_weight_that_is_no_number_is_named(ids, offsets, shape, optimizer):
+    module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=optimizer)
+    weights = torch.ones(len(ids))
+    weights[-2] = torch.nan
+    sample = 2 if offsets is not None else 1
+
+    with pytest.raises(ValueError, match=rf"sample {sample}: .* got nan .* \(id 4\)"):
+        module(ints(*ids).view(shape), offsets, weights.view(shape))
+
+
+@pytest.mark.parametrize("settings", [{"padding_idx": 5}, {"padding_idx": -6}])
+def test_a_padding_row_that_is_none_is_refused_as_torch_does(settings):
+    with pytest.raises(AssertionError, match="padding_idx must be within num_embeddings"):
+        HotColdEmbeddingBag(5, 3, **settings, optimizer=SGD(lr=1.0))
+
+
+def test_an_error_of_torchs_that_has_nothing_to_do_with_ids_stays_what_it_was():
+    module = HotColdEmbeddingBag(5, 3, mode="sum", _weight=torch.zeros(5, 3, dtype=torch.complex64))
+
+    with pytest.raises(RuntimeError) as found:
+        module(ints(1), ints(0))
+
+    assert not isinstance(found.value, IdOutOfRange)
+
+
+def test_ids_changed_in_place_between_lookup_and_backward_are_noticed():
+    module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=SGD(lr=1.0))
+    ids, offsets = ints(1, 2), ints(0)
+    before = module.weight.detach().clone()
+
+    result = module(ids, offsets).sum()
+    ids.add_(1000)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+    assert torch.equal(module.weight, before)
+
+
+def test_a_second_backward_of_one_lookup_is_refused_unless_the_graph_is_retained():
+    module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=SGD(lr=1.0))
+    result = module(ints(1), ints(0)).sum()
+
+    result.backward()
+
+    with pytest.raises(RuntimeError, match="second time"):
+        result.backward()
+
+
+def test_a_gradient_of_the_gradient_is_refused():
+    module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=SGD(lr=1.0), auto_apply=False)
+    weights = torch.ones(2, requires_grad=True)
+
+    result = module(ints(1, 2), ints(0), weights).square().sum()
+    (gradient,) = torch.autograd.grad(result, weights, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_a_gradient_of_weights_from_rows_that_moved_meanwhile_is_refused():
+    module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=SGD(lr=1.0))
+    weights = torch.ones(1, requires_grad=True)
+    early = module(ints(1), ints(0), weights).sum()
+
+    module(ints(1), ints(0)).sum().backward()
+
+    with pytest.raises(RuntimeError, match="rows were moved between a lookup and its backward"):
+        early.backward()
+
+
+def test_a_table_that_another_operation_has_kept_is_known_to_have_moved():
+    module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=SGD(lr=1.0))
+    tied = module.weight.square().sum()
+
+    module(ints(1), ints(0)).sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        tied.backward()

@@ -1,0 +1,170 @@
+import copy
+
+import pytest
+import torch
+
+from recsys.batch import JaggedIds
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.table import TableConfig
+
+TABLES = [
+    TableConfig(name="users", num_embeddings=9, embedding_dim=4),
+    TableConfig(name="goods", num_embeddings=5, embedding_dim=8),
+]
+IDS = JaggedIds.from_one_hot(["users", "goods"], torch.tensor([[0, 8, 3, 3], [4, 4, 0, 2]]))
+OPTIMIZERS = [
+    SGD(lr=0.5),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    PartialRowWiseAdam(lr=0.1),
+]
+each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+
+
+def build(optimizer, auto_apply=False):
+    torch.manual_seed(0)
+    return HotColdEmbeddingBagCollection(TABLES, optimizer=optimizer, auto_apply=auto_apply)
+
+
+def step(module):
+    module(IDS).values().square().sum().backward()
+    module.row_optimizer.step()
+
+
+@each_optimizer
+def test_a_run_goes_on_from_its_weights_and_its_optimizers_state(optimizer):
+    module, other = build(optimizer), build(optimizer)
+    for _ in range(3):
+        step(module)
+    other.load_state_dict(module.state_dict())
+    other.row_optimizer.load_state_dict(copy.deepcopy(module.row_optimizer.state_dict()))
+
+    for each in (module, other):
+        step(each)
+
+    for expected, found in zip(module.table_weights(), other.table_weights(), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "shapes"),
+    [
+        (SGD(lr=0.5), {}),
+        (Adagrad(lr=0.1), {"momentum1": (9, 4)}),
+        (RowWiseAdagrad(lr=0.1), {"momentum1": (9,)}),
+        (Adam(lr=0.1), {"step": (), "momentum1": (9, 4), "exp_avg_sq": (9, 4)}),
+        (PartialRowWiseAdam(lr=0.1), {"step": (), "momentum1": (9, 4), "exp_avg_sq": (9,)}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_state_has_torchrecs_names(optimizer, shapes):
+    module = build(optimizer)
+    step(module)
+
+    state = module.row_optimizer.state_dict()
+
+    tables = ["embedding_bags.users.weight", "embedding_bags.goods.weight"]
+    assert state["param_groups"][0]["params"] == tables
+    assert list(state["state"]) == tables
+    found = {name: tuple(getattr(v, "shape", ())) for name, v in state["state"][tables[0]].items()}
+    assert found == {f"users.{name}": shape for name, shape in shapes.items()}
+
+
+def test_state_of_other_tables_is_refused():
+    module = build(Adagrad(lr=0.1))
+    step(module)
+    state = module.row_optimizer.state_dict()
+    state["state"]["strangers"] = state["state"].pop("embedding_bags.users.weight")
+
+    with pytest.raises(ValueError, match=r"\['embedding_bags.users.weight'\] are missing"):
+        build(Adagrad(lr=0.1)).row_optimizer.load_state_dict(state)
+
+
+def test_state_of_another_size_is_refused():
+    module = build(Adagrad(lr=0.1))
+    step(module)
+    state = module.row_optimizer.state_dict()
+    state["state"]["embedding_bags.users.weight"]["users.momentum1"] = torch.zeros(8, 4)
+
+    with pytest.raises(ValueError, match=r"users.momentum1: must have 9 rows, got 8"):
+        build(Adagrad(lr=0.1)).row_optimizer.load_state_dict(state)
+
+
+def test_a_scheduler_rules_the_learning_rate():
+    module = build(SGD(lr=1.0))
+    schedule = torch.optim.lr_scheduler.StepLR(module.row_optimizer, step_size=1, gamma=0.25)
+    goods = module.table_weights()[1]
+    moved = []
+
+    for _ in range(2):
+        before = goods.detach().clone()
+        module(IDS)["goods"][2].sum().backward()
+        module.row_optimizer.step()
+        schedule.step()
+        moved.append((before - goods)[0, 0].item())
+
+    assert moved == pytest.approx([1.0, 0.25])
+
+
+def test_settings_are_those_of_param_groups():
+    module, expected = build(Adam(lr=0.1)), build(Adam(lr=0.1, betas=(0.5, 0.6), eps=0.3))
+    module.row_optimizer.param_groups[0].update(betas=(0.5, 0.6), eps=0.3)
+
+    for each in (module, expected):
+        step(each)
+
+    for one, other in zip(module.table_weights(), expected.table_weights(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_closure_is_called_before_rows_move():
+    module, expected = build(SGD(lr=0.5)), build(SGD(lr=0.5))
+    step(expected)
+
+    def closure():
+        loss = module(IDS).values().square().sum()
+        loss.backward()
+        return loss
+
+    loss = module.row_optimizer.step(closure)
+
+    assert loss.item() > 0
+    assert torch.equal(module.table_weights()[0], expected.table_weights()[0])
+
+
+@each_optimizer
+def test_what_is_done_to_a_shown_gradient_counts(optimizer):
+    module, expected = build(optimizer), build(optimizer)
+    (0.5 * expected(IDS).values().square().sum()).backward()
+    expected.row_optimizer.step()
+
+    module(IDS).values().square().sum().backward()
+    for weight in module.table_weights():
+        weight.grad.mul_(0.5)
+    module.row_optimizer.step()
+
+    for one, other in zip(module.table_weights(), expected.table_weights(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_gradient_of_another_use_of_the_table_is_added():
+    module = build(SGD(lr=1.0))
+    users = module.table_weights()[0]
+    before = users.detach().clone()
+
+    (module(IDS)["users"].sum() + 3 * users.sum()).backward()
+    module.row_optimizer.step()
+
+    expected = torch.full((9,), 3.0)
+    expected[[0, 8]] = 4.0
+    expected[3] = 5.0
+    torch.testing.assert_close((before - users)[:, 0], expected, rtol=1e-5, atol=0)
+
+
+def test_tables_stay_the_objects_that_they_were():
+    module = build(SGD(lr=1.0))
+
+    assert all(isinstance(weight, torch.nn.Parameter) for weight in module.table_weights())
+    assert type(module.state_dict()["embedding_bags.users.weight"]) is torch.Tensor
