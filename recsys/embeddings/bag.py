@@ -226,6 +226,17 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
                 and with an optimizer that has no formula here, or although `optimizer` is given.
         """
         marks = read_marks([("weight", cast("nn.Parameter", bag.weight))], optimizer)
+        module = cls._on_weight_of(bag)
+        formula = optimizer if marks is None else marks.formula
+        if formula is not None:
+            module._optimize(formula, auto_apply=auto_apply)
+        if marks is not None:
+            assert module.row_optimizer is not None
+            marks.hand_over(module.row_optimizer)
+        return module.train(bag.training)
+
+    @classmethod
+    def _on_weight_of(cls, bag: nn.EmbeddingBag) -> HotColdEmbeddingBag:
         module = cls(
             bag.num_embeddings,
             bag.embedding_dim,
@@ -239,13 +250,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             bag.padding_idx,
         )
         module.weight = bag.weight
-        formula = optimizer if marks is None else marks.formula
-        if formula is not None:
-            module._optimize(formula, auto_apply=auto_apply)
-        if marks is not None:
-            assert module.row_optimizer is not None
-            marks.hand_over(module.row_optimizer)
-        return module.train(bag.training)
+        return module
 
     def _optimize(self, optimizer: RowOptimizer, *, auto_apply: bool) -> None:
         group = TableGroup([self])
@@ -302,7 +307,9 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         )
         rows = self._fused(BagInput(distinct, torch.arange(len(distinct) + 1), None), bags)
         if self.scale_grad_by_freq and rows.requires_grad:
-            rows.register_hook(lambda gradient: gradient / counts.unsqueeze(1))
+            rows.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: gradient / counts.unsqueeze(1)
+            )
         return functional.embedding_bag(
             numbers,
             rows,
