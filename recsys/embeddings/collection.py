@@ -110,11 +110,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         """
         for name, bag in collection.embedding_bags.items():
             _require_float32(name, bag.weight)
-        module = cls(
-            collection.embedding_bag_configs(),
-            collection.is_weighted(),
-            _bags=collection.embedding_bags,
-        )
+        module = cls._on_bags_of(collection)
         marks = read_marks(
             list(zip(module.embedding_bags, module.table_weights(), strict=True)), optimizer
         )
@@ -125,6 +121,14 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         elif optimizer is not None:
             module._optimize(optimizer, auto_apply=auto_apply)
         return module.train(collection.training)
+
+    @classmethod
+    def _on_bags_of(cls, collection: EmbeddingBagCollection) -> HotColdEmbeddingBagCollection:
+        return cls(
+            collection.embedding_bag_configs(),
+            collection.is_weighted(),
+            _bags=collection.embedding_bags,
+        )
 
     def attach(self, updater: RowUpdater, places: Sequence[tuple[TableGroup, int]]) -> None:
         """Hand gradients to an updater's ledgers from now on; `accelerate` calls it.
