@@ -337,10 +337,9 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
                 values, offsets, weights, len(offsets) - 1, is_mean=self.mode == "mean"
             ),
         )
-        pooled = fused_lookup(
+        return fused_lookup(
             [part], weights, ids=(values, offsets), updater=self._updater, explain=explain
         )
-        return cast("Tensor", pooled)
 
     def _renormalize(self, bags: BagInput, max_norm: float) -> None:
         bad = bags.first_bad(self.num_embeddings)

@@ -67,9 +67,10 @@ class BagInput(NamedTuple):
         """
         if self.weights is None:
             return
-        bad = self.weights.detach().isnan()
-        if bool(bad.any()):
-            position = int(bad.nonzero()[0])
+        weights = self.weights.detach()
+        is_half = weights.dtype in (torch.float16, torch.bfloat16)  # kernels know neither
+        position = int(_first_nan((weights.float() if is_half else weights).numpy()))
+        if position >= 0:
             raise ValueError(
                 f"sample {self._sample(position)}: per_sample_weights must be numbers, got nan at "
                 f"position {position} (id {int(self.values[position])}); find what computes it"
@@ -135,9 +136,10 @@ def read_bags(
         raise MalformedBags(f"input must have one or two dimensions, got {ids.dim()}")
     values, bounds = _one_id_type(values, bounds)
     if ids.dim() == 1 and not ids.is_nested:
-        _require_bounds(bounds, len(values), include_last_offset=include_last_offset)
-        values = values[: int(bounds[-1])]
-        weights = None if weights is None else weights[: len(values)]
+        end = _require_bounds(bounds.numpy(), len(values))
+        if end != len(values):  # what lies behind the last bag's end is in none
+            values = values[:end]
+            weights = None if weights is None else weights[:end]
     bags = BagInput(
         values.contiguous(), bounds.contiguous(), None if weights is None else weights.reshape(-1)
     )
@@ -180,26 +182,24 @@ def _one_id_type(values: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(both), bounds.to(both)
 
 
-def _require_bounds(bounds: Tensor, num_values: int, *, include_last_offset: bool) -> None:
+def _require_bounds(bounds: NDArray[Any], num_values: int) -> int:
+    """The end of the last bag."""
     if not len(bounds):
         raise MalformedBags("with include_last_offset, offsets must have at least one, got none")
-    if len(bounds) == 1 and not include_last_offset:
-        return
-    bad = int(_first_bad_bound(bounds.numpy(), num_values))
+    bad = int(_first_bad_bound(bounds, num_values))
     if bad < 0:
-        return
-    value = int(bounds[bad])
+        return int(bounds[-1])
     if bad == 0:
-        rule = f"offsets[0] must be 0, got {value}; add a bag in front for ids before the first"
-    elif value > num_values:
+        rule = f"offsets[0] must be 0, got {bounds[0]}; add a bag in front for ids before the first"
+    elif bounds[bad] > num_values:
         rule = (
             f"sample {bad - 1}: offsets must not exceed the input's length {num_values}, got "
-            f"{value}; cut them to the input"
+            f"{bounds[bad]}; cut them to the input"
         )
     else:
         rule = (
-            f"sample {bad - 1}: offsets must not decrease, got {value} after "
-            f"{int(bounds[bad - 1])}; sort the bags"
+            f"sample {bad - 1}: offsets must not decrease, got {bounds[bad]} after "
+            f"{bounds[bad - 1]}; sort the bags"
         )
     raise MalformedBags(rule)
 
@@ -213,4 +213,12 @@ def _first_bad_bound(bounds: NDArray[Any], num_values: int) -> int:
         if bound < last or bound > num_values or (number == 0 and bound != 0):
             return number
         last = bound
+    return -1
+
+
+@kernel
+def _first_nan(weights_N: NDArray[Any]) -> int:
+    for number in range(len(weights_N)):
+        if np.isnan(weights_N[number]):
+            return number
     return -1

@@ -30,7 +30,6 @@ class Part(NamedTuple):
     bags: Bags
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def fused_lookup(
     parts: Sequence[Part],
     bag_weights: Tensor | None,
@@ -40,6 +39,8 @@ def fused_lookup(
     explain: Callable[[int], Exception],
 ) -> Tensor:
     """Look up and pool every part, side by side.
+
+    `torch.compile` cannot look into it: callers are disabled for it as a whole, once.
 
     Args:
         parts: All of one batch size and width of output.
@@ -57,7 +58,7 @@ def fused_lookup(
     """
     if updater is None:
         tables: Sequence[Tensor] = [weight for part in parts for weight in part.group.weights()]
-    elif any(weight.requires_grad for part in parts for weight in part.group.weights()):
+    elif any(_asks_gradient(part) for part in parts):
         if DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "DistributedDataParallel: rows that an optimizer of recsys moves are not shared "
@@ -138,3 +139,8 @@ class _FusedLookup(torch.autograd.Function):
 
 def _versions(call: _Call) -> list[int]:
     return [weight._version for part in call.parts for weight in part.group.weights()]
+
+
+def _asks_gradient(part: Part) -> bool:
+    weights = part.group.weights()
+    return any(weights[table].requires_grad for table in part.lookups.tables.tolist())

@@ -187,10 +187,12 @@ def test_arguments_need_not_be_contiguous():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_torchs_without_an_optimizer_and_refused_with_one(dtype):
-    plain, own = both({"mode": "mean", "dtype": dtype})
+    plain, own = both({"mode": "sum", "dtype": dtype})
     ids = torch.tensor([[1, 5, 2], [0, 0, 6]])
+    weights = torch.linspace(0, 1, 6, dtype=dtype).view(2, 3)
 
     assert torch.equal(own(ids), plain(ids))
+    assert torch.equal(own(ids, None, weights), plain(ids, None, weights))
     with pytest.raises(ValueError, match="rows must be float32 or float64 on the CPU, got"):
         HotColdEmbeddingBag(NUM_ROWS, 3, dtype=dtype, optimizer=SGD(lr=1.0))
 

@@ -1,0 +1,400 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.optimizer import (
+    SGD,
+    Adagrad,
+    Adam,
+    PartialRowWiseAdam,
+    RowWiseAdagrad,
+    update_reference,
+)
+from recsys.embeddings.row_updater import FusedOptimizer
+from recsys.embeddings.table_group import TableGroup
+
+NUM_ROWS, DIM = 11, 3
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-7},
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+}
+OPTIMIZERS = [
+    SGD(lr=0.5),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    PartialRowWiseAdam(lr=0.1),
+]
+by_name = {"ids": lambda value: type(value).__name__ if hasattr(value, "lr") else str(value)}
+each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, **by_name)
+COPIES = [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+
+
+def bags(seed):
+    """Ids with repeats and empty bags, as a mini-batch has them; row 10 is in none."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([3, 0, 1, 5, 2])
+    ids = torch.randint(0, NUM_ROWS - 1, (int(lengths.sum()),), generator=generator)
+    return ids, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)[:-1]])
+
+
+def loss(module, seed, *more):
+    """A loss whose gradients differ from number to number, and from seed to seed."""
+    result = module(*bags(seed), *more)
+    generator = torch.Generator().manual_seed(100 + seed)
+    return (result * torch.randn(result.shape, generator=generator, dtype=result.dtype)).sum()
+
+
+def plain_module(dtype=torch.float32, **settings):
+    torch.manual_seed(0)
+    return nn.EmbeddingBag(NUM_ROWS, DIM, dtype=dtype, **settings)
+
+
+def ours_like(plain, optimizer, *, auto_apply=True, **settings):
+    settings = {"mode": plain.mode} | settings
+    rows = plain.weight.detach().clone()
+    return HotColdEmbeddingBag.from_pretrained(
+        rows, freeze=False, **settings, optimizer=optimizer, auto_apply=auto_apply
+    )
+
+
+# Of the sparse tensors that torch's optimizers make.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize(
+    ("optimizer", "torchs"),
+    [
+        (SGD(lr=0.1), torch.optim.SGD),
+        (Adagrad(lr=0.1), torch.optim.Adagrad),
+        (Adam(lr=0.1), torch.optim.SparseAdam),
+    ],
+    **by_name,
+)
+def test_each_step_is_that_of_torchs_module_and_optimizer(optimizer, torchs, mode, dtype):
+    plain = plain_module(dtype, mode=mode, sparse=mode != "max")
+    theirs = torchs(plain.parameters(), lr=0.1)
+    own = ours_like(plain, optimizer)
+
+    for step in range(4):
+        with torch.no_grad():
+            plain.weight.copy_(own.weight)
+        for module in (plain, own):
+            loss(module, step).backward()
+        if not plain.weight.grad.is_sparse:  # SparseAdam takes no other
+            plain.weight.grad = sparse_in(bags(step)[0], plain.weight.grad)
+        theirs.step()
+        theirs.zero_grad()
+
+        torch.testing.assert_close(own.weight.detach(), plain.weight.detach(), **TOLERANCES[dtype])
+
+
+def sparse_in(ids, gradient):
+    rows = ids.unique()
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), gradient[rows], gradient.shape, check_invariants=True
+    )
+
+
+def reference_step(plain, optimizer, seeds):
+    """What the sum of the mini-batches' gradients makes of the rows, from scratch."""
+    weight = plain.weight.detach().clone()
+    for seed in seeds:
+        loss(plain, seed).backward()
+    rows = torch.cat([bags(seed)[0] for seed in seeds]).unique()
+    states = [
+        torch.zeros(NUM_ROWS, size, dtype=weight.dtype)
+        for size in optimizer.state_sizes(DIM).values()
+    ]
+    update_reference(optimizer, weight, states, rows, plain.weight.grad[rows])
+    return weight
+
+
+@each_optimizer
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_several_backward_passes_and_one_step_are_one_step_of_the_summed_gradient(mode, optimizer):
+    plain = plain_module(torch.float64, mode=mode)
+    own = ours_like(plain, optimizer, auto_apply=False)
+    expected = reference_step(plain, optimizer, range(3))
+
+    for seed in range(3):
+        loss(own, seed).backward()
+    own.row_optimizer.step()
+
+    torch.testing.assert_close(own.weight.detach(), expected, **TOLERANCES[torch.float64])
+
+
+@each_optimizer
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_two_lookups_in_one_backward_are_one_step_of_the_summed_gradient(mode, optimizer):
+    plain = plain_module(torch.float64, mode=mode)
+    own = ours_like(plain, optimizer)
+    expected = reference_step(plain, optimizer, [4, 5])
+
+    (loss(own, 4) + loss(own, 5)).backward()
+
+    torch.testing.assert_close(own.weight.detach(), expected, **TOLERANCES[torch.float64])
+
+
+def test_an_update_per_backward_is_not_a_step_of_the_summed_gradient():
+    found = {}
+
+    for auto_apply in (True, False):
+        own = HotColdEmbeddingBag.from_pretrained(
+            torch.zeros(1, 1), False, optimizer=Adagrad(lr=0.1), auto_apply=auto_apply
+        )
+        for gradient in (1.0, 2.0):
+            (gradient * own(torch.tensor([[0]]))).sum().backward()
+        own.row_optimizer.step()
+        found[auto_apply] = own.weight.item()
+
+    assert found[False] == pytest.approx(-0.100, abs=5e-4)  # 0.1 * 3 / sqrt(9)
+    assert found[True] == pytest.approx(-0.189, abs=5e-4)  # 0.1 * 1 / sqrt(1) + 0.1 * 2 / sqrt(5)
+
+
+def test_a_padding_row_stays_as_it_is():
+    own = HotColdEmbeddingBag(3, DIM, mode="sum", padding_idx=-3, optimizer=Adam(lr=0.1))
+
+    own(torch.tensor([[0, 1], [0, 0]])).sum().backward()
+
+    assert own.weight[0].tolist() == [0.0] * DIM
+    assert own.row_optimizer.state[own.weight]["momentum1"][0].tolist() == [0.0] * DIM
+
+
+def test_frozen_rows_stay_and_weights_have_a_gradient_all_the_same():
+    own = ours_like(plain_module(mode="sum"), SGD(lr=1.0))
+    own.weight.requires_grad = False
+    before = own.weight.clone()
+    weights = torch.ones(11, requires_grad=True)
+
+    unweighted = own(*bags(0))
+    loss(own, 0, weights).backward()
+
+    assert not unweighted.requires_grad
+    assert torch.equal(own.weight, before)
+    assert weights.grad.abs().min() > 0
+
+
+def test_pretrained_rows_are_shared_and_frozen_unless_told_otherwise():
+    rows = torch.ones(4, DIM)
+
+    with pytest.warns(UserWarning, match="freezes rows unless freeze=False"):
+        frozen = HotColdEmbeddingBag.from_pretrained(rows, optimizer=SGD(lr=1.0))
+    own = HotColdEmbeddingBag.from_pretrained(
+        rows, False, 9.0, 1.0, False, "sum", False, True, 2, optimizer=SGD(lr=1.0)
+    )
+    own(torch.tensor([0, 2]), torch.tensor([0, 2])).sum().backward()
+
+    assert not frozen.weight.requires_grad
+    assert rows.tolist() == [[0.0] * DIM, *[[1.0] * DIM] * 3]
+    assert repr(own).endswith("(4, 3, max_norm=9.0, norm_type=1.0, mode='sum', padding_idx=2)")
+
+
+@pytest.mark.parametrize("copy_of", COPIES)
+def test_a_copy_has_rows_and_state_of_its_own(copy_of):
+    own = ours_like(plain_module(mode="sum"), Adam(lr=0.1))
+    loss(own, 0).backward()
+
+    twin = copy_of(own)
+    for each in (own, twin):
+        loss(each, 1).backward()
+
+    assert type(twin) is HotColdEmbeddingBag
+    assert torch.equal(own.weight, twin.weight)
+    loss(twin, 2).backward()
+    assert not torch.equal(own.weight, twin.weight)
+
+
+def test_rows_converted_to_float64_keep_their_state():
+    own = ours_like(plain_module(mode="sum"), Adagrad(lr=0.1))
+    loss(own, 0).backward()
+    expected = copy.deepcopy(own)
+
+    own.double()
+    for each in (own, expected):
+        loss(each, 1).backward()
+
+    assert own.weight.dtype == torch.float64
+    torch.testing.assert_close(own.weight.float(), expected.weight.detach(), rtol=1e-5, atol=1e-6)
+    assert own.row_optimizer.state[own.weight]["momentum1"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_rows_are_exchanged_with_torchs_module_both_ways(assign):
+    plain = plain_module(mode="sum")
+    own = HotColdEmbeddingBag(NUM_ROWS, DIM, mode="sum", optimizer=Adagrad(lr=0.1))
+    back = plain_module(mode="sum")
+    theirs = torch.optim.Adagrad(plain.parameters(), lr=0.1)
+
+    own.load_state_dict(plain.state_dict(), assign=assign)
+    assert (own.weight.data_ptr() == plain.weight.data_ptr()) == assign
+    own.weight.data = own.weight.data.clone()
+    for _ in range(2):
+        for module in (own, plain):
+            loss(module, 0).backward()
+        theirs.step()
+        theirs.zero_grad()
+    back.load_state_dict(own.state_dict(), assign=assign)
+
+    assert type(own.state_dict()["weight"]) is torch.Tensor
+    torch.testing.assert_close(back.weight, plain.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_settings_and_state_follow_rows_that_are_assigned():
+    own = ours_like(plain_module(mode="sum"), Adam(lr=0.1), auto_apply=False)
+    expected = copy.deepcopy(own)
+    for each in (own, expected):
+        loss(each, 0).backward()
+        each.row_optimizer.step()
+
+    own.load_state_dict(copy.deepcopy(own.state_dict()), assign=True)
+    for each in (own, expected):
+        loss(each, 1).backward()
+    shown = own.weight.grad
+    for each in (own, expected):
+        each.row_optimizer.step()
+
+    assert torch.equal(own.weight, expected.weight)
+    torch.testing.assert_close(shown.to_dense(), gradient_of(expected, 1))
+    assert own.row_optimizer.param_groups[0]["params"][0] is own.weight
+    assert own.row_optimizer.state_dict()["state"]["weight"]["step"] == 2
+
+
+def gradient_of(module, seed):
+    plain = nn.EmbeddingBag(NUM_ROWS, DIM, mode=module.mode)
+    loss(plain, seed).backward()
+    return plain.weight.grad
+
+
+def test_drawing_rows_anew_is_as_torch_does_it():
+    own = HotColdEmbeddingBag(NUM_ROWS, DIM, padding_idx=1, optimizer=SGD(lr=1.0))
+    plain = nn.EmbeddingBag(NUM_ROWS, DIM, padding_idx=1)
+
+    for module in (own, plain):
+        torch.manual_seed(3)
+        module.reset_parameters()
+
+    assert torch.equal(own.weight, plain.weight)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_nothing_is_collected_without_gradients(mode):
+    own = ours_like(plain_module(mode=mode), SGD(lr=1.0), auto_apply=False)
+    before = own.weight.detach().clone()
+
+    with torch.no_grad():
+        without = own.eval()(*bags(0))
+    with torch.inference_mode():
+        inferred = own(*bags(0))
+    own.row_optimizer.step()
+
+    assert not without.requires_grad
+    assert torch.equal(without, inferred)
+    assert torch.equal(own.weight, before)
+
+
+# torch.compile looks at `grad` of every tensor, and hides the warning that this gives.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("optimizer", [None, Adagrad(lr=0.1)], **by_name)
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_a_compiled_model_around_it_computes_the_same(mode, optimizer):
+    class Model(nn.Module):
+        def __init__(self, bag):
+            super().__init__()
+            self.bag, self.scale = bag, nn.Parameter(torch.ones(DIM))
+
+        def forward(self, *arguments):
+            return (self.bag(*arguments) * self.scale).tanh()
+
+    model = Model(ours_like(plain_module(mode=mode), optimizer))
+    other = copy.deepcopy(model)
+
+    # Without an optimizer there is one graph, as of torch's module; with one it ends and goes on.
+    compiled = torch.compile(other, backend="eager", fullgraph=optimizer is None)
+    for each in (model, compiled):
+        each(*bags(0)).square().sum().backward()
+
+    torch.testing.assert_close(other.bag.weight, model.bag.weight)
+    torch.testing.assert_close(other.bag.weight.grad, model.bag.weight.grad)
+    torch.testing.assert_close(other.scale.grad, model.scale.grad)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_activations_recomputed_in_backward_make_the_same_step(mode, use_reentrant):
+    own = ours_like(plain_module(mode=mode), Adagrad(lr=0.1))
+    other = copy.deepcopy(own)
+    scale = torch.ones(DIM, requires_grad=True)
+
+    def pooled(module):
+        return lambda scale: (module(*bags(0)) * scale).tanh().square().sum()
+
+    pooled(own)(scale).backward()
+    checkpoint(pooled(other), scale, use_reentrant=use_reentrant).backward()
+
+    assert torch.equal(other.weight, own.weight)
+
+
+def sharing(optimizer, modes):
+    """Bags of one group, as models of several tables have them."""
+    members = [ours_like(plain_module(torch.float64, mode=mode), None) for mode in modes]
+    group = TableGroup(members)
+    host = FusedOptimizer(
+        {f"{number}.weight": (each.weight, "") for number, each in enumerate(members)},
+        [group],
+        optimizer,
+        auto_apply=False,
+    )
+    for number, each in enumerate(members):
+        each.attach(host.updater, group, number)
+    return members, host
+
+
+@each_optimizer
+def test_bags_of_several_modes_share_one_update(optimizer):
+    modes = ["sum", "mean", "max", "mean"]
+    members, host = sharing(optimizer, modes)
+    expected = [
+        reference_step(plain_module(torch.float64, mode=mode), optimizer, [0, 1]) for mode in modes
+    ]
+
+    for seed in (0, 1):
+        sum(loss(each, seed) for each in members).backward()
+    host.step()
+
+    for each, rows in zip(members, expected, strict=True):
+        torch.testing.assert_close(each.weight.detach(), rows, **TOLERANCES[torch.float64])
+
+
+@pytest.mark.parametrize("optimizer", [Adam(lr=0.1), PartialRowWiseAdam(lr=0.1)], **by_name)
+def test_a_step_without_lookups_in_a_table_is_none_of_its_steps(optimizer):
+    members, host = sharing(optimizer, ["sum", "sum"])
+    alone = ours_like(plain_module(torch.float64, mode="sum"), optimizer)
+
+    for looked_up in (members[:1], members[:1], members):
+        sum(loss(each, 0) for each in looked_up).backward()
+        host.step()
+    loss(alone, 0).backward()
+
+    assert torch.equal(members[1].weight, alone.weight)
+    assert not torch.equal(members[0].weight, alone.weight)
+
+
+def test_frozen_bags_of_a_group_ask_for_no_gradient():
+    members, host = sharing(SGD(lr=1.0), ["sum", "max"])
+    for each in members:
+        each.weight.requires_grad = False
+    members[0].weight.requires_grad = True
+    before = members[1].weight.clone()
+
+    found = [each(*bags(0)) for each in members]
+    found[0].sum().backward()
+    host.step()
+
+    assert [each.requires_grad for each in found] == [True, False]
+    assert torch.equal(members[1].weight, before)

@@ -1,0 +1,182 @@
+"""`weight.grad` is the ledger: what is done to it counts, as it does in plain PyTorch."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam
+
+IDS = torch.tensor([[0, 3, 3], [4, 0, 2]])
+ROWS = torch.arange(18.0).view(6, 3).sin()
+# Of the sparse tensors that torch itself makes.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+
+
+def build(optimizer, **settings):
+    return HotColdEmbeddingBag.from_pretrained(
+        ROWS.clone(), freeze=False, mode="sum", optimizer=optimizer, auto_apply=False, **settings
+    )
+
+
+def plain():
+    return nn.EmbeddingBag.from_pretrained(ROWS.clone(), freeze=False, mode="sum", sparse=True)
+
+
+def backward(module, factor=1.0):
+    (factor * module(IDS).square().sum()).backward()
+
+
+def test_grad_is_the_sum_of_all_lookups_as_a_sparse_tensor():
+    own, other = build(SGD(lr=1.0)), plain()
+    assert own.weight.grad is None
+
+    for module in (own, other):
+        for factor in (1.0, 2.0):
+            backward(module, factor)
+            assert module.weight.grad is not None  # looking does not change what comes
+
+    assert own.weight.grad.is_sparse
+    assert own.weight.grad.shape == ROWS.shape
+    torch.testing.assert_close(own.weight.grad.to_dense(), other.weight.grad.to_dense())
+
+
+def test_a_gradient_clipped_by_hand_moves_rows_less():
+    own, other = build(SGD(lr=1.0)), plain()
+    theirs = torch.optim.SGD(other.parameters(), lr=1.0)
+
+    for module in (own, other):
+        backward(module)
+        module.weight.grad = module.weight.grad.coalesce()
+        module.weight.grad.values().clamp_(-0.5, 0.5)
+    own.row_optimizer.step()
+    theirs.step()
+
+    assert not torch.equal(own.weight, ROWS)
+    assert (own.weight - ROWS).abs().max() == 0.5
+    torch.testing.assert_close(own.weight.detach(), other.weight.detach())
+
+
+def test_a_gradient_clipped_by_its_values_norm_moves_rows_less():
+    own, other = build(Adagrad(lr=0.1)), plain()
+    theirs = torch.optim.Adagrad(other.parameters(), lr=0.1)
+
+    for module in (own, other):
+        backward(module)
+        module.weight.grad = module.weight.grad.coalesce()
+        values = module.weight.grad.values()
+        values.mul_(0.01 / values.norm())
+    own.row_optimizer.step()
+    theirs.step()
+
+    torch.testing.assert_close(own.weight.detach(), other.weight.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_lookups_after_a_look_at_grad_are_added_to_it():
+    own, other = build(SGD(lr=1.0)), plain()
+    theirs = torch.optim.SGD(other.parameters(), lr=1.0)
+
+    for module in (own, other):
+        backward(module)
+        module.weight.grad *= 0.5
+        backward(module, 3.0)
+    own.row_optimizer.step()
+    theirs.step()
+
+    torch.testing.assert_close(own.weight.detach(), other.weight.detach())
+
+
+@pytest.mark.parametrize("forget", [lambda m: m.zero_grad(), lambda m: m.row_optimizer.zero_grad()])
+def test_a_forgotten_gradient_moves_nothing(forget):
+    own = build(SGD(lr=1.0))
+
+    backward(own)
+    forget(own)
+    own.row_optimizer.step()
+
+    assert own.weight.grad is None
+    assert torch.equal(own.weight, ROWS)
+
+
+def test_no_gradient_is_left_after_a_step():
+    own = build(Adam(lr=0.1))
+
+    backward(own)
+    own.row_optimizer.step()
+
+    assert own.weight.grad is None
+    moved = own.weight.detach().clone()
+    own.row_optimizer.step()
+    assert torch.equal(own.weight, moved)
+
+
+def test_a_scalers_step_is_that_of_the_unscaled_gradient():
+    own, expected = build(Adagrad(lr=0.1)), build(Adagrad(lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    backward(expected)
+    expected.row_optimizer.step()
+    scaler.scale(own(IDS).square().sum()).backward()
+    scaler.unscale_(own.row_optimizer)
+    unscaled = own.weight.grad.to_dense()
+    scaler.step(own.row_optimizer)
+    scaler.update()
+
+    other = plain()
+    backward(other)
+    torch.testing.assert_close(unscaled, other.weight.grad.to_dense(), rtol=0, atol=0)
+    torch.testing.assert_close(own.weight, expected.weight, rtol=1e-6, atol=1e-7)
+    assert scaler.get_scale() == 2.0**10
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_step_that_a_scaler_skips_moves_nothing(bad):
+    own = build(Adam(lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    scaler.scale(own(IDS).sum() * bad).backward()
+    scaler.step(own.row_optimizer)
+    scaler.update()
+    own.row_optimizer.zero_grad()
+    own.row_optimizer.step()
+
+    assert torch.equal(own.weight, ROWS)
+    assert not own.row_optimizer.state[own.weight]
+    assert scaler.get_scale() == 2.0**9
+
+
+def test_dense_gradients_of_tied_uses_are_part_of_the_step():
+    own, other = build(SGD(lr=0.1)), plain()
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    for module in (own, other):
+        pooled = module(IDS)
+        (pooled @ module.weight.t()).square().sum().backward()
+    own.row_optimizer.step()
+    theirs.step()
+
+    torch.testing.assert_close(own.weight.detach(), other.weight.detach())
+
+
+def test_the_parameters_of_a_model_show_their_gradients_and_lose_them():
+    model = nn.Sequential(build(SGD(lr=1.0)), nn.Linear(3, 1))
+
+    model(IDS).sum().backward()
+    found = {name: parameter.grad is not None for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    assert found == {"0.weight": True, "1.weight": True, "1.bias": True}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_table_that_outlives_its_module_is_a_parameter_like_others():
+    own = build(SGD(lr=1.0))
+    weight = own.weight
+
+    del own
+    gc.collect()
+    weight.square().sum().backward()
+
+    torch.testing.assert_close(weight.grad, 2 * ROWS)
