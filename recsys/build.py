@@ -105,6 +105,14 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
     dense_optimizer: Optimizer
     if dense.name == "sgd":
         dense_optimizer = torch.optim.SGD(dense_parameters, lr=dense.lr)
+    elif dense.name == "adam":
+        dense_optimizer = torch.optim.Adam(
+            dense_parameters,
+            lr=dense.lr,
+            betas=(dense.betas[0], dense.betas[1]),
+            eps=dense.eps,
+            fused=device.type == "cpu" or None,
+        )
     else:
         # One call for all parameters, which on the CPU takes a third of the time.
         dense_optimizer = torch.optim.Adagrad(

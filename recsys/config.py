@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 EMBEDDINGS = ("recsys", "torch", "fbgemm")
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
-_DENSE_OPTIMIZERS = ("sgd", "adagrad")
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
+_DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
 _SYNTHETIC_SPLITS = ("chronological", "random")
 _MAX_DRIFT = 1e6
 SYNTHETIC_PREFIX = "synthetic:"
@@ -107,21 +107,23 @@ class ModelConfig:
 class OptimizerConfig:
     """How parameters are updated."""
 
-    name: str = _key("sgd", "sgd, adagrad, rowwise_adagrad (rows only)")
+    name: str = _key("sgd", "sgd, adagrad, adam; rows only: rowwise_adagrad, partial_rowwise_adam")
     lr: float = _key(0.1, "learning rate")
-    eps: float = _key(1e-10, "added to Adagrad's denominator; torch's default")
+    eps: float = _key(1e-10, "added to the denominator, not with sgd; torch's default of Adagrad")
+    betas: tuple[float, ...] = _key((0.9, 0.999), "what stays of Adam's two averages at a step")
 
     def __post_init__(self) -> None:
         _one_of("name", self.name, OPTIMIZERS)
         for key, value in (("lr", self.lr), ("eps", self.eps)):
             if not (isfinite(value) and value >= 0):
                 raise ConfigError(f"{key} must be finite and at least 0, got {value}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas must be two numbers in [0, 1), got {list(self.betas)}")
 
     def for_dense(self) -> OptimizerConfig:
         """The dense part's counterpart of an optimizer of rows."""
-        if self.name == "rowwise_adagrad":
-            return dataclasses.replace(self, name="adagrad")
-        return self
+        counterparts = {"rowwise_adagrad": "adagrad", "partial_rowwise_adam": "adam"}
+        return dataclasses.replace(self, name=counterparts.get(self.name, self.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +239,7 @@ class TrainConfig:
     prefetch: int = _key(2, "mini-batches read ahead")
     precision: str = _key("fp32", "of the dense part: fp32, or bf16 with parameters in fp32")
     save_model: bool = _key(True, "keep the model in the run's folder")
-    embeddings: str = _key("torch", "recsys, torch (nn.EmbeddingBag) or fbgemm (TBE)")
+    embeddings: str = _key("recsys", "recsys, torch (nn.EmbeddingBag) or fbgemm (TBE)")
     model: ModelConfig = _key(ModelConfig, "")
     optimizer: OptimizerConfig = _key(OptimizerConfig, "")
     dense_optimizer: OptimizerConfig | None = _key(None, "")
@@ -258,7 +260,7 @@ class TrainConfig:
         _at_least("prefetch", self.prefetch, 1)
         if self.dense_optimizer is not None and self.dense_optimizer.name not in _DENSE_OPTIMIZERS:
             raise ConfigError(
-                "dense_optimizer.name must be 'sgd' or 'adagrad' ('rowwise_adagrad' is for rows), "
+                f"dense_optimizer.name must be one of {_DENSE_OPTIMIZERS} (others are for rows), "
                 f"got {self.dense_optimizer.name!r}"
             )
 
@@ -390,6 +392,10 @@ def _checked(key: str, value: Any, kind: Any) -> Any:
         if isinstance(value, list | tuple) and all(type(size) is int for size in value):
             return tuple(value)
         raise ConfigError(f"{key} must be a list of integers, got {value!r}")
+    if kind == tuple[float, ...]:
+        if isinstance(value, list | tuple) and all(type(v) in (int, float) for v in value):
+            return tuple(float(v) for v in value)
+        raise ConfigError(f"{key} must be a list of numbers, got {value!r}")
     if type(value) is not kind:
         raise ConfigError(f"{key} must be of type {kind.__name__}, got {value!r}")
     return value

@@ -70,7 +70,11 @@ def _under_another_name(function: Callable[..., object]) -> Any:
     """A copy: numba's files on disk go by name, and know nothing of `parallel`."""
     assert isinstance(function, FunctionType)
     copy = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
     copy.__qualname__ = f"{function.__qualname__}_serial"
     copy.__module__ = function.__module__

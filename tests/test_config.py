@@ -84,7 +84,16 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
         ("optimizer.eps=inf", "optimizer.eps must be finite and at least 0, got inf"),
         ("dense_optimizer.lr=-1", "dense_optimizer.lr must be finite and at least 0, got -1.0"),
         ("seed=9223372036854775808", "seed must be less than 2**63"),
-        ("dense_optimizer.name=rowwise_adagrad", "dense_optimizer.name must be 'sgd' or"),
+        (
+            "dense_optimizer.name=rowwise_adagrad",
+            "dense_optimizer.name must be one of ('sgd', 'adagrad', 'adam')",
+        ),
+        ("optimizer.betas=[0.9]", "optimizer.betas must be two numbers in [0, 1), got [0.9]"),
+        (
+            "optimizer.betas=[0.9, 1]",
+            "optimizer.betas must be two numbers in [0, 1), got [0.9, 1.0]",
+        ),
+        ("optimizer.betas=0.9", "optimizer.betas must be a list of numbers, got 0.9"),
         ("embeddings=mine", "embeddings must be one of 'recsys', 'torch', 'fbgemm'; got 'mine'"),
         ("device=tpu", "device must be one of"),
         ("lr_schedule.final=2", "lr_schedule.final must lie in [0, 1], got 2.0"),

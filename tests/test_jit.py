@@ -3,7 +3,9 @@ import subprocess
 import sys
 
 import numba
+import numpy as np
 import pytest
+import torch
 
 from recsys import jit
 
@@ -121,8 +123,30 @@ print(len(recorder.buffer))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_first_step_of_training_compiles_nothing(precision, tmp_path):
-    program = NOTHING_LEFT_TO_COMPILE.replace("sys.argv[1:]", f"['precision={precision}']")
+@pytest.mark.parametrize("setting", ["precision=fp32", "precision=bf16", "embeddings=recsys"])
+def test_the_first_step_of_training_compiles_nothing(setting, tmp_path):
+    program = NOTHING_LEFT_TO_COMPILE.replace("sys.argv[1:]", f"['{setting}']")
 
     assert run(program, NUMBA_CACHE_DIR=str(tmp_path)) == "0\n"
+
+
+def test_a_parallel_kernel_made_for_a_number_knows_it_on_one_thread_and_on_two():
+    def adding(number):
+        @jit.parallel_kernel
+        def add(numbers):
+            for place in numba.prange(len(numbers)):
+                numbers[place] += number
+
+        return add
+
+    numbers = np.zeros(3)
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            adding(1)(numbers)
+            adding(10)(numbers)
+    finally:
+        torch.set_num_threads(before)
+
+    assert numbers.tolist() == [22, 22, 22]

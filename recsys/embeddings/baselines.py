@@ -63,6 +63,13 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
         require_torch_optimizer(config)
         if config.name == "sgd":
             return torch.optim.SGD(self.parameters(), lr=config.lr)
+        if config.name == "adam":
+            return torch.optim.SparseAdam(
+                self.parameters(),
+                lr=config.lr,
+                betas=(config.betas[0], config.betas[1]),
+                eps=config.eps,
+            )
         checks = torch.sparse.check_sparse_tensor_invariants
         if not checks.is_enabled():  # type: ignore[no-untyped-call]
             # torch's Adagrad builds sparse tensors, and torch warns of each that it is not checked
@@ -241,8 +248,8 @@ def require_torch_optimizer(config: OptimizerConfig) -> None:
     Raises:
         ConfigError: it has none of that name for sparse gradients.
     """
-    if config.name not in ("sgd", "adagrad"):
+    if config.name not in ("sgd", "adagrad", "adam"):
         raise ConfigError(
             f"optimizer.name {config.name!r} is not in torch.optim, so embeddings 'torch' cannot "
-            "use it; choose 'sgd' or 'adagrad', or embeddings 'fbgemm'"
+            "use it; choose 'sgd', 'adagrad' or 'adam', or embeddings 'recsys'"
         )

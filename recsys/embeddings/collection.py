@@ -26,6 +26,7 @@ from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table_group import TableGroup
 from recsys.errors import IdOutOfRange
@@ -205,7 +206,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                     mode=pooling_of(table),
                     sparse=True,
                     # reset_parameters draws; nn.EmbeddingBag would first draw normal ones.
-                    _weight=torch.empty(table.num_embeddings, table.embedding_dim, device=device),
+                    _weight=empty_rows(table.num_embeddings, table.embedding_dim, device=device),
                 )
                 for table in self._tables
             }

@@ -14,7 +14,7 @@ from recsys.embeddings.baselines import (
     require_torch_optimizer,
 )
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
 
@@ -51,7 +51,7 @@ def build_embeddings(
     """
     if provider == "recsys":
         _require_cpu(provider, device)
-        _compile_kernels(_row_optimizer(optimizer))
+        _compile_kernels({table.embedding_dim for table in tables}, _row_optimizer(optimizer))
         ours = HotColdEmbeddingBagCollection(
             tables, optimizer=_row_optimizer(optimizer), auto_apply=False
         )
@@ -68,11 +68,16 @@ def build_embeddings(
     raise ConfigError(f"embeddings must be one of {EMBEDDINGS}, got {provider!r}")
 
 
-def _compile_kernels(optimizer: RowOptimizer) -> None:
-    """Take the first step of a table of one row, so that training's first does not wait."""
+def _compile_kernels(dims: set[int], optimizer: RowOptimizer) -> None:
+    """Take the first step of a table of one row for each dim, so that training's need not wait."""
     with torch.random.fork_rng(devices=[]):
-        table = TableConfig(name="table", num_embeddings=1, embedding_dim=1)
-        module = HotColdEmbeddingBagCollection([table], optimizer=optimizer)
+        tables = [
+            TableConfig(
+                name=str(dim), num_embeddings=1, embedding_dim=dim, feature_names=("table",)
+            )
+            for dim in sorted(dims)
+        ]
+        module = HotColdEmbeddingBagCollection(tables, optimizer=optimizer)
         module(
             JaggedIds.from_one_hot(["table"], torch.zeros(1, 1, dtype=torch.int64))
         ).values().sum().backward()
@@ -81,8 +86,11 @@ def _compile_kernels(optimizer: RowOptimizer) -> None:
 def _row_optimizer(config: OptimizerConfig) -> RowOptimizer:
     if config.name == "sgd":
         return SGD(lr=config.lr)
-    kind = Adagrad if config.name == "adagrad" else RowWiseAdagrad
-    return kind(lr=config.lr, eps=config.eps)
+    if config.name in ("adagrad", "rowwise_adagrad"):
+        kind = Adagrad if config.name == "adagrad" else RowWiseAdagrad
+        return kind(lr=config.lr, eps=config.eps)
+    kind_of_adam = Adam if config.name == "adam" else PartialRowWiseAdam
+    return kind_of_adam(lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
 
 
 def _require_cpu(provider: str, device: torch.device | None) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RowSpace"]
 
+_address = torch.Tensor.data_ptr
+
 _DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -73,4 +75,4 @@ class RowSpace:
 
     def holds(self, tables: Sequence[Tensor]) -> bool:
         """Whether the tables lie where they lay: `Parameter.data` may have been exchanged."""
-        return [table.data_ptr() for table in tables] == self._addresses
+        return list(map(_address, tables)) == self._addresses

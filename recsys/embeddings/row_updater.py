@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from recsys.embeddings.kernels.row_update import LedgerEntry, row_update
+from recsys.embeddings.kernels.row_update import row_update
+from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import RowSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from recsys.embeddings.kernels.row_update import LedgerEntry
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.table_group import TableGroup
 
@@ -97,13 +99,15 @@ class RowUpdater:
         if joined is None or joined != self._queued_for:
             self._begin(torch._C._current_graph_task_id())
         for group, entry in entries:
-            group.ledger.append(entry)
+            group.keep(entry)
 
     def _begin(self, backward_pass: int) -> None:
         if not self._auto_apply or self._queued_for == backward_pass:
             return
-        # What an earlier pass has left behind, ended by an error, is no part of this one.
-        self.forget()
+        # What an earlier pass has left behind, ended by an error, is no part of this one. `grad`
+        # stays: this pass may have reached tables otherwise already.
+        for group in self._groups:
+            group.group.ledger.clear()
         self._queued_for = backward_pass
         # Behind the whole pass: another lookup of it may add to the ledger.
         Variable._execution_engine.queue_callback(self.update_rows)
@@ -183,7 +187,6 @@ class _GroupUpdater:
                     group["params"] = [new if known is old else known for known in group["params"]]
                 if old in self._host.state:
                     self._host.state[new] = self._host.state.pop(old)
-                self.group.watch()
         self._weights = weights
 
     def _count_step(self, weight: Tensor) -> int:
@@ -215,7 +218,7 @@ class _GroupUpdater:
         known: Tensor | None = state.get(name)
         if known is None or known.dtype != weight.dtype or not known.is_contiguous():
             shape = (len(weight), size) if size > 1 else (len(weight),)
-            fresh = weight.new_zeros(shape)
+            fresh = empty_rows(*shape, dtype=weight.dtype).zero_()
             state[name] = known = fresh if known is None else fresh.copy_(known.view(shape))
         return known
 

@@ -24,7 +24,7 @@ from recsys.embeddings.kernels.row_update import LedgerEntry
 from recsys.embeddings.row_space import RowSpace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["LedgerParameter", "TableGroup", "sparse_gradients"]
 
@@ -43,6 +43,9 @@ class TableGroup:
 
     def __init__(self, holders: Sequence[nn.Module]) -> None:
         self._holders = list(holders)
+        # Their dictionaries, not their attributes: those take nn.Module ten times as long to find,
+        # and every step asks for all tables several times.
+        self._parameters = [holder._parameters for holder in holders]
         self.dim = self.weights()[0].shape[1]
         self.ledger: list[LedgerEntry] = []
         self._space: RowSpace | None = None
@@ -55,8 +58,7 @@ class TableGroup:
 
     def weights(self) -> list[nn.Parameter]:
         """The tables, (E, D) each."""
-        # Not by attribute: that takes nn.Module ten times as long, and every step asks.
-        return [cast("nn.Parameter", holder._parameters["weight"]) for holder in self._holders]
+        return [parameters["weight"] for parameters in self._parameters]  # type: ignore[misc]  # never None
 
     def are_sparse(self) -> list[bool]:
         """Which tables' gradients are sparse where no updater keeps them."""
@@ -89,6 +91,12 @@ class TableGroup:
                 _GROUPS.pop(weight, None)
                 _set_class(weight, nn.Parameter)
 
+    def keep(self, entry: LedgerEntry) -> None:
+        """Add to the ledger what one lookup's backward found."""
+        self.ledger.append(entry)
+        if self._is_watched and any(type(weight) is nn.Parameter for weight in self.weights()):
+            self.watch()  # a parameter has taken a table's place
+
     def open_ledger(self) -> None:
         """Turn the ledger into a sparse `grad` of each table, added to what is there."""
         if not self.ledger:
@@ -103,26 +111,28 @@ class TableGroup:
 
     def take_ledger(self) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left."""
-        entries = []
-        for table, weight in enumerate(self.weights()):
-            gradient = _plain_grad(weight)
-            if gradient is not None:
-                entries.append(self._entry(table, gradient))
-                _set_plain_grad(weight, None)
-        entries += self.ledger
-        self.ledger = []
-        return entries
+        ledger, self.ledger = self.ledger, []
+        weights = self.weights()
+        gradients = list(map(_plain_grad, weights))
+        shown = [table for table, gradient in enumerate(gradients) if gradient is not None]
+        if not shown:
+            return ledger
+        entries = [self._entry(table, cast("Tensor", gradients[table])) for table in shown]
+        for table in shown:
+            _set_plain_grad(weights[table], None)
+        return entries + ledger
 
     def forget(self) -> None:
         """Empty the ledger and every `grad`; no row moves."""
         self.ledger.clear()
         for weight in self.weights():
-            _set_plain_grad(weight, None)
+            if _plain_grad(weight) is not None:
+                _set_plain_grad(weight, None)
 
     def trainable(self, lookups: Lookups) -> Lookups:
         """The lookups in tables that ask for a gradient."""
         asks = [weight.requires_grad for weight in self.weights()]
-        if all(asks):
+        if False not in asks:
             return lookups
         kept = np.array(asks)[lookups.tables.astype(np.int64)]
         return Lookups(
@@ -186,17 +196,10 @@ def _nobody() -> None:
     """A reference to nothing, as that to a group that is gone."""
 
 
+# What autograd and users have left at a table, the ledger aside.
 _GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
-
-
-def _plain_grad(weight: Tensor) -> Tensor | None:
-    """What autograd and users have left at a table, the ledger aside."""
-    gradient: Tensor | None = _GRAD.__get__(weight)
-    return gradient
-
-
-def _set_plain_grad(weight: Tensor, gradient: Tensor | None) -> None:
-    _GRAD.__set__(weight, gradient)
+_plain_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+_set_plain_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 
 
 def sparse_gradients(

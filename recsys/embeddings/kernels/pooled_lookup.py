@@ -7,25 +7,47 @@ end, and a loop with that question in it is not vectorised.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import prange
 from torch.nn import functional
 
+from recsys.embeddings.kernels.copying import copy_run
+from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
 from recsys.jit import kernel, num_parts, parallel_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.row_space import RowSpace
 
-__all__ = ["Bags", "Lookups", "pooled_lookup", "pooled_lookup_reference", "row_gradient_dots"]
+__all__ = [
+    "AHEAD",
+    "Bags",
+    "Lookups",
+    "bounds_of",
+    "compiled_for",
+    "first_bad",
+    "offsets_of",
+    "pooled_lookup",
+    "pooled_lookup_reference",
+    "row_gradient_dots",
+    "samples_of",
+]
+
+_ONE = np.uint64(1)
+# Lookups from a row's being named to its being read.
+AHEAD = np.uint64(8)
+# Kernels are compiled for each of these dims: a row is then a few moves without a loop. Others, of
+# which a row is seldom whole lines, share one.
+_COMPILED_DIMS = range(8, 257, 8)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,16 +59,38 @@ class Lookups:
         positions: Number of the feature in the input, (L,) uint64.
         columns: First column of the output, (L,) uint64.
         width: W.
+
+    The arrays must not be written to.
     """
 
     tables: NDArray[np.uint64]
     positions: NDArray[np.uint64]
     columns: NDArray[np.uint64]
     width: int
+    _placed: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = field(
+        default=None, init=False, repr=False
+    )
+
+    def placed_in(self, space: RowSpace) -> NDArray[np.uint64]:
+        """What kernels ask of each lookup, (4, L): base, number of rows, position, column.
+
+        Kept for the row space last asked for: making it takes longer than a small lookup.
+        """
+        if self._placed is None or self._placed[0] is not space.bases:
+            found = np.stack(
+                [
+                    space.bases[self.tables],
+                    space.sizes[self.tables],
+                    self.positions,
+                    self.columns,
+                ]
+            )
+            object.__setattr__(self, "_placed", (space.bases, found))  # frozen but for this
+            return found
+        return self._placed[1]
 
 
-@dataclass(frozen=True)
-class Bags:
+class Bags(NamedTuple):
     """The input of one lookup: F features of B samples.
 
     Attributes:
@@ -72,10 +116,21 @@ class Bags:
         batch_size: int,
         *,
         is_mean: bool,
+        is_one_hot: bool | None = None,
     ) -> Bags:
-        """Views of tensors; one-hot bags are recognised."""
+        """Views of tensors.
+
+        Args:
+            values: As above.
+            offsets: As above, never None.
+            weights: As above.
+            batch_size: B.
+            is_mean: Whether a bag is averaged.
+            is_one_hot: Whether bag i is value i; None where the offsets have to tell.
+        """
         values_N, bounds = values.numpy(), offsets.numpy()
-        is_one_hot = len(values_N) == len(bounds) - 1 and bool(_counts_up(bounds))
+        if is_one_hot is None:
+            is_one_hot = len(values_N) == len(bounds) - 1 and _counts_up(bounds)
         return cls(
             values_N,
             None if is_one_hot else bounds,
@@ -130,26 +185,12 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
         The first value that is no row of its table, by position; -1 where there is none. The
         columns of `result` are undefined where there is one.
     """
-    bad = np.full(num_parts(), -1, np.int64)
-    shared = (
-        space.flat,
-        np.uint64(space.dim),
-        space.bases[lookups.tables],
-        space.sizes[lookups.tables],
-        lookups.positions,
-        lookups.columns,
-        bags.values,
-    )
-    rest = (bags.batch_size, np.uint64(lookups.width), len(bad), result.view(-1).numpy(), bad)
+    first = (space.flat, space.dim, lookups.placed_in(space), bags.values)
+    last = (bags.batch_size, lookups.width, num_parts(), result.numpy())
     if bags.offsets is None and bags.weights is None:
-        _one_hot_kernel(*shared, *rest)
-    else:
-        offsets = _every_bag_one(bags) if bags.offsets is None else bags.offsets
-        has_weights = bags.weights is not None
-        weights = bags.weights if bags.weights is not None else np.empty(0, space.dtype)
-        _bags_kernel(*shared, offsets, has_weights, weights, bags.is_mean, *rest)
-    found = bad[bad >= 0]
-    return int(found.min()) if len(found) else -1
+        return _one_hot_kernel(*compiled_for(space))(*first, *last)
+    of_bags = (offsets_of(bags), *_weights_of(bags, space), bags.is_mean)
+    return _bags_kernel(*compiled_for(space))(*first, *of_bags, *last)
 
 
 def row_gradient_dots(
@@ -164,151 +205,211 @@ def row_gradient_dots(
         gradient: Of the pooled rows, (B, W), contiguous.
         result: (N,), added to, for a feature may be looked up in several tables.
     """
-    offsets = _every_bag_one(bags) if bags.offsets is None else bags.offsets
     _dots_kernel(
         space.flat,
-        np.uint64(space.dim),
-        space.bases[lookups.tables],
-        lookups.positions,
-        lookups.columns,
+        space.dim,
+        lookups.placed_in(space),
         bags.values,
-        offsets,
-        gradient.view(-1).numpy(),
+        offsets_of(bags),
+        gradient.numpy(),
         bags.batch_size,
-        np.uint64(lookups.width),
+        lookups.width,
         num_parts(),
         result.numpy(),
     )
 
 
-def _every_bag_one(bags: Bags) -> NDArray[Any]:
+def compiled_for(space: RowSpace) -> tuple[int, int]:
+    """The dim that a kernel is compiled for, 0 for any, and the numbers of a cache line."""
+    dim = space.dim if space.dim in _COMPILED_DIMS else 0
+    return dim, LINE_BYTES // space.dtype.itemsize
+
+
+def offsets_of(bags: Bags) -> NDArray[Any]:
+    """Where bags begin, of one-hot ones too."""
+    if bags.offsets is not None:
+        return bags.offsets
     return np.arange(len(bags.values) + 1, dtype=bags.values.dtype)
+
+
+def _weights_of(bags: Bags, space: RowSpace) -> tuple[bool, NDArray[Any]]:
+    """Whether there are any, and an array of them in any case."""
+    if bags.weights is None:
+        return False, np.empty(0, space.dtype)
+    return True, bags.weights
+
+
+def bounds_of(lookups: Lookups, bags: Bags) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first value of every lookup and the one behind its last, (L,) each."""
+    first_bags = lookups.positions.astype(np.int64) * bags.batch_size
+    bounds = first_bags, first_bags + bags.batch_size
+    if bags.offsets is None:
+        return bounds
+    return bags.offsets[bounds[0]].astype(np.int64), bags.offsets[bounds[1]].astype(np.int64)
 
 
 @kernel
 def _counts_up(offsets: NDArray[Any]) -> bool:
-    for number in range(len(offsets)):  # noqa: SIM110  # numba has no all()
-        if offsets[number] != number:
+    """Whether they are 0, 1, 2, ...; in runs, inside of which the processor compares by vectors."""
+    run = np.uint64(1024)
+    end = np.uint64(len(offsets))
+    for begin in range(np.uint64(0), end, run):
+        differing = np.uint64(0)
+        for number in range(begin, min(begin + run, end)):
+            differing |= np.uint64(offsets[number]) ^ number
+        if differing:
             return False
     return True
 
 
-@parallel_kernel
-def _one_hot_kernel(
-    flat: NDArray[Any],
-    dim: np.uint64,
-    bases_L: NDArray[np.uint64],
-    sizes_L: NDArray[np.uint64],
-    positions_L: NDArray[np.uint64],
-    columns_L: NDArray[np.uint64],
-    values_N: NDArray[Any],
-    num_samples: int,
-    width: np.uint64,
-    num_parts: int,
-    result: NDArray[Any],
-    bad: NDArray[np.int64],
-) -> None:
-    """A part is a run of samples: one row per lookup and sample, copied."""
-    for part in prange(num_parts):
-        begin = np.uint64(part * num_samples // num_parts)
-        end = np.uint64((part + 1) * num_samples // num_parts)
-        for lookup in range(len(bases_L)):
-            base, size, column = bases_L[lookup], sizes_L[lookup], columns_L[lookup]
-            first = positions_L[lookup] * np.uint64(num_samples)
-            for sample in range(begin, end):
-                row = np.uint64(values_N[first + sample])
-                if row >= size:  # a negative one is among the largest
-                    if bad[part] < 0 or np.int64(first + sample) < bad[part]:
-                        bad[part] = np.int64(first + sample)
-                    continue
-                source = base + row * dim
-                target = sample * width + column
-                for d in range(dim):
-                    result[target + d] = flat[source + d]
+@kernel
+def samples_of(part: int, num_parts: int, num_samples: int) -> tuple[np.uint64, np.uint64]:
+    """The run of samples that is a part's."""
+    begin, end = part * num_samples // num_parts, (part + 1) * num_samples // num_parts
+    return np.uint64(begin), np.uint64(end)
 
 
-@parallel_kernel
-def _bags_kernel(
-    flat: NDArray[Any],
-    dim: np.uint64,
-    bases_L: NDArray[np.uint64],
-    sizes_L: NDArray[np.uint64],
-    positions_L: NDArray[np.uint64],
-    columns_L: NDArray[np.uint64],
-    values_N: NDArray[Any],
-    offsets: NDArray[Any],
-    has_weights: bool,
-    weights_N: NDArray[Any],
-    is_mean: bool,
-    num_samples: int,
-    width: np.uint64,
-    num_parts: int,
-    result: NDArray[Any],
-    bad: NDArray[np.int64],
-) -> None:
-    """A part is a run of samples: any number of rows per lookup and sample, added in order."""
-    for part in prange(num_parts):
-        begin = np.uint64(part * num_samples // num_parts)
-        end = np.uint64((part + 1) * num_samples // num_parts)
-        for lookup in range(len(bases_L)):
-            base, size, column = bases_L[lookup], sizes_L[lookup], columns_L[lookup]
-            first = positions_L[lookup] * np.uint64(num_samples)
-            for sample in range(begin, end):
-                target = sample * width + column
-                for d in range(dim):
-                    result[target + d] = 0
-                first_value = np.uint64(offsets[first + sample])
-                last_value = np.uint64(offsets[first + sample + np.uint64(1)])
-                for position in range(first_value, last_value):
-                    row = np.uint64(values_N[position])
-                    if row >= size:
-                        if bad[part] < 0 or np.int64(position) < bad[part]:
-                            bad[part] = np.int64(position)
-                        continue
-                    source = base + row * dim
-                    if has_weights:
-                        weight = weights_N[position]
-                        for d in range(dim):
-                            result[target + d] += weight * flat[source + d]
+@kernel
+def first_bad(bad_P: NDArray[np.int64]) -> int:
+    """The first value that some part found to be no row; -1 where none did."""
+    first = -1
+    for place in bad_P:
+        if place >= 0 and (first < 0 or place < first):
+            first = place
+    return first
+
+
+@cache
+def _one_hot_kernel(compiled_dim: int, line: int) -> Callable[..., int]:
+    """The kernel for one-hot bags of this dim; 0 for one that takes any."""
+
+    @parallel_kernel
+    def one_hot(
+        flat: NDArray[Any],
+        any_dim: int,
+        lookups_4L: NDArray[np.uint64],
+        values_N: NDArray[Any],
+        num_samples: int,
+        width: int,
+        num_parts: int,
+        result_BW: NDArray[Any],
+    ) -> int:
+        """A part is a run of samples: one row per lookup and sample, copied."""
+        dim = np.uint64(compiled_dim) if compiled_dim else np.uint64(any_dim)
+        result = result_BW.reshape(-1)
+        bad = np.full(num_parts, -1)
+        for part in prange(num_parts):
+            begin, end = samples_of(part, num_parts, num_samples)
+            for lookup in range(lookups_4L.shape[1]):
+                base, size, position, column = lookups_4L[:, lookup]
+                first = position * np.uint64(num_samples)
+                target = begin * np.uint64(width) + column
+                for place in range(first + begin, first + end):
+                    if place + AHEAD < first + end:
+                        ahead = base + np.uint64(values_N[place + AHEAD]) * dim
+                        for d in range(np.uint64(0), dim, np.uint64(line)):
+                            prefetch(flat, ahead + d)
+                    row = np.uint64(values_N[place])
+                    if row >= size:  # a negative one is among the largest
+                        if bad[part] < 0 or np.int64(place) < bad[part]:
+                            bad[part] = np.int64(place)
                     else:
-                        for d in range(dim):
-                            result[target + d] += flat[source + d]
-                if is_mean and last_value > first_value:
-                    count = flat.dtype.type(last_value - first_value)
+                        copy_run(result, target, flat, base + row * dim, dim)
+                    target += np.uint64(width)
+        return first_bad(bad)
+
+    return one_hot
+
+
+@cache
+def _bags_kernel(compiled_dim: int, line: int) -> Callable[..., int]:
+    """The kernel for bags of this dim; 0 for one that takes any."""
+
+    @parallel_kernel
+    def bags(
+        flat: NDArray[Any],
+        any_dim: int,
+        lookups_4L: NDArray[np.uint64],
+        values_N: NDArray[Any],
+        offsets: NDArray[Any],
+        has_weights: bool,
+        weights_N: NDArray[Any],
+        is_mean: bool,
+        num_samples: int,
+        width: int,
+        num_parts: int,
+        result_BW: NDArray[Any],
+    ) -> int:
+        """A part is a run of samples: any number of rows per lookup and sample, added in order."""
+        dim = np.uint64(compiled_dim) if compiled_dim else np.uint64(any_dim)
+        result = result_BW.reshape(-1)
+        bad = np.full(num_parts, -1)
+        for part in prange(num_parts):
+            begin, end = samples_of(part, num_parts, num_samples)
+            for lookup in range(lookups_4L.shape[1]):
+                base, size, position, column = lookups_4L[:, lookup]
+                first = position * np.uint64(num_samples)
+                last_place = np.uint64(offsets[first + end])
+                target = begin * np.uint64(width) + column
+                for bag in range(first + begin, first + end):
                     for d in range(dim):
-                        result[target + d] /= count
+                        result[target + d] = 0
+                    first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
+                    for place in range(first_place, end_place):
+                        if place + AHEAD < last_place:
+                            ahead = base + np.uint64(values_N[place + AHEAD]) * dim
+                            for d in range(np.uint64(0), dim, np.uint64(line)):
+                                prefetch(flat, ahead + d)
+                        row = np.uint64(values_N[place])
+                        if row >= size:
+                            if bad[part] < 0 or np.int64(place) < bad[part]:
+                                bad[part] = np.int64(place)
+                            continue
+                        source = base + row * dim
+                        if has_weights:
+                            weight = weights_N[place]
+                            for d in range(dim):
+                                result[target + d] += weight * flat[source + d]
+                        else:
+                            for d in range(dim):
+                                result[target + d] += flat[source + d]
+                    if is_mean and end_place > first_place:
+                        count = flat.dtype.type(end_place - first_place)
+                        for d in range(dim):
+                            result[target + d] /= count
+                    target += np.uint64(width)
+        return first_bad(bad)
+
+    return bags
 
 
 @parallel_kernel
 def _dots_kernel(
     flat: NDArray[Any],
-    dim: np.uint64,
-    bases_L: NDArray[np.uint64],
-    positions_L: NDArray[np.uint64],
-    columns_L: NDArray[np.uint64],
+    any_dim: int,
+    lookups_4L: NDArray[np.uint64],
     values_N: NDArray[Any],
     offsets: NDArray[Any],
-    gradient: NDArray[Any],
+    gradient_BW: NDArray[Any],
     num_samples: int,
-    width: np.uint64,
+    width: int,
     num_parts: int,
     result_N: NDArray[Any],
 ) -> None:
     """A part is a run of samples."""
+    dim = np.uint64(any_dim)
+    gradient = gradient_BW.reshape(-1)
     for part in prange(num_parts):
-        begin = np.uint64(part * num_samples // num_parts)
-        end = np.uint64((part + 1) * num_samples // num_parts)
-        for lookup in range(len(bases_L)):
-            base, column = bases_L[lookup], columns_L[lookup]
-            first = positions_L[lookup] * np.uint64(num_samples)
-            for sample in range(begin, end):
-                of_bag = sample * width + column
-                for position in range(
-                    np.uint64(offsets[first + sample]),
-                    np.uint64(offsets[first + sample + np.uint64(1)]),
-                ):
-                    source = base + np.uint64(values_N[position]) * dim
+        begin, end = samples_of(part, num_parts, num_samples)
+        for lookup in range(lookups_4L.shape[1]):
+            base, _, position, column = lookups_4L[:, lookup]
+            first = position * np.uint64(num_samples)
+            of_bag = begin * np.uint64(width) + column
+            for bag in range(first + begin, first + end):
+                for place in range(np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])):
+                    source = base + np.uint64(values_N[place]) * dim
                     dot = flat.dtype.type(0)
                     for d in range(dim):
                         dot += flat[source + d] * gradient[of_bag + d]
-                    result_N[position] += dot
+                    result_N[place] += dot
+                of_bag += np.uint64(width)

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -93,6 +95,59 @@ def test_gradients_of_weights_are_the_references(seed, batch_size, longest):
     row_gradient_dots(RowSpace(tables), lookups, bags, gradient, found)
 
     torch.testing.assert_close(found, weights.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("longest", [None, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dims_that_kernels_are_compiled_for_give_the_same_bits_on_any_number_of_threads(
+    dim, longest, dtype
+):
+    tables, lookups, values, offsets, _ = make_case(3, dim, 50, longest, dtype)
+    bags = Bags.from_tensors(values, offsets, None, 50, is_mean=False)
+    expected = torch.cat(
+        [
+            torch.stack(
+                [
+                    sum(tables[table][values[begin:end]], torch.zeros(dim, dtype=dtype))
+                    for begin, end in pairwise(offsets[50 * position : 50 * position + 51].tolist())
+                ]
+            )
+            for table, position in zip(
+                lookups.tables.tolist(), lookups.positions.tolist(), strict=True
+            )
+        ],
+        dim=1,
+    )
+
+    for num_threads in (1, 2, 7):
+        torch.set_num_threads(num_threads)
+        result = torch.full((50, lookups.width), torch.nan, dtype=dtype)
+        pooled_lookup(RowSpace(tables), lookups, bags, result)
+
+        assert torch.equal(result, expected)
+
+
+def test_lookups_made_once_serve_tables_that_have_moved():
+    tables, lookups, values, offsets, _ = make_case(0, 4, 6, None, torch.float32)
+    bags = Bags.from_tensors(values, offsets, None, 6, is_mean=False)
+    first, second = torch.empty(6, lookups.width), torch.empty(6, lookups.width)
+    moved = [2 * table for table in reversed(tables)][::-1]
+
+    pooled_lookup(RowSpace(tables), lookups, bags, first)
+    pooled_lookup(RowSpace(moved), lookups, bags, second)
+
+    torch.testing.assert_close(second, 2 * first)
+
+
+@pytest.mark.parametrize("place", [1, 5, 2999])
+def test_bags_that_are_not_one_each_are_found_out(place):
+    offsets = torch.arange(3001)
+    offsets[place] -= 1
+
+    bags = Bags.from_tensors(torch.zeros(3000).long(), offsets, None, 3000, is_mean=False)
+
+    assert bags.offsets is not None
 
 
 @pytest.mark.parametrize("is_one_hot", [True, False])

@@ -1,0 +1,85 @@
+"""Huge pages: memory of large tables that the processor can address without a walk of its own.
+
+A processor keeps the places of a few thousand pages at hand. Of pages of 4 KiB that is some MiB;
+rows looked up in a table of GiB miss it nearly every time, and looking up where a page lies takes
+longer than fetching the row. Pages of 2 MiB are 512 times as few.
+
+Measured in rows drawn evenly from a table of 2 GiB, one core of an AMD EPYC with AVX-512, Linux
+6.18: a lookup 58 -> 17 ns a row at embedding_dim 16, 58 -> 36 ns at 128; an update by SGD 135 -> 86
+ns and 350 -> 210 ns. Lookups as uneven as Criteo's, which mostly meet the same rows, gain 10 to 15
+per cent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["advise_huge_pages", "empty_rows"]
+
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+# Of linux/mman.h; the second is known since Linux 6.1.
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+
+
+def empty_rows(
+    *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Tensor:
+    """Memory for a table, in huge pages where the system has them; its values are undefined."""
+    rows = torch.empty(shape, dtype=dtype, device=device)
+    advise_huge_pages(rows, is_touched=False)
+    return rows
+
+
+def advise_huge_pages(tensor: Tensor, *, is_touched: bool) -> bool:
+    """Ask the system for huge pages under a tensor's memory; values stay as they are.
+
+    Only whole huge pages inside the memory are asked for, so a tensor takes no more of it than it
+    has elements for. A system that has no such pages, or refuses, changes nothing but speed.
+
+    Args:
+        tensor: Its whole storage is meant. One on another device than the CPU is left alone.
+        is_touched: Whether it has been written to. If not (`torch.empty`), the system is only
+            told, and gives huge pages as it is first written to, which takes no longer than small
+            ones. If so, it must move what is there: 4 to 5 seconds a GiB where it was measured.
+
+    Returns:
+        Whether the system agreed.
+    """
+    storage = tensor.untyped_storage()
+    page_bytes = _page_bytes()
+    if storage.device.type != "cpu" or not page_bytes:
+        return False
+    first = -(-storage.data_ptr() // page_bytes) * page_bytes
+    end = (storage.data_ptr() + storage.nbytes()) // page_bytes * page_bytes
+    if end <= first:
+        return False
+    advice = [_MADV_HUGEPAGE, _MADV_COLLAPSE] if is_touched else [_MADV_HUGEPAGE]
+    return all(_madvise(first, end - first, number) for number in advice)
+
+
+@cache
+def _page_bytes() -> int:
+    """Of a huge page; 0 where there are none, or the system's owner wants none."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        if "[never]" in (_SETTINGS / "enabled").read_text():
+            return 0
+        return int((_SETTINGS / "hpage_pmd_size").read_text())
+    except OSError:
+        return 0
+
+
+def _madvise(address: int, num_bytes: int, advice: int) -> bool:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return bool(function(address, num_bytes, advice) == 0)
