@@ -266,8 +266,9 @@ class _BeforeStep:
                 "GradScaler leaves the scale to an optimizer with fused=True, and rows are moved "
                 "outside of it; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
-        has_bad_gradients = getattr(optimizer, "found_inf", None)
-        if has_bad_gradients is None or not bool(has_bad_gradients):
+        if bool(getattr(optimizer, "found_inf", False)):
+            self._updater.forget()
+        else:
             self._updater.update_rows()
 
 

@@ -173,7 +173,7 @@ class _GroupUpdater:
                 rates_T2[table] = formula.rate_and_eps(lr, step)
         else:
             rates_T2[:] = formula.rate_and_eps(self._translation.learning_rate(settings, 1), 1)
-        states = self._state_spaces(formula, weights)
+        states = self._state_spaces(formula, moved)
         row_update(self.group.space(), states, formula, rates_T2, ledger)
         # As an in-place operation of torch's does: who has kept a table for backward will know.
         torch.autograd.graph.increment_version([weights[table] for table in moved])
@@ -195,15 +195,16 @@ class _GroupUpdater:
         state["step"] = state.get("step", 0) + 1
         return int(state["step"])
 
-    def _state_spaces(
-        self, formula: RowOptimizer, weights: Sequence[nn.Parameter]
-    ) -> list[RowSpace]:
+    def _state_spaces(self, formula: RowOptimizer, moved: set[int]) -> list[RowSpace]:
         names = {
             self._translation.state_names.get(name, name): size
             for name, size in formula.state_sizes(self.group.dim).items()
         }
         arrays = {
-            name: [self._state_of(weight, name, size) for weight in weights]
+            name: [
+                self._state_of(weight, name, size, is_needed=table in moved)
+                for table, weight in enumerate(self._weights)
+            ]
             for name, size in names.items()
         }
         if [name for name, _ in self._states] != list(arrays) or not all(
@@ -212,14 +213,21 @@ class _GroupUpdater:
             self._states = [(name, RowSpace(tensors)) for name, tensors in arrays.items()]
         return [space for _, space in self._states]
 
-    def _state_of(self, weight: Tensor, name: str, size: int) -> Tensor:
-        """A table's state array, (E, size) or, of size 1, (E,); made where there is none."""
+    def _state_of(self, weight: Tensor, name: str, size: int, *, is_needed: bool) -> Tensor:
+        """A table's state array, (E, size) or, of size 1, (E,).
+
+        Made where there is none, of a table that moves: as with torch, the others' state is made
+        when they do.
+        """
+        columns = (size,) if size > 1 else ()
+        if not is_needed and name not in self._host.state.get(weight, {}):
+            return weight.new_empty(0, *columns)
         state = self._host.state[weight]
         known: Tensor | None = state.get(name)
-        if known is None or known.dtype != weight.dtype or not known.is_contiguous():
-            shape = (len(weight), size) if size > 1 else (len(weight),)
-            fresh = empty_rows(*shape, dtype=weight.dtype).zero_()
-            state[name] = known = fresh if known is None else fresh.copy_(known.view(shape))
+        if known is None:
+            state[name] = known = empty_rows(len(weight), *columns, dtype=weight.dtype).zero_()
+        elif known.dtype != weight.dtype or not known.is_contiguous():
+            state[name] = known = known.to(weight.dtype).contiguous()
         return known
 
 
