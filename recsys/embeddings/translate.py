@@ -79,25 +79,35 @@ def _translations() -> dict[type[torch.optim.Optimizer], Translation]:
 
 def _sgd(settings: Mapping[str, Any]) -> SGD:
     _require_off("torch.optim.SGD", settings)
-    return SGD(lr=float(settings["lr"]))
+    return SGD(lr=_at_least_0(settings["lr"]))
 
 
 def _adagrad(settings: Mapping[str, Any]) -> Adagrad:
     _require_off("torch.optim.Adagrad", settings)
-    return Adagrad(lr=float(settings["lr"]), eps=float(settings["eps"]))
+    return Adagrad(lr=_at_least_0(settings["lr"]), eps=float(settings["eps"]))
 
 
 def _sparse_adam(settings: Mapping[str, Any]) -> Adam:
     _require_off("torch.optim.SparseAdam", settings)
     beta1, beta2 = settings["betas"]
     return Adam(
-        lr=float(settings["lr"]), betas=(float(beta1), float(beta2)), eps=float(settings["eps"])
+        lr=_at_least_0(settings["lr"]),
+        betas=(float(beta1), float(beta2)),
+        eps=float(settings["eps"]),
     )
 
 
 def _rowwise_adagrad(settings: Mapping[str, Any]) -> RowWiseAdagrad:
     _require_off("torchrec RowWiseAdagrad", settings)
-    return RowWiseAdagrad(lr=float(settings["lr"]), eps=float(settings["eps"]))
+    return RowWiseAdagrad(lr=_at_least_0(settings["lr"]), eps=float(settings["eps"]))
+
+
+def _at_least_0(lr: Any) -> float:
+    """A rate for a formula's eyes, which a scheduler may have rounded to a little less than 0.
+
+    Rows move by `learning_rate`, whatever it is.
+    """
+    return 0.0 if float(lr) < 0 else float(lr)
 
 
 def _lr(settings: Mapping[str, Any], step: int) -> float:
