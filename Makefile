@@ -55,6 +55,7 @@ bench: setup
 	$(BIN)/recsys bench prepare --json docs/benchmarks/prepare.json
 	$(BIN)/recsys bench prepare --kaggle-size --json docs/benchmarks/prepare_kaggle_size.json
 	$(BIN)/recsys bench step --json docs/benchmarks/step.json
+	$(BIN)/recsys bench lookup --json docs/benchmarks/lookup.json
 	$(BIN)/recsys bench synthetic --json docs/benchmarks/generator.json
 
 reference: setup

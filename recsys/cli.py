@@ -118,12 +118,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench_step.add_argument("--quick", action="store_true", help="small tables, few rounds")
     bench_step.set_defaults(run_command=_bench_step)
+    bench_lookup = benchmarks.add_parser(
+        "lookup", help="the embeddings alone: forward, backward, update"
+    )
+    bench_lookup.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[128, 2048, 16384], metavar="B"
+    )
+    bench_lookup.add_argument(
+        "--dims", type=int, nargs="+", metavar="D", help="default: 16 64 128; 16 where --quick"
+    )
+    optimizers = ("sgd", "rowwise_adagrad", "adagrad")
+    bench_lookup.add_argument("--optimizers", nargs="+", default=optimizers, choices=optimizers)
+    bench_lookup.add_argument("--quick", action="store_true", help="small tables, few rounds")
+    bench_lookup.set_defaults(run_command=_bench_lookup)
     bench_synthetic = benchmarks.add_parser(
         "synthetic", help="making synthetic samples, beside reading a store of them"
     )
     bench_synthetic.add_argument("--quick", action="store_true", help="few samples, few rounds")
     bench_synthetic.set_defaults(run_command=_bench_synthetic)
-    for benchmark in (bench_prepare, bench_step, bench_synthetic):
+    for benchmark in (bench_prepare, bench_step, bench_lookup, bench_synthetic):
         benchmark.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     return parser
 
@@ -199,6 +212,19 @@ def _bench_step(options: argparse.Namespace) -> int:
         ("fp32", "bf16"),
         num_rounds=5 if options.quick else 40,
         table_sizes=[1000] * 26 if options.quick else (),
+    )
+    return _show_rows(rows, options)
+
+
+def _bench_lookup(options: argparse.Namespace) -> int:
+    from recsys.bench.lookup import bench_lookup
+
+    rows = bench_lookup(
+        options.batch_sizes,
+        options.dims or ([16] if options.quick else [16, 64, 128]),
+        options.optimizers,
+        num_rounds=3 if options.quick else 30,
+        **({"table_sizes": [1000] * 26} if options.quick else {}),
     )
     return _show_rows(rows, options)
 

@@ -55,15 +55,17 @@ def num_parts() -> int:
 
 
 def _compile(function: _F, *, is_parallel: bool) -> _F:
+    # numpy's arithmetic divides by zero without an error; a loop that may raise is not vectorised.
+    options: dict[str, Any] = {"nogil": True, "parallel": is_parallel, "error_model": "numpy"}
     try:
-        return cast("_F", njit(nogil=True, parallel=is_parallel, cache=True)(function))
+        return cast("_F", njit(**options, cache=True)(function))
     except RuntimeError as error:  # numba finds no folder to keep it in
         warnings.warn(
             f"compiled kernels cannot be kept ({error}); each process compiles them anew. Name a "
             "folder that can be written in NUMBA_CACHE_DIR",
             stacklevel=3,
         )
-        return cast("_F", njit(nogil=True, parallel=is_parallel)(function))
+        return cast("_F", njit(**options)(function))
 
 
 def _under_another_name(function: Callable[..., object]) -> Any:

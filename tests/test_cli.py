@@ -52,6 +52,13 @@ def test_options_are_these_and_no_others():
         "bench": {
             "prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""},
             "step": {"--batch-sizes": "", "--quick": "", "--json": ""},
+            "lookup": {
+                "--batch-sizes": "",
+                "--dims": "",
+                "--optimizers": "",
+                "--quick": "",
+                "--json": "",
+            },
             "synthetic": {"--quick": "", "--json": ""},
         },
     }
@@ -136,6 +143,8 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["evaluate", "nowhere", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "prepare", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "step", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "lookup", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "lookup", "--batch-sizes", "0"], "batch sizes must be at least 1, got 0"),
         (["bench", "synthetic", "--json", "."], ". is a folder; name a file to be written"),
     ],
 )
@@ -248,6 +257,7 @@ def test_training_needs_neither_torchrec_nor_fbgemm(tmp_path, small_settings):
 
 
 def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
+    from recsys.bench.lookup import OPTIMIZERS
     from recsys.convert import FORMATS as DATA_FORMATS
     from recsys.datasets.criteo import CONVENTIONS
     from recsys.datasets.source import SPLITS
@@ -265,3 +275,4 @@ def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
     assert choices("convert", "to") == DATA_FORMATS
     assert choices("convert", "split") == SPLITS
     assert choices("export", "to") == MODEL_FORMATS
+    assert choices("bench", "lookup", "optimizers") == OPTIMIZERS

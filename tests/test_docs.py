@@ -9,7 +9,7 @@ import pytest
 
 from recsys.ablate import ablate
 from recsys.ablate_config import load_ablation
-from recsys.bench.harness import ratio, rows_by_provider, write_rows
+from recsys.bench.harness import median_of_ratios, ratio, rows_by_provider, write_rows
 from recsys.bench.synthetic import write_store
 from recsys.datasets import SyntheticCriteo
 from recsys.trainer import train
@@ -139,6 +139,76 @@ def test_the_table_of_the_generator_holds_what_was_measured(pytestconfig, tmp_pa
         "| preference changes | 600,000 (600,000-600,000) | 0.50 (0.50-0.50) |",
         "| store | 5,000,000 (5,000,000-5,000,000) |  |",
     ]
+
+
+def _lookup_record(path):
+    """What `recsys bench lookup` writes: ours takes 2 ms, fbgemm 5 ms, torch 8 ms."""
+    seconds = {"recsys": [2.0] * 6, "fbgemm": [5.0] * 6, "torch": [8.0] * 6}
+    rows = []
+    for optimizer in ("sgd", "rowwise_adagrad"):
+        named = {"bench": "lookup", "case": f"B=128,D=16,optimizer={optimizer}"}
+        found = {n: s for n, s in seconds.items() if (n, optimizer) != ("torch", "rowwise_adagrad")}
+        rows += rows_by_provider(**named, metric="time", unit="ms", values=found)
+        for other in list(found)[1:]:
+            times = {"values": found["recsys"], "baseline": found[other]}
+            rows.append(ratio(**named, provider="recsys", metric=f"speed_over_{other}", **times))
+        memory = (("stream", "bandwidth", 44.0), ("recsys", "bandwidth_share", 0.25))
+        for provider, metric, value in memory:
+            values = {provider: [value] * 6}
+            rows += rows_by_provider(**named, metric=metric, unit="u", values=values)
+    for other, num_cases in (("fbgemm", 2), ("torch", 1)):
+        pairs = [(seconds["recsys"], seconds[other])] * num_cases
+        named = {"bench": "lookup", "case": "B=128", "provider": "recsys"}
+        rows.append(median_of_ratios(**named, metric=f"speed_over_{other}", pairs=pairs))
+    write_rows(path, rows)
+
+
+def test_the_tables_of_lookups_hold_what_was_measured(pytestconfig, tmp_path):
+    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    _lookup_record(tmp_path / "lookup.json")
+
+    cases = tables["lookup_table"](str(tmp_path / "lookup.json"))
+    summary = tables["lookup_summary_table"](str(tmp_path / "lookup.json"))
+
+    caption, _, header, _, sgd, rowwise = cases.strip().split("\n")
+    assert "median of 6 rounds" in caption
+    assert "streams 44 to 44 GB/s" in caption
+    assert header.count("|") == sgd.count("|") == rowwise.count("|")
+    assert sgd == (
+        "| 16 | sgd | 128 | 2.00 | 5.00 | 8.00 | 2.50 (2.50-2.50) | 4.00 (4.00-4.00) | 25% |"
+    )
+    assert rowwise == "| 16 | rowwise_adagrad | 128 | 2.00 | 5.00 |  | 2.50 (2.50-2.50) |  | 25% |"
+    caption, *_, line = summary.strip().split("\n")
+    assert "Median over 2 cases beside fbgemm and 1 beside torch" in caption
+    assert line == "| 128 | **2.50** (2.50-2.50) | **4.00** (4.00-4.00) |"
+
+
+def test_the_table_of_steps_has_a_column_for_ours_where_it_was_measured(pytestconfig, tmp_path):
+    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    case = "B=128,D=16,optimizer=sgd,precision=fp32"
+    named = {"bench": "step", "case": case}
+    seconds = {"recsys": 2.0, "torch": 4.0, "fbgemm": 3.0, "dense": 1.6, "dense_eager": 3.2}
+    values = {name: [spent] * 6 for name, spent in seconds.items()}
+    rows = rows_by_provider(**named, metric="time", unit="ms", values=values)
+    for provider, metric, of, baseline in (
+        ("recsys", "speed_over_torch", "recsys", "torch"),
+        ("recsys", "speed_over_fbgemm", "recsys", "fbgemm"),
+        ("recsys", "time_over_dense", "dense", "recsys"),
+        ("dense", "speed_over_dense_eager", "dense", "dense_eager"),
+    ):
+        pair = {"values": values[of], "baseline": values[baseline]}
+        rows.append(ratio(**named, provider=provider, metric=metric, **pair))
+    write_rows(tmp_path / "step.json", rows)
+
+    _, _, header, _, line = tables["step_table"](str(tmp_path / "step.json")).strip().split("\n")
+
+    assert header.startswith(
+        "| B | precision | recsys | torch | fbgemm | dense | dense_eager | rec"
+    )
+    assert line == (
+        "| 128 | fp32 | 2.00 | 4.00 | 3.00 | 1.60 | 3.20 | **2.00** (2.00-2.00) "
+        "| **1.50** (1.50-1.50) | **1.25** (1.25-1.25) | **2.00** (2.00-2.00) |"
+    )
 
 
 def _prepare_record(path, num_runs, *, has_ratio=True):

@@ -11,10 +11,10 @@ from recsys import jit
 
 
 def test_a_kernel_runs_where_nothing_can_be_kept_and_says_so(monkeypatch):
-    def njit(*, nogil, parallel, cache=False):
+    def njit(*, cache=False, **options):
         if cache:
             raise RuntimeError("no locator available")
-        return numba.njit(nogil=nogil, parallel=parallel)
+        return numba.njit(**options)
 
     def double(number):
         return 2 * number
@@ -25,6 +25,18 @@ def test_a_kernel_runs_where_nothing_can_be_kept_and_says_so(monkeypatch):
         compiled = jit.kernel(double)
 
     assert compiled(21) == 42
+
+
+def test_a_kernel_divides_by_zero_as_numpy_does():
+    def divide(dividends, divisor):
+        for number in range(len(dividends)):
+            dividends[number] /= divisor
+
+    quotients = np.array([1.0, 0.0, -1.0])
+
+    jit.kernel(divide)(quotients, 0.0)
+
+    assert np.array_equal(quotients, [np.inf, np.nan, -np.inf], equal_nan=True)
 
 
 def run(program, **variables):

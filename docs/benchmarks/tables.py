@@ -122,19 +122,28 @@ def step_table(file: str) -> str:
     record = _read(file)
     cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
     cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
-    providers = ["torch", "fbgemm", "dense", "dense_eager", "gemm_torch", "gemm_onednn"]
+    # In a record from before ours was measured, it has no column.
+    titles = {
+        ("recsys", "speed_over_torch"): "recsys over torch (95 %)",
+        ("recsys", "speed_over_fbgemm"): "over fbgemm (95 %)",
+        ("recsys", "time_over_dense"): "recsys, times dense (95 %)",
+        ("dense", "speed_over_dense_eager"): "dense over dense_eager (95 %)",
+        ("dense", "speed_over_fp32"): "over fp32 (95 %)",
+    }
+    found = {(provider, metric) for _, provider, metric in cells}
+    titles = {key: title for key, title in titles.items() if key in found}
+    names = ["recsys", "torch", "fbgemm", "dense", "dense_eager", "gemm_torch", "gemm_onednn"]
+    providers = [name for name in names if (name, "time") in found]
     lines = []
     for case in cases:
         keys = _case(case)
-        speeds = [
-            cells.get((case, "dense", f"speed_over_{name}")) for name in ("dense_eager", "fp32")
-        ]
+        ratios = [cells.get((case, *key)) for key in titles]
         lines.append(
             [
                 keys["B"],
                 keys["precision"],
                 *(f"{cells[case, provider, 'time']['median']:.2f}" for provider in providers),
-                *(_ratio(speed, mark="**") if speed else "" for speed in speeds),
+                *(_ratio(row, mark="**") if row else "" for row in ratios),
             ]
         )
     dim = _case(cases[0])["D"]
@@ -142,7 +151,58 @@ def step_table(file: str) -> str:
         f"Milliseconds of a step, median of {record['rows'][0]['num_runs']} rounds in which all "
         f"took turns; SGD, Kaggle's 26 tables, D={dim}; {_machine(record['environment'])}."
     )
-    header = ["B", "precision", *providers, "dense over dense_eager (95 %)", "over fp32 (95 %)"]
+    return _table(caption, ["B", "precision", *providers, *titles.values()], lines)
+
+
+def lookup_summary_table(file: str) -> str:
+    """`recsys bench lookup`: how many times faster ours is, by mini-batch size."""
+    record = _read(file)
+    cells = {(row["case"], row["metric"]): row for row in record["rows"]}
+    sizes = [case for case, metric in cells if "," not in case and metric == "speed_over_fbgemm"]
+    others = ("fbgemm", "torch")
+    lines = []
+    for case in sizes:
+        rows = [cells[case, f"speed_over_{other}"] for other in others]
+        lines.append([_case(case)["B"], *(_ratio(row, mark="**") for row in rows)])
+    counts = [str(cells[sizes[0], f"speed_over_{other}"]["num_runs"]) for other in others]
+    caption = (
+        f"Median over {counts[0]} cases beside fbgemm and {counts[1]} beside torch (dimensions "
+        f"and optimizers), each the ratio of the medians of its rounds; "
+        f"{_machine(record['environment'])}."
+    )
+    header = ["B", *(f"recsys over {other} (95 %)" for other in others)]
+    return _table(caption, header, lines)
+
+
+def lookup_table(file: str) -> str:
+    """`recsys bench lookup`: milliseconds by case and provider, and how they compare."""
+    record = _read(file)
+    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    timed = [case for case, name, metric in cells if (name, metric) == ("recsys", "time")]
+    lines = []
+    for case in timed:
+        times = [cells.get((case, name, "time")) for name in ("recsys", "fbgemm", "torch")]
+        speeds = [cells.get((case, "recsys", f"speed_over_{name}")) for name in ("fbgemm", "torch")]
+        keys = _case(case)
+        lines.append(
+            [
+                keys["D"],
+                keys["optimizer"],
+                keys["B"],
+                *(f"{row['median']:.2f}" if row else "" for row in times),
+                *(_ratio(row) if row else "" for row in speeds),
+                f"{cells[case, 'recsys', 'bandwidth_share']['median']:.0%}",
+            ]
+        )
+    bandwidth = [row["median"] for row in record["rows"] if row["metric"] == "bandwidth"]
+    caption = (
+        f"Milliseconds of a step of the embeddings alone, median of "
+        f"{cells[timed[0], 'recsys', 'time']['num_runs']} rounds in which all took turns; the "
+        f"memory streams {min(bandwidth):.0f} to {max(bandwidth):.0f} GB/s (its medians in the "
+        f"same rounds); {_machine(record['environment'])}."
+    )
+    header = ["D", "optimizer", "B", "recsys", "fbgemm", "torch"]
+    header += ["over fbgemm (95 %)", "over torch (95 %)", "of the bandwidth"]
     return _table(caption, header, lines)
 
 
@@ -270,6 +330,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "ablate_baselines": partial(ablate_table, "ablate_baselines.json"),
     "ablate_precision": partial(ablate_table, "ablate_precision.json"),
     "generator": partial(generator_table, "generator.json"),
+    "lookup": partial(lookup_table, "lookup.json"),
+    "lookup_summary": partial(lookup_summary_table, "lookup.json"),
     "prepare": partial(prepare_table, "prepare.json"),
     "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),
     "reference": partial(reference_table, "reference"),

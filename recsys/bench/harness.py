@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Row",
     "in_own_process",
+    "median_of_ratios",
     "print_rows",
     "ratio",
     "rows_by_provider",
@@ -185,6 +186,49 @@ def ratio(
     )
 
 
+def median_of_ratios(
+    *,
+    bench: str,
+    case: str,
+    provider: str,
+    metric: str,
+    pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
+) -> Row:
+    """The median over several cases of how many times faster than a baseline, as `ratio` has it.
+
+    `p20` and `p80` are over the cases, and `num_runs` is their number. `low` to `high` says how
+    sure the median is, the cases being these: in each, rounds are drawn anew.
+
+    Args:
+        bench: As in `Row`.
+        case: What the cases have in common.
+        provider: As in `Row`.
+        metric: As in `Row`.
+        pairs: Per case, the times of the provider and those of the baseline.
+    """
+    drawn, ratios = [], []
+    for number, (values, baseline) in enumerate(pairs):
+        ours, theirs = np.asarray(values), np.asarray(baseline)
+        rounds = _resampled(len(ours), seed=number)
+        drawn.append(np.median(theirs[rounds], axis=1) / np.median(ours[rounds], axis=1))
+        ratios.append(np.median(theirs) / np.median(ours))
+    low, high = _interval(np.median(drawn, axis=0), min(len(values) for values, _ in pairs))
+    p20, median, p80 = np.percentile(ratios, [20, 50, 80]).tolist()
+    return Row(
+        bench=bench,
+        case=case,
+        provider=provider,
+        metric=metric,
+        unit="ratio",
+        median=median,
+        p20=p20,
+        p80=p80,
+        num_runs=len(ratios),
+        low=low,
+        high=high,
+    )
+
+
 def _interval(
     resampled: NDArray[np.float64], num_runs: int
 ) -> tuple[float, float] | tuple[None, None]:
@@ -195,9 +239,9 @@ def _interval(
     return low, high
 
 
-def _resampled(num_values: int) -> NDArray[np.int64]:
+def _resampled(num_values: int, seed: int = 0) -> NDArray[np.int64]:
     """Draws with replacement for the bootstrap; always the same, so that tables can be remade."""
-    return np.random.default_rng(0).integers(0, num_values, (2000, num_values))
+    return np.random.default_rng(seed).integers(0, num_values, (2000, num_values))
 
 
 def in_own_process(function: Callable[..., _T], *arguments: Any) -> _T:

@@ -21,6 +21,7 @@ from recsys.embeddings.bag_input import BagInput, read_bags
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table_group import TableGroup
 
@@ -77,6 +78,14 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         optimizer: RowOptimizer | None = None,
         auto_apply: bool = True,
     ) -> None:
+        rows = _weight
+        if _weight is None and optimizer is not None:
+            rows = empty_rows(
+                num_embeddings,
+                embedding_dim,
+                dtype=dtype or torch.get_default_dtype(),
+                device=None if device is None else torch.device(device),
+            )
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -85,12 +94,14 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             scale_grad_by_freq,
             mode,
             sparse,
-            _weight,
+            rows,
             include_last_offset,
             padding_idx,
             device,
             dtype,
         )
+        if rows is not _weight:
+            self.reset_parameters()
         self.row_optimizer: FusedOptimizer | None = None
         self._updater: RowUpdater | None = None
         self._group: TableGroup | None = None

@@ -176,8 +176,13 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         weights = self._lookup_weights(features) if self._is_weighted else None
         positions = self._positions(features)
         values, offsets, batch_size = features.values(), features.offsets(), features.stride()
+        is_one_hot = (
+            True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
+        )
         bags = {
-            is_mean: Bags.from_tensors(values, offsets, weights, batch_size, is_mean=is_mean)
+            is_mean: Bags.from_tensors(
+                values, offsets, weights, batch_size, is_mean=is_mean, is_one_hot=is_one_hot
+            )
             for is_mean in self._means
         }
         parts = [

@@ -129,8 +129,9 @@ class _FusedLookup(torch.autograd.Function):
             return None, of_weights, *tables
         if not any(ctx.needs_input_grad[2:]):
             return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
+        ids = [(tensor, tensor._version) for tensor in call.ids]
         trainable = [
-            (group, LedgerEntry(group.trainable(entry.lookups), entry.bags, gradient))
+            (group, LedgerEntry(group.trainable(entry.lookups), _kept(entry.bags), gradient, ids))
             for group, entry in entries
         ]
         call.updater.keep([kept for kept in trainable if len(kept[1].lookups.tables)], call.joined)
@@ -139,6 +140,13 @@ class _FusedLookup(torch.autograd.Function):
 
 def _versions(call: _Call) -> list[int]:
     return [weight._version for part in call.parts for weight in part.group.weights()]
+
+
+def _kept(bags: Bags) -> Bags:
+    """Bags whose weights stay as they are, though they may be parameters that an optimizer moves
+    before ours moves the rows.
+    """  # noqa: D205  # one sentence
+    return bags if bags.weights is None else bags._replace(weights=bags.weights.copy())
 
 
 def _asks_gradient(part: Part) -> bool:

@@ -55,7 +55,8 @@ class RowSpace:
         dtype, self.dim, device_type = kinds.pop()
         if dtype not in _DTYPES or device_type != "cpu":
             raise ValueError(
-                f"rows must be float32 or float64 on the CPU, got {dtype} on {device_type}"
+                f"rows must be float32 or float64 on the CPU, got {dtype} on {device_type}; "
+                "convert them, or leave out optimizer="
             )
         self.dtype = np.dtype(_DTYPES[dtype])
         self.sizes = np.array([len(table) for table in tables], np.uint64)

@@ -8,6 +8,7 @@ torch's that the user has made already; what is read from it is in a `Translatio
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -181,6 +182,8 @@ class _GroupUpdater:
     def follow_tables(self) -> None:
         """Give settings and state of a table to the one that has taken its place, if any."""
         weights = self.group.weights()
+        if all(map(is_, weights, self._weights)):
+            return
         for old, new in zip(self._weights, weights, strict=True):
             if new is not old:
                 for group in self._host.param_groups:

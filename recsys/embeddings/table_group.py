@@ -94,14 +94,14 @@ class TableGroup:
     def keep(self, entry: LedgerEntry) -> None:
         """Add to the ledger what one lookup's backward found."""
         self.ledger.append(entry)
-        if self._is_watched and any(type(weight) is nn.Parameter for weight in self.weights()):
+        if self._is_watched and nn.Parameter in set(map(type, self.weights())):
             self.watch()  # a parameter has taken a table's place
 
     def open_ledger(self) -> None:
         """Turn the ledger into a sparse `grad` of each table, added to what is there."""
         if not self.ledger:
             return
-        ledger, self.ledger = self.ledger, []
+        ledger = self._closed_ledger()
         weights = self.weights()
         found = sparse_gradients(weights, ledger, [True] * len(weights))
         for weight, gradient in zip(weights, found, strict=True):
@@ -111,7 +111,7 @@ class TableGroup:
 
     def take_ledger(self) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left."""
-        ledger, self.ledger = self.ledger, []
+        ledger = self._closed_ledger()
         weights = self.weights()
         gradients = list(map(_plain_grad, weights))
         shown = [table for table, gradient in enumerate(gradients) if gradient is not None]
@@ -121,6 +121,12 @@ class TableGroup:
         for table in shown:
             _set_plain_grad(weights[table], None)
         return entries + ledger
+
+    def _closed_ledger(self) -> list[LedgerEntry]:
+        ledger, self.ledger = self.ledger, []
+        for entry in ledger:
+            entry.require_unchanged()
+        return ledger
 
     def forget(self) -> None:
         """Empty the ledger and every `grad`; no row moves."""

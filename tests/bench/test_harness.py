@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from recsys.bench.harness import (
+    median_of_ratios,
     ratio,
     rows_by_provider,
     summarize,
@@ -120,3 +121,20 @@ def test_every_provider_gets_a_row():
         ("x", 2.0, 2),
         ("y", 2.0, 2),
     ]
+
+
+def test_a_median_of_ratios_is_over_the_cases_and_its_interval_over_their_rounds():
+    names = {"bench": "b", "case": "c", "provider": "p", "metric": "m"}
+    steady = [([1.0] * 8, [speed] * 8) for speed in (2.0, 3.0, 10.0)]
+    noisy = [([1.0] * 8, [3.0, 1.0, 2.0, 4.0, 5.0, 3.0, 3.0, 2.5])] * 3
+
+    of_steady = median_of_ratios(**names, pairs=steady)
+    of_noisy = median_of_ratios(**names, pairs=noisy)
+    of_few = median_of_ratios(**names, pairs=[*steady, ([1.0] * 5, [2.0] * 5)])
+
+    assert (of_steady.low, of_steady.median, of_steady.high) == (3.0, 3.0, 3.0)
+    assert (of_steady.num_runs, of_steady.p20, of_steady.p80) == (3, 2.4, pytest.approx(7.2))
+    assert of_noisy.low < of_noisy.median == 3.0 < of_noisy.high
+    alone = ratio(**names, values=noisy[0][0], baseline=noisy[0][1])
+    assert alone.high - alone.low > of_noisy.high - of_noisy.low  # three say more than one
+    assert (of_few.low, of_few.high) == (None, None)

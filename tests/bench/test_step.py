@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 
@@ -20,12 +22,24 @@ def test_every_provider_is_measured_in_every_case():
     rows = bench_step([16], ["fp32", "bf16"], num_rounds=2, table_sizes=[50] * 26)
 
     cases = [f"B=16,D=16,optimizer=sgd,precision={precision}" for precision in ("fp32", "bf16")]
-    providers = ["torch", "fbgemm", "dense", "dense_eager", "gemm_torch", "gemm_onednn"]
+    whole = ["recsys", "torch", "fbgemm"]
+    providers = [*whole, "dense", "dense_eager", "gemm_torch", "gemm_onednn"]
     assert [(row.case, row.provider) for row in rows if row.metric == "time"] == [
         (case, provider) for case in cases for provider in providers
     ]
     assert [row.case for row in rows if row.metric == "speed_over_dense_eager"] == cases
     assert [row.case for row in rows if row.metric == "speed_over_fp32"] == cases[1:]
+    times = {(row.case, row.provider): row.median for row in rows if row.metric == "time"}
+    ratios = {(row.case, row.provider, row.metric): row.median for row in rows}
+    for case in cases:
+        for name in whole:
+            assert ratios[case, name, "time_over_dense"] == pytest.approx(
+                times[case, name] / times[case, "dense"]
+            )
+        for other in ("torch", "fbgemm"):
+            assert ratios[case, "recsys", f"speed_over_{other}"] == pytest.approx(
+                times[case, other] / times[case, "recsys"]
+            )
     assert all(row.median > 0 and row.num_runs == 2 for row in rows)
 
 
@@ -93,10 +107,31 @@ def test_dense_steps_multiply_in_their_precision_and_update(precision):
         assert watched.dtypes["add_"] == {torch.float32}  # parameters move, in float32
 
 
+@pytest.mark.slow
+def test_a_batch_size_leaves_no_tables_behind_for_the_next(monkeypatch):
+    pytest.importorskip("torchrec", exc_type=ImportError)
+    whole_steps, made, held = step._whole_steps, [], []
+
+    def watched(*arguments):
+        held.append(sum(reference() is not None for reference in made))
+        steps = whole_steps(*arguments)
+        made.extend(weakref.ref(whole.model) for whole in steps.values())
+        return steps
+
+    monkeypatch.setattr(step, "_whole_steps", watched)
+
+    bench_step([3, 4], ["fp32"], num_rounds=1, table_sizes=[5] * 26)
+
+    assert held == [0, 0]
+
+
 def test_a_whole_step_trains():
     pytest.importorskip("fbgemm_gpu")
 
-    for name, whole in step._whole_steps(8, "fp32", [20] * 26).items():
+    whole_steps = step._whole_steps(8, "fp32", [20] * 26)
+
+    assert set(whole_steps) == {"recsys", "torch", "fbgemm"}
+    for name, whole in whole_steps.items():
         before = [value.clone() for value in whole.model.state_dict().values()]
         whole()
 

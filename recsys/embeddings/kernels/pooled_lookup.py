@@ -33,8 +33,8 @@ __all__ = [
     "Bags",
     "Lookups",
     "bounds_of",
-    "compiled_for",
     "first_bad",
+    "line_of",
     "offsets_of",
     "pooled_lookup",
     "pooled_lookup_reference",
@@ -45,8 +45,9 @@ __all__ = [
 _ONE = np.uint64(1)
 # Lookups from a row's being named to its being read.
 AHEAD = np.uint64(8)
-# Kernels are compiled for each of these dims: a row is then a few moves without a loop. Others, of
-# which a row is seldom whole lines, share one.
+# One-hot lookups have a kernel for each of these dims: a row is then a few moves without a loop.
+# Other dims share one, and so do all dims where rows are added: LLVM unrolls a loop of known length
+# before it thinks of vectors, and adding took twice as long at 16 and 32.
 _COMPILED_DIMS = range(8, 257, 8)
 
 
@@ -126,10 +127,12 @@ class Bags(NamedTuple):
             weights: As above.
             batch_size: B.
             is_mean: Whether a bag is averaged.
-            is_one_hot: Whether bag i is value i; None where the offsets have to tell.
+            is_one_hot: Whether bag i is value i, where the caller knows; None where the offsets
+                have to tell.
         """
-        values_N, bounds = values.numpy(), offsets.numpy()
-        if is_one_hot is None:
+        values_N = values.numpy()
+        bounds = None if is_one_hot else offsets.numpy()
+        if is_one_hot is None and bounds is not None:
             is_one_hot = len(values_N) == len(bounds) - 1 and _counts_up(bounds)
         return cls(
             values_N,
@@ -185,12 +188,33 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
         The first value that is no row of its table, by position; -1 where there is none. The
         columns of `result` are undefined where there is one.
     """
-    first = (space.flat, space.dim, lookups.placed_in(space), bags.values)
-    last = (bags.batch_size, lookups.width, num_parts(), result.numpy())
     if bags.offsets is None and bags.weights is None:
-        return _one_hot_kernel(*compiled_for(space))(*first, *last)
-    of_bags = (offsets_of(bags), *_weights_of(bags, space), bags.is_mean)
-    return _bags_kernel(*compiled_for(space))(*first, *of_bags, *last)
+        compiled_dim = space.dim if space.dim in _COMPILED_DIMS else 0
+        return _one_hot_kernel(compiled_dim, line_of(space))(
+            space.flat,
+            space.dim,
+            lookups.placed_in(space),
+            bags.values,
+            bags.batch_size,
+            lookups.width,
+            num_parts(),
+            result.numpy(),
+        )
+    return _bags_kernel(
+        space.flat,
+        space.dim,
+        line_of(space),
+        lookups.placed_in(space),
+        bags.values,
+        offsets_of(bags),
+        bags.weights is not None,
+        np.empty(0, space.dtype) if bags.weights is None else bags.weights,
+        bags.is_mean,
+        bags.batch_size,
+        lookups.width,
+        num_parts(),
+        result.numpy(),
+    )
 
 
 def row_gradient_dots(
@@ -219,10 +243,9 @@ def row_gradient_dots(
     )
 
 
-def compiled_for(space: RowSpace) -> tuple[int, int]:
-    """The dim that a kernel is compiled for, 0 for any, and the numbers of a cache line."""
-    dim = space.dim if space.dim in _COMPILED_DIMS else 0
-    return dim, LINE_BYTES // space.dtype.itemsize
+def line_of(space: RowSpace) -> int:
+    """How many numbers a cache line holds."""
+    return LINE_BYTES // space.dtype.itemsize
 
 
 def offsets_of(bags: Bags) -> NDArray[Any]:
@@ -230,13 +253,6 @@ def offsets_of(bags: Bags) -> NDArray[Any]:
     if bags.offsets is not None:
         return bags.offsets
     return np.arange(len(bags.values) + 1, dtype=bags.values.dtype)
-
-
-def _weights_of(bags: Bags, space: RowSpace) -> tuple[bool, NDArray[Any]]:
-    """Whether there are any, and an array of them in any case."""
-    if bags.weights is None:
-        return False, np.empty(0, space.dtype)
-    return True, bags.weights
 
 
 def bounds_of(lookups: Lookups, bags: Bags) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -321,66 +337,61 @@ def _one_hot_kernel(compiled_dim: int, line: int) -> Callable[..., int]:
     return one_hot
 
 
-@cache
-def _bags_kernel(compiled_dim: int, line: int) -> Callable[..., int]:
-    """The kernel for bags of this dim; 0 for one that takes any."""
-
-    @parallel_kernel
-    def bags(
-        flat: NDArray[Any],
-        any_dim: int,
-        lookups_4L: NDArray[np.uint64],
-        values_N: NDArray[Any],
-        offsets: NDArray[Any],
-        has_weights: bool,
-        weights_N: NDArray[Any],
-        is_mean: bool,
-        num_samples: int,
-        width: int,
-        num_parts: int,
-        result_BW: NDArray[Any],
-    ) -> int:
-        """A part is a run of samples: any number of rows per lookup and sample, added in order."""
-        dim = np.uint64(compiled_dim) if compiled_dim else np.uint64(any_dim)
-        result = result_BW.reshape(-1)
-        bad = np.full(num_parts, -1)
-        for part in prange(num_parts):
-            begin, end = samples_of(part, num_parts, num_samples)
-            for lookup in range(lookups_4L.shape[1]):
-                base, size, position, column = lookups_4L[:, lookup]
-                first = position * np.uint64(num_samples)
-                last_place = np.uint64(offsets[first + end])
-                target = begin * np.uint64(width) + column
-                for bag in range(first + begin, first + end):
-                    for d in range(dim):
-                        result[target + d] = 0
-                    first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
-                    for place in range(first_place, end_place):
-                        if place + AHEAD < last_place:
-                            ahead = base + np.uint64(values_N[place + AHEAD]) * dim
-                            for d in range(np.uint64(0), dim, np.uint64(line)):
-                                prefetch(flat, ahead + d)
-                        row = np.uint64(values_N[place])
-                        if row >= size:
-                            if bad[part] < 0 or np.int64(place) < bad[part]:
-                                bad[part] = np.int64(place)
-                            continue
-                        source = base + row * dim
-                        if has_weights:
-                            weight = weights_N[place]
-                            for d in range(dim):
-                                result[target + d] += weight * flat[source + d]
-                        else:
-                            for d in range(dim):
-                                result[target + d] += flat[source + d]
-                    if is_mean and end_place > first_place:
-                        count = flat.dtype.type(end_place - first_place)
+@parallel_kernel
+def _bags_kernel(
+    flat: NDArray[Any],
+    any_dim: int,
+    line: int,
+    lookups_4L: NDArray[np.uint64],
+    values_N: NDArray[Any],
+    offsets: NDArray[Any],
+    has_weights: bool,
+    weights_N: NDArray[Any],
+    is_mean: bool,
+    num_samples: int,
+    width: int,
+    num_parts: int,
+    result_BW: NDArray[Any],
+) -> int:
+    """A part is a run of samples: any number of rows per lookup and sample, added in order."""
+    dim = np.uint64(any_dim)
+    result = result_BW.reshape(-1)
+    bad = np.full(num_parts, -1)
+    for part in prange(num_parts):
+        begin, end = samples_of(part, num_parts, num_samples)
+        for lookup in range(lookups_4L.shape[1]):
+            base, size, position, column = lookups_4L[:, lookup]
+            first = position * np.uint64(num_samples)
+            last_place = np.uint64(offsets[first + end])
+            target = begin * np.uint64(width) + column
+            for bag in range(first + begin, first + end):
+                for d in range(dim):
+                    result[target + d] = 0
+                first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
+                for place in range(first_place, end_place):
+                    if place + AHEAD < last_place:
+                        ahead = base + np.uint64(values_N[place + AHEAD]) * dim
+                        for d in range(np.uint64(0), dim, np.uint64(line)):
+                            prefetch(flat, ahead + d)
+                    row = np.uint64(values_N[place])
+                    if row >= size:
+                        if bad[part] < 0 or np.int64(place) < bad[part]:
+                            bad[part] = np.int64(place)
+                        continue
+                    source = base + row * dim
+                    if has_weights:
+                        weight = weights_N[place]
                         for d in range(dim):
-                            result[target + d] /= count
-                    target += np.uint64(width)
-        return first_bad(bad)
-
-    return bags
+                            result[target + d] += weight * flat[source + d]
+                    else:
+                        for d in range(dim):
+                            result[target + d] += flat[source + d]
+                if is_mean and end_place > first_place:
+                    count = flat.dtype.type(end_place - first_place)
+                    for d in range(dim):
+                        result[target + d] /= count
+                target += np.uint64(width)
+    return first_bad(bad)
 
 
 @parallel_kernel

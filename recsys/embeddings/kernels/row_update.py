@@ -1,28 +1,29 @@
 """Row update: gradients of equal rows summed in lookup order, each row moved once.
 
-A table belongs to one part, or several parts share its rows by a hash of them, so no two threads
-touch a row. A part takes its tables one after the other, because what a table needs then fits the
+A task is a table, or a share of its rows by a hash of them where there are fewer tables than
+threads; so no two threads touch a row. Each thread takes the next task, largest table first, when
+it is done with one: which thread moves a row changes nothing. What a table needs fits the
 processor's caches:
 
-    1. Every lookup of the table is chained to the one before it of the same row; a hash table
-       knows the last of every row met.
-    2. Row by row in order of first appearance, the chain's gradients are summed, read where
-       backward left them, and the row and its state are moved.
+    1. Its lookups are sorted by row: a hash table numbers the rows as they appear, lookups are
+       counted by number, and put in their places in order.
+    2. Row by row the gradients are summed, read where backward left them, and the row and its
+       state are moved. Where they lie is told to the processor some time ahead.
 
-Letters: T tables, S segments (a feature of a ledger entry looked up in a table), N rows looked up,
-D dim. Numbers that index are unsigned, for the reason given in `pooled_lookup`.
+Letters: T tables, D dim; the ledger's in `ledger`. Numbers that index are unsigned, for the reason
+given in `pooled_lookup`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numba import prange
 
-from recsys.embeddings.kernels.pooled_lookup import Bags
+from recsys.embeddings.kernels.ledger import LedgerEntry, Segments, Values, join_ledger
+from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
+from recsys.embeddings.kernels.turns import next_turn
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.jit import kernel, num_parts, parallel_kernel
 
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
-    from torch import Tensor
 
-    from recsys.embeddings.kernels.pooled_lookup import Lookups
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_space import RowSpace
 
@@ -49,23 +48,11 @@ _KINDS = {
 
 # 2**64 / golden ratio: spreads neighbouring rows over the hash table.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_NONE = np.uint64(0xFFFFFFFFFFFFFFFF)
 _ONE = np.uint64(1)
-
-
-@dataclass(frozen=True)
-class LedgerEntry:
-    """What one backward pass leaves behind.
-
-    Attributes:
-        lookups: What was looked up where.
-        bags: The input.
-        gradient: Of the pooled rows, (B, W), contiguous.
-    """
-
-    lookups: Lookups
-    bags: Bags
-    gradient: Tensor
+# How far ahead memory is asked for. With Kaggle's tables at D=16 and 2048 samples, half of either
+# took a tenth longer; at D=128 neither mattered.
+_ROWS_AHEAD = np.uint64(16)
+_LOOKUPS_AHEAD = np.uint64(32)
 
 
 def row_update(
@@ -89,29 +76,26 @@ def row_update(
     if not ledger:
         return
     nothing = np.empty(0, space.dtype)
-    first, second = (
-        (states[number].flat, states[number].bases)
-        if number < len(states)
-        else (nothing, space.bases)
-        for number in range(2)
-    )
+    first = states[0] if states else None
+    second = states[1] if len(states) > 1 else None
     beta1, beta2 = getattr(optimizer, "betas", (0.0, 0.0))
     _row_update_kernel(
-        _Rows(space.flat, space.bases, *first, *second),
+        _Rows(
+            space.flat,
+            space.bases,
+            nothing if first is None else first.flat,
+            space.bases if first is None else first.bases,
+            nothing if second is None else second.flat,
+            space.bases if second is None else second.bases,
+        ),
         _KINDS[type(optimizer)],
         rates_T2.astype(space.dtype),
         space.dtype.type(1 - beta1),
         space.dtype.type(1 - beta2),
-        _segments(
-            tuple(
-                (entry.lookups, entry.bags.batch_size, _num_bags(entry.bags)) for entry in ledger
-            ),
-            len(space.sizes),
-        ),
-        _values(ledger, space.dtype),
-        _join([entry.gradient.view(-1).numpy() for entry in ledger]),
+        *join_ledger(ledger, space),
         np.uint64(space.dim),
         num_parts(),
+        np.zeros(1, np.int64),
     )
 
 
@@ -126,112 +110,17 @@ class _Rows(NamedTuple):
     second_bases: NDArray[np.uint64]  # (T,)
 
 
-class _Segments(NamedTuple):
-    """Sorted by table; within a table, ledger entries stay in order."""
+class _Sorted(NamedTuple):
+    """The lookups of one table; room for those of the table that has most."""
 
-    of_table: NDArray[np.uint64]  # (T + 1,) where each table's segments begin
-    first_bags: NDArray[np.uint64]  # (S,)
-    num_bags: NDArray[np.uint64]  # (S,)
-    first_gradients: NDArray[np.uint64]  # (S,) where the first bag's gradient begins
-    widths: NDArray[np.uint64]  # (S,) from one bag's gradient to the next
-
-
-class _Values(NamedTuple):
-    """What was looked up: `Bags` of several entries as one, empty arrays in place of None."""
-
-    rows: NDArray[Any]  # (N,)
-    is_one_hot: bool
-    offsets: NDArray[Any]
-    has_weights: bool
-    weights: NDArray[Any]
-    is_mean: bool
-
-
-class _Chains(NamedTuple):
-    """The lookups of one table: those of the same row one behind the other."""
-
-    nexts: NDArray[np.uint64]  # by lookup: the next of the same row
+    numbers: NDArray[np.uint32]  # by lookup: the number of its row
     sources: NDArray[np.uint64]  # by lookup: where its gradient begins
     scales: NDArray[Any]  # by lookup: its factor; empty where all are 1
-    rows: NDArray[np.uint64]  # by distinct row
-    firsts: NDArray[np.uint64]  # by distinct row: its first lookup
-    lasts: NDArray[np.uint64]  # by distinct row: its last lookup
-    hash_rows: NDArray[np.uint64]
-    hash_numbers: NDArray[np.uint64]
-
-
-@lru_cache(maxsize=64)
-def _segments(entries: tuple[tuple[Lookups, int, int], ...], num_tables: int) -> _Segments:
-    """Of entries of these lookups, batch sizes and numbers of bags."""
-    segments = []
-    first_bag = first_gradient = 0
-    for lookups, batch_size, num_bags in entries:
-        for table, position, column in zip(
-            lookups.tables.tolist(),
-            lookups.positions.tolist(),
-            lookups.columns.tolist(),
-            strict=True,
-        ):
-            bag = first_bag + position * batch_size
-            segments.append((table, bag, batch_size, first_gradient + column, lookups.width))
-        first_bag += num_bags
-        first_gradient += batch_size * lookups.width
-    segments.sort(key=lambda segment: segment[0])  # stable
-    columns = np.array(segments, np.uint64).T.copy()
-    of_table = np.searchsorted(columns[0].astype(np.int64), np.arange(num_tables + 1))
-    return _Segments(of_table.astype(np.uint64), *columns[1:])
-
-
-def _values(ledger: Sequence[LedgerEntry], dtype: np.dtype[Any]) -> _Values:
-    bags = [entry.bags for entry in ledger]
-    rows = _join([each.values for each in bags])
-    is_one_hot = all(each.offsets is None for each in bags)
-    is_mean = any(each.is_mean for each in bags)
-    if is_mean and not all(each.is_mean or each.offsets is None for each in bags):
-        bags = [_mean_by_weights(each, dtype) if each.is_mean else each for each in bags]
-        is_mean = False
-    has_weights = any(each.weights is not None for each in bags)
-    return _Values(
-        rows,
-        is_one_hot,
-        rows[:0] if is_one_hot else _join_offsets(bags),
-        has_weights,
-        _join([_weights_or_ones(each, dtype) for each in bags])
-        if has_weights
-        else np.empty(0, dtype),
-        is_mean,
-    )
-
-
-def _num_bags(bags: Bags) -> int:
-    return len(bags.values) if bags.offsets is None else len(bags.offsets) - 1
-
-
-def _join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-
-
-def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:
-    if len(bags) == 1 and bags[0].offsets is not None:
-        return bags[0].offsets
-    lengths = [
-        np.ones(len(each.values), np.int64) if each.offsets is None else np.diff(each.offsets)
-        for each in bags
-    ]
-    return np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
-
-
-def _mean_by_weights(bags: Bags, dtype: np.dtype[Any]) -> Bags:
-    """Bags that are averaged, as bags that are summed with weights."""
-    assert bags.offsets is not None
-    lengths = np.diff(bags.offsets)
-    shares = np.repeat(1 / np.maximum(lengths, 1), lengths).astype(dtype)
-    weights = shares if bags.weights is None else bags.weights * shares
-    return Bags(bags.values, bags.offsets, weights, bags.batch_size, is_mean=False)
-
-
-def _weights_or_ones(bags: Bags, dtype: np.dtype[Any]) -> NDArray[Any]:
-    return np.ones(len(bags.values), dtype) if bags.weights is None else bags.weights
+    hash_table: NDArray[np.uint32]  # by hash: the number of a row, plus 1; 0 for none
+    rows: NDArray[np.uint64]  # by number
+    ends: NDArray[np.uint32]  # by number: where the row's lookups end in the arrays below
+    sources_by_row: NDArray[np.uint64]  # and as many zeros as are asked for ahead of time
+    scales_by_row: NDArray[Any]
 
 
 @parallel_kernel
@@ -241,94 +130,98 @@ def _row_update_kernel(
     rates_T2: NDArray[Any],
     share1: float,
     share2: float,
-    segments: _Segments,
-    values: _Values,
+    segments: Segments,
+    values: Values,
     gradient: NDArray[Any],
     dim: np.uint64,
     num_parts: int,
+    turns: NDArray[np.int64],
 ) -> None:
-    """A part is a run of tables, or, of fewer tables than parts, a share of the rows of one."""
+    """A part is a thread, which takes tasks until none are left."""
     num_tables = len(rows.bases)
     num_shares = 1 if num_tables >= num_parts else (num_parts + num_tables - 1) // num_tables
-    num_lookups_T = np.zeros(num_tables, np.int64)
+    most = np.int64(0)
     for table in range(num_tables):
+        num_lookups = np.int64(0)
         for segment in range(segments.of_table[table], segments.of_table[table + 1]):
             first, count = segments.first_bags[segment], segments.num_bags[segment]
             if values.is_one_hot:
-                num_lookups_T[table] += np.int64(count)
+                num_lookups += np.int64(count)
             else:
                 begin, end = values.offsets[first], values.offsets[first + count]
-                num_lookups_T[table] += np.int64(end) - np.int64(begin)
-    total = num_lookups_T.sum() * num_shares
-    most = num_lookups_T.max()
-    for part in prange(num_parts):
-        chains = _make_chains(most, values.has_weights or values.is_mean, rows.flat)
+                num_lookups += np.int64(end) - np.int64(begin)
+        most = max(most, num_lookups)
+    for _ in prange(num_parts):
+        found = _make_room(most, values.has_weights or values.is_mean, rows.flat)
         summed_D = np.empty(dim, rows.flat.dtype)
-        begin = 0
-        for table in range(num_tables):
-            for share in range(num_shares):
-                middle = begin + num_lookups_T[table] // 2
-                begin += num_lookups_T[table]
-                if num_lookups_T[table] == 0 or middle * num_parts // total != part:
-                    continue
-                num_rows = _chain_lookups(
-                    segments,
-                    values,
-                    segments.of_table[table],
-                    segments.of_table[table + 1],
-                    np.uint64(share),
-                    np.uint64(num_shares),
-                    chains,
-                )
-                _move_rows(
-                    rows,
-                    table,
-                    chains,
-                    num_rows,
-                    gradient,
-                    kind,
-                    rates_T2[table, 0],
-                    rates_T2[table, 1],
-                    share1,
-                    share2,
-                    summed_D,
-                )
+        while True:
+            task = next_turn(turns)
+            if task >= num_tables * num_shares:
+                break
+            table = segments.tables[task // num_shares]
+            num_rows = _sort_lookups(
+                segments,
+                values,
+                segments.of_table[table],
+                segments.of_table[table + _ONE],
+                np.uint64(task % num_shares),
+                np.uint64(num_shares),
+                found,
+            )
+            _move_rows(
+                rows,
+                table,
+                found,
+                num_rows,
+                gradient,
+                kind,
+                rates_T2[table, 0],
+                rates_T2[table, 1],
+                share1,
+                share2,
+                summed_D,
+            )
 
 
 @kernel
-def _make_chains(most: int, is_scaled: bool, flat: NDArray[Any]) -> _Chains:
-    """Room for a table's lookups, and a hash table that stays at most half full."""
+def _make_room(most: np.int64, is_scaled: bool, flat: NDArray[Any]) -> _Sorted:
+    """For a table's lookups; the hash table stays at most half full."""
     hash_size = 2
     while hash_size < 2 * most:
         hash_size *= 2
-    return _Chains(
+    num_scales = most if is_scaled else 0
+    return _Sorted(
+        np.empty(most, np.uint32),
         np.empty(most, np.uint64),
+        np.empty(num_scales, flat.dtype),
+        np.empty(hash_size, np.uint32),
         np.empty(most, np.uint64),
-        np.empty(most if is_scaled else 0, flat.dtype),
-        np.empty(most, np.uint64),
-        np.empty(most, np.uint64),
-        np.empty(most, np.uint64),
-        np.empty(hash_size, np.uint64),
-        np.empty(hash_size, np.uint64),
+        np.empty(most, np.uint32),
+        np.empty(most + _LOOKUPS_AHEAD, np.uint64),
+        np.empty(num_scales, flat.dtype),
     )
 
 
 @kernel
-def _chain_lookups(
-    segments: _Segments,
-    values: _Values,
+def _sort_lookups(
+    segments: Segments,
+    values: Values,
     first_segment: np.uint64,
     end_segment: np.uint64,
     share: np.uint64,
     num_shares: np.uint64,
-    chains: _Chains,
+    found: _Sorted,
 ) -> Any:
-    """Chain one table's lookups of the rows of one share; the number of distinct rows."""
-    hash_rows, hash_numbers = chains.hash_rows, chains.hash_numbers
-    nexts, sources, scales = chains.nexts, chains.sources, chains.scales
-    mask = np.uint64(len(hash_rows)) - _ONE
+    """Sort one table's lookups of the rows of one share; the number of distinct rows."""
+    numbers, sources, scales = found.numbers, found.sources, found.scales
+    hash_table, rows, ends = found.hash_table, found.rows, found.ends
     is_scaled = len(scales) > 0
-    hash_rows[:] = _NONE
+    mask = np.uint64(len(hash_table)) - _ONE
+    shift, size = np.uint64(64), np.uint64(1)
+    while size <= mask:
+        size += size
+        shift -= _ONE
+    hash_table[:] = 0
     num_rows = num_lookups = np.uint64(0)
     for segment in range(first_segment, end_segment):
         source = segments.first_gradients[segment]
@@ -340,10 +233,10 @@ def _chain_lookups(
                 end = np.uint64(values.offsets[bag + _ONE])
             for position in range(begin, end):
                 row = np.uint64(values.rows[position])
-                spread = (row * _GOLDEN) >> np.uint64(32)
-                if num_shares > _ONE and (spread >> np.uint64(16)) % num_shares != share:
+                spread = row * _GOLDEN
+                # By other bits than the place in the hash table.
+                if num_shares > _ONE and (spread & np.uint64(0xFFFF)) % num_shares != share:
                     continue
-                nexts[num_lookups] = _NONE
                 sources[num_lookups] = source
                 if is_scaled:
                     scale = scales.dtype.type(1)
@@ -352,31 +245,44 @@ def _chain_lookups(
                     if values.is_mean:
                         scale /= scales.dtype.type(end - begin)
                     scales[num_lookups] = scale
-                entry = spread & mask
-                while hash_rows[entry] != row and hash_rows[entry] != _NONE:
+                entry = spread >> shift
+                number = np.uint64(hash_table[entry])
+                while number != 0 and rows[number - _ONE] != row:
                     entry = (entry + _ONE) & mask
-                if hash_rows[entry] == row:
-                    number = hash_numbers[entry]
-                    nexts[chains.lasts[number]] = num_lookups
-                else:
-                    number = num_rows
-                    hash_rows[entry] = row
-                    hash_numbers[entry] = number
-                    chains.rows[number] = row
-                    chains.firsts[number] = num_lookups
+                    number = np.uint64(hash_table[entry])
+                if number == 0:
+                    rows[num_rows] = row
+                    ends[num_rows] = 0
                     num_rows += _ONE
-                chains.lasts[number] = num_lookups
+                    hash_table[entry] = num_rows
+                    number = num_rows
+                number -= _ONE
+                numbers[num_lookups] = number
+                ends[number] += np.uint32(1)
                 num_lookups += _ONE
             source += segments.widths[segment]
+    place = np.uint32(0)
+    for row_number in range(num_rows):
+        count = ends[row_number]
+        ends[row_number] = place
+        place += count
+    for lookup in range(num_lookups):
+        number = np.uint64(numbers[lookup])
+        place = ends[number]
+        found.sources_by_row[np.uint64(place)] = sources[lookup]
+        if is_scaled:
+            found.scales_by_row[np.uint64(place)] = scales[lookup]
+        ends[number] = place + np.uint32(1)
+    found.sources_by_row[num_lookups : num_lookups + _LOOKUPS_AHEAD] = 0
     return num_rows
 
 
 @kernel
 def _move_rows(
     rows: _Rows,
-    table: int,
-    chains: _Chains,
-    num_rows: int,
+    table: np.uint64,
+    found: _Sorted,
+    num_rows: np.uint64,
     gradient: NDArray[Any],
     kind: int,
     rate: float,
@@ -385,7 +291,7 @@ def _move_rows(
     share2: float,
     summed_D: NDArray[Any],
 ) -> None:
-    """Sum every chain's gradients in lookup order and move its row.
+    """Sum every row's gradients in lookup order and move it.
 
     By the formulas of `recsys.embeddings.optimizer`. One function for a whole table: called for
     each row, it would hand over its arrays' fifty numbers each time, which takes longer than the
@@ -393,31 +299,46 @@ def _move_rows(
     """
     flat, first_state, second_state = rows.flat, rows.first, rows.second
     base, base1, base2 = rows.bases[table], rows.first_bases[table], rows.second_bases[table]
-    nexts, sources, scales = chains.nexts, chains.sources, chains.scales
+    sources, scales = found.sources_by_row, found.scales_by_row
     dim = np.uint64(len(summed_D))
     is_scaled = len(scales) > 0
+    line = np.uint64(LINE_BYTES // flat.itemsize)
+    is_wide1 = kind in (_ADAGRAD, _ADAM, _PARTIAL_ROWWISE_ADAM)
+    lookup = np.uint64(0)
     for number in range(num_rows):
-        lookup = chains.firsts[number]
-        source = sources[lookup]
-        if is_scaled:
-            scale = scales[lookup]
-            for d in range(dim):
-                summed_D[d] = scale * gradient[source + d]
-        else:
-            for d in range(dim):
-                summed_D[d] = gradient[source + d]
-        lookup = nexts[lookup]
-        while lookup != _NONE:
-            source = sources[lookup]
+        if number + _ROWS_AHEAD < num_rows:
+            row = found.rows[number + _ROWS_AHEAD]
+            for d in range(np.uint64(0), dim, line):
+                prefetch(flat, base + row * dim + d)
+                if is_wide1:
+                    prefetch(first_state, base1 + row * dim + d)
+                if kind == _ADAM:
+                    prefetch(second_state, base2 + row * dim + d)
+            if kind == _ROWWISE_ADAGRAD:
+                prefetch(first_state, base1 + row)
+            if kind == _PARTIAL_ROWWISE_ADAM:
+                prefetch(second_state, base2 + row)
+        first_lookup = lookup
+        while lookup < np.uint64(found.ends[number]):
+            ahead, source = sources[lookup + _LOOKUPS_AHEAD], sources[lookup]
+            for d in range(np.uint64(0), dim, line):
+                prefetch(gradient, ahead + d)
             if is_scaled:
                 scale = scales[lookup]
+                if lookup == first_lookup:
+                    for d in range(dim):
+                        summed_D[d] = scale * gradient[source + d]
+                else:
+                    for d in range(dim):
+                        summed_D[d] += scale * gradient[source + d]
+            elif lookup == first_lookup:
                 for d in range(dim):
-                    summed_D[d] += scale * gradient[source + d]
+                    summed_D[d] = gradient[source + d]
             else:
                 for d in range(dim):
                     summed_D[d] += gradient[source + d]
-            lookup = nexts[lookup]
-        row = chains.rows[number]
+            lookup += _ONE
+        row = found.rows[number]
         first = base + row * dim
         if kind == _SGD:
             for d in range(dim):

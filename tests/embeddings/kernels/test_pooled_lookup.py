@@ -150,6 +150,16 @@ def test_bags_that_are_not_one_each_are_found_out(place):
     assert bags.offsets is not None
 
 
+@pytest.mark.parametrize("is_one_hot", [None, True])
+def test_bags_of_one_value_each_need_no_offsets_whoever_tells(is_one_hot):
+    bags = Bags.from_tensors(
+        torch.zeros(5).long(), torch.arange(6), None, 5, is_mean=True, is_one_hot=is_one_hot
+    )
+
+    assert bags.offsets is None
+    assert not bags.is_mean
+
+
 @pytest.mark.parametrize("is_one_hot", [True, False])
 @pytest.mark.parametrize("value", [-1, 3, 2**40])
 def test_the_first_value_that_is_no_row_is_told(value, is_one_hot):

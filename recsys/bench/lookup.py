@@ -1,0 +1,348 @@
+"""`recsys bench lookup`: the embeddings alone, forward, backward and update.
+
+    provider   tables and their update
+    recsys     HotColdEmbeddingBagCollection and its optimizer, stepped once per mini-batch
+    fbgemm     FBGEMM's table-batched operator, its optimizer fused into backward
+    torch      nn.EmbeddingBag(sparse=True) and torch.optim, which has no rowwise_adagrad
+    stream     a triad over arrays far larger than the caches: what the memory gives
+
+Every provider has a process of its own. In each round each takes a turn, in an order drawn anew: as
+many untimed steps as timed ones, so that what others have left in the shared cache is gone from it,
+and then it waits until its threads have stopped spinning. A turn's result is the mean of its steps.
+No mini-batch is used twice. The gradient of the pooled vectors is random, and always the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from recsys.batch import JaggedIds
+from recsys.bench.harness import (
+    Row,
+    median_of_ratios,
+    ratio,
+    rows_by_provider,
+    summarize,
+    take_turns,
+)
+from recsys.bench.worker import Worker, settle
+from recsys.config import OptimizerConfig
+from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
+from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.embeddings.providers import build_embeddings
+from recsys.embeddings.table import TableConfig
+from recsys.errors import ConfigError
+from recsys.machine import peak_memory_bytes, set_num_threads, tune_allocator
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["OPTIMIZERS", "bench_lookup", "step_bytes"]
+
+_OTHERS = {
+    "sgd": ("fbgemm", "torch"),
+    "rowwise_adagrad": ("fbgemm",),
+    "adagrad": ("fbgemm", "torch"),
+}
+OPTIMIZERS = tuple(_OTHERS)
+
+_NUM_WARM_UP_ROUNDS = 3
+# Kaggle's tables at D=16 are 2 GiB; above, capped ones of three providers and their state fit RAM.
+_MAX_UNCAPPED_DIM = 16
+_MAX_ROWS = 1_000_000
+_FLOAT_BYTES = 4
+_STREAM_FLOATS = 1 << 25  # an array of 128 MiB
+
+
+def bench_lookup(
+    batch_sizes: Sequence[int],
+    dims: Sequence[int],
+    optimizers: Sequence[str],
+    *,
+    num_rounds: int,
+    table_sizes: Sequence[int] = KAGGLE_TABLE_SIZES,
+) -> list[Row]:
+    """Measure every provider in every case, and how ours compares with the others.
+
+    Args:
+        batch_sizes: B of the cases.
+        dims: D of the cases. Above 16 a table has a million rows at most; ids go modulo.
+        optimizers: Of `OPTIMIZERS`.
+        num_rounds: Rounds that count; each provider takes a turn in each.
+        table_sizes: Rows per table.
+
+    Raises:
+        ConfigError: a batch size is below 1, or a provider cannot have such tables.
+        MissingDependency: FBGEMM is not installed.
+        ChildProcessError: a provider's process failed; the message has its traceback.
+    """
+    if min(batch_sizes) < 1:
+        raise ConfigError(f"bench lookup: batch sizes must be at least 1, got {min(batch_sizes)}")
+    num_turns = _NUM_WARM_UP_ROUNDS + num_rounds
+    source = SyntheticCriteo(
+        num_samples=max(7, *(num_turns * _samples_of_turn(size) for size in batch_sizes)),
+        table_sizes=table_sizes,
+    )
+    rows: list[Row] = []
+    pairs: dict[tuple[int, str], list[tuple[list[float], list[float]]]] = defaultdict(list)
+    for dim, optimizer in product(dims, optimizers):
+        sizes = _capped(table_sizes, dim)
+        others = _OTHERS[optimizer]
+        with ExitStack() as stack:
+            workers = _start_workers(stack, sizes, dim, optimizer)
+            for batch_size in batch_sizes:
+                case = f"B={batch_size},D={dim},optimizer={optimizer}"
+                lookups = _Lookups.of(source, sizes, batch_size, num_turns)
+                found = _measure(workers, case, lookups, num_rounds)
+                rows += _rows_of_case(case, found, others)
+                rows += _bandwidth_rows(case, found, lookups, dim, optimizer)
+                for other in others:
+                    pairs[batch_size, other].append((found["recsys"], found[other]))
+            rows += _peak_memory_rows(workers, f"D={dim},optimizer={optimizer}")
+    return rows + [
+        median_of_ratios(
+            bench="lookup",
+            case=f"B={batch_size}",
+            provider="recsys",
+            metric=f"speed_over_{other}",
+            pairs=of_cases,
+        )
+        for (batch_size, other), of_cases in pairs.items()
+    ]
+
+
+def step_bytes(num_lookups: int, num_distinct: float, dim: int, optimizer: str) -> float:
+    """Bytes that a step with one lookup per feature and sample asks memory for.
+
+    Forward reads a row for every lookup and writes it as a pooled vector; backward reads the
+    gradient of every pooled vector; the update reads and writes every distinct row and its state.
+    All are float32. Ids are not counted, nor what a provider keeps in between. A row that is looked
+    up often counts every time in the forward pass, though a cache may have it.
+
+    Args:
+        num_lookups: Of the mini-batch.
+        num_distinct: Rows among them, each counted once.
+        dim: D.
+        optimizer: Of `OPTIMIZERS`.
+    """
+    state_size = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": dim}[optimizer]
+    return _FLOAT_BYTES * (3 * num_lookups * dim + 2 * num_distinct * (dim + state_size))
+
+
+def _capped(table_sizes: Sequence[int], dim: int) -> tuple[int, ...]:
+    return tuple(size if dim <= _MAX_UNCAPPED_DIM else min(size, _MAX_ROWS) for size in table_sizes)
+
+
+def _steps_of_turn(batch_size: int) -> int:
+    """Timed steps of a turn, and untimed ones before: small mini-batches need more of either."""
+    return min(16, max(1, 8192 // batch_size))
+
+
+def _samples_of_turn(batch_size: int) -> int:
+    return 2 * _steps_of_turn(batch_size) * batch_size
+
+
+@dataclass(frozen=True)
+class _Lookups:
+    """What is looked up, the same for all providers: R turns of K untimed and K timed steps.
+
+    Attributes:
+        ids: (R, 2, K, F, B) int64.
+        num_distinct: Distinct rows of a timed mini-batch, the mean of each turn, (R,).
+    """
+
+    ids: NDArray[np.int64]
+    num_distinct: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls, source: SyntheticCriteo, sizes: Sequence[int], batch_size: int, num_turns: int
+    ) -> _Lookups:
+        """Samples from the first on; their ids modulo the sizes of the tables."""
+        batch = source.read(np.arange(num_turns * _samples_of_turn(batch_size)))
+        by_feature = batch.sparse_features.values().numpy().reshape(len(sizes), -1)
+        by_feature = by_feature % np.array(sizes)[:, None]
+        by_step = by_feature.reshape(len(sizes), num_turns, 2, -1, batch_size)
+        ids = np.ascontiguousarray(np.moveaxis(by_step, 0, 3))
+        num_distinct = [
+            np.mean([sum(len(np.unique(ids_B)) for ids_B in ids_FB) for ids_FB in timed])
+            for _, timed in ids
+        ]
+        return cls(ids, np.array(num_distinct))
+
+
+def _start_workers(
+    stack: ExitStack, sizes: Sequence[int], dim: int, optimizer: str
+) -> dict[str, Worker]:
+    """A process for every provider, made side by side; they end with the stack."""
+    case = f"D={dim},optimizer={optimizer}"
+    workers = {
+        name: stack.enter_context(Worker(name, case, _Provider, name, sizes, dim, optimizer))
+        for name in ("recsys", *_OTHERS[optimizer])
+    }
+    workers["stream"] = stack.enter_context(Worker("stream", case, _Stream))
+    for worker in workers.values():
+        worker.wait()
+    return workers
+
+
+def _measure(
+    workers: Mapping[str, Worker], case: str, lookups: _Lookups, num_rounds: int
+) -> dict[str, list[float]]:
+    """By provider, the seconds of a step, or the stream's bytes per second, by round."""
+    for worker in workers.values():
+        worker.case = case
+        worker.call("prepare", lookups.ids)
+    return take_turns(
+        {name: partial(worker.call, "turn") for name, worker in workers.items()},
+        num_rounds,
+        num_warm_up_rounds=_NUM_WARM_UP_ROUNDS,
+    )
+
+
+def _rows_of_case(
+    case: str, found: Mapping[str, Sequence[float]], others: Sequence[str]
+) -> list[Row]:
+    """Times, and how many times faster ours is."""
+    times = {name: [1e3 * s for s in found[name]] for name in ("recsys", *others)}
+    return [
+        *rows_by_provider(bench="lookup", case=case, metric="time", unit="ms", values=times),
+        *(
+            ratio(
+                bench="lookup",
+                case=case,
+                provider="recsys",
+                metric=f"speed_over_{other}",
+                values=found["recsys"],
+                baseline=found[other],
+            )
+            for other in others
+        ),
+    ]
+
+
+def _bandwidth_rows(
+    case: str,
+    found: Mapping[str, Sequence[float]],
+    lookups: _Lookups,
+    dim: int,
+    optimizer: str,
+) -> list[Row]:
+    """What the memory gives, and the share of it that ours takes."""
+    num_lookups = lookups.ids[0, 0, 0].size
+    shares = [
+        step_bytes(num_lookups, num_distinct, dim, optimizer) / seconds / bandwidth
+        for num_distinct, seconds, bandwidth in zip(
+            lookups.num_distinct[_NUM_WARM_UP_ROUNDS:],
+            found["recsys"],
+            found["stream"],
+            strict=True,
+        )
+    ]
+    row_of = partial(summarize, bench="lookup", case=case)
+    gigabytes = [rate / 1e9 for rate in found["stream"]]
+    return [
+        row_of(provider="stream", metric="bandwidth", unit="GB/s", values=gigabytes),
+        row_of(provider="recsys", metric="bandwidth_share", unit="ratio", values=shares),
+    ]
+
+
+def _peak_memory_rows(workers: Mapping[str, Worker], case: str) -> list[Row]:
+    peaks = {
+        name: [float(worker.call("peak_memory_bytes") or "nan")]
+        for name, worker in workers.items()
+        if name != "stream"
+    }
+    return rows_by_provider(
+        bench="lookup", case=case, metric="peak_memory", unit="bytes", values=peaks
+    )
+
+
+class _Provider:
+    """Lives in a worker: a provider's tables, and the steps of its turns."""
+
+    def __init__(self, name: str, sizes: Sequence[int], dim: int, optimizer: str) -> None:
+        set_num_threads(0)
+        tune_allocator()
+        torch.manual_seed(0)
+        self._tables = [
+            TableConfig(
+                name=f"t_cat_{number}",
+                num_embeddings=size,
+                embedding_dim=dim,
+                feature_names=(f"cat_{number}",),
+            )
+            for number, size in enumerate(sizes)
+        ]
+        config = OptimizerConfig(name=optimizer, lr=0.01)
+        self._module, self._optimizer = build_embeddings(name, self._tables, config)
+        gc.disable()  # a turn ends with a collection; what is here now is here to stay
+        gc.collect()
+        gc.freeze()
+
+    def prepare(self, ids: NDArray[np.int64]) -> None:
+        """Take the mini-batches of the turns to come."""
+        self._turns = iter(torch.from_numpy(ids))
+        num_features, batch_size = ids.shape[-2:]
+        width = num_features * self._tables[0].embedding_dim
+        self._gradient = torch.randn(batch_size, width) / batch_size
+        settle()
+
+    def turn(self) -> float:
+        """Make the next turn's steps; the seconds of a timed one, the mean."""
+        keys = [name for table in self._tables for name in table.feature_names]
+        untimed, timed = (
+            [JaggedIds.from_one_hot(keys, ids_FB) for ids_FB in ids_KFB]
+            for ids_KFB in next(self._turns)
+        )
+        self._make_steps(untimed)
+        begin = time.perf_counter()
+        self._make_steps(timed)
+        seconds = (time.perf_counter() - begin) / len(timed)
+        gc.collect()
+        settle()
+        return seconds
+
+    def _make_steps(self, batches: Sequence[JaggedIds]) -> None:
+        for features in batches:
+            pooled = self._module(features).values()
+            self._optimizer.zero_grad()
+            pooled.backward(self._gradient)
+            self._optimizer.step()
+
+    def peak_memory_bytes(self) -> int | None:
+        """The most memory this process has held."""
+        return peak_memory_bytes()
+
+
+class _Stream:
+    """Lives in a worker: a[i] = b[i] + 3 c[i], by all threads."""
+
+    def __init__(self) -> None:
+        set_num_threads(0)
+        self._arrays = [torch.rand(_STREAM_FLOATS) for _ in range(3)]
+
+    def prepare(self, ids: NDArray[np.int64]) -> None:
+        """Nothing: a stream looks up no ids."""
+
+    def turn(self) -> float:
+        """Bytes read and written per second."""
+        a, b, c = self._arrays
+        torch.add(b, c, alpha=3.0, out=a)
+        begin = time.perf_counter()
+        torch.add(b, c, alpha=3.0, out=a)
+        seconds = time.perf_counter() - begin
+        settle()
+        return 3 * a.nbytes / seconds

@@ -1,0 +1,173 @@
+"""The ledger of one row space: what backward passes leave behind, as arrays for a kernel.
+
+One entry, the usual case, is handed on as it is; several are joined, in order.
+
+Letters: T tables, S segments (a feature of a ledger entry looked up in a table), N rows looked up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from recsys.embeddings.kernels.pooled_lookup import Bags
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.pooled_lookup import Lookups
+    from recsys.embeddings.row_space import RowSpace
+
+__all__ = ["LedgerEntry", "Segments", "Values", "join_ledger"]
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """What one backward pass leaves behind.
+
+    Attributes:
+        lookups: What was looked up where.
+        bags: The input.
+        gradient: Of the pooled rows, (B, W), contiguous.
+        ids: What the bags are views of, and the version of each.
+    """
+
+    lookups: Lookups
+    bags: Bags
+    gradient: Tensor
+    ids: Sequence[tuple[Tensor, int]] = ()
+
+    def require_unchanged(self) -> None:
+        """Refuse ids that have been overwritten since.
+
+        Raises:
+            RuntimeError: they have been.
+        """
+        if any(tensor._version != version for tensor, version in self.ids):
+            raise RuntimeError(
+                "ids of a lookup were overwritten after its backward, before its rows were moved; "
+                "step first, or look up a clone of them"
+            )
+
+
+def join_ledger(
+    ledger: Sequence[LedgerEntry], space: RowSpace
+) -> tuple[Segments, Values, NDArray[Any]]:
+    """All entries as one: what was looked up in which table, its rows, and the gradients.
+
+    Args:
+        ledger: At least one entry.
+        space: The tables.
+    """
+    shapes = tuple(
+        (entry.lookups, entry.bags.batch_size, _num_bags(entry.bags)) for entry in ledger
+    )
+    return (
+        _segments(shapes, space.sizes.tobytes()),
+        _values(ledger, space.dtype),
+        _join([entry.gradient.view(-1).numpy() for entry in ledger]),
+    )
+
+
+class Segments(NamedTuple):
+    """Sorted by table; within a table, ledger entries stay in order."""
+
+    tables: NDArray[np.uint64]  # (T,) the largest first
+    of_table: NDArray[np.uint64]  # (T + 1,) where each table's segments begin
+    first_bags: NDArray[np.uint64]  # (S,)
+    num_bags: NDArray[np.uint64]  # (S,)
+    first_gradients: NDArray[np.uint64]  # (S,) where the first bag's gradient begins
+    widths: NDArray[np.uint64]  # (S,) from one bag's gradient to the next
+
+
+class Values(NamedTuple):
+    """What was looked up: `Bags` of several entries as one, empty arrays in place of None."""
+
+    rows: NDArray[Any]  # (N,)
+    is_one_hot: bool
+    offsets: NDArray[Any]
+    has_weights: bool
+    weights: NDArray[Any]
+    is_mean: bool
+
+
+@lru_cache(maxsize=64)
+def _segments(entries: tuple[tuple[Lookups, int, int], ...], sizes_T: bytes) -> Segments:
+    """Of entries of these lookups, batch sizes and numbers of bags; tables of these sizes."""
+    segments = []
+    first_bag = first_gradient = 0
+    for lookups, batch_size, num_bags in entries:
+        for table, position, column in zip(
+            lookups.tables.tolist(),
+            lookups.positions.tolist(),
+            lookups.columns.tolist(),
+            strict=True,
+        ):
+            bag = first_bag + position * batch_size
+            segments.append((table, bag, batch_size, first_gradient + column, lookups.width))
+        first_bag += num_bags
+        first_gradient += batch_size * lookups.width
+    segments.sort(key=lambda segment: segment[0])  # stable
+    columns = np.array(segments, np.uint64).T.copy()
+    sizes = np.frombuffer(sizes_T, np.uint64).astype(np.int64)
+    tables = np.argsort(-sizes, kind="stable")
+    of_table = np.searchsorted(columns[0].astype(np.int64), np.arange(len(sizes) + 1))
+    return Segments(tables.astype(np.uint64), of_table.astype(np.uint64), *columns[1:])
+
+
+def _values(ledger: Sequence[LedgerEntry], dtype: np.dtype[Any]) -> Values:
+    bags = [entry.bags for entry in ledger]
+    rows = _join([each.values for each in bags])
+    is_one_hot = all(each.offsets is None for each in bags)
+    is_mean = any(each.is_mean for each in bags)
+    if is_mean and not all(each.is_mean or each.offsets is None for each in bags):
+        bags = [_mean_by_weights(each, dtype) if each.is_mean else each for each in bags]
+        is_mean = False
+    has_weights = any(each.weights is not None for each in bags)
+    return Values(
+        rows,
+        is_one_hot,
+        rows[:0] if is_one_hot else _join_offsets(bags),
+        has_weights,
+        _join([_weights_or_ones(each, dtype) for each in bags])
+        if has_weights
+        else np.empty(0, dtype),
+        is_mean,
+    )
+
+
+def _num_bags(bags: Bags) -> int:
+    return len(bags.values) if bags.offsets is None else len(bags.offsets) - 1
+
+
+def _join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:
+    if len(bags) == 1 and bags[0].offsets is not None:
+        return bags[0].offsets
+    lengths = [
+        np.ones(len(each.values), np.int64) if each.offsets is None else np.diff(each.offsets)
+        for each in bags
+    ]
+    return np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+
+
+def _mean_by_weights(bags: Bags, dtype: np.dtype[Any]) -> Bags:
+    """Bags that are averaged, as bags that are summed with weights."""
+    assert bags.offsets is not None
+    lengths = np.diff(bags.offsets)
+    shares = np.repeat(1 / np.maximum(lengths, 1), lengths).astype(dtype)
+    weights = shares if bags.weights is None else bags.weights * shares
+    return Bags(bags.values, bags.offsets, weights, bags.batch_size, is_mean=False)
+
+
+def _weights_or_ones(bags: Bags, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.ones(len(bags.values), dtype) if bags.weights is None else bags.weights

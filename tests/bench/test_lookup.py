@@ -1,0 +1,276 @@
+import operator
+from collections import defaultdict
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+from recsys.bench import harness, lookup
+from recsys.bench.lookup import bench_lookup, step_bytes
+from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.errors import ConfigError, MissingDependency
+
+
+class InThisProcess:
+    """Stands in for a worker: the same object, the same calls, no process."""
+
+    made = ()
+
+    def __init__(self, provider, case, make, *arguments):
+        self.provider, self.case = provider, case
+        self.object = make(*arguments)
+        self.calls = []
+        type(self).made = (*type(self).made, self)
+
+    def wait(self):
+        pass
+
+    def call(self, method, *arguments):
+        self.calls.append(method)
+        return getattr(self.object, method)(*arguments)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.case = "left"
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Workers that are no processes, of one thread; two steps of a turn; a short stream."""
+    pytest.importorskip("fbgemm_gpu")
+    before = torch.get_num_threads()
+    monkeypatch.setattr(lookup, "set_num_threads", lambda _: torch.set_num_threads(1))
+    monkeypatch.setattr(lookup, "_steps_of_turn", lambda _: 2)
+    monkeypatch.setattr(InThisProcess, "made", ())
+    monkeypatch.setattr(lookup, "Worker", InThisProcess)
+    monkeypatch.setattr(lookup, "settle", lambda: None)
+    monkeypatch.setattr(lookup, "_STREAM_FLOATS", 1 << 10)
+    # What a process of its own does to its garbage is not to be done to this one, which has much.
+    monkeypatch.setattr(lookup, "gc", MagicMock())
+    monkeypatch.setattr(harness, "gc", MagicMock())
+    yield InThisProcess
+    torch.set_num_threads(before)
+
+
+def cells(rows):
+    found = {(row.case, row.provider, row.metric): row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+@pytest.mark.slow
+def test_providers_in_processes_of_their_own_are_measured():
+    pytest.importorskip("fbgemm_gpu")
+
+    rows = cells(bench_lookup([4], [4], ["sgd"], num_rounds=2, table_sizes=[50, 3]))
+
+    times = [key[1] for key in rows if key[2] == "time"]
+    assert times == ["recsys", "fbgemm", "torch"]
+    assert all(row.median > 0 for row in rows.values())
+
+
+def test_every_case_has_its_rows(in_this_process):
+    rows = bench_lookup(
+        [4, 8], [4, 20], ["sgd", "rowwise_adagrad", "adagrad"], num_rounds=2, table_sizes=[50, 3]
+    )
+
+    expected = set()
+    for optimizer in ("sgd", "rowwise_adagrad", "adagrad"):
+        others = ["fbgemm"] if optimizer == "rowwise_adagrad" else ["fbgemm", "torch"]
+        for of_tables in (f"D={dim},optimizer={optimizer}" for dim in (4, 20)):
+            for case in (f"B={size},{of_tables}" for size in (4, 8)):
+                expected |= {(case, name, "time", "ms") for name in ["recsys", *others]}
+                expected |= {(case, "recsys", f"speed_over_{name}", "ratio") for name in others}
+                expected |= {(case, "recsys", "bandwidth_share", "ratio")}
+                expected |= {(case, "stream", "bandwidth", "GB/s")}
+            expected |= {(of_tables, n, "peak_memory", "bytes") for n in ["recsys", *others]}
+    expected |= {
+        (f"B={size}", "recsys", f"speed_over_{name}", "ratio")
+        for size in (4, 8)
+        for name in ("fbgemm", "torch")
+    }
+    found = [(row.case, row.provider, row.metric, row.unit) for row in rows]
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+    assert {row.bench for row in rows} == {"lookup"}
+
+
+def test_ratios_are_those_of_the_medians_and_the_summary_their_median(in_this_process):
+    rows = bench_lookup([4], [4, 8, 12], ["adagrad"], num_rounds=6, table_sizes=[50, 3])
+
+    found = cells(rows)
+    for other in ("fbgemm", "torch"):
+        speeds = []
+        for case in (f"B=4,D={dim},optimizer=adagrad" for dim in (4, 8, 12)):
+            ours, theirs = (found[case, name, "time"].median for name in ("recsys", other))
+            speed = found[case, "recsys", f"speed_over_{other}"]
+            assert speed.median == pytest.approx(theirs / ours)
+            assert speed.num_runs == 6
+            assert speed.low <= speed.median <= speed.high
+            speeds.append(speed.median)
+        summary = found["B=4", "recsys", f"speed_over_{other}"]
+        assert summary.median == sorted(speeds)[1]
+        assert summary.num_runs == 3
+
+
+def test_the_bytes_of_a_step_are_these():
+    # Two tables, three samples: rows 7, 7, 1 and 0, 2, 4 -> 6 lookups of 5 distinct rows.
+    num_lookups, num_distinct, dim = 6, 5, 4
+    row = 4 * dim
+    rows_read = pooled_written = gradient_read = num_lookups * row
+    moved_rows = 2 * num_distinct * row
+
+    no_state = rows_read + pooled_written + gradient_read + moved_rows
+
+    assert step_bytes(num_lookups, num_distinct, dim, "sgd") == no_state
+    assert (
+        step_bytes(num_lookups, num_distinct, dim, "rowwise_adagrad")
+        == no_state + 2 * num_distinct * 4
+    )
+    assert step_bytes(num_lookups, num_distinct, dim, "adagrad") == no_state + moved_rows
+
+
+def test_the_bandwidth_share_is_of_the_bytes_of_what_was_looked_up(in_this_process, monkeypatch):
+    seconds, bandwidth, num_rounds = 0.5, 1e6, 3
+    monkeypatch.setattr(
+        lookup,
+        "_measure",
+        lambda workers, *_: (
+            {name: [seconds] * num_rounds for name in workers} | {"stream": [bandwidth] * 3}
+        ),
+    )
+
+    rows = cells(bench_lookup([600], [4], ["sgd"], num_rounds=3, table_sizes=[50, 3]))
+
+    # A turn is two untimed and two timed steps; three turns warm up.
+    turns = np.arange(6 * 4 * 600).reshape(6, 2, 2, 600)
+    source = SyntheticCriteo(num_samples=turns.size, table_sizes=[50, 3])
+    shares = []
+    for _, timed in turns[3:]:
+        num_distinct = []
+        for numbers in timed:
+            ids = source.read(numbers).sparse_features.values().view(2, -1)
+            num_distinct.append(sum(len(set(of_feature.tolist())) for of_feature in ids))
+        num_bytes = step_bytes(2 * 600, np.mean(num_distinct), 4, "sgd")
+        shares.append(num_bytes / seconds / bandwidth)
+    row = rows["B=600,D=4,optimizer=sgd", "recsys", "bandwidth_share"]
+    assert row.median == pytest.approx(np.median(shares))
+    assert rows["B=600,D=4,optimizer=sgd", "stream", "bandwidth"].median == bandwidth / 1e9
+
+
+def test_all_providers_look_up_the_same_ids_each_mini_batch_once(in_this_process, monkeypatch):
+    seen = defaultdict(list)
+
+    def make_steps(self, batches):
+        seen[type(self._module).__name__] += [batch.values().clone() for batch in batches]
+
+    monkeypatch.setattr(lookup._Provider, "_make_steps", make_steps)
+    num_batches = 5 * 2 * 2  # rounds with those that warm up; untimed and timed; two steps
+    source = SyntheticCriteo(num_samples=num_batches * 600, table_sizes=[1000, 3])
+
+    bench_lookup([600], [4], ["sgd"], num_rounds=2, table_sizes=[1000, 3])
+
+    expected = [
+        source.read(np.arange(600 * number, 600 * (number + 1))).sparse_features.values()
+        for number in range(num_batches)
+    ]
+    assert len(seen) == 3
+    for values in seen.values():
+        assert len(values) == len(expected)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(values, expected, strict=True))
+
+
+def test_tables_of_large_dims_are_capped_and_ids_go_modulo(in_this_process, monkeypatch):
+    monkeypatch.setattr(lookup, "_MAX_ROWS", 7)
+    given = {}
+
+    class Watched(in_this_process):
+        def call(self, method, *arguments):
+            if method == "prepare":
+                given[self.case] = arguments[0]
+            return super().call(method, *arguments)
+
+    monkeypatch.setattr(lookup, "Worker", Watched)
+
+    bench_lookup([64], [16, 20], ["sgd"], num_rounds=1, table_sizes=[1000, 5])
+
+    whole, capped = (given[f"B=64,D={dim},optimizer=sgd"] for dim in (16, 20))
+    assert whole[..., 0, :].max() > 7
+    assert np.array_equal(capped, np.stack([whole[..., 0, :] % 7, whole[..., 1, :] % 5], axis=-2))
+    sizes = {
+        worker.case: [len(weight) for weight in worker.object._module.table_weights()]
+        for worker in in_this_process.made
+        if worker.provider == "recsys"
+    }
+    assert set(map(tuple, sizes.values())) <= {(1000, 5), (7, 5)}
+
+
+def test_turns_are_taken_in_an_order_drawn_anew(in_this_process, monkeypatch):
+    turns = []
+
+    class Watched(in_this_process):
+        def call(self, method, *arguments):
+            if method == "turn":
+                turns.append(self.provider)
+            return super().call(method, *arguments)
+
+    monkeypatch.setattr(lookup, "Worker", Watched)
+
+    bench_lookup([2], [4], ["sgd"], num_rounds=20, table_sizes=[10, 3])
+
+    rounds = [tuple(turns[begin : begin + 4]) for begin in range(0, len(turns), 4)]
+    assert len(rounds) == 3 + 20
+    assert {frozenset(of_round) for of_round in rounds} == {
+        frozenset({"recsys", "fbgemm", "torch", "stream"})
+    }
+    assert len(set(rounds)) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        (name, optimizer)
+        for optimizer, others in lookup._OTHERS.items()
+        for name in ("recsys", *others)
+    ],
+)
+def test_a_turn_moves_the_rows_looked_up(in_this_process, name, optimizer):
+    provider = lookup._Provider(name, [6, 2], 4, optimizer)
+    before = [weight.detach().clone() for weight in provider._module.table_weights()]
+    ids = torch.tensor([[[1, 1, 4], [0, 0, 0]]])  # one step of three samples
+    provider.prepare(torch.stack([ids, ids])[None].numpy())
+
+    assert provider.turn() > 0
+
+    after = provider._module.table_weights()
+    moved = [
+        (old != new).any(dim=1).nonzero().squeeze(1).tolist()
+        for old, new in zip(before, after, strict=True)
+    ]
+    assert moved == [[1, 4], [0]]
+
+
+@pytest.mark.slow
+def test_a_provider_that_cannot_have_such_tables_says_so_with_its_case():
+    with pytest.raises((ConfigError, MissingDependency), match=r"^provider 'fbgemm', case D=6,"):
+        bench_lookup([4], [6], ["rowwise_adagrad"], num_rounds=1, table_sizes=[5])
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_ends_the_benchmark_with_its_place_and_traceback(monkeypatch):
+    monkeypatch.setattr(lookup, "_Provider", operator.index)  # takes no tables
+
+    with pytest.raises(ChildProcessError, match=r"^provider 'recsys', case D=4,") as caught:
+        bench_lookup([4], [4], ["rowwise_adagrad"], num_rounds=1, table_sizes=[5])
+
+    assert "Traceback" in str(caught.value)
+    assert "TypeError" in str(caught.value)
+
+
+@pytest.mark.parametrize("batch_size", [0, -3])
+def test_a_batch_size_below_1_is_refused(batch_size):
+    with pytest.raises(ConfigError, match=f"batch sizes must be at least 1, got {batch_size}"):
+        bench_lookup([8, batch_size], [4], ["sgd"], num_rounds=1)
