@@ -130,6 +130,10 @@ def verify(
 ) -> Verification:
     """Train two copies of a model, one accelerated, and compare all they have.
 
+    In float32 plain PyTorch adds the gradients of equal rows to the row one by one, and rounds each
+    time; we add their sum. Of a row that a batch has hundreds of times, a number near 0 may differ
+    by more than `atol`. Whether that is all, float64 tells.
+
     The model, its optimizer and torch's random numbers stay as they are. Two copies of the model
     and of the optimizer's state are in memory meanwhile.
 
