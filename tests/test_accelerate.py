@@ -411,3 +411,53 @@ def test_a_bag_of_ours_that_the_user_built_is_left_alone():
     recsys.accelerate(model, optimizer=torch.optim.SGD(model.a.parameters(), lr=0.1))
 
     assert model.ours is ours
+
+
+def collection():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    torch.manual_seed(0)
+    return torchrec.EmbeddingBagCollection(
+        [
+            torchrec.EmbeddingBagConfig(
+                name=name, num_embeddings=5, embedding_dim=2, feature_names=[name]
+            )
+            for name in ("user", "item")
+        ]
+    )
+
+
+def kjt():
+    from torchrec import KeyedJaggedTensor
+
+    lengths = torch.tensor([2, 1, 0, 3])
+    return KeyedJaggedTensor.from_lengths_sync(["user", "item"], torch.arange(6) % 5, lengths)
+
+
+def test_a_parameter_of_a_collection_and_a_bag_is_one_table():
+    def build():
+        model = Holder(ebc=collection(), a=bag(sparse=False))
+        model.a.weight = model.ebc.embedding_bags["item"].weight
+        return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+    (plain, plain_optimizer), (model, optimizer) = build(), build()
+    recsys.accelerate(model, optimizer=optimizer)
+    for each, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
+        for _ in range(3):
+            its_optimizer.zero_grad()
+            pooled = each.ebc(kjt()).values()
+            (pooled.square().sum() + each.a(INDICES, OFFSETS).sin().sum()).backward()
+            its_optimizer.step()
+
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_the_tables_of_a_collection_have_one_optimizer_or_none():
+    model = Holder(ebc=collection())
+    frozen, moved = model.ebc.parameters()
+    frozen.requires_grad = False
+
+    with pytest.raises(ValueError, match=r"table 'ebc\.embedding_bags\.user': all tables of a"):
+        recsys.accelerate(model, optimizer=torch.optim.SGD([moved], lr=0.1))
+
+    assert type(model.ebc).__module__.startswith("torchrec")
