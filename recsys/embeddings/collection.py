@@ -24,6 +24,7 @@ from recsys.batch import (
 )
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.fused_lookup import Part, fused_lookup
+from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_updater import FusedOptimizer
@@ -33,10 +34,12 @@ from recsys.errors import IdOutOfRange
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torchrec import EmbeddingBagCollection
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recsys.batch import Features, Pooled
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table import TableConfig
 
 __all__ = ["HotColdEmbeddingBagCollection"]
@@ -72,37 +75,76 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         *,
         optimizer: RowOptimizer | None = None,
         auto_apply: bool = True,
+        _bags: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__(tables, poolings=("sum", "mean"))
         self._is_weighted = is_weighted
-        self.embedding_bags = nn.ModuleDict(
-            {
-                table.name: nn.EmbeddingBag(
-                    table.num_embeddings,
-                    table.embedding_dim,
-                    mode=pooling_of(table),
-                    sparse=True,
-                    # Rows are drawn below; nn.EmbeddingBag would first draw normal ones.
-                    _weight=empty_rows(table.num_embeddings, table.embedding_dim, device=device),
-                )
-                for table in self._tables
-            }
-        )
-        self.reset_parameters()
-        kinds = dict.fromkeys((table.embedding_dim, pooling_of(table)) for table in self._tables)
-        self._layouts = [_Layout(self, dim, pooling) for dim, pooling in kinds]
-        self._means = {layout.is_mean for layout in self._layouts}
-        self.row_optimizer = None
+        self._updater: RowUpdater | None = None
+        self.row_optimizer: FusedOptimizer | None = None
+        self.embedding_bags = self._make_bags(device) if _bags is None else _bags
+        if _bags is None:
+            self.reset_parameters()
+        self._lay_out(self._own_places())
         if optimizer is not None:
-            self.row_optimizer = FusedOptimizer(
-                {
-                    f"embedding_bags.{table.name}.weight": (weight, f"{table.name}.")
-                    for table, weight in zip(self._tables, self.table_weights(), strict=True)
-                },
-                [layout.group for layout in self._layouts],
-                optimizer,
-                auto_apply=auto_apply,
-            )
+            self._optimize(optimizer, auto_apply=auto_apply)
+
+    @classmethod
+    def from_torchrec(
+        cls,
+        collection: EmbeddingBagCollection,
+        *,
+        optimizer: RowOptimizer | None = None,
+        auto_apply: bool = True,
+    ) -> HotColdEmbeddingBagCollection:
+        """Take over TorchRec's collection: its configs and its very Parameters.
+
+        Args:
+            collection: On the CPU, not sharded. It may be used on, on the same rows.
+            optimizer: How rows are updated. None takes what `apply_optimizer_in_backward` has
+                marked the tables with, its state too; where it has not, gradients are left to an
+                optimizer of torch's, dense as TorchRec's are.
+            auto_apply: As for the class.
+
+        Raises:
+            ValueError: rows are not float32 on the CPU; or tables are marked, and with an optimizer
+                that has no formula here, or not all alike, or although `optimizer` is given.
+        """
+        for name, bag in collection.embedding_bags.items():
+            _require_float32(name, bag.weight)
+        module = cls._on_bags_of(collection)
+        marks = read_marks(
+            list(zip(module.embedding_bags, module.table_weights(), strict=True)), optimizer
+        )
+        if marks is not None:
+            module._optimize(marks.formula, auto_apply=auto_apply)
+            assert module.row_optimizer is not None
+            marks.hand_over(module.row_optimizer)
+        elif optimizer is not None:
+            module._optimize(optimizer, auto_apply=auto_apply)
+        return module.train(collection.training)
+
+    @classmethod
+    def _on_bags_of(cls, collection: EmbeddingBagCollection) -> HotColdEmbeddingBagCollection:
+        return cls(
+            collection.embedding_bag_configs(),
+            collection.is_weighted(),
+            _bags=collection.embedding_bags,
+        )
+
+    def attach(self, updater: RowUpdater, places: Sequence[tuple[TableGroup, int]]) -> None:
+        """Hand gradients to an updater's ledgers from now on; `accelerate` calls it.
+
+        Args:
+            updater: Moves the rows.
+            places: For each table the group that has it, and its number there.
+        """
+        self._updater = updater
+        self._lay_out(places)
+
+    def detach(self) -> None:
+        """Leave gradients at the tables again."""
+        self._updater = None
+        self._lay_out(self._own_places())
 
     def table_weights(self) -> list[nn.Parameter]:
         """The rows of every table, (E, D)."""
@@ -151,7 +193,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             parts,
             weights,
             ids=(values, offsets),
-            updater=None if self.row_optimizer is None else self.row_optimizer.updater,
+            updater=self._updater,
             explain=lambda value: self._lookup_error(features, value),
         )
         if is_light:
@@ -159,6 +201,57 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
         return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))
+
+    def _make_bags(self, device: torch.device | None) -> nn.ModuleDict:
+        return nn.ModuleDict(
+            {
+                table.name: nn.EmbeddingBag(
+                    table.num_embeddings,
+                    table.embedding_dim,
+                    mode=pooling_of(table),
+                    sparse=True,
+                    # reset_parameters draws; nn.EmbeddingBag would first draw normal ones.
+                    _weight=empty_rows(table.num_embeddings, table.embedding_dim, device=device),
+                )
+                for table in self._tables
+            }
+        )
+
+    def _own_places(self) -> list[tuple[TableGroup, int]]:
+        """A group for each dim and pooling."""
+        members: dict[tuple[int, str], list[nn.Module]] = {}
+        numbers = []
+        kinds = [(table.embedding_dim, pooling_of(table)) for table in self._tables]
+        for kind, bag in zip(kinds, self.embedding_bags.values(), strict=True):
+            numbers.append(len(members.setdefault(kind, [])))
+            members[kind].append(bag)
+        groups = {kind: TableGroup(bags) for kind, bags in members.items()}
+        return [(groups[kind], number) for kind, number in zip(kinds, numbers, strict=True)]
+
+    def _lay_out(self, places: Sequence[tuple[TableGroup, int]]) -> None:
+        """One kernel call for the tables of one group and pooling."""
+        members: dict[tuple[TableGroup, str], list[int]] = {}
+        for table, (group, _) in enumerate(places):
+            members.setdefault((group, pooling_of(self._tables[table])), []).append(table)
+        numbers = [number for _, number in places]
+        self._layouts = [
+            _Layout(self, group, pooling == "mean", tables, numbers)
+            for (group, pooling), tables in members.items()
+        ]
+        self._means = {layout.is_mean for layout in self._layouts}
+
+    def _optimize(self, optimizer: RowOptimizer, *, auto_apply: bool) -> None:
+        groups = list(dict.fromkeys(layout.group for layout in self._layouts))
+        self.row_optimizer = FusedOptimizer(
+            {
+                f"embedding_bags.{name}.weight": (weight, f"{name}.")
+                for name, weight in zip(self.embedding_bags, self.table_weights(), strict=True)
+            },
+            groups,
+            optimizer,
+            auto_apply=auto_apply,
+        )
+        self._updater = self.row_optimizer.updater
 
     def _lookup_weights(self, features: Features) -> Tensor:
         weights = features.weights_or_none()
@@ -190,21 +283,28 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
 
 
 class _Layout:
-    """The tables of one dim and pooling, and where their results go."""
+    """Tables of one group and pooling, and where their results go.
 
-    def __init__(self, collection: HotColdEmbeddingBagCollection, dim: int, pooling: str) -> None:
-        configs = collection.embedding_bag_configs()
-        members = [
-            number
-            for number, config in enumerate(configs)
-            if (config.embedding_dim, pooling_of(config)) == (dim, pooling)
-        ]
-        self.is_mean = pooling == "mean"
-        bags = list(collection.embedding_bags.values())
-        self.group = TableGroup([bags[table] for table in members])
+    Args:
+        collection: Has the tables.
+        group: Has them, too.
+        is_mean: Whether bags are averaged.
+        members: Which tables of the collection.
+        numbers: Of each of the collection's tables in its group.
+    """
+
+    def __init__(
+        self,
+        collection: HotColdEmbeddingBagCollection,
+        group: TableGroup,
+        is_mean: bool,
+        members: Sequence[int],
+        numbers: Sequence[int],
+    ) -> None:
+        self.group, self.is_mean = group, is_mean
         starts = np.cumsum([0, *collection._output_dims])
         chosen = [
-            (members.index(table), lookup)
+            (numbers[table], lookup)
             for lookup, (table, _) in enumerate(collection._lookups)
             if table in members
         ]
@@ -229,3 +329,11 @@ class _Layout:
                 width=known.width,
             )
         return self._lookups
+
+
+def _require_float32(name: str, weight: torch.Tensor) -> None:
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        raise ValueError(
+            f"table {name!r}: rows must be float32 on the CPU, got {weight.dtype} on "
+            f"{weight.device}; convert them by .float() and .cpu(), or leave the table to TorchRec"
+        )

@@ -68,7 +68,8 @@ def fused_lookup(
         tables = [updater.asks_gradient]
     else:
         tables = []
-    call = _Call(parts, ids, updater, explain)
+    joined = None if updater is None else updater.join_pass()
+    call = _Call(parts, ids, updater, explain, joined)
     return cast("Tensor", _FusedLookup.apply(call, bag_weights, *tables))  # type: ignore[no-untyped-call]
 
 
@@ -78,6 +79,7 @@ class _Call:
     ids: Sequence[Tensor]
     updater: RowUpdater | None
     explain: Callable[[int], Exception]
+    joined: int | None
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -116,8 +118,11 @@ class _FusedLookup(torch.autograd.Function):
             for group, lookups, bags in call.parts:
                 weights = group.weights()
                 is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(weights)]
-                entry = LedgerEntry(lookups, bags, gradient)
-                tables += sparse_gradients(weights, [entry], is_asked)
+                found = sparse_gradients(weights, [LedgerEntry(lookups, bags, gradient)], is_asked)
+                tables += [
+                    gradient if is_sparse or gradient is None else gradient.to_dense()
+                    for gradient, is_sparse in zip(found, group.are_sparse(), strict=True)
+                ]
             return None, of_weights, *tables
         if any(ctx.needs_input_grad[2:]):
             ids = [(tensor, tensor._version) for tensor in call.ids]
@@ -125,7 +130,8 @@ class _FusedLookup(torch.autograd.Function):
                 (group, LedgerEntry(group.trainable(lookups), _kept(bags), gradient, ids))
                 for group, lookups, bags in call.parts
             ]
-            call.updater.keep([kept for kept in entries if len(kept[1].lookups.tables)])
+            kept = [entry for entry in entries if len(entry[1].lookups.tables)]
+            call.updater.keep(kept, call.joined)
         return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
 
 

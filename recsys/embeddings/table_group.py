@@ -42,6 +42,7 @@ class TableGroup:
     """
 
     def __init__(self, holders: Sequence[nn.Module]) -> None:
+        self._holders = list(holders)
         # Their dictionaries, not their attributes: those take nn.Module ten times as long to find,
         # and every step asks for all tables several times.
         self._parameters = [holder._parameters for holder in holders]
@@ -58,6 +59,10 @@ class TableGroup:
     def weights(self) -> list[nn.Parameter]:
         """The tables, (E, D) each."""
         return [parameters["weight"] for parameters in self._parameters]  # type: ignore[misc]  # never None
+
+    def are_sparse(self) -> list[bool]:
+        """Which tables' gradients are sparse where no updater keeps them."""
+        return [bool(holder.sparse) for holder in self._holders]
 
     def space(self) -> RowSpace:
         """The tables where they lie now."""
