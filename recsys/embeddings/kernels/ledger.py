@@ -34,7 +34,7 @@ class LedgerEntry:
     Attributes:
         lookups: What was looked up where.
         bags: The input.
-        gradient: Of the pooled rows, (B, W), contiguous.
+        gradient: Of the pooled rows, (B, W), contiguous, in the dtype that rows are computed in.
         ids: What the bags are views of, and the version of each.
     """
 
@@ -70,7 +70,7 @@ def join_ledger(
     )
     return (
         _segments(shapes, space.sizes.tobytes()),
-        _values(ledger, space.dtype),
+        _values(ledger, space.compute_dtype),
         _join([entry.gradient.view(-1).numpy() for entry in ledger]),
     )
 
