@@ -158,6 +158,7 @@ class JaggedIds:
         self._keys = list(keys)
         self._values = values
         self._offsets = offsets
+        self._is_known_one_hot = False
         self._weights = weights
         if not self._keys:
             raise ValueError("JaggedIds: keys must name at least one feature, got none")
@@ -212,7 +213,7 @@ class JaggedIds:
                 f"got {tuple(rows_FB.shape)}"
             )
         offsets = torch.arange(rows_FB.numel() + 1, dtype=rows_FB.dtype, device=rows_FB.device)
-        return cls._unchecked(keys, rows_FB.reshape(-1), offsets, None)
+        return cls._unchecked(keys, rows_FB.reshape(-1), offsets, None, is_known_one_hot=True)
 
     def keys(self) -> list[str]:
         """Feature names, in order."""
@@ -233,6 +234,10 @@ class JaggedIds:
     def weights_or_none(self) -> Tensor | None:
         """Lookup weights, (N,), or None."""
         return self._weights
+
+    def is_known_one_hot(self) -> bool:
+        """Whether they come from `from_one_hot`; others may have one row per bag all the same."""
+        return self._is_known_one_hot
 
     def stride(self) -> int:
         """B, the number of samples."""
@@ -267,15 +272,28 @@ class JaggedIds:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> JaggedIds:
         weights = None if self._weights is None else change(self._weights)
-        return self._unchecked(self._keys, change(self._values), change(self._offsets), weights)
+        return self._unchecked(
+            self._keys,
+            change(self._values),
+            change(self._offsets),
+            weights,
+            is_known_one_hot=self._is_known_one_hot,
+        )
 
     @classmethod
     def _unchecked(
-        cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None
+        cls,
+        keys: Sequence[str],
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        *,
+        is_known_one_hot: bool = False,
     ) -> JaggedIds:
         """For offsets that are right by construction: checking reads all of them."""
         ids = object.__new__(cls)
         ids._keys, ids._values, ids._offsets, ids._weights = list(keys), values, offsets, weights
+        ids._is_known_one_hot = is_known_one_hot
         return ids
 
     def to_torchrec(self) -> KeyedJaggedTensor:

@@ -35,6 +35,15 @@ def test_bags_come_back_from_the_layout(bags_of_samples):
     assert ids.lengths().tolist() == [len(bag) for key in "ab" for bag in bags[key]]
 
 
+def test_ids_made_one_hot_are_known_to_be_wherever_they_go():
+    ids = JaggedIds.from_one_hot(["a", "b"], torch.tensor([[1, 2], [3, 4]]))
+    others = JaggedIds(["a", "b"], ids.values(), ids.offsets())
+
+    assert ids.is_known_one_hot()
+    assert ids.to("meta").is_known_one_hot()
+    assert not others.is_known_one_hot()
+
+
 def test_one_hot_ids_are_taken_without_a_copy():
     ids_FB = torch.arange(6).view(2, 3)
 

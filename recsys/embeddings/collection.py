@@ -1,8 +1,8 @@
 """`HotColdEmbeddingBagCollection`: all tables of a model, looked up in one call, updated in one.
 
-    features -> fused_lookup -> pooled vectors      one kernel per embedding_dim and pooling
+    features -> fused_lookup -> pooled vectors      one kernel per embedding_dim, pooling, dtype
     gradient -> ledger                              kept as backward hands it over
-    update   <- ledger                              every row once; one kernel per embedding_dim
+    update   <- ledger                              every row once; one kernel for each of them
 
 Without an optimizer the ledger is not used: backward leaves a sparse gradient at each table, as
 `nn.EmbeddingBag(sparse=True)` does, and any `torch.optim` optimizer that takes one steps it.
@@ -26,7 +26,9 @@ from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
+from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.row_updater import FusedOptimizer
+from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup
 from recsys.errors import IdOutOfRange
 
@@ -52,16 +54,22 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         optimizer: How rows are updated; None leaves sparse gradients to an optimizer of torch's.
         auto_apply: With an optimizer: update at the end of each backward. Where False,
             `row_optimizer.step()` updates, once for all backward passes since the last.
+        stochastic_rounding: Of tables of bfloat16 or float16 that `optimizer` moves: up or down
+            with the probabilities that make a row right on average, as in FBGEMM; where False, to
+            nearest, which loses steps that are small beside the row.
+        rounding_seed: Of that chance. Rows depend on it, the step and their place alone, so the
+            same seed gives the same bits.
 
     Attributes:
         embedding_bags: The tables by name, as `nn.EmbeddingBag`s that hold the weights.
         row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
 
     Shape:
-        result (B, sum of dims), columns in table order, then feature order.
+        result (B, sum of dims), columns in table order, then feature order; float32, of tables of
+        16 bits too.
 
     Raises:
-        ValueError: names are not distinct, or a pooling is unknown.
+        ValueError: names are not distinct, or a pooling or data type is unknown.
     """
 
     def __init__(
@@ -72,8 +80,10 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         *,
         optimizer: RowOptimizer | None = None,
         auto_apply: bool = True,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
     ) -> None:
-        super().__init__(tables, poolings=("sum", "mean"))
+        super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
         self._is_weighted = is_weighted
         self.embedding_bags = nn.ModuleDict(
             {
@@ -83,14 +93,19 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                     mode=pooling_of(table),
                     sparse=True,
                     # Rows are drawn below; nn.EmbeddingBag would first draw normal ones.
-                    _weight=empty_rows(table.num_embeddings, table.embedding_dim, device=device),
+                    _weight=empty_rows(
+                        table.num_embeddings,
+                        table.embedding_dim,
+                        dtype=DATA_TYPES[data_type_of(table)],
+                        device=device,
+                    ),
                 )
                 for table in self._tables
             }
         )
         self.reset_parameters()
-        kinds = dict.fromkeys((table.embedding_dim, pooling_of(table)) for table in self._tables)
-        self._layouts = [_Layout(self, dim, pooling) for dim, pooling in kinds]
+        kinds = dict.fromkeys(map(_kind_of, self._tables))
+        self._layouts = [_Layout(self, kind) for kind in kinds]
         self._means = {layout.is_mean for layout in self._layouts}
         self.row_optimizer = None
         if optimizer is not None:
@@ -102,6 +117,8 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                 [layout.group for layout in self._layouts],
                 optimizer,
                 auto_apply=auto_apply,
+                stochastic_rounding=stochastic_rounding,
+                rounding_seed=rounding_seed,
             )
 
     def table_weights(self) -> list[nn.Parameter]:
@@ -134,8 +151,13 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         weights = self._lookup_weights(features) if self._is_weighted else None
         positions = self._positions(features)
         values, offsets, batch_size = features.values(), features.offsets(), features.stride()
+        is_one_hot = (
+            True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
+        )
         bags = {
-            is_mean: Bags.from_tensors(values, offsets, weights, batch_size, is_mean=is_mean)
+            is_mean: Bags.from_tensors(
+                values, offsets, weights, batch_size, is_mean=is_mean, is_one_hot=is_one_hot
+            )
             for is_mean in self._means
         }
         parts = [
@@ -165,7 +187,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                 f"{self._place(features, value)}: the weight of id {int(features.values()[value])} "
                 "is nan; every lookup needs a number"
             )
-        return weights.to(self.table_weights()[0].dtype)
+        return weights.to(compute_dtype(self.table_weights()[0].dtype))
 
     def _place(self, features: Features, value: int) -> str:
         bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
@@ -184,17 +206,20 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         )
 
 
-class _Layout:
-    """The tables of one dim and pooling, and where their results go."""
+def _kind_of(table: TableConfig) -> tuple[int, str, str]:
+    """Tables of one kind share a kernel call: dim, pooling and data type."""
+    return table.embedding_dim, pooling_of(table), data_type_of(table)
 
-    def __init__(self, collection: HotColdEmbeddingBagCollection, dim: int, pooling: str) -> None:
+
+class _Layout:
+    """The tables of one kind, and where their results go."""
+
+    def __init__(
+        self, collection: HotColdEmbeddingBagCollection, kind: tuple[int, str, str]
+    ) -> None:
         configs = collection.embedding_bag_configs()
-        members = [
-            number
-            for number, config in enumerate(configs)
-            if (config.embedding_dim, pooling_of(config)) == (dim, pooling)
-        ]
-        self.is_mean = pooling == "mean"
+        members = [number for number, config in enumerate(configs) if _kind_of(config) == kind]
+        self.is_mean = kind[1] == "mean"
         bags = list(collection.embedding_bags.values())
         self.group = TableGroup([bags[table] for table in members])
         starts = np.cumsum([0, *collection._output_dims])

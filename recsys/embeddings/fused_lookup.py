@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups, pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.row_update import LedgerEntry
+from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.table_group import TableGroup, sparse_gradients
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def fused_lookup(
         explain: From the position of a value that is no row to the error that says so.
 
     Shape:
-        bag_weights (N,); result (B, W).
+        bag_weights (N,); result (B, W), both in the dtype that rows are computed in.
 
     Raises:
         RuntimeError: the tables' gradients would have to be shared between processes; in backward,
@@ -84,8 +85,8 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
         first = call.parts[0]
-        weight = first.group.weights()[0]
-        result = torch.empty(first.bags.batch_size, first.lookups.width, dtype=weight.dtype)
+        dtype = compute_dtype(first.group.weights()[0].dtype)
+        result = torch.empty(first.bags.batch_size, first.lookups.width, dtype=dtype)
         for part in call.parts:
             bad = pooled_lookup(part.group.space(), part.lookups, part.bags, result)
             if bad >= 0:
@@ -123,8 +124,9 @@ class _FusedLookup(torch.autograd.Function):
             return None, of_weights, *tables
         if not any(ctx.needs_input_grad[2:]):
             return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
+        ids = [(tensor, tensor._version) for tensor in call.ids]
         trainable = [
-            (group, LedgerEntry(group.trainable(entry.lookups), entry.bags, gradient))
+            (group, LedgerEntry(group.trainable(entry.lookups), _kept(entry.bags), gradient, ids))
             for group, entry in entries
         ]
         call.updater.keep([kept for kept in trainable if len(kept[1].lookups.tables)])
@@ -133,6 +135,13 @@ class _FusedLookup(torch.autograd.Function):
 
 def _versions(call: _Call) -> list[int]:
     return [weight._version for part in call.parts for weight in part.group.weights()]
+
+
+def _kept(bags: Bags) -> Bags:
+    """Bags whose weights stay as they are, though they may be parameters that an optimizer moves
+    before ours moves the rows.
+    """  # noqa: D205  # one sentence
+    return bags if bags.weights is None else bags._replace(weights=bags.weights.copy())
 
 
 def _asks_gradient(part: Part) -> bool:

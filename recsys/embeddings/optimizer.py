@@ -257,7 +257,9 @@ def _change(
     # In the kernel's order, so that both give the same bits.
     if isinstance(optimizer, Adagrad):
         return rate * direction / divisor
-    return rate * (direction / divisor) if isinstance(optimizer, Adam) else rate / divisor * direction
+    if isinstance(optimizer, Adam):
+        return rate * (direction / divisor)
+    return torch.full_like(divisor, rate) / divisor * direction
 
 
 def _stored(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | None) -> Tensor:

@@ -70,7 +70,7 @@ class RowSpace:
         if dtype not in _DTYPES or device_type != "cpu":
             raise ValueError(
                 "rows must be float32, float64, bfloat16 or float16 on the CPU, got "
-                f"{dtype} on {device_type}"
+                f"{dtype} on {device_type}; convert them, or leave out optimizer="
             )
         stored, computed = _DTYPES[dtype]
         self.dtype = np.dtype(stored)

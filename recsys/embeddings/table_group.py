@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.kernels.row_update import LedgerEntry
-from recsys.embeddings.row_space import RowSpace
+from recsys.embeddings.row_space import RowSpace, compute_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,14 +89,14 @@ class TableGroup:
     def keep(self, entry: LedgerEntry) -> None:
         """Add to the ledger what one lookup's backward found."""
         self.ledger.append(entry)
-        if self._is_watched and any(type(weight) is nn.Parameter for weight in self.weights()):
+        if self._is_watched and nn.Parameter in set(map(type, self.weights())):
             self.watch()  # a parameter has taken a table's place
 
     def open_ledger(self) -> None:
         """Turn the ledger into a sparse `grad` of each table, added to what is there."""
         if not self.ledger:
             return
-        ledger, self.ledger = self.ledger, []
+        ledger = self._closed_ledger()
         weights = self.weights()
         found = sparse_gradients(weights, ledger, [True] * len(weights))
         for weight, gradient in zip(weights, found, strict=True):
@@ -106,7 +106,7 @@ class TableGroup:
 
     def take_ledger(self) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left."""
-        ledger, self.ledger = self.ledger, []
+        ledger = self._closed_ledger()
         weights = self.weights()
         gradients = list(map(_plain_grad, weights))
         shown = [table for table, gradient in enumerate(gradients) if gradient is not None]
@@ -116,6 +116,12 @@ class TableGroup:
         for table in shown:
             _set_plain_grad(weights[table], None)
         return entries + ledger
+
+    def _closed_ledger(self) -> list[LedgerEntry]:
+        ledger, self.ledger = self.ledger, []
+        for entry in ledger:
+            entry.require_unchanged()
+        return ledger
 
     def forget(self) -> None:
         """Empty the ledger and every `grad`; no row moves."""
@@ -151,7 +157,8 @@ class TableGroup:
                 width=self.dim,
             )
         bags = Bags(rows.numpy(), None, None, len(rows), is_mean=False)
-        return LedgerEntry(self._whole_tables[table], bags, values.contiguous())
+        values = values.to(compute_dtype(values.dtype)).contiguous()
+        return LedgerEntry(self._whole_tables[table], bags, values)
 
 
 class LedgerParameter(nn.Parameter):
@@ -203,7 +210,7 @@ def sparse_gradients(
     """By table: the rows looked up in lookup order and the gradient of each; None of no lookup.
 
     Shape:
-        weights (E, D) each; results sparse (E, D), not coalesced.
+        weights (E, D) each; results sparse (E, D), not coalesced, each of its weight's dtype.
     """
     found: list[Tensor | None] = []
     for number, weight in enumerate(weights):
@@ -219,7 +226,7 @@ def sparse_gradients(
         found.append(
             torch.sparse_coo_tensor(
                 torch.cat(rows).unsqueeze(0),
-                torch.cat(gradients),
+                torch.cat(gradients).to(weight.dtype),
                 weight.shape,
                 check_invariants=False,
             )

@@ -180,6 +180,21 @@ def test_ids_changed_in_place_between_lookup_and_backward_are_noticed():
     assert torch.equal(module.weight, before)
 
 
+@pytest.mark.parametrize("use", ["step", "grad"])
+def test_ids_changed_in_place_between_backward_and_step_are_noticed(use):
+    module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=SGD(lr=1.0), auto_apply=False)
+    ids = ints(1, 2)
+    before = module.weight.detach().clone()
+
+    module(ids, ints(0)).sum().backward()
+    ids.add_(1000)
+
+    with pytest.raises(RuntimeError, match="overwritten after its backward"):
+        module.row_optimizer.step() if use == "step" else module.weight.grad
+    module.row_optimizer.step()  # and the gradient is gone
+    assert torch.equal(module.weight, before)
+
+
 def test_a_second_backward_of_one_lookup_is_refused_unless_the_graph_is_retained():
     module = HotColdEmbeddingBag(5, 3, mode="sum", optimizer=SGD(lr=1.0))
     result = module(ints(1), ints(0)).sum()

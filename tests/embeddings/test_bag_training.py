@@ -129,6 +129,23 @@ def test_several_backward_passes_and_one_step_are_one_step_of_the_summed_gradien
     torch.testing.assert_close(own.weight.detach(), expected, **TOLERANCES[torch.float64])
 
 
+def test_rows_shared_out_by_ddp_are_refused_with_an_optimizer_alone(tmp_path):
+    init = f"file://{tmp_path}/group"
+    torch.distributed.init_process_group("gloo", init_method=init, rank=0, world_size=1)
+    try:
+        plain = plain_module(mode="sum")
+        shared = nn.parallel.DistributedDataParallel(ours_like(plain, None))
+        refused = nn.parallel.DistributedDataParallel(ours_like(plain, SGD(lr=1.0)))
+
+        loss(shared, 0).backward()
+        with pytest.raises(RuntimeError, match="are not shared between processes; build"):
+            refused(*bags(0))
+    finally:
+        torch.distributed.destroy_process_group()
+
+    assert shared.module.weight.grad.abs().max() > 0
+
+
 @each_optimizer
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_two_lookups_in_one_backward_are_one_step_of_the_summed_gradient(mode, optimizer):
@@ -155,6 +172,21 @@ def test_an_update_per_backward_is_not_a_step_of_the_summed_gradient():
 
     assert found[False] == pytest.approx(-0.100, abs=5e-4)  # 0.1 * 3 / sqrt(9)
     assert found[True] == pytest.approx(-0.189, abs=5e-4)  # 0.1 * 1 / sqrt(1) + 0.1 * 2 / sqrt(5)
+
+
+def test_weights_may_be_parameters_that_move_before_the_rows():
+    own = ours_like(plain_module(mode="sum"), SGD(lr=1.0), auto_apply=False)
+    expected = own.weight.detach().clone()
+    weights = nn.Parameter(torch.tensor([[2.0, 3.0]]))
+    dense = torch.optim.SGD([weights], lr=1.0)
+
+    own(torch.tensor([[1, 4]]), None, weights).sum().backward()
+    dense.step()
+    own.row_optimizer.step()
+
+    expected[1] -= 2
+    expected[4] -= 3
+    torch.testing.assert_close(own.weight.detach(), expected)
 
 
 def test_a_padding_row_stays_as_it_is():

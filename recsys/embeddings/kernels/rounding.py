@@ -144,14 +144,14 @@ def key_of_row(keys: Any, table: Any, row: Any) -> Any:
     raise NotImplementedError("for kernels")
 
 
-@overload(widen)
+@overload(widen)  # type: ignore[untyped-decorator]  # numba's
 def _widen(stored: Any) -> Any:
     if isinstance(stored, types.Float):
         return _widen_nothing
     return {types.uint16: _widen_bfloat16, types.int16: _widen_float16}.get(stored)
 
 
-@overload(narrow)
+@overload(narrow)  # type: ignore[untyped-decorator]  # numba's
 def _narrow(stored: Any, value: Any, key: Any, column: Any) -> Any:
     if isinstance(stored, types.Float):
         return _narrow_nothing
@@ -162,7 +162,7 @@ def _narrow(stored: Any, value: Any, key: Any, column: Any) -> Any:
     return by_type.get(stored)
 
 
-@overload(key_of_row)
+@overload(key_of_row)  # type: ignore[untyped-decorator]  # numba's
 def _key_of_row(keys: Any, table: Any, row: Any) -> Any:
     if keys.dtype == types.uint64:
         return _hash_of_row
