@@ -1,7 +1,19 @@
 """Train recommendation models whose embedding tables are bigger than the fast memory."""
 
 from recsys._version import __version__
+from recsys.accelerate import accelerate, restore
 from recsys.batch import Batch, JaggedIds, PooledEmbeddings
 from recsys.models.dlrm import DLRM, DLRMTrain
+from recsys.verify import verify
 
-__all__ = ["DLRM", "Batch", "DLRMTrain", "JaggedIds", "PooledEmbeddings", "__version__"]
+__all__ = [
+    "DLRM",
+    "Batch",
+    "DLRMTrain",
+    "JaggedIds",
+    "PooledEmbeddings",
+    "__version__",
+    "accelerate",
+    "restore",
+    "verify",
+]

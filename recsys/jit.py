@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from functools import cache, wraps
+from functools import cache, update_wrapper
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 import numba
 import torch
@@ -22,9 +22,11 @@ from numba import njit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["kernel", "num_parts", "parallel_kernel"]
+__all__ = ["ParallelKernel", "kernel", "num_parts", "parallel_kernel"]
 
 _F = TypeVar("_F", bound="Callable[..., object]")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def kernel(function: _F) -> _F:
@@ -36,17 +38,27 @@ def kernel(function: _F) -> _F:
     return _compile(function, is_parallel=False)
 
 
-def parallel_kernel(function: _F) -> _F:
-    """The same for a function whose `prange` loops run on several threads."""
-    parallel = _compile(function, is_parallel=True)
-    serial = _compile(_under_another_name(function), is_parallel=False)
+class ParallelKernel(Generic[_P, _R]):
+    """A kernel whose `prange` loops run on several threads; made by `parallel_kernel`."""
 
-    @wraps(function)
-    def call(*arguments: Any) -> object:
+    def __init__(self, function: Callable[_P, _R]) -> None:
+        update_wrapper(self, function)
+        self._parallel = _compile(function, is_parallel=True)
+        self._serial: Callable[_P, _R] = _compile(_under_another_name(function), is_parallel=False)
+
+    def __call__(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
+        """Run it, on several threads where that may be done."""
         is_shared = torch.get_num_threads() > 1 and _may_share()
-        return (parallel if is_shared else serial)(*arguments)
+        return (self._parallel if is_shared else self._serial)(*arguments, **more)
 
-    return cast("_F", call)
+    def alone(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
+        """Run it on the calling thread: for work that is done before another one is awake."""
+        return self._serial(*arguments, **more)
+
+
+def parallel_kernel(function: Callable[_P, _R]) -> ParallelKernel[_P, _R]:
+    """The same for a function whose `prange` loops run on several threads."""
+    return ParallelKernel(function)
 
 
 def num_parts() -> int:

@@ -1,8 +1,10 @@
 """What tests share: hypothesis profiles, the real samples, small data."""
 
 import os
+import runpy
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -62,6 +64,14 @@ def kaggle_137k_store(kaggle_137k, tmp_path_factory):
     path = tmp_path_factory.mktemp("stores") / "kaggle-137k"
     prepare_criteo_kaggle([kaggle_137k], path, show_progress=False)
     return path
+
+
+@pytest.fixture(scope="session")
+def classic(pytestconfig):
+    """The example with a model built the classic way: `ClassicDLRM`, `loss_of` and the rest."""
+    return SimpleNamespace(
+        **runpy.run_path(str(pytestconfig.rootpath / "examples" / "accelerate_classic.py"))
+    )
 
 
 @pytest.fixture

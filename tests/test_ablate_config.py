@@ -177,8 +177,8 @@ def test_a_setting_reaches_the_ablation_itself(ablation):
     assert [(cell.seed, cell.config.epochs) for cell in config.cells()] == [(7, 2), (7, 2)]
 
 
-def test_the_example_is_two_providers_by_two_recipes_by_three_seeds(pytestconfig):
-    config = load_ablation(pytestconfig.rootpath / "examples" / "ablate_baselines.toml")
+def test_the_example_is_three_providers_by_two_recipes_by_five_seeds(pytestconfig):
+    config = load_ablation(pytestconfig.rootpath / "examples" / "ablate_embeddings.toml")
 
     found = {
         (
@@ -193,8 +193,8 @@ def test_the_example_is_two_providers_by_two_recipes_by_three_seeds(pytestconfig
 
     assert found == {
         (embeddings, *recipe, seed)
-        for embeddings in ("torch", "fbgemm")
+        for embeddings in ("recsys", "torch", "fbgemm")
         for recipe in (("sgd", 0.1, 128), ("adagrad", 0.01, 1024))
-        for seed in (0, 1, 2)
+        for seed in range(5)
     }
     assert (config.target_auc, config.target_split) == (0.7, "test")

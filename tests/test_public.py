@@ -24,6 +24,9 @@ def test_public_names_are_these_and_no_others():
             "JaggedIds",
             "PooledEmbeddings",
             "__version__",
+            "accelerate",
+            "restore",
+            "verify",
         ],
         "recsys.datasets": [
             "BatchLoader",

@@ -5,12 +5,14 @@ from typing import assert_type
 import torch
 
 import recsys
+from recsys.accelerate import Accelerated
 from recsys.config import OptimizerConfig, TrainConfig, load_config
 from recsys.datasets import BatchLoader, SampleSource, Store, SyntheticCriteo
 from recsys.embeddings import TableConfig
 from recsys.embeddings.providers import build_embeddings
 from recsys.metrics import Metrics
 from recsys.trainer import evaluate_run
+from recsys.verify import Verification
 
 sources: list[SampleSource] = [SyntheticCriteo(num_samples=7), Store("store")]
 for batch in BatchLoader(sources[0], "train", 128, shuffle=True):
@@ -24,3 +26,5 @@ model = recsys.DLRMTrain(recsys.DLRM(embeddings, 13, [8, 4], [8, 1]))
 
 assert_type(load_config(None, ["seed=1"], data="store"), TrainConfig)
 assert_type(evaluate_run("run"), dict[str, Metrics])
+assert_type(recsys.accelerate(model, optimizer=row_optimizer), Accelerated)
+assert_type(recsys.verify(model, [], loss=lambda m, b: m(b), optimizer=row_optimizer), Verification)

@@ -14,7 +14,7 @@ cd "$work" # so that records name files without a path
 
 "$recsys" prepare criteo-kaggle "$raw" --out criteo_kaggle_137k
 for seed in 0 1 2; do
-    for embeddings in torch fbgemm; do
+    for embeddings in recsys torch fbgemm; do
         "$recsys" train criteo_kaggle_137k --run "sgd-$embeddings-$seed" \
             --set "seed=$seed" --set "embeddings=$embeddings"
         "$recsys" train criteo_kaggle_137k --run "adagrad-$embeddings-$seed" \
@@ -27,7 +27,7 @@ cp synthetic/run.json "$results/../synthetic.json"
 for run in sgd-* adagrad-*; do
     cp "$run/run.json" "$results/$run.json"
 done
-for name in baselines precision; do
+for name in embeddings precision; do
     "$recsys" ablate "ablate_$name.toml" --set data=criteo_kaggle_137k --run "$name"
     cp "$name/ablate.json" "$results/../ablate_$name.json"
 done

@@ -327,7 +327,7 @@ def reached_table(file: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "ablate_baselines": partial(ablate_table, "ablate_baselines.json"),
+    "ablate_embeddings": partial(ablate_table, "ablate_embeddings.json"),
     "ablate_precision": partial(ablate_table, "ablate_precision.json"),
     "generator": partial(generator_table, "generator.json"),
     "lookup": partial(lookup_table, "lookup.json"),

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from recsys.embeddings.bag_input import BagInput, read_bags
 from recsys.embeddings.fused_lookup import Part, fused_lookup
+from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
@@ -239,6 +240,50 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
                 stochastic_rounding=stochastic_rounding,
                 rounding_seed=rounding_seed,
             )
+        return module
+
+    @classmethod
+    def from_torch(
+        cls, bag: nn.EmbeddingBag, *, optimizer: RowOptimizer | None = None, auto_apply: bool = True
+    ) -> HotColdEmbeddingBag:
+        """Take over a module of torch's: its settings and its very Parameter.
+
+        Args:
+            bag: It may be used on, on the same rows.
+            optimizer: How rows are updated. None takes what `apply_optimizer_in_backward` has
+                marked the table with, its state too; where it has not, `bag.sparse` decides on the
+                gradient.
+            auto_apply: As for the class.
+
+        Raises:
+            ValueError: rows are such as an optimizer of ours cannot move; or the table is marked,
+                and with an optimizer that has no formula here, or although `optimizer` is given.
+        """
+        marks = read_marks([("weight", cast("nn.Parameter", bag.weight))], optimizer)
+        module = cls._on_weight_of(bag)
+        formula = optimizer if marks is None else marks.formula
+        if formula is not None:
+            module._optimize(formula, auto_apply=auto_apply)
+        if marks is not None:
+            assert module.row_optimizer is not None
+            marks.hand_over(module.row_optimizer)
+        return module.train(bag.training)
+
+    @classmethod
+    def _on_weight_of(cls, bag: nn.EmbeddingBag) -> HotColdEmbeddingBag:
+        module = cls(
+            bag.num_embeddings,
+            bag.embedding_dim,
+            bag.max_norm,
+            bag.norm_type,
+            bag.scale_grad_by_freq,
+            bag.mode,
+            bag.sparse,
+            bag.weight,
+            bag.include_last_offset,
+            bag.padding_idx,
+        )
+        module.weight = bag.weight
         return module
 
     def _optimize(

@@ -24,6 +24,7 @@ from recsys.batch import (
 )
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.fused_lookup import Part, fused_lookup
+from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
@@ -35,10 +36,12 @@ from recsys.errors import IdOutOfRange
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torchrec import EmbeddingBagCollection
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recsys.batch import Features, Pooled
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table import TableConfig
 
 __all__ = ["HotColdEmbeddingBagCollection"]
@@ -82,44 +85,82 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         auto_apply: bool = True,
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
+        _bags: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
         self._is_weighted = is_weighted
-        self.embedding_bags = nn.ModuleDict(
-            {
-                table.name: nn.EmbeddingBag(
-                    table.num_embeddings,
-                    table.embedding_dim,
-                    mode=pooling_of(table),
-                    sparse=True,
-                    # Rows are drawn below; nn.EmbeddingBag would first draw normal ones.
-                    _weight=empty_rows(
-                        table.num_embeddings,
-                        table.embedding_dim,
-                        dtype=DATA_TYPES[data_type_of(table)],
-                        device=device,
-                    ),
-                )
-                for table in self._tables
-            }
-        )
-        self.reset_parameters()
-        kinds = dict.fromkeys(map(_kind_of, self._tables))
-        self._layouts = [_Layout(self, kind) for kind in kinds]
-        self._means = {layout.is_mean for layout in self._layouts}
-        self.row_optimizer = None
+        self._updater: RowUpdater | None = None
+        self.row_optimizer: FusedOptimizer | None = None
+        self.embedding_bags = self._make_bags(device) if _bags is None else _bags
+        if _bags is None:
+            self.reset_parameters()
+        self._lay_out(self._own_places())
         if optimizer is not None:
-            self.row_optimizer = FusedOptimizer(
-                {
-                    f"embedding_bags.{table.name}.weight": (weight, f"{table.name}.")
-                    for table, weight in zip(self._tables, self.table_weights(), strict=True)
-                },
-                [layout.group for layout in self._layouts],
+            self._optimize(
                 optimizer,
                 auto_apply=auto_apply,
                 stochastic_rounding=stochastic_rounding,
                 rounding_seed=rounding_seed,
             )
+
+    @classmethod
+    def from_torchrec(
+        cls,
+        collection: EmbeddingBagCollection,
+        *,
+        optimizer: RowOptimizer | None = None,
+        auto_apply: bool = True,
+    ) -> HotColdEmbeddingBagCollection:
+        """Take over TorchRec's collection: its configs and its very Parameters.
+
+        Args:
+            collection: On the CPU, not sharded. It may be used on, on the same rows.
+            optimizer: How rows are updated. None takes what `apply_optimizer_in_backward` has
+                marked the tables with, its state too; where it has not, gradients are left to an
+                optimizer of torch's, dense as TorchRec's are.
+            auto_apply: As for the class.
+
+        Raises:
+            ValueError: rows are not float32, bfloat16 or float16 on the CPU; or tables are marked,
+                and with an optimizer that has no formula here, or not all alike, or although
+                `optimizer` is given.
+        """
+        for name, bag in collection.embedding_bags.items():
+            _require_rows(name, bag.weight)
+        module = cls._on_bags_of(collection)
+        marks = read_marks(
+            list(zip(module.embedding_bags, module.table_weights(), strict=True)), optimizer
+        )
+        if marks is not None:
+            module._optimize(marks.formula, auto_apply=auto_apply)
+            assert module.row_optimizer is not None
+            marks.hand_over(module.row_optimizer)
+        elif optimizer is not None:
+            module._optimize(optimizer, auto_apply=auto_apply)
+        return module.train(collection.training)
+
+    @classmethod
+    def _on_bags_of(cls, collection: EmbeddingBagCollection) -> HotColdEmbeddingBagCollection:
+        return cls(
+            collection.embedding_bag_configs(),
+            collection.is_weighted(),
+            _bags=collection.embedding_bags,
+        )
+
+    def attach(self, updater: RowUpdater, places: Sequence[tuple[TableGroup, int]]) -> None:
+        """Hand gradients to an updater's ledgers from now on; `accelerate` calls it.
+
+        Args:
+            updater: Moves the rows.
+            places: For each table the group that has it, and its number there.
+        """
+        self._updater = updater
+        self._lay_out(places)
+
+    def detach(self) -> None:
+        """Leave gradients at the tables again."""
+        self._updater = None
+        self._lay_out(self._own_places())
 
     def table_weights(self) -> list[nn.Parameter]:
         """The rows of every table, (E, D)."""
@@ -168,7 +209,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             parts,
             weights,
             ids=(values, offsets),
-            updater=None if self.row_optimizer is None else self.row_optimizer.updater,
+            updater=self._updater,
             explain=lambda value: self._lookup_error(features, value),
         )
         if is_light:
@@ -176,6 +217,74 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
         return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))
+
+    def _make_bags(self, device: torch.device | None) -> nn.ModuleDict:
+        return nn.ModuleDict(
+            {
+                table.name: nn.EmbeddingBag(
+                    table.num_embeddings,
+                    table.embedding_dim,
+                    mode=pooling_of(table),
+                    sparse=True,
+                    # reset_parameters draws; nn.EmbeddingBag would first draw normal ones.
+                    _weight=empty_rows(
+                        table.num_embeddings,
+                        table.embedding_dim,
+                        dtype=DATA_TYPES[data_type_of(table)],
+                        device=device,
+                    ),
+                )
+                for table in self._tables
+            }
+        )
+
+    def _own_places(self) -> list[tuple[TableGroup, int]]:
+        """A group for each dim, pooling and dtype."""
+        members: dict[tuple[int, str, torch.dtype], list[nn.Module]] = {}
+        numbers = []
+        kinds = [
+            (table.embedding_dim, pooling_of(table), weight.dtype)
+            for table, weight in zip(self._tables, self.table_weights(), strict=True)
+        ]
+        for kind, bag in zip(kinds, self.embedding_bags.values(), strict=True):
+            numbers.append(len(members.setdefault(kind, [])))
+            members[kind].append(bag)
+        groups = {kind: TableGroup(bags) for kind, bags in members.items()}
+        return [(groups[kind], number) for kind, number in zip(kinds, numbers, strict=True)]
+
+    def _lay_out(self, places: Sequence[tuple[TableGroup, int]]) -> None:
+        """One kernel call for the tables of one group and pooling."""
+        members: dict[tuple[TableGroup, str], list[int]] = {}
+        for table, (group, _) in enumerate(places):
+            members.setdefault((group, pooling_of(self._tables[table])), []).append(table)
+        numbers = [number for _, number in places]
+        self._layouts = [
+            _Layout(self, group, pooling == "mean", tables, numbers)
+            for (group, pooling), tables in members.items()
+        ]
+        self._means = {layout.is_mean for layout in self._layouts}
+
+    def _optimize(
+        self,
+        optimizer: RowOptimizer,
+        *,
+        auto_apply: bool,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
+    ) -> None:
+        groups = list(dict.fromkeys(layout.group for layout in self._layouts))
+        self.row_optimizer = FusedOptimizer(
+            {
+                f"embedding_bags.{name}.weight": (weight, f"{name}.")
+                for name, weight in zip(self.embedding_bags, self.table_weights(), strict=True)
+            },
+            groups,
+            optimizer,
+            auto_apply=auto_apply,
+            stochastic_rounding=stochastic_rounding,
+            rounding_seed=rounding_seed,
+        )
+        self._updater = self.row_optimizer.updater
 
     def _lookup_weights(self, features: Features) -> Tensor:
         weights = features.weights_or_none()
@@ -206,25 +315,29 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         )
 
 
-def _kind_of(table: TableConfig) -> tuple[int, str, str]:
-    """Tables of one kind share a kernel call: dim, pooling and data type."""
-    return table.embedding_dim, pooling_of(table), data_type_of(table)
-
-
 class _Layout:
-    """The tables of one kind, and where their results go."""
+    """Tables of one group and pooling, and where their results go.
+
+    Args:
+        collection: Has the tables.
+        group: Has them, too.
+        is_mean: Whether bags are averaged.
+        members: Which tables of the collection.
+        numbers: Of each of the collection's tables in its group.
+    """
 
     def __init__(
-        self, collection: HotColdEmbeddingBagCollection, kind: tuple[int, str, str]
+        self,
+        collection: HotColdEmbeddingBagCollection,
+        group: TableGroup,
+        is_mean: bool,
+        members: Sequence[int],
+        numbers: Sequence[int],
     ) -> None:
-        configs = collection.embedding_bag_configs()
-        members = [number for number, config in enumerate(configs) if _kind_of(config) == kind]
-        self.is_mean = kind[1] == "mean"
-        bags = list(collection.embedding_bags.values())
-        self.group = TableGroup([bags[table] for table in members])
+        self.group, self.is_mean = group, is_mean
         starts = np.cumsum([0, *collection._output_dims])
         chosen = [
-            (members.index(table), lookup)
+            (numbers[table], lookup)
             for lookup, (table, _) in enumerate(collection._lookups)
             if table in members
         ]
@@ -249,3 +362,12 @@ class _Layout:
                 width=known.width,
             )
         return self._lookups
+
+
+def _require_rows(name: str, weight: torch.Tensor) -> None:
+    if weight.dtype not in DATA_TYPES.values() or weight.device.type != "cpu":
+        raise ValueError(
+            f"table {name!r}: rows must be float32, bfloat16 or float16 on the CPU, got "
+            f"{weight.dtype} on {weight.device}; convert them by .float() and .cpu(), or leave the "
+            "table to TorchRec"
+        )

@@ -69,7 +69,8 @@ def fused_lookup(
         tables = [updater.asks_gradient]
     else:
         tables = []
-    call = _Call(parts, ids, updater, explain)
+    joined = None if updater is None else updater.join_pass()
+    call = _Call(parts, ids, updater, explain, joined)
     return cast("Tensor", _FusedLookup.apply(call, bag_weights, *tables))  # type: ignore[no-untyped-call]
 
 
@@ -79,6 +80,7 @@ class _Call:
     ids: Sequence[Tensor]
     updater: RowUpdater | None
     explain: Callable[[int], Exception]
+    joined: int | None
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -112,25 +114,26 @@ class _FusedLookup(torch.autograd.Function):
             of_weights = gradient.new_zeros(len(call.parts[0].bags.values))
             for group, lookups, bags in call.parts:
                 row_gradient_dots(group.space(), lookups, bags, gradient, of_weights)
-        entries = [
-            (group, LedgerEntry(lookups, bags, gradient)) for group, lookups, bags in call.parts
-        ]
         if call.updater is None:
             tables: list[Tensor | None] = []
-            for group, entry in entries:
+            for group, lookups, bags in call.parts:
                 weights = group.weights()
                 is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(weights)]
-                tables += sparse_gradients(weights, [entry], is_asked)
+                found = sparse_gradients(weights, [LedgerEntry(lookups, bags, gradient)], is_asked)
+                tables += [
+                    gradient if is_sparse or gradient is None else gradient.to_dense()
+                    for gradient, is_sparse in zip(found, group.are_sparse(), strict=True)
+                ]
             return None, of_weights, *tables
-        if not any(ctx.needs_input_grad[2:]):
-            return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
-        ids = [(tensor, tensor._version) for tensor in call.ids]
-        trainable = [
-            (group, LedgerEntry(group.trainable(entry.lookups), _kept(entry.bags), gradient, ids))
-            for group, entry in entries
-        ]
-        call.updater.keep([kept for kept in trainable if len(kept[1].lookups.tables)])
-        return None, of_weights, None
+        if any(ctx.needs_input_grad[2:]):
+            ids = [(tensor, tensor._version) for tensor in call.ids]
+            entries = [
+                (group, LedgerEntry(group.trainable(lookups), _kept(bags), gradient, ids))
+                for group, lookups, bags in call.parts
+            ]
+            kept = [entry for entry in entries if len(entry[1].lookups.tables)]
+            call.updater.keep(kept, call.joined)
+        return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
 
 
 def _versions(call: _Call) -> list[int]:

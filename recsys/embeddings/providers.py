@@ -14,6 +14,7 @@ from recsys.embeddings.baselines import (
     require_torch_optimizer,
 )
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.kernels.pooled_lookup import MIN_SHARED_BYTES
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
@@ -69,7 +70,11 @@ def build_embeddings(
 
 
 def _compile_kernels(dims: set[int], optimizer: RowOptimizer) -> None:
-    """Take the first step of a table of one row for each dim, so that training's need not wait."""
+    """Take the first steps of tables of one row, one per dim, so that training's need not wait.
+
+    A small mini-batch and a large one: a lookup is compiled for one thread and for several.
+    """
+    large = -(-MIN_SHARED_BYTES // (4 * min(dims)))
     with torch.random.fork_rng(devices=[]):
         tables = [
             TableConfig(
@@ -78,9 +83,9 @@ def _compile_kernels(dims: set[int], optimizer: RowOptimizer) -> None:
             for dim in sorted(dims)
         ]
         module = HotColdEmbeddingBagCollection(tables, optimizer=optimizer)
-        module(
-            JaggedIds.from_one_hot(["table"], torch.zeros(1, 1, dtype=torch.int64))
-        ).values().sum().backward()
+        for batch_size in (1, large):
+            ids = JaggedIds.from_one_hot(["table"], torch.zeros(1, batch_size, dtype=torch.int64))
+            module(ids).values().sum().backward()
 
 
 def _row_optimizer(config: OptimizerConfig) -> RowOptimizer:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FusedOptimizer", "RowUpdater", "Translation"]
 
+_NO_PASS = -1  # what torch says outside of backward
+
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
@@ -77,17 +79,41 @@ class RowUpdater:
         for _, group in groups:
             group.watch()
 
-    def keep(self, entries: Sequence[tuple[TableGroup, LedgerEntry]]) -> None:
-        """Add to the ledgers what one lookup's backward found."""
+    def join_pass(self) -> int | None:
+        """The backward pass that a lookup is made in, by activation checkpointing; else None.
+
+        Its gradients belong to that pass, although the reentrant kind finds them in one of its own.
+        """
         backward_pass: int = torch._C._current_graph_task_id()
-        if self._auto_apply and self._queued_for != backward_pass:
-            # What an earlier pass has left behind, ended by an error, is no part of this one.
-            self.forget()
-            self._queued_for = backward_pass
-            # Behind the whole pass: another lookup of it may add to the ledger.
-            Variable._execution_engine.queue_callback(self.update_rows)
+        if backward_pass == _NO_PASS:
+            return None
+        self._begin(backward_pass)
+        return backward_pass
+
+    def keep(
+        self, entries: Sequence[tuple[TableGroup, LedgerEntry]], joined: int | None = None
+    ) -> None:
+        """Add to the ledgers what one lookup's backward found.
+
+        Args:
+            entries: By group.
+            joined: What `join_pass` said when the lookup was made.
+        """
+        if joined is None or joined != self._queued_for:
+            self._begin(torch._C._current_graph_task_id())
         for group, entry in entries:
             group.keep(entry)
+
+    def _begin(self, backward_pass: int) -> None:
+        if not self._auto_apply or self._queued_for == backward_pass:
+            return
+        # What an earlier pass has left behind, ended by an error, is no part of this one. `grad`
+        # stays: this pass may have reached tables otherwise already.
+        for group in self._groups:
+            group.group.ledger.clear()
+        self._queued_for = backward_pass
+        # Behind the whole pass: another lookup of it may add to the ledger.
+        Variable._execution_engine.queue_callback(self.update_rows)
 
     def update_rows(self) -> None:
         """Move every row that gradients were collected for, once; forgets the gradients."""
@@ -158,7 +184,7 @@ class _GroupUpdater:
                     keys_T[table] = table_key(seed, step, self._number_of(table))
         else:
             rates_T2[:] = formula.rate_and_eps(self._translation.learning_rate(settings, 1), 1)
-        states = self._state_spaces(formula, weights)
+        states = self._state_spaces(formula, moved)
         row_update(space, states, formula, rates_T2, ledger, keys_T)
         # As an in-place operation of torch's does: who has kept a table for backward will know.
         torch.autograd.graph.increment_version([weights[table] for table in moved])
@@ -190,15 +216,16 @@ class _GroupUpdater:
             self._numbers = [places[id(weight)] for weight in self._weights]
         return self._numbers[table]
 
-    def _state_spaces(
-        self, formula: RowOptimizer, weights: Sequence[nn.Parameter]
-    ) -> list[RowSpace]:
+    def _state_spaces(self, formula: RowOptimizer, moved: set[int]) -> list[RowSpace]:
         names = {
             self._translation.state_names.get(name, name): size
             for name, size in formula.state_sizes(self.group.dim).items()
         }
         arrays = {
-            name: [self._state_of(weight, name, size) for weight in weights]
+            name: [
+                self._state_of(weight, name, size, is_needed=table in moved)
+                for table, weight in enumerate(self._weights)
+            ]
             for name, size in names.items()
         }
         if [name for name, _ in self._states] != list(arrays) or not all(
@@ -207,15 +234,22 @@ class _GroupUpdater:
             self._states = [(name, RowSpace(tensors)) for name, tensors in arrays.items()]
         return [space for _, space in self._states]
 
-    def _state_of(self, weight: Tensor, name: str, size: int) -> Tensor:
-        """A table's state array, (E, size) or, of size 1, (E,); made where there is none."""
+    def _state_of(self, weight: Tensor, name: str, size: int, *, is_needed: bool) -> Tensor:
+        """A table's state array, (E, size) or, of size 1, (E,).
+
+        Made where there is none, of a table that moves: as with torch, the others' state is made
+        when they do.
+        """
+        columns = (size,) if size > 1 else ()
+        dtype = compute_dtype(weight.dtype)
+        if not is_needed and name not in self._host.state.get(weight, {}):
+            return weight.new_empty(0, *columns, dtype=dtype)
         state = self._host.state[weight]
         known: Tensor | None = state.get(name)
-        dtype = compute_dtype(weight.dtype)
-        if known is None or known.dtype != dtype or not known.is_contiguous():
-            shape = (len(weight), size) if size > 1 else (len(weight),)
-            fresh = empty_rows(*shape, dtype=dtype).zero_()
-            state[name] = known = fresh if known is None else fresh.copy_(known.view(shape))
+        if known is None:
+            state[name] = known = empty_rows(len(weight), *columns, dtype=dtype).zero_()
+        elif known.dtype != dtype or not known.is_contiguous():
+            state[name] = known = known.to(dtype).contiguous()
         return known
 
 

@@ -42,6 +42,7 @@ class TableGroup:
     """
 
     def __init__(self, holders: Sequence[nn.Module]) -> None:
+        self._holders = list(holders)
         # Their dictionaries, not their attributes: those take nn.Module ten times as long to find,
         # and every step asks for all tables several times.
         self._parameters = [holder._parameters for holder in holders]
@@ -58,6 +59,10 @@ class TableGroup:
     def weights(self) -> list[nn.Parameter]:
         """The tables, (E, D) each."""
         return [parameters["weight"] for parameters in self._parameters]  # type: ignore[misc]  # never None
+
+    def are_sparse(self) -> list[bool]:
+        """Which tables' gradients are sparse where no updater keeps them."""
+        return [bool(holder.sparse) for holder in self._holders]
 
     def space(self) -> RowSpace:
         """The tables where they lie now."""
@@ -102,7 +107,7 @@ class TableGroup:
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:
                 known = _plain_grad(weight)
-                _set_plain_grad(weight, gradient if known is None else known + gradient)
+                _set_plain_grad(weight, gradient if known is None else _added(known, gradient))
 
     def take_ledger(self) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left."""
@@ -132,7 +137,7 @@ class TableGroup:
 
     def trainable(self, lookups: Lookups) -> Lookups:
         """The lookups in tables that ask for a gradient."""
-        asks = [weight.requires_grad for weight in self.weights()]
+        asks = list(map(_requires_grad, self.weights()))
         if False not in asks:
             return lookups
         kept = np.array(asks)[lookups.tables.astype(np.int64)]
@@ -198,6 +203,9 @@ def _nobody() -> None:
     """A reference to nothing, as that to a group that is gone."""
 
 
+_requires_grad: Callable[[Tensor], bool] = inspect.getattr_static(
+    torch.Tensor, "requires_grad"
+).__get__
 # What autograd and users have left at a table, the ledger aside.
 _GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
 _plain_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
@@ -234,6 +242,12 @@ def sparse_gradients(
             else None
         )
     return found
+
+
+def _added(known: Tensor, more: Tensor) -> Tensor:
+    """In the dtype that is computed in: torch cannot add sparse tensors of float16."""
+    dtype = compute_dtype(known.dtype)
+    return (known.to(dtype) + more.to(dtype)).to(known.dtype)
 
 
 def _by_value(bags: Bags, first_bag: int, of_bags: Tensor) -> tuple[Tensor, Tensor]:

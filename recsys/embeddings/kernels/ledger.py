@@ -7,7 +7,6 @@ Letters: T tables, S segments (a feature of a ledger entry looked up in a table)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["LedgerEntry", "Segments", "Values", "join_ledger"]
 
 
-@dataclass(frozen=True)
-class LedgerEntry:
+class LedgerEntry(NamedTuple):
     """What one backward pass leaves behind.
 
     Attributes:

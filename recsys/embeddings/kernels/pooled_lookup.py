@@ -19,10 +19,10 @@ from torch.nn import functional
 from recsys.embeddings.kernels.copying import copy_run
 from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
 from recsys.embeddings.kernels.rounding import widen
-from recsys.jit import kernel, num_parts, parallel_kernel
+from recsys.jit import ParallelKernel, kernel, num_parts, parallel_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -31,19 +31,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AHEAD",
+    "MIN_SHARED_BYTES",
     "Bags",
     "Lookups",
-    "bounds_of",
-    "first_bad",
-    "line_of",
-    "offsets_of",
     "pooled_lookup",
     "pooled_lookup_reference",
     "row_gradient_dots",
-    "samples_of",
 ]
 
 _ONE = np.uint64(1)
+# Fewer bytes of one-hot rows are copied by one thread before a second one is awake: 0.2 MiB took 4
+# us alone and 17 us with two.
+MIN_SHARED_BYTES = 2**20
 # Lookups from a row's being named to its being read.
 AHEAD = np.uint64(8)
 # One-hot lookups have a kernel for each of these dims: a row is then a few moves without a loop.
@@ -192,23 +191,26 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
     """
     if bags.offsets is None and bags.weights is None:
         compiled_dim = space.dim if space.dim in _COMPILED_DIMS else 0
-        return _one_hot_kernel(compiled_dim, line_of(space), space.is_narrow)(
+        one_hot = _one_hot_kernel(compiled_dim, _line_of(space), space.is_narrow)
+        num_bytes = len(lookups.tables) * bags.batch_size * space.dim * space.dtype.itemsize
+        is_small = num_bytes < MIN_SHARED_BYTES
+        return (one_hot.alone if is_small else one_hot)(
             space.flat,
             space.dim,
             lookups.placed_in(space),
             bags.values,
             bags.batch_size,
             lookups.width,
-            num_parts(),
+            1 if is_small else num_parts(),
             result.numpy(),
         )
     return _bags_kernel(
         space.flat,
         space.dim,
-        line_of(space),
+        _line_of(space),
         lookups.placed_in(space),
         bags.values,
-        offsets_of(bags),
+        _offsets_of(bags),
         bags.weights is not None,
         np.empty(0, space.compute_dtype) if bags.weights is None else bags.weights,
         bags.is_mean,
@@ -236,7 +238,7 @@ def row_gradient_dots(
         space.dim,
         lookups.placed_in(space),
         bags.values,
-        offsets_of(bags),
+        _offsets_of(bags),
         gradient.numpy(),
         bags.batch_size,
         lookups.width,
@@ -245,25 +247,16 @@ def row_gradient_dots(
     )
 
 
-def line_of(space: RowSpace) -> int:
+def _line_of(space: RowSpace) -> int:
     """How many numbers a cache line holds."""
     return LINE_BYTES // space.dtype.itemsize
 
 
-def offsets_of(bags: Bags) -> NDArray[Any]:
+def _offsets_of(bags: Bags) -> NDArray[Any]:
     """Where bags begin, of one-hot ones too."""
     if bags.offsets is not None:
         return bags.offsets
     return np.arange(len(bags.values) + 1, dtype=bags.values.dtype)
-
-
-def bounds_of(lookups: Lookups, bags: Bags) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first value of every lookup and the one behind its last, (L,) each."""
-    first_bags = lookups.positions.astype(np.int64) * bags.batch_size
-    bounds = first_bags, first_bags + bags.batch_size
-    if bags.offsets is None:
-        return bounds
-    return bags.offsets[bounds[0]].astype(np.int64), bags.offsets[bounds[1]].astype(np.int64)
 
 
 @kernel
@@ -281,14 +274,14 @@ def _counts_up(offsets: NDArray[Any]) -> bool:
 
 
 @kernel
-def samples_of(part: int, num_parts: int, num_samples: int) -> tuple[np.uint64, np.uint64]:
+def _samples_of(part: int, num_parts: int, num_samples: int) -> tuple[np.uint64, np.uint64]:
     """The run of samples that is a part's."""
     begin, end = part * num_samples // num_parts, (part + 1) * num_samples // num_parts
     return np.uint64(begin), np.uint64(end)
 
 
 @kernel
-def first_bad(bad_P: NDArray[np.int64]) -> int:
+def _first_bad(bad_P: NDArray[np.int64]) -> int:
     """The first value that some part found to be no row; -1 where none did."""
     first = -1
     for place in bad_P:
@@ -298,7 +291,7 @@ def first_bad(bad_P: NDArray[np.int64]) -> int:
 
 
 @cache
-def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> Callable[..., int]:
+def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> ParallelKernel[..., int]:
     """The kernel for one-hot bags of this dim; 0 for one that takes any."""
 
     @parallel_kernel
@@ -317,7 +310,7 @@ def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> Callable[.
         result = result_BW.reshape(-1)
         bad = np.full(num_parts, -1)
         for part in prange(num_parts):
-            begin, end = samples_of(part, num_parts, num_samples)
+            begin, end = _samples_of(part, num_parts, num_samples)
             for lookup in range(lookups_4L.shape[1]):
                 base, size, position, column = lookups_4L[:, lookup]
                 first = position * np.uint64(num_samples)
@@ -337,7 +330,7 @@ def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> Callable[.
                     else:
                         copy_run(result, target, flat, base + row * dim, dim)
                     target += np.uint64(width)
-        return first_bad(bad)
+        return _first_bad(bad)
 
     return one_hot
 
@@ -363,7 +356,7 @@ def _bags_kernel(
     result = result_BW.reshape(-1)
     bad = np.full(num_parts, -1)
     for part in prange(num_parts):
-        begin, end = samples_of(part, num_parts, num_samples)
+        begin, end = _samples_of(part, num_parts, num_samples)
         for lookup in range(lookups_4L.shape[1]):
             base, size, position, column = lookups_4L[:, lookup]
             first = position * np.uint64(num_samples)
@@ -396,7 +389,7 @@ def _bags_kernel(
                     for d in range(dim):
                         result[target + d] /= count
                 target += np.uint64(width)
-    return first_bad(bad)
+    return _first_bad(bad)
 
 
 @parallel_kernel
@@ -416,7 +409,7 @@ def _dots_kernel(
     dim = np.uint64(any_dim)
     gradient = gradient_BW.reshape(-1)
     for part in prange(num_parts):
-        begin, end = samples_of(part, num_parts, num_samples)
+        begin, end = _samples_of(part, num_parts, num_samples)
         for lookup in range(lookups_4L.shape[1]):
             base, _, position, column = lookups_4L[:, lookup]
             first = position * np.uint64(num_samples)

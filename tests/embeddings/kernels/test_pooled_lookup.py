@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.pooled_lookup import (
+    MIN_SHARED_BYTES,
     Bags,
     Lookups,
     pooled_lookup,
@@ -45,6 +46,22 @@ def make_case(seed, dim, batch_size, longest, dtype):
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     weights = torch.rand(len(values), generator=generator, dtype=dtype)
     return tables, lookups, values, offsets, weights
+
+
+def test_a_lookup_large_enough_for_several_threads_is_what_one_thread_makes():
+    tables, lookups, values, offsets, _ = make_case(0, 64, 1500, None, torch.float32)
+    assert MIN_SHARED_BYTES < 4 * 1500 * 64 * 4
+    bags = Bags.from_tensors(values, offsets, None, 1500, is_mean=False)
+    results = []
+
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        results.append(torch.empty(1500, 4 * 64))
+        assert pooled_lookup(RowSpace(tables), lookups, bags, results[-1]) == -1
+
+    expected = pooled_lookup_reference(tables, lookups, values, offsets, None, 1500, is_mean=False)
+    for result in results:
+        assert torch.equal(result, expected)
 
 
 @given(

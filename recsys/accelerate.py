@@ -1,0 +1,311 @@
+"""`accelerate`: one line on an existing model; `restore`: the line back.
+
+    nn.EmbeddingBag                   -> HotColdEmbeddingBag
+    torchrec.EmbeddingBagCollection   -> HotColdEmbeddingBagCollection
+
+Modules are exchanged inside the model, on the very Parameters that they had. Everything that may be
+refused is refused before the first is.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recsys.embeddings.attach import Link, NamedTable, attach, choose_plan, require_movable
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import RowOptimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from recsys.embeddings.row_updater import FusedOptimizer
+
+__all__ = ["Accelerated", "Replacement", "accelerate", "restore"]
+
+_Ours = HotColdEmbeddingBag | HotColdEmbeddingBagCollection
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A module that was exchanged.
+
+    Attributes:
+        names: Where it is in the model; several where it is used in several places.
+        kind: The class that is there now.
+        num_tables: 1, or those of a collection.
+        num_rows: Of all its tables.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    num_tables: int
+    num_rows: int
+
+
+@dataclass(frozen=True, repr=False)
+class Accelerated:
+    """What `accelerate` or `restore` did.
+
+    Attributes:
+        replacements: In the order of the model.
+        moved_by: What moves the rows now, in words.
+        row_optimizer: `torch.optim`'s face of a formula of ours, for its `param_groups` and state;
+            None where an optimizer of the user's moves the rows.
+    """
+
+    replacements: tuple[Replacement, ...]
+    moved_by: str
+    row_optimizer: FusedOptimizer | None = None
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{each.kind}: {each.num_tables} tables of {each.num_rows:,} rows at "
+            f"{', '.join(each.names)}"
+            for each in self.replacements
+        ]
+        return "\n".join([*lines, self.moved_by])
+
+
+def accelerate(
+    model: nn.Module, *, optimizer: torch.optim.Optimizer | RowOptimizer | None = None
+) -> Accelerated:
+    """Exchange a model's embeddings for ours, in place.
+
+    Every `nn.EmbeddingBag` and TorchRec `EmbeddingBagCollection` inside is exchanged, at any depth;
+    a module used in two places once for both. Parameters stay the objects that they are, so
+    optimizers and checkpoints stay right; hooks, `training` and `requires_grad` are kept. Where an
+    error is raised, nothing was exchanged.
+
+    Args:
+        model: Its tables on the CPU; not wrapped by `DistributedDataParallel`.
+        optimizer: What moves the rows.
+            An optimizer of torch's (SGD, Adagrad, SparseAdam, TorchRec's RowWiseAdagrad; without
+            momentum and weight decay): its `step` moves them, by its `param_groups` and with its
+            state, which stays whole. Schedulers, `GradScaler`, clipping and accumulation work on.
+            Gradients of rows are gone after `step`, not only after `zero_grad`.
+            A formula (`recsys.embeddings.SGD`, ...): rows move at the end of each backward.
+            None: gradients are left to whoever steps, sparse or dense as `sparse` of the bag says;
+            or, where `apply_optimizer_in_backward` has marked tables, their rows move by that.
+
+    Returns:
+        What was exchanged.
+
+    Raises:
+        TypeError: `optimizer` is something else.
+        ValueError: there is nothing to exchange, or something that cannot be.
+    """
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer | RowOptimizer):
+        raise TypeError(
+            "optimizer must be a torch.optim.Optimizer, a formula of recsys.embeddings (SGD, "
+            f"Adagrad, ...) or None, got {type(optimizer).__name__}"
+        )
+    found = _find(model)
+    tables = _tables(found)
+    plan = choose_plan(tables, optimizer)
+    counterparts = {module: _counterpart(module) for module in found}
+    link = None if plan is None else attach(plan, list(counterparts.values()))
+    for old, new in counterparts.items():
+        new.__dict__[_KEPT] = _Kept(old, link)
+    _exchange(model, counterparts)
+    return Accelerated(
+        _describe(found, counterparts),
+        "gradients are left to the caller's optimizer" if plan is None else plan.words,
+        None if link is None else link.row_optimizer,
+    )
+
+
+def restore(model: nn.Module) -> Accelerated:
+    """Put the modules back that `accelerate` has exchanged, the same objects.
+
+    Rows and optimizer state are as trained; gradients that no step has used yet are each table's
+    sparse `grad`.
+
+    Returns:
+        What was exchanged.
+
+    Raises:
+        ValueError: nothing is to be put back.
+    """
+    names = _names(model, lambda module: _KEPT in module.__dict__)
+    if not names:
+        raise ValueError("the model has no module that recsys.accelerate has put there")
+    kept: dict[nn.Module, _Kept] = {module: module.__dict__[_KEPT] for module in names}
+    for link in dict.fromkeys(each.link for each in kept.values()):
+        if link is not None:
+            link.cut()
+    originals = {}
+    for module, each in kept.items():
+        cast("_Ours", module).detach()
+        originals[module] = each.module
+        each.module.training = module.training
+        if isinstance(module, HotColdEmbeddingBag):
+            each.module._parameters["weight"] = module._parameters["weight"]
+        del module.__dict__[_KEPT]
+    _exchange(model, originals)
+    return Accelerated(_describe(names, originals), "gradients are left to the caller's optimizer")
+
+
+_KEPT = "_accelerated_from"
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """The module that one of ours has taken the place of; in here it is no submodule."""
+
+    module: nn.Module
+    link: Link | None
+
+
+def _find(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """What is to be exchanged, and where it is.
+
+    Raises:
+        ValueError: there is nothing, or the model is such as cannot be changed.
+    """
+    for name, module in model.named_modules():
+        place = f"module {name!r}" if name else "the model"
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(  # noqa: TRY004  # a module it is, in the wrong place
+                f"{place} must not be wrapped by DistributedDataParallel, which gathers gradients "
+                "that rows moved by recsys do not leave; accelerate in one process"
+            )
+        if _KEPT in module.__dict__:
+            raise ValueError(f"{place} is accelerated already; call recsys.restore(model) first")
+    if _is_replaceable(model):
+        raise ValueError(
+            f"the model is itself an {type(model).__name__}, which cannot be exchanged in place; "
+            "use recsys.embeddings.HotColdEmbeddingBag.from_torch or "
+            "HotColdEmbeddingBagCollection.from_torchrec"
+        )
+    found = _names(model, _is_replaceable)
+    others = _names(model, _is_of_another_class)
+    if not found:
+        reason = "".join(
+            f"; {names[0]} is a {type(module).__name__}, a class of its own"
+            for module, names in others.items()
+        )
+        raise ValueError(
+            "the model must have an nn.EmbeddingBag or a torchrec.EmbeddingBagCollection inside, "
+            f"and has none{reason}"
+        )
+    for module, names in others.items():
+        warnings.warn(
+            f"{names[0]} is left as it is: {type(module).__name__} is a class of its own, which "
+            "may compute otherwise than nn.EmbeddingBag",
+            stacklevel=3,
+        )
+    return found
+
+
+def _is_replaceable(module: nn.Module) -> bool:
+    return type(module) is nn.EmbeddingBag or _is_torchrec(module)
+
+
+def _is_of_another_class(module: nn.Module) -> bool:
+    is_bag = isinstance(module, nn.EmbeddingBag) and type(module) is not nn.EmbeddingBag
+    return is_bag and not isinstance(module, HotColdEmbeddingBag)
+
+
+def _is_torchrec(module: nn.Module) -> bool:
+    # Who has one has imported it; importing it here takes seconds.
+    library = sys.modules.get("torchrec.modules.embedding_modules")
+    return library is not None and type(module) is library.EmbeddingBagCollection
+
+
+def _names(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[nn.Module, list[str]]:
+    """Modules by where they are; what is inside of one, or of a module of ours, is part of it."""
+    found: dict[nn.Module, list[str]] = {}
+
+    def visit(module: nn.Module, prefix: str, path: tuple[nn.Module, ...]) -> None:
+        for name, child in _children(module):
+            if is_wanted(child):
+                found.setdefault(child, []).append(prefix + name)
+            elif not isinstance(child, _Ours) and child not in path:
+                visit(child, f"{prefix}{name}.", (*path, child))
+
+    visit(model, "", (model,))
+    return found
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """By every name; `named_children` leaves out the second of a module used twice."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def _tables(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:
+    """Every table once, by the first of its names."""
+    tables: dict[int, NamedTable] = {}
+    for module, names in found.items():
+        for table in _tables_of(module, names[0]):
+            require_movable(table)
+            tables.setdefault(id(table.weight), table)
+    return list(tables.values())
+
+
+def _tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
+    if isinstance(module, nn.EmbeddingBag):
+        yield NamedTable(name, f"{name}.weight", "", _weight(module), None)
+        return
+    for table, bag in cast("nn.ModuleDict", module.embedding_bags).items():
+        place = f"{name}.embedding_bags.{table}"
+        yield NamedTable(place, f"{place}.weight", f"{table}.", _weight(bag), name)
+
+
+def _weight(bag: nn.Module) -> nn.Parameter:
+    return cast("nn.Parameter", bag.weight)
+
+
+def _counterpart(module: nn.Module) -> _Ours:
+    """A module of ours that does the same, on the same Parameters; nothing moves rows yet."""
+    ours: _Ours
+    if isinstance(module, nn.EmbeddingBag):
+        ours = HotColdEmbeddingBag._on_weight_of(module)
+    else:
+        ours = HotColdEmbeddingBagCollection._on_bags_of(module)
+    ours.training = module.training
+    for name in _SHARED:
+        ours.__dict__[name] = module.__dict__[name]
+    return ours
+
+
+# The very dictionaries: handles of hooks know them, and remove hooks from them.
+_SHARED = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+    "_load_state_dict_post_hooks",
+    "_load_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)
+
+
+def _exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> None:
+    for parent in list(model.modules()):
+        for name, child in _children(parent):
+            if child in counterparts:
+                parent._modules[name] = counterparts[child]
+
+
+def _describe(
+    found: Mapping[nn.Module, list[str]], counterparts: Mapping[nn.Module, nn.Module]
+) -> tuple[Replacement, ...]:
+    replacements = []
+    for module, names in found.items():
+        sizes = [len(table.weight) for table in _tables_of(module, names[0])]
+        kind = type(counterparts[module]).__name__
+        replacements.append(Replacement(tuple(names), kind, len(sizes), sum(sizes)))
+    return tuple(replacements)

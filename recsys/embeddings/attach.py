@@ -1,0 +1,277 @@
+"""Who moves the rows of a model's tables, and in which groups.
+
+All tables of one dim, dtype and param group are a `TableGroup`, in whatever modules they are: one
+ledger, one kernel call per update. A table that several modules share is in it once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.in_backward import InBackward, read_marks
+from recsys.embeddings.row_updater import FusedOptimizer, RowUpdater
+from recsys.embeddings.table_group import TableGroup
+from recsys.embeddings.translate import translate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.utils.hooks import RemovableHandle
+
+    from recsys.embeddings.optimizer import RowOptimizer
+
+__all__ = ["Link", "NamedTable", "Plan", "attach", "choose_plan", "require_movable"]
+
+_Module = HotColdEmbeddingBag | HotColdEmbeddingBagCollection
+
+
+@dataclass(frozen=True, eq=False)
+class NamedTable:
+    """A table of a model.
+
+    Attributes:
+        name: Of the bag, or of the collection with the table's behind it.
+        key: In the model's `state_dict`.
+        state_prefix: What its state's names begin with, as TorchRec's.
+        weight: The rows.
+        collection: Name of the collection that looks it up together with others; None of a bag.
+    """
+
+    name: str
+    key: str
+    state_prefix: str
+    weight: nn.Parameter
+    collection: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """What moves rows; kept by every module whose rows it moves.
+
+    Attributes:
+        updater: Has the groups.
+        row_optimizer: `torch.optim`'s face of a formula of ours; None where an optimizer of torch's
+            moves the rows.
+        marks: What the formula was read from, if from marks.
+    """
+
+    updater: RowUpdater
+    row_optimizer: FusedOptimizer | None = None
+    marks: InBackward | None = None
+
+    def cut(self) -> None:
+        """Leave tables, state and collected gradients to torch again."""
+        self.updater.release()
+        handle = _HANDLES.pop(self.updater, None)
+        if handle is not None:
+            handle.remove()
+        if self.marks is not None and self.row_optimizer is not None:
+            self.marks.hand_back(self.row_optimizer)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What will move rows; nothing of the model has been changed yet.
+
+    Attributes:
+        words: What moves the rows, in words.
+        param_groups: By the id of each table that is moved: the number of its param group.
+        make: From the groups to what moves them.
+    """
+
+    words: str
+    param_groups: Mapping[int, int]
+    make: Callable[[Sequence[tuple[int, TableGroup]]], Link]
+
+
+def require_movable(table: NamedTable) -> None:
+    """Check that our kernels can work on a table.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    weight: Any = table.weight
+    place = f"table {table.name!r}"
+    if type(weight) is not nn.Parameter:
+        raise ValueError(
+            f"{place}: weight must be a plain Parameter, got {type(weight).__name__}; remove "
+            "parametrizations (weight_norm, ...) first"
+        )
+    if weight.device.type != "cpu":
+        raise ValueError(
+            f"{place}: rows must be on the CPU, got {weight.device}; move the module by .cpu() "
+            "(other devices are not supported yet)"
+        )
+    dtypes = [torch.float32] if table.collection is not None else [torch.float32, torch.float64]
+    if weight.dtype not in dtypes:
+        raise ValueError(
+            f"{place}: rows must be one of {dtypes} here, got {weight.dtype}; convert them by "
+            ".float() (others are not supported yet)"
+        )
+    if not weight.is_contiguous():
+        raise ValueError(
+            f"{place}: rows must be contiguous, got strides {weight.stride()}; set weight.data to "
+            "weight.data.contiguous()"
+        )
+
+
+def choose_plan(
+    tables: Sequence[NamedTable], optimizer: torch.optim.Optimizer | RowOptimizer | None
+) -> Plan | None:
+    """Find out what is to move which rows by which formula; None where gradients go to torch.
+
+    Raises:
+        ValueError: the optimizer cannot move the rows, does not have them, or is one too many.
+    """
+    marked = [table for table in tables if hasattr(table.weight, "_optimizer_classes")]
+    if optimizer is None and not marked:
+        return None
+    marks = read_marks(_named(marked), optimizer) if marked else None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return _plan_by_torch(tables, optimizer)
+    formula = optimizer if marks is None else marks.formula
+    assert formula is not None
+    moved = tables if marks is None else marked
+    _require_whole_collections(
+        tables, {id(table.weight) for table in moved}, "marked by apply_optimizer_in_backward"
+    )
+
+    def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
+        row_optimizer = FusedOptimizer(
+            {table.key: (table.weight, table.state_prefix) for table in moved},
+            [group for _, group in groups],
+            formula,
+            auto_apply=True,
+        )
+        if marks is not None:
+            marks.hand_over(row_optimizer)
+        return Link(row_optimizer.updater, row_optimizer, marks)
+
+    words = f"rows move at the end of each backward, by {formula}"
+    return Plan(words, {id(table.weight): 0 for table in moved}, make)
+
+
+def attach(plan: Plan, modules: Sequence[_Module]) -> Link:
+    """Let what is planned move the rows of modules of ours."""
+    members: dict[tuple[int, int, torch.dtype], list[nn.Module]] = {}
+    places: dict[int, tuple[tuple[int, int, torch.dtype], int]] = {}
+    for module in modules:
+        for holder in _holders(module):
+            weight = cast("nn.Parameter", holder.weight)
+            if id(weight) in plan.param_groups and id(weight) not in places:
+                kind = (plan.param_groups[id(weight)], weight.shape[1], weight.dtype)
+                others = members.setdefault(kind, [])
+                places[id(weight)] = kind, len(others)
+                others.append(holder)
+    groups = {kind: TableGroup(holders) for kind, holders in members.items()}
+    link = plan.make([(kind[0], group) for kind, group in groups.items()])
+    for module in modules:
+        its_places = [places.get(id(holder.weight)) for holder in _holders(module)]
+        found = [(groups[place[0]], place[1]) for place in its_places if place is not None]
+        if isinstance(module, HotColdEmbeddingBagCollection) and found:
+            module.attach(link.updater, found)
+        elif isinstance(module, HotColdEmbeddingBag) and found:
+            module.attach(link.updater, *found[0])
+    return link
+
+
+def _plan_by_torch(tables: Sequence[NamedTable], optimizer: torch.optim.Optimizer) -> Plan | None:
+    numbers = {
+        id(weight): number
+        for number, group in enumerate(optimizer.param_groups)
+        for weight in group["params"]
+    }
+    moved = [table for table in tables if id(table.weight) in numbers]
+    for table in tables:
+        if id(table.weight) not in numbers and table.weight.requires_grad:
+            raise ValueError(
+                f"table {table.name!r}: the optimizer must have it in a param group, and "
+                f"{type(optimizer).__name__} has not; build the optimizer with it, or freeze the "
+                "table by weight.requires_grad = False"
+            )
+    if not moved:
+        return None
+    _require_whole_collections(
+        tables, {id(table.weight) for table in moved}, "in the optimizer's param groups"
+    )
+    translation = translate(optimizer, [(table.name, numbers[id(table.weight)]) for table in moved])
+
+    def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
+        updater = RowUpdater(groups, optimizer, translation, auto_apply=False)
+        _HANDLES[updater] = optimizer.register_step_pre_hook(_BeforeStep(updater))
+        return Link(updater)
+
+    words = f"rows move in the step of {type(optimizer).__name__}"
+    return Plan(words, {id(table.weight): numbers[id(table.weight)] for table in moved}, make)
+
+
+def _require_whole_collections(tables: Sequence[NamedTable], moved: set[int], rule: str) -> None:
+    """A collection is looked up in one call, so one optimizer has all of its tables or none."""
+    for table in tables:
+        others = [
+            other.name
+            for other in tables
+            if other.collection == table.collection and id(other.weight) in moved
+        ]
+        if table.collection is not None and id(table.weight) not in moved and others:
+            raise ValueError(
+                f"table {table.name!r}: all tables of a collection must be {rule} or none; "
+                f"{others[0]!r} is and this one is not"
+            )
+
+
+def _named(tables: Sequence[NamedTable]) -> list[tuple[str, nn.Parameter]]:
+    return [(table.name, table.weight) for table in tables]
+
+
+def _holders(module: _Module) -> list[nn.Module]:
+    """The modules whose `weight`s are a module's tables."""
+    if isinstance(module, HotColdEmbeddingBag):
+        return [module]
+    return list(module.embedding_bags.values())
+
+
+class _BeforeStep:
+    """Moves rows when their optimizer steps, before it moves what else it has."""
+
+    def __init__(self, updater: RowUpdater) -> None:
+        self._updater = updater
+
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._move_rows(optimizer)
+            return None
+
+        def compute_and_move_rows() -> Any:
+            loss = closure()
+            self._move_rows(optimizer)
+            return loss
+
+        return args[:1], kwargs | {"closure": compute_and_move_rows}
+
+    def _move_rows(self, optimizer: torch.optim.Optimizer) -> None:
+        # Of an optimizer that is "fused", GradScaler leaves these to the step.
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "GradScaler leaves the scale to an optimizer with fused=True, and rows are moved "
+                "outside of it; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
+        if bool(getattr(optimizer, "found_inf", False)):
+            self._updater.forget()
+        else:
+            self._updater.update_rows()
+
+
+# By updater: its hook in the optimizer. No attribute: copies have none, and need none, for then the
+# optimizer's own step finds the ledger as the tables' `grad`.
+_HANDLES: WeakKeyDictionary[RowUpdater, RemovableHandle] = WeakKeyDictionary()

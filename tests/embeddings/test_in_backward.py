@@ -1,0 +1,223 @@
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+import recsys
+from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import Adagrad, PartialRowWiseAdam
+
+INDICES, OFFSETS = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 2, 2])
+
+
+def bag(**options):
+    torch.manual_seed(0)
+    return nn.EmbeddingBag(5, 4, **({"mode": "sum"} | options))
+
+
+def train(module, num_steps=2):
+    for _ in range(num_steps):
+        module(INDICES, OFFSETS).square().sum().backward()
+
+
+MARKS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}, {}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.3}, {}),
+    "sparse adam": (torch.optim.SparseAdam, {"lr": 0.1}, {"sparse": True}),
+    "rowwise": ("RowWiseAdagrad", {"lr": 0.1, "eps": 1e-4}, {}),
+}
+
+
+def marked(name):
+    kind, settings, options = MARKS[name]
+    if isinstance(kind, str):
+        pytest.importorskip("torchrec", exc_type=ImportError)
+        import torchrec.optim
+
+        kind = getattr(torchrec.optim, kind)
+    module = bag(**options)
+    _apply_optimizer_in_backward(kind, [module.weight], settings)
+    return module
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_marked_bag_trains_on_by_its_mark_and_from_its_state(name):
+    plain, taken = marked(name), marked(name)
+    train(plain)
+    train(taken)
+
+    ours = HotColdEmbeddingBag.from_torch(taken)
+    train(plain)
+    train(ours)
+
+    assert ours.weight is taken.weight
+    torch.testing.assert_close(ours.weight.detach(), plain.weight.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_what_reaches_the_table_otherwise_is_part_of_the_one_update():
+    plain, taken = marked("adagrad"), marked("adagrad")
+    ours = HotColdEmbeddingBag.from_torch(taken)
+
+    for module in (plain, ours):
+        loss = module(INDICES, OFFSETS).square().sum() + module.weight.square().sum()
+        loss.backward()
+
+    torch.testing.assert_close(ours.weight.detach(), plain.weight.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_accelerate_takes_marks_over_and_restore_gives_them_back(name):
+    plain, model = (nn.ModuleList([marked(name), nn.Linear(2, 2)]) for _ in range(2))
+    train(plain[0])
+    train(model[0])
+
+    result = recsys.accelerate(model)
+    train(plain[0])
+    train(model[0])
+    during = model[0].weight.detach().clone(), plain[0].weight.detach().clone()
+    recsys.restore(model)
+    train(plain[0])
+    train(model[0])
+
+    assert "rows move at the end of each backward" in repr(result)
+    torch.testing.assert_close(*during, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(model[0].weight, plain[0].weight, rtol=1e-6, atol=1e-7)
+    assert type(model[0]) is nn.EmbeddingBag
+
+
+def test_an_optimizer_besides_the_mark_is_refused():
+    with pytest.raises(ValueError, match=r"optimizer= must be None, got SGD; leave out one"):
+        HotColdEmbeddingBag.from_torch(marked("adagrad"), optimizer=SGD(lr=0.1))
+    model = nn.ModuleList([marked("adagrad")])
+    with pytest.raises(ValueError, match=r"table '0': .* must be None, got Adagrad"):
+        recsys.accelerate(model, optimizer=torch.optim.Adagrad(model.parameters()))
+
+
+def test_two_optimizers_on_one_table_are_refused():
+    module = marked("sgd")
+    _apply_optimizer_in_backward(torch.optim.SGD, [module.weight], {"lr": 0.2})
+
+    with pytest.raises(ValueError, match=r"one optimizer may move its rows.*\['SGD', 'SGD'\]"):
+        HotColdEmbeddingBag.from_torch(module)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (torch.optim.Adam, {}, "torch.optim.Adam moves rows .*apply SGD, Adagrad, SparseAdam"),
+        (torch.optim.Adagrad, {"lr_decay": 0.1}, "must have lr_decay 0, got 0.1"),
+    ],
+)
+def test_a_mark_without_a_formula_is_refused(kind, settings, message):
+    module = bag()
+    _apply_optimizer_in_backward(kind, [module.weight], settings)
+
+    with pytest.raises(ValueError, match=f"table 'weight': .*{message}"):
+        HotColdEmbeddingBag.from_torch(module)
+
+
+def collection(pooling="SUM"):
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    torch.manual_seed(0)
+    return torchrec.EmbeddingBagCollection(
+        [
+            torchrec.EmbeddingBagConfig(
+                name=name,
+                num_embeddings=9,
+                embedding_dim=4,
+                feature_names=[feature],
+                pooling=getattr(torchrec.PoolingType, pooling),
+            )
+            for name, feature in (("users", "user"), ("goods", "item"))
+        ],
+        is_weighted=pooling == "SUM",
+    )
+
+
+def kjt():
+    from torchrec import KeyedJaggedTensor
+
+    lengths, weights = torch.tensor([2, 1, 0, 3]), torch.linspace(0.5, 2, 6)
+    values = torch.tensor([0, 4, 4, 8, 1, 1])
+    return KeyedJaggedTensor.from_lengths_sync(["user", "item"], values, lengths, weights)
+
+
+@pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
+def test_torchrecs_collection_is_taken_over_with_its_parameters(pooling):
+    theirs = collection(pooling)
+
+    ours = HotColdEmbeddingBagCollection.from_torchrec(theirs)
+
+    assert [id(each) for each in ours.parameters()] == [id(each) for each in theirs.parameters()]
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert ours.is_weighted() == theirs.is_weighted()
+    assert ours.embedding_bag_configs() == theirs.embedding_bag_configs()
+    torch.testing.assert_close(ours(kjt()).values(), theirs(kjt()).values())
+    ours(kjt()).values().sum().backward()
+    assert not ours.table_weights()[0].grad.is_sparse
+
+
+def test_torchrecs_marks_are_the_collections_optimizer():
+    kind, settings, _ = MARKS["adagrad"]
+    plain, taken = collection(), collection()
+    for each in (plain, taken):
+        _apply_optimizer_in_backward(kind, each.parameters(), settings)
+
+    ours = HotColdEmbeddingBagCollection.from_torchrec(taken)
+    for each in (plain, ours):
+        for _ in range(3):
+            each(kjt()).values().square().sum().backward()
+
+    assert ours.row_optimizer.param_groups[0]["lr"] == 0.1
+    for mine, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), other.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "formula"),
+    [
+        ("SGD", {"lr": 0.5}, SGD(lr=0.5)),
+        ("Adagrad", {"lr": 0.5}, Adagrad(lr=0.5, eps=1e-8)),
+        ("PartialRowWiseAdam", {"beta1": 0.8}, PartialRowWiseAdam(lr=0.01, betas=(0.8, 0.999))),
+    ],
+)
+def test_torchrecs_placeholders_stand_for_fbgemms_formulas(name, settings, formula):
+    theirs = collection()
+    import torchrec.optim
+
+    _apply_optimizer_in_backward(getattr(torchrec.optim, name), theirs.parameters(), settings)
+
+    ours = HotColdEmbeddingBagCollection.from_torchrec(theirs)
+
+    [group] = ours.row_optimizer.param_groups
+    assert {key: group[key] for key in vars(formula)} == vars(formula)
+
+
+def test_placeholders_that_have_no_formula_are_refused():
+    theirs = collection()
+    import torchrec.optim
+
+    _apply_optimizer_in_backward(torchrec.optim.Adam, theirs.parameters(), {"lr": 0.5})
+    with pytest.raises(ValueError, match=r"table 'users': torchrec.optim.Adam adds eps elsewhere"):
+        HotColdEmbeddingBagCollection.from_torchrec(theirs)
+
+    theirs = collection()
+    settings = {"lr": 0.5, "weight_decay": 0.1}
+    _apply_optimizer_in_backward(torchrec.optim.SGD, theirs.parameters(), settings)
+    with pytest.raises(ValueError, match=r"arguments \['lr'\] are translated, got .*weight_decay"):
+        HotColdEmbeddingBagCollection.from_torchrec(theirs)
+
+
+def test_marks_must_be_alike():
+    theirs = collection()
+    first, second = theirs.parameters()
+    _apply_optimizer_in_backward(torch.optim.SGD, [first], {"lr": 0.5})
+    _apply_optimizer_in_backward(torch.optim.SGD, [second], {"lr": 0.1})
+
+    with pytest.raises(ValueError, match=r"tables 'users' and 'goods': .* the same optimizer"):
+        HotColdEmbeddingBagCollection.from_torchrec(theirs)
+
+
+def test_rows_of_float64_are_refused():
+    with pytest.raises(ValueError, match=r"table 'users': rows must be float32, .* on the CPU, got"):
+        HotColdEmbeddingBagCollection.from_torchrec(collection().double())
