@@ -272,7 +272,11 @@ def test_torchrecs_tables_are_taken_over_as_they_are():
 
     configs = [
         torchrec.EmbeddingBagConfig(
-            name=kind.value, num_embeddings=9, embedding_dim=4, feature_names=["users"], data_type=kind
+            name=kind.value,
+            num_embeddings=9,
+            embedding_dim=4,
+            feature_names=["users"],
+            data_type=kind,
         )
         for kind in (DataType.FP32, DataType.FP16, DataType.BF16)
     ]
