@@ -142,7 +142,7 @@ def test_a_record_from_before_a_key_was_there_had_its_default(ablation, run_here
         run_here(ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "precision=bf16"))
 
     assert ran == []
-    assert {row["provider"] for row in again["rows"]} == {"torch"}
+    assert {row["provider"] for row in again["rows"]} == {"recsys"}
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,8 @@ def test_ctrl_c_keeps_what_was_measured_and_running_again_does_the_rest(ablation
 
 def test_a_cell_that_fails_is_named_and_what_was_measured_is_kept(ablation, run_here, tmp_path):
     config = ablation(
-        "[ablate]\nseeds = [0]\n[ablate.grid]\noptimizer.name = ['sgd', 'rowwise_adagrad']"
+        'embeddings = "torch"\n[ablate]\nseeds = [0]\n'
+        "[ablate.grid]\noptimizer.name = ['sgd', 'rowwise_adagrad']"
     )
 
     with pytest.raises(ConfigError, match=r"cell optimizer\.name=rowwise_adagrad-seed0: .*torch"):

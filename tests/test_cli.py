@@ -106,7 +106,10 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["train", "synthetic:criteo-kaggle", "--set", "data=x"], "data is named elsewhere"),
         (["train", "synthetic:criteo-kaggle", "--set", "device=cuda"], "sees no CUDA device"),
         (
-            ["train", "synthetic:criteo-kaggle", "--set", "optimizer.name=rowwise_adagrad"],
+            [
+                *("train", "synthetic:criteo-kaggle", "--set", "embeddings=torch"),
+                *("--set", "optimizer.name=rowwise_adagrad"),
+            ],
             "not in torch.optim, so embeddings 'torch' cannot use it",
         ),
         (["evaluate", "nowhere"], "nowhere is not a run"),

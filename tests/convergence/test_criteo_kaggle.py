@@ -13,7 +13,7 @@ RECIPES = {
 
 @pytest.mark.convergence
 @pytest.mark.slow
-@pytest.mark.parametrize("provider", ["torch", "fbgemm"])
+@pytest.mark.parametrize("provider", ["recsys", "torch", "fbgemm"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_test_auc_reaches_the_reference(kaggle_137k_store, tmp_path, provider, recipe):
     if provider == "fbgemm":
