@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.batch import require_one_batch_size
-from recsys.embeddings.table import output_names
+from recsys.embeddings.table import data_type_of, output_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,12 +27,18 @@ class AbstractEmbeddingBags(nn.Module, ABC):
     Args:
         tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s.
         poolings: What the provider can do.
+        data_types: What rows it can have.
 
     Raises:
-        ValueError: names are not distinct, or a table is pooled otherwise.
+        ValueError: names are not distinct, or a table is pooled or stored otherwise.
     """
 
-    def __init__(self, tables: Sequence[TableConfig], poolings: Sequence[str] = ("sum",)) -> None:
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        poolings: Sequence[str] = ("sum",),
+        data_types: Sequence[str] = ("fp32",),
+    ) -> None:
         super().__init__()
         self._tables = list(tables)
         names = [table.name for table in self._tables]
@@ -43,6 +49,11 @@ class AbstractEmbeddingBags(nn.Module, ABC):
                 raise ValueError(
                     f"table {table.name!r}: pooling must be one of {list(poolings)} with "
                     f"{type(self).__name__}, got {pooling_of(table)!r}"
+                )
+            if data_type_of(table) not in data_types:
+                raise ValueError(
+                    f"table {table.name!r}: data_type must be one of {list(data_types)} with "
+                    f"{type(self).__name__}, got {data_type_of(table)!r}"
                 )
         # One lookup per feature of a table: the table's position, and the feature.
         self._lookups = [

@@ -22,6 +22,7 @@ from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
+from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table_group import TableGroup
 
@@ -47,10 +48,16 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         include_last_offset: Whether `offsets` has the last bag's end, too.
         padding_idx: A row that counts for nothing wherever it is looked up.
         device: Where the rows live; with an optimizer the CPU.
-        dtype: Of the rows; with an optimizer float32 or float64.
+        dtype: Of the rows; with an optimizer float32, float64, bfloat16 or float16. Rows of
+            the last two are pooled and updated in float32.
         optimizer: How rows are updated; None leaves a gradient to an optimizer of torch's.
         auto_apply: With an optimizer: update at the end of each backward. Where False,
             `row_optimizer.step()` updates, once for all backward passes since the last.
+        stochastic_rounding: Of rows of bfloat16 or float16 that `optimizer` moves: up or down with
+            the probabilities that make a row right on average, as in FBGEMM; where False, to
+            nearest, which loses steps that are small beside the row.
+        rounding_seed: Of that chance. Rows depend on it, the step and their place alone, so the
+            same seed gives the same bits.
 
     Attributes:
         row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
@@ -77,6 +84,8 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         *,
         optimizer: RowOptimizer | None = None,
         auto_apply: bool = True,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
     ) -> None:
         rows = _weight
         if _weight is None and optimizer is not None:
@@ -107,7 +116,12 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         self._group: TableGroup | None = None
         self._lookups: Lookups | None = None
         if optimizer is not None:
-            self._optimize(optimizer, auto_apply=auto_apply)
+            self._optimize(
+                optimizer,
+                auto_apply=auto_apply,
+                stochastic_rounding=stochastic_rounding,
+                rounding_seed=rounding_seed,
+            )
 
     def attach(self, updater: RowUpdater, group: TableGroup, table: int) -> None:
         """Hand gradients to an updater's ledger from now on; `accelerate` calls it.
@@ -175,6 +189,8 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         *,
         optimizer: RowOptimizer | None = None,
         auto_apply: bool = True,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
     ) -> HotColdEmbeddingBag:
         """A module on rows that are there already; it shares their memory.
 
@@ -190,6 +206,8 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             padding_idx: Likewise.
             optimizer: Likewise; it has nothing to do while rows are frozen.
             auto_apply: Likewise.
+            stochastic_rounding: Likewise.
+            rounding_seed: Likewise.
 
         Shape:
             embeddings (E, D).
@@ -216,7 +234,12 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
                     "moves none until weight.requires_grad is set",
                     stacklevel=2,
                 )
-            module._optimize(optimizer, auto_apply=auto_apply)
+            module._optimize(
+                optimizer,
+                auto_apply=auto_apply,
+                stochastic_rounding=stochastic_rounding,
+                rounding_seed=rounding_seed,
+            )
         return module
 
     @classmethod
@@ -263,12 +286,24 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         module.weight = bag.weight
         return module
 
-    def _optimize(self, optimizer: RowOptimizer, *, auto_apply: bool) -> None:
+    def _optimize(
+        self,
+        optimizer: RowOptimizer,
+        *,
+        auto_apply: bool,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
+    ) -> None:
         group = TableGroup([self])
         if not self.weight.is_meta:
             group.space()  # refuses what cannot be moved
         self.row_optimizer = FusedOptimizer(
-            {"weight": (group.weights()[0], "")}, [group], optimizer, auto_apply=auto_apply
+            {"weight": (group.weights()[0], "")},
+            [group],
+            optimizer,
+            auto_apply=auto_apply,
+            stochastic_rounding=stochastic_rounding,
+            rounding_seed=rounding_seed,
         )
         self.attach(self.row_optimizer.updater, group, 0)
 
@@ -310,6 +345,12 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             self._renormalize(bags, self.max_norm)
         if self.padding_idx is not None:
             bags = bags.without(self.padding_idx)
+        if bags.weights is not None:
+            bags = bags._replace(weights=bags.weights.to(compute_dtype(self.weight.dtype)))
+        return self._pool(bags).to(self.weight.dtype)
+
+    def _pool(self, bags: BagInput) -> Tensor:
+        """In the dtype that rows are computed in, as the weights are."""
         if self.mode != "max" and not self.scale_grad_by_freq:
             return self._fused(bags, bags)
         # Torch pools the distinct rows, and their gradients are the ledger's.

@@ -1,8 +1,8 @@
 """`HotColdEmbeddingBagCollection`: all tables of a model, looked up in one call, updated in one.
 
-    features -> fused_lookup -> pooled vectors      one kernel per embedding_dim and pooling
+    features -> fused_lookup -> pooled vectors      one kernel per embedding_dim, pooling, dtype
     gradient -> ledger                              kept as backward hands it over
-    update   <- ledger                              every row once; one kernel per embedding_dim
+    update   <- ledger                              every row once; one kernel for each of them
 
 Without an optimizer the ledger is not used: backward leaves a sparse gradient at each table, as
 `nn.EmbeddingBag(sparse=True)` does, and any `torch.optim` optimizer that takes one steps it.
@@ -27,7 +27,9 @@ from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
+from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.row_updater import FusedOptimizer
+from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup
 from recsys.errors import IdOutOfRange
 
@@ -55,16 +57,22 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         optimizer: How rows are updated; None leaves sparse gradients to an optimizer of torch's.
         auto_apply: With an optimizer: update at the end of each backward. Where False,
             `row_optimizer.step()` updates, once for all backward passes since the last.
+        stochastic_rounding: Of tables of bfloat16 or float16 that `optimizer` moves: up or down
+            with the probabilities that make a row right on average, as in FBGEMM; where False, to
+            nearest, which loses steps that are small beside the row.
+        rounding_seed: Of that chance. Rows depend on it, the step and their place alone, so the
+            same seed gives the same bits.
 
     Attributes:
         embedding_bags: The tables by name, as `nn.EmbeddingBag`s that hold the weights.
         row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
 
     Shape:
-        result (B, sum of dims), columns in table order, then feature order.
+        result (B, sum of dims), columns in table order, then feature order; float32, of tables of
+        16 bits too.
 
     Raises:
-        ValueError: names are not distinct, or a pooling is unknown.
+        ValueError: names are not distinct, or a pooling or data type is unknown.
     """
 
     def __init__(
@@ -75,9 +83,11 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         *,
         optimizer: RowOptimizer | None = None,
         auto_apply: bool = True,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
         _bags: nn.ModuleDict | None = None,
     ) -> None:
-        super().__init__(tables, poolings=("sum", "mean"))
+        super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
         self._is_weighted = is_weighted
         self._updater: RowUpdater | None = None
         self.row_optimizer: FusedOptimizer | None = None
@@ -86,7 +96,12 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             self.reset_parameters()
         self._lay_out(self._own_places())
         if optimizer is not None:
-            self._optimize(optimizer, auto_apply=auto_apply)
+            self._optimize(
+                optimizer,
+                auto_apply=auto_apply,
+                stochastic_rounding=stochastic_rounding,
+                rounding_seed=rounding_seed,
+            )
 
     @classmethod
     def from_torchrec(
@@ -106,11 +121,12 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             auto_apply: As for the class.
 
         Raises:
-            ValueError: rows are not float32 on the CPU; or tables are marked, and with an optimizer
-                that has no formula here, or not all alike, or although `optimizer` is given.
+            ValueError: rows are not float32, bfloat16 or float16 on the CPU; or tables are marked,
+                and with an optimizer that has no formula here, or not all alike, or although
+                `optimizer` is given.
         """
         for name, bag in collection.embedding_bags.items():
-            _require_float32(name, bag.weight)
+            _require_rows(name, bag.weight)
         module = cls._on_bags_of(collection)
         marks = read_marks(
             list(zip(module.embedding_bags, module.table_weights(), strict=True)), optimizer
@@ -211,17 +227,25 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                     mode=pooling_of(table),
                     sparse=True,
                     # reset_parameters draws; nn.EmbeddingBag would first draw normal ones.
-                    _weight=empty_rows(table.num_embeddings, table.embedding_dim, device=device),
+                    _weight=empty_rows(
+                        table.num_embeddings,
+                        table.embedding_dim,
+                        dtype=DATA_TYPES[data_type_of(table)],
+                        device=device,
+                    ),
                 )
                 for table in self._tables
             }
         )
 
     def _own_places(self) -> list[tuple[TableGroup, int]]:
-        """A group for each dim and pooling."""
-        members: dict[tuple[int, str], list[nn.Module]] = {}
+        """A group for each dim, pooling and dtype."""
+        members: dict[tuple[int, str, torch.dtype], list[nn.Module]] = {}
         numbers = []
-        kinds = [(table.embedding_dim, pooling_of(table)) for table in self._tables]
+        kinds = [
+            (table.embedding_dim, pooling_of(table), weight.dtype)
+            for table, weight in zip(self._tables, self.table_weights(), strict=True)
+        ]
         for kind, bag in zip(kinds, self.embedding_bags.values(), strict=True):
             numbers.append(len(members.setdefault(kind, [])))
             members[kind].append(bag)
@@ -240,7 +264,14 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         ]
         self._means = {layout.is_mean for layout in self._layouts}
 
-    def _optimize(self, optimizer: RowOptimizer, *, auto_apply: bool) -> None:
+    def _optimize(
+        self,
+        optimizer: RowOptimizer,
+        *,
+        auto_apply: bool,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
+    ) -> None:
         groups = list(dict.fromkeys(layout.group for layout in self._layouts))
         self.row_optimizer = FusedOptimizer(
             {
@@ -250,6 +281,8 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             groups,
             optimizer,
             auto_apply=auto_apply,
+            stochastic_rounding=stochastic_rounding,
+            rounding_seed=rounding_seed,
         )
         self._updater = self.row_optimizer.updater
 
@@ -263,7 +296,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                 f"{self._place(features, value)}: the weight of id {int(features.values()[value])} "
                 "is nan; every lookup needs a number"
             )
-        return weights.to(self.table_weights()[0].dtype)
+        return weights.to(compute_dtype(self.table_weights()[0].dtype))
 
     def _place(self, features: Features, value: int) -> str:
         bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
@@ -331,9 +364,10 @@ class _Layout:
         return self._lookups
 
 
-def _require_float32(name: str, weight: torch.Tensor) -> None:
-    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+def _require_rows(name: str, weight: torch.Tensor) -> None:
+    if weight.dtype not in DATA_TYPES.values() or weight.device.type != "cpu":
         raise ValueError(
-            f"table {name!r}: rows must be float32 on the CPU, got {weight.dtype} on "
-            f"{weight.device}; convert them by .float() and .cpu(), or leave the table to TorchRec"
+            f"table {name!r}: rows must be float32, bfloat16 or float16 on the CPU, got "
+            f"{weight.dtype} on {weight.device}; convert them by .float() and .cpu(), or leave the "
+            "table to TorchRec"
         )

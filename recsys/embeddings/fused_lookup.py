@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups, pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.row_update import LedgerEntry
+from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.table_group import TableGroup, sparse_gradients
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def fused_lookup(
         explain: From the position of a value that is no row to the error that says so.
 
     Shape:
-        bag_weights (N,); result (B, W).
+        bag_weights (N,); result (B, W), both in the dtype that rows are computed in.
 
     Raises:
         RuntimeError: the tables' gradients would have to be shared between processes; in backward,
@@ -86,8 +87,8 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
         first = call.parts[0]
-        weight = first.group.weights()[0]
-        result = torch.empty(first.bags.batch_size, first.lookups.width, dtype=weight.dtype)
+        dtype = compute_dtype(first.group.weights()[0].dtype)
+        result = torch.empty(first.bags.batch_size, first.lookups.width, dtype=dtype)
         for part in call.parts:
             bad = pooled_lookup(part.group.space(), part.lookups, part.bags, result)
             if bad >= 0:

@@ -34,6 +34,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from recsys.embeddings.kernels.rounding import fold, round_reference
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -201,8 +203,11 @@ def update_reference(
     rows: Tensor,
     gradients: Tensor,
     step: int = 1,
+    key: int | None = None,
 ) -> None:
     """Move rows in place, in plain PyTorch.
+
+    A table of 16 bits is computed in float32 and rounded.
 
     Args:
         optimizer: The formula.
@@ -211,16 +216,33 @@ def update_reference(
         rows: The row each gradient belongs to; a row may occur several times.
         gradients: In lookup order.
         step: Number of the step, from 1.
+        key: Of a table of 16 bits: its `table_key`, to round stochastically; None for to nearest.
 
     Shape:
-        weight (E, D); states (E, size) each; rows (N,) int64; gradients (N, D).
+        weight (E, D); states (E, size) each; rows (N,) int64; gradients (N, D), the states and
+        they in the dtype that is computed in.
     """
     distinct, inverse = torch.unique(rows, return_inverse=True)
     summed = gradients.new_zeros(len(distinct), weight.shape[1]).index_add_(0, inverse, gradients)
     rate, eps = optimizer.rate_and_eps(optimizer.lr, step)
+    weight[distinct] = _stored(
+        weight[distinct].to(summed.dtype) - _change(optimizer, states, distinct, summed, rate, eps),
+        weight.dtype,
+        None if key is None else [fold(key, row) for row in distinct.tolist()],
+    )
+
+
+def _change(
+    optimizer: RowOptimizer,
+    states: Sequence[Tensor],
+    distinct: Tensor,
+    summed: Tensor,
+    rate: float,
+    eps: float,
+) -> Tensor:
+    """What is taken from each row; its state moves."""
     if isinstance(optimizer, SGD):
-        weight[distinct] -= rate * summed
-        return
+        return rate * summed
     squares = summed * summed
     if isinstance(optimizer, RowWiseAdagrad | PartialRowWiseAdam):
         squares = squares.mean(1, keepdim=True)
@@ -231,7 +253,18 @@ def update_reference(
         states[0][distinct] += (1 - optimizer.betas[0]) * (summed - states[0][distinct])
         direction = states[0][distinct]
         states[1][distinct] += (1 - optimizer.betas[1]) * (squares - states[1][distinct])
-    weight[distinct] -= rate * direction / (states[-1][distinct].sqrt() + eps)
+    divisor = states[-1][distinct].sqrt() + eps
+    # In the kernel's order, so that both give the same bits.
+    if isinstance(optimizer, Adagrad):
+        return rate * direction / divisor
+    if isinstance(optimizer, Adam):
+        return rate * (direction / divisor)
+    return torch.full_like(divisor, rate) / divisor * direction
+
+
+def _stored(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | None) -> Tensor:
+    is_narrow = dtype in (torch.bfloat16, torch.float16)
+    return round_reference(values, dtype, keys) if is_narrow else values
 
 
 def _correction(betas: tuple[float, float], step: int) -> float:

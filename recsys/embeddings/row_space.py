@@ -23,11 +23,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["RowSpace"]
+__all__ = ["RowSpace", "compute_dtype"]
 
 _address = torch.Tensor.data_ptr
 
-_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
+# By a table's dtype: what kernels see, and what they compute in.
+_DTYPES: dict[torch.dtype, tuple[type[np.generic], torch.dtype]] = {
+    torch.float32: (np.float32, torch.float32),
+    torch.float64: (np.float64, torch.float64),
+    torch.bfloat16: (np.uint16, torch.float32),
+    torch.float16: (np.int16, torch.float32),
+}
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What gradients and state of tables of a dtype have, and pooled rows; see `rounding`."""
+    return _DTYPES[dtype][1] if dtype in _DTYPES else dtype
 
 
 class RowSpace:
@@ -38,6 +49,9 @@ class RowSpace:
 
     Attributes:
         dim: D.
+        dtype: Of `flat`; uint16 for bfloat16, int16 for float16.
+        compute_dtype: What kernels compute in.
+        is_narrow: Whether rows are rounded as they are written.
         flat: Everything from the lowest table's first byte to the highest's last, one-dimensional.
         bases: Where each table begins in it, (T,) uint64.
         sizes: E of each table, (T,) uint64.
@@ -55,10 +69,13 @@ class RowSpace:
         dtype, self.dim, device_type = kinds.pop()
         if dtype not in _DTYPES or device_type != "cpu":
             raise ValueError(
-                f"rows must be float32 or float64 on the CPU, got {dtype} on {device_type}; "
-                "convert them, or leave out optimizer="
+                "rows must be float32, float64, bfloat16 or float16 on the CPU, got "
+                f"{dtype} on {device_type}; convert them, or leave out optimizer="
             )
-        self.dtype = np.dtype(_DTYPES[dtype])
+        stored, computed = _DTYPES[dtype]
+        self.dtype = np.dtype(stored)
+        self.compute_dtype = np.dtype(_DTYPES[computed][0])
+        self.is_narrow = computed != dtype
         self.sizes = np.array([len(table) for table in tables], np.uint64)
         for table in tables:
             if not table.is_contiguous():

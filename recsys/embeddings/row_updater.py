@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
 from recsys.embeddings.kernels.row_update import row_update
 from recsys.embeddings.memory import empty_rows
-from recsys.embeddings.row_space import RowSpace
+from recsys.embeddings.row_space import RowSpace, compute_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,8 @@ class Translation:
         state_names: Under which name the optimizer keeps each of the formula's state arrays; what
             is not here has the formula's own name.
         learning_rate: Of a param group at a step, the first being 1.
-        counts_steps: Whether `state[table]["step"]` is kept.
+        counts_steps: Whether `state[table]["step"]` is kept. Of rows that are rounded by chance it
+            is in any case.
     """
 
     formula: Callable[[Mapping[str, Any]], RowOptimizer]
@@ -152,6 +154,7 @@ class _GroupUpdater:
         self._host, self._number, self._translation = host, number, translation
         self._weights = group.weights()
         self._states: list[tuple[str, RowSpace]] = []
+        self._numbers: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose memory is elsewhere."""
@@ -167,15 +170,22 @@ class _GroupUpdater:
         weights = self._weights
         moved = {table for entry in ledger for table in entry.lookups.tables.tolist()}
         rates_T2 = np.zeros((len(weights), 2))
-        if self._translation.counts_steps:
+        space, keys_T = self.group.space(), TO_NEAREST
+        is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
+        if is_by_chance:
+            keys_T = np.zeros(len(weights), np.uint64)
+        if self._translation.counts_steps or is_by_chance:
             for table in moved:
                 step = self._count_step(weights[table])
                 lr = self._translation.learning_rate(settings, step)
                 rates_T2[table] = formula.rate_and_eps(lr, step)
+                if is_by_chance:
+                    seed = settings.get("rounding_seed", 0)
+                    keys_T[table] = table_key(seed, step, self._number_of(table))
         else:
             rates_T2[:] = formula.rate_and_eps(self._translation.learning_rate(settings, 1), 1)
         states = self._state_spaces(formula, moved)
-        row_update(self.group.space(), states, formula, rates_T2, ledger)
+        row_update(space, states, formula, rates_T2, ledger, keys_T)
         # As an in-place operation of torch's does: who has kept a table for backward will know.
         torch.autograd.graph.increment_version([weights[table] for table in moved])
 
@@ -197,6 +207,14 @@ class _GroupUpdater:
         state = self._host.state[weight]
         state["step"] = state.get("step", 0) + 1
         return int(state["step"])
+
+    def _number_of(self, table: int) -> int:
+        """Where the optimizer has a table: no other has the number, however tables are grouped."""
+        if not self._numbers:
+            known = [weight for group in self._host.param_groups for weight in group["params"]]
+            places = {id(weight): number for number, weight in enumerate(known)}
+            self._numbers = [places[id(weight)] for weight in self._weights]
+        return self._numbers[table]
 
     def _state_spaces(self, formula: RowOptimizer, moved: set[int]) -> list[RowSpace]:
         names = {
@@ -223,14 +241,15 @@ class _GroupUpdater:
         when they do.
         """
         columns = (size,) if size > 1 else ()
+        dtype = compute_dtype(weight.dtype)
         if not is_needed and name not in self._host.state.get(weight, {}):
-            return weight.new_empty(0, *columns)
+            return weight.new_empty(0, *columns, dtype=dtype)
         state = self._host.state[weight]
         known: Tensor | None = state.get(name)
         if known is None:
-            state[name] = known = empty_rows(len(weight), *columns, dtype=weight.dtype).zero_()
-        elif known.dtype != weight.dtype or not known.is_contiguous():
-            state[name] = known = known.to(weight.dtype).contiguous()
+            state[name] = known = empty_rows(len(weight), *columns, dtype=dtype).zero_()
+        elif known.dtype != dtype or not known.is_contiguous():
+            state[name] = known = known.to(dtype).contiguous()
         return known
 
 
@@ -243,6 +262,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         formula: How rows move. Its fields are the settings, to be changed in `param_groups`.
         auto_apply: Whether rows move at the end of each backward pass; `step` then has nothing
             left to do.
+        stochastic_rounding: Of tables of 16 bits: whether rows are rounded so that they are right
+            on average; else to nearest. Kept in `param_groups`, as is the next.
+        rounding_seed: What that rounding depends on, beside the place of a number and the step.
     """
 
     def __init__(
@@ -252,8 +274,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         formula: RowOptimizer,
         *,
         auto_apply: bool,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
     ) -> None:
         settings = {field.name: getattr(formula, field.name) for field in fields(formula)}
+        settings |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed}
         super().__init__([table for table, _ in tables.values()], settings)
         self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
         self._formula = formula

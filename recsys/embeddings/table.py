@@ -6,12 +6,15 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["POOLINGS", "TableConfig", "output_names"]
+__all__ = ["DATA_TYPES", "POOLINGS", "TableConfig", "data_type_of", "output_names"]
 
 POOLINGS = ("sum", "mean")
+DATA_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +27,10 @@ class TableConfig:
         embedding_dim: D, columns.
         feature_names: The features that look rows up in it; the table's name where none is given.
         pooling: "sum" or "mean" of a bag's rows.
+        data_type: Of the rows: "fp32", "fp16" or "bf16", or TorchRec's `DataType` of that value.
 
     Raises:
-        ValueError: a size is not positive, or the pooling is unknown.
+        ValueError: a size is not positive, or the pooling or the data type is unknown.
     """
 
     name: str
@@ -34,6 +38,7 @@ class TableConfig:
     embedding_dim: int
     feature_names: tuple[str, ...] = ()
     pooling: str = "sum"
+    data_type: str = "fp32"
 
     def __post_init__(self) -> None:
         if self.num_embeddings < 1 or self.embedding_dim < 1:
@@ -45,6 +50,7 @@ class TableConfig:
             raise ValueError(
                 f"table {self.name!r}: pooling must be one of {POOLINGS}, got {self.pooling!r}"
             )
+        object.__setattr__(self, "data_type", data_type_of(self))
         if not self.feature_names:
             object.__setattr__(self, "feature_names", (self.name,))
 
@@ -61,3 +67,18 @@ def output_names(tables: Sequence[Any]) -> list[str]:
         for table in tables
         for feature in table.feature_names
     ]
+
+
+def data_type_of(table: Any) -> str:
+    """What a table's config says, "fp32" where nothing; TorchRec's `DataType` by its value.
+
+    Raises:
+        ValueError: no table of ours can have it.
+    """
+    data_type = getattr(table, "data_type", "fp32")
+    found = str(getattr(data_type, "value", data_type)).lower()
+    if found not in DATA_TYPES:
+        raise ValueError(
+            f"table {table.name!r}: data_type must be one of {tuple(DATA_TYPES)}, got {found!r}"
+        )
+    return found

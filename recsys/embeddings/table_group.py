@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.kernels.row_update import LedgerEntry
-from recsys.embeddings.row_space import RowSpace
+from recsys.embeddings.row_space import RowSpace, compute_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ class TableGroup:
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:
                 known = _plain_grad(weight)
-                _set_plain_grad(weight, gradient if known is None else known + gradient)
+                _set_plain_grad(weight, gradient if known is None else _added(known, gradient))
 
     def take_ledger(self) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left."""
@@ -162,7 +162,8 @@ class TableGroup:
                 width=self.dim,
             )
         bags = Bags(rows.numpy(), None, None, len(rows), is_mean=False)
-        return LedgerEntry(self._whole_tables[table], bags, values.contiguous())
+        values = values.to(compute_dtype(values.dtype)).contiguous()
+        return LedgerEntry(self._whole_tables[table], bags, values)
 
 
 class LedgerParameter(nn.Parameter):
@@ -217,7 +218,7 @@ def sparse_gradients(
     """By table: the rows looked up in lookup order and the gradient of each; None of no lookup.
 
     Shape:
-        weights (E, D) each; results sparse (E, D), not coalesced.
+        weights (E, D) each; results sparse (E, D), not coalesced, each of its weight's dtype.
     """
     found: list[Tensor | None] = []
     for number, weight in enumerate(weights):
@@ -233,7 +234,7 @@ def sparse_gradients(
         found.append(
             torch.sparse_coo_tensor(
                 torch.cat(rows).unsqueeze(0),
-                torch.cat(gradients),
+                torch.cat(gradients).to(weight.dtype),
                 weight.shape,
                 check_invariants=False,
             )
@@ -241,6 +242,12 @@ def sparse_gradients(
             else None
         )
     return found
+
+
+def _added(known: Tensor, more: Tensor) -> Tensor:
+    """In the dtype that is computed in: torch cannot add sparse tensors of float16."""
+    dtype = compute_dtype(known.dtype)
+    return (known.to(dtype) + more.to(dtype)).to(known.dtype)
 
 
 def _by_value(bags: Bags, first_bag: int, of_bags: Tensor) -> tuple[Tensor, Tensor]:

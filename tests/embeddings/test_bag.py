@@ -14,6 +14,9 @@ ID_TYPES = st.sampled_from([torch.int32, torch.int64])
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+    # torch sums gradients of these, and averages rows, in the dtype itself; ours in float32.
+    torch.float16: {"rtol": 4e-3, "atol": 8e-3},
+    torch.bfloat16: {"rtol": 3e-2, "atol": 6e-2},
 }
 # What each gradient is multiplied by when the loss is made, so that no two are alike.
 WAVE = torch.arange(1.0, 101, dtype=torch.float64).sin()
@@ -225,15 +228,18 @@ def test_arguments_need_not_be_contiguous():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_torchs_without_an_optimizer_and_refused_with_one(dtype):
+def test_half_precision_is_torchs_without_an_optimizer(dtype):
     plain, own = both({"mode": "sum", "dtype": dtype})
     ids = torch.tensor([[1, 5, 2], [0, 0, 6]])
     weights = torch.linspace(0, 1, 6, dtype=dtype).view(2, 3)
 
     assert torch.equal(own(ids), plain(ids))
     assert torch.equal(own(ids, None, weights), plain(ids, None, weights))
-    with pytest.raises(ValueError, match="rows must be float32 or float64 on the CPU, got"):
-        HotColdEmbeddingBag(NUM_ROWS, 3, dtype=dtype, optimizer=SGD(lr=1.0))
+
+
+def test_rows_that_kernels_do_not_know_are_refused_with_an_optimizer():
+    with pytest.raises(ValueError, match=r"or float16 on the CPU, got torch\.complex64 on cpu"):
+        HotColdEmbeddingBag(NUM_ROWS, 3, dtype=torch.complex64, optimizer=SGD(lr=1.0))
 
 
 def test_a_table_on_another_device_is_refused_with_an_optimizer():

@@ -218,6 +218,6 @@ def test_marks_must_be_alike():
         HotColdEmbeddingBagCollection.from_torchrec(theirs)
 
 
-def test_rows_that_are_not_float32_are_refused():
-    with pytest.raises(ValueError, match=r"table 'users': rows must be float32 on the CPU, got"):
+def test_rows_of_float64_are_refused():
+    with pytest.raises(ValueError, match=r"'users': rows must be float32, .* on the CPU, got"):
         HotColdEmbeddingBagCollection.from_torchrec(collection().double())

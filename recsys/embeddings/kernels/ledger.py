@@ -32,7 +32,8 @@ class LedgerEntry(NamedTuple):
     Attributes:
         lookups: What was looked up where.
         bags: The input.
-        gradient: Of the pooled rows, (B, W); each row contiguous, and behind the one before.
+        gradient: Of the pooled rows, (B, W), in the dtype that rows are computed in; each row
+            contiguous, and behind the one before.
         ids: What the bags are views of, and the version of each.
     """
 
@@ -69,7 +70,7 @@ def join_ledger(
     )
     return (
         _segments(shapes, space.sizes.tobytes()),
-        _values(ledger, space.dtype),
+        _values(ledger, space.compute_dtype),
         _join([_flat(entry.gradient) for entry in ledger]),
     )
 

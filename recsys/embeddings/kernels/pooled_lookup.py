@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from recsys.embeddings.kernels.copying import copy_run
 from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
+from recsys.embeddings.kernels.rounding import widen
 from recsys.jit import ParallelKernel, kernel, num_parts, parallel_kernel
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Bags(NamedTuple):
     Attributes:
         values: Rows, (N,) int32 or int64, feature by feature.
         offsets: Where bags begin, (F * B + 1,), of the same dtype; None where bag i is value i.
-        weights: One factor per value, (N,), in the rows' dtype; None for 1.
+        weights: One factor per value, (N,), in the dtype that rows are computed in; None for 1.
         batch_size: B.
         is_mean: Whether a bag is averaged.
     """
@@ -181,14 +182,16 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
         space: The tables.
         lookups: What is looked up where.
         bags: The input.
-        result: (B, W), contiguous, in the rows' dtype; other columns are left alone.
+        result: (B, W), contiguous, in the dtype that rows are computed in; other columns are left
+            alone.
 
     Returns:
         The first value that is no row of its table, by position; -1 where there is none. The
         columns of `result` are undefined where there is one.
     """
     if bags.offsets is None and bags.weights is None:
-        one_hot = _one_hot_kernel(space.dim if space.dim in _COMPILED_DIMS else 0, _line_of(space))
+        compiled_dim = space.dim if space.dim in _COMPILED_DIMS else 0
+        one_hot = _one_hot_kernel(compiled_dim, _line_of(space), space.is_narrow)
         num_bytes = len(lookups.tables) * bags.batch_size * space.dim * space.dtype.itemsize
         is_small = num_bytes < MIN_SHARED_BYTES
         return (one_hot.alone if is_small else one_hot)(
@@ -209,7 +212,7 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
         bags.values,
         _offsets_of(bags),
         bags.weights is not None,
-        np.empty(0, space.dtype) if bags.weights is None else bags.weights,
+        np.empty(0, space.compute_dtype) if bags.weights is None else bags.weights,
         bags.is_mean,
         bags.batch_size,
         lookups.width,
@@ -288,7 +291,7 @@ def _first_bad(bad_P: NDArray[np.int64]) -> int:
 
 
 @cache
-def _one_hot_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., int]:
+def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> ParallelKernel[..., int]:
     """The kernel for one-hot bags of this dim; 0 for one that takes any."""
 
     @parallel_kernel
@@ -321,6 +324,9 @@ def _one_hot_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., int]:
                     if row >= size:  # a negative one is among the largest
                         if bad[part] < 0 or np.int64(place) < bad[part]:
                             bad[part] = np.int64(place)
+                    elif is_narrow:  # known when the kernel is compiled
+                        for d in range(dim):
+                            result[target + d] = widen(flat[base + row * dim + d])
                     else:
                         copy_run(result, target, flat, base + row * dim, dim)
                     target += np.uint64(width)
@@ -374,12 +380,12 @@ def _bags_kernel(
                     if has_weights:
                         weight = weights_N[place]
                         for d in range(dim):
-                            result[target + d] += weight * flat[source + d]
+                            result[target + d] += weight * widen(flat[source + d])
                     else:
                         for d in range(dim):
-                            result[target + d] += flat[source + d]
+                            result[target + d] += widen(flat[source + d])
                 if is_mean and end_place > first_place:
-                    count = flat.dtype.type(end_place - first_place)
+                    count = result.dtype.type(end_place - first_place)
                     for d in range(dim):
                         result[target + d] /= count
                 target += np.uint64(width)
@@ -411,8 +417,8 @@ def _dots_kernel(
             for bag in range(first + begin, first + end):
                 for place in range(np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])):
                     source = base + np.uint64(values_N[place]) * dim
-                    dot = flat.dtype.type(0)
+                    dot = result_N.dtype.type(0)
                     for d in range(dim):
-                        dot += flat[source + d] * gradient[of_bag + d]
+                        dot += widen(flat[source + d]) * gradient[of_bag + d]
                     result_N[place] += dot
                 of_bag += np.uint64(width)

@@ -23,6 +23,7 @@ from numba import prange
 
 from recsys.embeddings.kernels.ledger import LedgerEntry, Segments, Values, join_ledger
 from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
+from recsys.embeddings.kernels.rounding import TO_NEAREST, key_of_row, narrow, widen
 from recsys.embeddings.kernels.turns import next_turn
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.jit import kernel, num_parts, parallel_kernel
@@ -61,6 +62,7 @@ def row_update(
     optimizer: RowOptimizer,
     rates_T2: NDArray[np.float64],
     ledger: Sequence[LedgerEntry],
+    keys_T: NDArray[Any] = TO_NEAREST,
 ) -> None:
     """Sum what the ledger holds for each row, in lookup order, and move each row once.
 
@@ -72,10 +74,11 @@ def row_update(
         optimizer: The formula.
         rates_T2: What the optimizer's `rate_and_eps` gives for each table's learning rate and step.
         ledger: One entry per backward pass since the last update, in order.
+        keys_T: Of rows of 16 bits, to be rounded stochastically: `table_key` of each table, uint64.
     """
     if not ledger:
         return
-    nothing = np.empty(0, space.dtype)
+    nothing = np.empty(0, space.compute_dtype)
     first = states[0] if states else None
     second = states[1] if len(states) > 1 else None
     beta1, beta2 = getattr(optimizer, "betas", (0.0, 0.0))
@@ -89,9 +92,10 @@ def row_update(
             space.bases if second is None else second.bases,
         ),
         _KINDS[type(optimizer)],
-        rates_T2.astype(space.dtype),
-        space.dtype.type(1 - beta1),
-        space.dtype.type(1 - beta2),
+        rates_T2.astype(space.compute_dtype),
+        space.compute_dtype.type(1 - beta1),
+        space.compute_dtype.type(1 - beta2),
+        keys_T,
         *join_ledger(ledger, space),
         np.uint64(space.dim),
         num_parts(),
@@ -130,6 +134,7 @@ def _row_update_kernel(
     rates_T2: NDArray[Any],
     share1: float,
     share2: float,
+    keys_T: NDArray[Any],
     segments: Segments,
     values: Values,
     gradient: NDArray[Any],
@@ -152,8 +157,8 @@ def _row_update_kernel(
                 num_lookups += np.int64(end) - np.int64(begin)
         most = max(most, num_lookups)
     for _ in prange(num_parts):
-        found = _make_room(most, values.has_weights or values.is_mean, rows.flat)
-        summed_D = np.empty(dim, rows.flat.dtype)
+        found = _make_room(most, values.has_weights or values.is_mean, gradient)
+        summed_D = np.empty(dim, gradient.dtype)
         while True:
             task = next_turn(turns)
             if task >= num_tables * num_shares:
@@ -179,12 +184,13 @@ def _row_update_kernel(
                 rates_T2[table, 1],
                 share1,
                 share2,
+                keys_T,
                 summed_D,
             )
 
 
 @kernel
-def _make_room(most: np.int64, is_scaled: bool, flat: NDArray[Any]) -> _Sorted:
+def _make_room(most: np.int64, is_scaled: bool, gradient: NDArray[Any]) -> _Sorted:
     """For a table's lookups; the hash table stays at most half full."""
     hash_size = 2
     while hash_size < 2 * most:
@@ -193,12 +199,12 @@ def _make_room(most: np.int64, is_scaled: bool, flat: NDArray[Any]) -> _Sorted:
     return _Sorted(
         np.empty(most, np.uint32),
         np.empty(most, np.uint64),
-        np.empty(num_scales, flat.dtype),
+        np.empty(num_scales, gradient.dtype),
         np.empty(hash_size, np.uint32),
         np.empty(most, np.uint64),
         np.empty(most, np.uint32),
         np.empty(most + _LOOKUPS_AHEAD, np.uint64),
-        np.empty(num_scales, flat.dtype),
+        np.empty(num_scales, gradient.dtype),
     )
 
 
@@ -289,6 +295,7 @@ def _move_rows(
     eps: float,
     share1: float,
     share2: float,
+    keys_T: NDArray[Any],
     summed_D: NDArray[Any],
 ) -> None:
     """Sum every row's gradients in lookup order and move it.
@@ -302,7 +309,7 @@ def _move_rows(
     sources, scales = found.sources_by_row, found.scales_by_row
     dim = np.uint64(len(summed_D))
     is_scaled = len(scales) > 0
-    line = np.uint64(LINE_BYTES // flat.itemsize)
+    line = np.uint64(LINE_BYTES // gradient.itemsize)
     is_wide1 = kind in (_ADAGRAD, _ADAM, _PARTIAL_ROWWISE_ADAM)
     lookup = np.uint64(0)
     for number in range(num_rows):
@@ -340,21 +347,25 @@ def _move_rows(
             lookup += _ONE
         row = found.rows[number]
         first = base + row * dim
+        key = key_of_row(keys_T, table, row)
         if kind == _SGD:
             for d in range(dim):
-                flat[first + d] -= rate * summed_D[d]
+                moved = widen(flat[first + d]) - rate * summed_D[d]
+                flat[first + d] = narrow(flat[first + d], moved, key, d)
         elif kind == _ADAGRAD:
             of_row = base1 + row * dim
             for d in range(dim):
                 squares = first_state[of_row + d] + summed_D[d] * summed_D[d]
                 first_state[of_row + d] = squares
-                flat[first + d] -= rate * summed_D[d] / (np.sqrt(squares) + eps)
+                moved = widen(flat[first + d]) - rate * summed_D[d] / (np.sqrt(squares) + eps)
+                flat[first + d] = narrow(flat[first + d], moved, key, d)
         elif kind == _ROWWISE_ADAGRAD:
             of_row = base1 + row
-            first_state[of_row] += _sum_of_squares(summed_D) / flat.dtype.type(dim)
+            first_state[of_row] += _sum_of_squares(summed_D) / summed_D.dtype.type(dim)
             step = rate / (np.sqrt(first_state[of_row]) + eps)
             for d in range(dim):
-                flat[first + d] -= step * summed_D[d]
+                moved = widen(flat[first + d]) - step * summed_D[d]
+                flat[first + d] = narrow(flat[first + d], moved, key, d)
         elif kind == _ADAM:
             of_row, of_row2 = base1 + row * dim, base2 + row * dim
             for d in range(dim):
@@ -364,18 +375,20 @@ def _move_rows(
                 squares += share2 * (summed_D[d] * summed_D[d] - squares)
                 first_state[of_row + d] = average
                 second_state[of_row2 + d] = squares
-                flat[first + d] -= rate * (average / (np.sqrt(squares) + eps))
+                moved = widen(flat[first + d]) - rate * (average / (np.sqrt(squares) + eps))
+                flat[first + d] = narrow(flat[first + d], moved, key, d)
         else:
             of_row, of_row2 = base1 + row * dim, base2 + row
             squares = second_state[of_row2]
-            squares += share2 * (_sum_of_squares(summed_D) / flat.dtype.type(dim) - squares)
+            squares += share2 * (_sum_of_squares(summed_D) / summed_D.dtype.type(dim) - squares)
             second_state[of_row2] = squares
             step = rate / (np.sqrt(squares) + eps)
             for d in range(dim):
                 average = first_state[of_row + d]
                 average += share1 * (summed_D[d] - average)
                 first_state[of_row + d] = average
-                flat[first + d] -= step * average
+                moved = widen(flat[first + d]) - step * average
+                flat[first + d] = narrow(flat[first + d], moved, key, d)
 
 
 @kernel

@@ -191,3 +191,37 @@ def test_the_first_value_that_is_no_row_is_told(value, is_one_hot):
     bad = pooled_lookup(RowSpace(tables), lookups, bags, result)
 
     assert bad == feature_1.stop - 2
+
+
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 2**31),
+    dim=st.integers(1, 40),
+    batch_size=st.integers(0, 12),
+    longest=st.sampled_from([None, 1, 4]),
+    how=st.sampled_from(["sum", "mean", "weighted"]),
+    num_threads=st.integers(1, 3),
+)
+def test_rows_of_16_bits_are_pooled_as_the_same_rows_in_float32(
+    dtype, seed, dim, batch_size, longest, how, num_threads
+):
+    tables, lookups, values, offsets, weights = make_case(
+        seed, dim, batch_size, longest, torch.float32
+    )
+    torch.set_num_threads(num_threads)
+    stored = [table.to(dtype) for table in tables]
+    bag_weights = weights if how == "weighted" else None
+    bags = Bags.from_tensors(values, offsets, bag_weights, batch_size, is_mean=how == "mean")
+    gradient = torch.rand(batch_size, lookups.width)
+    results = []
+
+    for rows in (stored, [table.float() for table in stored]):
+        pooled = torch.full((batch_size, lookups.width), torch.nan)
+        dots = torch.zeros(len(values))
+        assert pooled_lookup(RowSpace(rows), lookups, bags, pooled) == -1
+        row_gradient_dots(RowSpace(rows), lookups, bags, gradient, dots)
+        results.append((pooled, dots))
+
+    (pooled, dots), (expected_pooled, expected_dots) = results
+    assert torch.equal(pooled, expected_pooled)
+    assert torch.equal(dots, expected_dots)

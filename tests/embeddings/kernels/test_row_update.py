@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+from recsys.embeddings.kernels.rounding import TO_NEAREST, fold, round_reference, table_key
 from recsys.embeddings.kernels.row_update import LedgerEntry, row_update
 from recsys.embeddings.optimizer import (
     SGD,
@@ -14,7 +15,7 @@ from recsys.embeddings.optimizer import (
     RowWiseAdagrad,
     update_reference,
 )
-from recsys.embeddings.row_space import RowSpace
+from recsys.embeddings.row_space import RowSpace, compute_dtype
 
 OPTIMIZERS = [
     SGD(lr=0.5),
@@ -24,6 +25,10 @@ OPTIMIZERS = [
     PartialRowWiseAdam(lr=0.1, betas=(0.8, 0.9), eps=0.5),
 ]
 SIZES = [3, 7, 1, 40]
+NARROW = [torch.bfloat16, torch.float16]
+each_optimizer = pytest.mark.parametrize(
+    "optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__
+)
 
 
 @pytest.fixture(autouse=True)
@@ -95,11 +100,19 @@ def by_value(entry, table):
 
 def states_of(tables, optimizer):
     """By state: of every table."""
-    sizes = optimizer.state_sizes(tables[0].shape[1])
-    return [[table.new_zeros(len(table), size) for table in tables] for size in sizes.values()]
+    sizes = optimizer.state_sizes(tables[0].shape[1]).values()
+    dtype = compute_dtype(tables[0].dtype)
+    return [[torch.zeros(len(table), size, dtype=dtype) for table in tables] for size in sizes]
 
 
-def run(tables, optimizer, ledgers, num_threads=2):
+def keys_of(tables, seed, step):
+    """None rounds to nearest."""
+    if seed is None:
+        return TO_NEAREST
+    return np.array([table_key(seed, step, number) for number in range(len(tables))], np.uint64)
+
+
+def run(tables, optimizer, ledgers, num_threads=2, seed=None):
     """Our update of copies, ledger by ledger; the tables and their states."""
     torch.set_num_threads(num_threads)
     tables = [table.clone() for table in tables]
@@ -107,11 +120,12 @@ def run(tables, optimizer, ledgers, num_threads=2):
     spaces = [RowSpace(state) for state in states]
     for step, ledger in enumerate(ledgers, 1):
         rates_T2 = np.array([optimizer.rate_and_eps(optimizer.lr, step)] * len(tables))
-        row_update(RowSpace(tables), spaces, optimizer, rates_T2, ledger)
+        keys_T = keys_of(tables, seed, step)
+        row_update(RowSpace(tables), spaces, optimizer, rates_T2, ledger, keys_T)
     return [*tables, *(table for state in states for table in state)]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+@each_optimizer
 @given(
     seed=st.integers(0, 2**31),
     dim=st.integers(1, 20),
@@ -191,7 +205,7 @@ def test_every_table_has_a_rate_of_its_own():
         torch.testing.assert_close(moved[number], table, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+@each_optimizer
 def test_bits_do_not_depend_on_the_number_of_threads(optimizer):
     generator = torch.Generator().manual_seed(0)
     tables = make_tables(17, generator, torch.float32)
@@ -237,3 +251,104 @@ def test_an_update_per_backward_is_not_an_update_per_step():
     apart = run(tables, Adagrad(lr=0.1), [[entry] for entry in entries])
 
     assert not torch.allclose(together[1], apart[1], atol=1e-3)
+
+
+@each_optimizer
+@pytest.mark.parametrize("seed", [None, 11])
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_rows_of_16_bits_have_the_references_bits(dtype, seed, optimizer):
+    """Gradients are whole numbers, so that squares add up to the same in any order."""
+    generator = torch.Generator().manual_seed(0)
+    tables = make_tables(16, generator, dtype)
+    ledgers = []
+    for _ in range(4):
+        entry = make_entry(16, 12, generator, torch.float32)
+        entry.gradient.copy_(torch.randint(-9, 10, entry.gradient.shape, generator=generator))
+        ledgers.append([entry])
+
+    found = run(tables, optimizer, ledgers, seed=seed)
+
+    expected = [table.clone() for table in tables]
+    states = states_of(tables, optimizer)
+    for step, (entry,) in enumerate(ledgers, 1):
+        for number in range(len(tables)):
+            key = None if seed is None else table_key(seed, step, number)
+            state = [of_table[number] for of_table in states]
+            lookups = by_value(entry, number)
+            update_reference(optimizer, expected[number], state, *lookups, step, key)
+    expected += [table for state in states for table in state]
+    assert not torch.equal(found[1], tables[1])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@each_optimizer
+@given(
+    dtype=st.sampled_from(NARROW),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    dim=st.integers(1, 40),
+    batch_sizes=st.lists(st.integers(0, 12), min_size=1, max_size=3),
+    longest=st.sampled_from([None, 1, 4]),
+    is_mean=st.booleans(),
+    num_threads=st.integers(1, 3),
+)
+def test_rows_of_16_bits_move_as_float32_ones_and_are_rounded(
+    optimizer, dtype, seed, dim, batch_sizes, longest, is_mean, num_threads
+):
+    generator = torch.Generator().manual_seed(dim)
+    tables = make_tables(dim, generator, dtype)
+    ledger = [
+        make_entry(dim, size, generator, torch.float32, longest=longest, is_mean=is_mean)
+        for size in batch_sizes
+    ]
+
+    found = run(tables, optimizer, [ledger], num_threads, seed)
+
+    expected = run([table.float() for table in tables], optimizer, [ledger], num_threads)
+    for number, table in enumerate(expected[: len(tables)]):
+        key = None if seed is None else table_key(seed, 1, number)
+        keys = None if key is None else [fold(key, row) for row in range(len(table))]
+        expected[number] = round_reference(table, dtype, keys)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@each_optimizer
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_bits_of_rows_rounded_by_chance_do_not_depend_on_the_number_of_threads(dtype, optimizer):
+    generator = torch.Generator().manual_seed(0)
+    tables = make_tables(17, generator, dtype)
+    ledger = [make_entry(17, 300, generator, torch.float32, longest=3)]
+
+    results = [run(tables, optimizer, [ledger], threads, seed=3) for threads in (1, 2, 3, 7)]
+
+    for found in results[1:]:
+        for ours, first in zip(found, results[0], strict=True):
+            assert torch.equal(ours, first)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_steps_that_the_nearest_number_loses_add_up_by_chance(dtype):
+    """600 steps, each a sixteenth of the way from a number to the next."""
+    dim, num_steps = 64, 600
+    step = torch.finfo(dtype).eps / 16
+    table = torch.ones(3, dim, dtype=dtype)
+    lookups = Lookups(
+        tables=np.zeros(1, np.uint64),
+        positions=np.zeros(1, np.uint64),
+        columns=np.zeros(1, np.uint64),
+        width=dim,
+    )
+    bags = Bags.from_tensors(torch.tensor([1]), torch.arange(2), None, 1, is_mean=False)
+    ledger = [LedgerEntry(lookups, bags, torch.full((1, dim), -step))]
+
+    [nearest] = run([table], SGD(lr=1.0), [ledger] * num_steps)
+    [by_chance] = run([table], SGD(lr=1.0), [ledger] * num_steps, seed=0)
+
+    assert torch.equal(nearest, table)
+    assert torch.equal(by_chance[::2], table[::2])
+    # Each step is up by eps with probability 1/16, in every column by itself.
+    deviation = torch.finfo(dtype).eps * (num_steps * 15 / 256 / dim) ** 0.5
+    assert by_chance[1].double().mean().item() - 1 == pytest.approx(
+        num_steps * step, abs=5 * deviation
+    )

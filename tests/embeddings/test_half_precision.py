@@ -1,0 +1,292 @@
+"""Tables of bfloat16 and float16: pooled and moved in float32, rounded as they are written."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from recsys.batch import JaggedIds
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.baselines import TorchEmbeddingBags
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.table import TableConfig
+
+TABLES = [
+    TableConfig(name="users", num_embeddings=9, embedding_dim=4, data_type="bf16"),
+    TableConfig(name="goods", num_embeddings=5, embedding_dim=4, data_type="fp16"),
+    TableConfig(name="shops", num_embeddings=3, embedding_dim=4),
+    TableConfig(name="towns", num_embeddings=9, embedding_dim=4, data_type="bf16", pooling="mean"),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]
+IDS = JaggedIds.from_one_hot(
+    [table.name for table in TABLES],
+    torch.tensor([[0, 8, 3, 3], [4, 4, 0, 2], [2, 2, 1, 2], [0, 8, 3, 3]]),
+)
+OPTIMIZERS = [
+    SGD(lr=0.01),
+    Adagrad(lr=0.01),
+    RowWiseAdagrad(lr=0.01),
+    Adam(lr=0.01),
+    PartialRowWiseAdam(lr=0.01),
+]
+each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+AT_WILL = {"auto_apply": False}
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+# Of the sparse tensors that torch itself makes.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+
+
+def build(optimizer, tables=TABLES, **settings):
+    torch.manual_seed(0)
+    return HotColdEmbeddingBagCollection(tables, optimizer=optimizer, **settings)
+
+
+def step(module):
+    pooled = module(IDS).values()
+    (pooled * torch.arange(1.0, pooled.numel() + 1).view_as(pooled).sin()).sum().backward()
+
+
+def same_rows(one, other):
+    pairs = zip(one.table_weights(), other.table_weights(), strict=True)
+    return [torch.equal(mine, theirs) for mine, theirs in pairs]
+
+
+def test_tables_have_the_data_type_of_their_config_and_are_pooled_in_float32():
+    module = build(None)
+
+    pooled = module(IDS)
+
+    assert [weight.dtype for weight in module.table_weights()] == DTYPES
+    assert [value.dtype for value in module.state_dict().values()] == DTYPES
+    assert pooled.values().dtype == torch.float32
+    for table, weight in zip(TABLES, module.table_weights(), strict=True):
+        assert torch.equal(pooled[table.name], weight.detach().float()[IDS[table.name].values()])
+
+
+def test_a_data_type_may_be_torchrecs():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    from torchrec.types import DataType
+
+    ours = TableConfig(name="a", num_embeddings=2, embedding_dim=4, data_type=DataType.BF16)
+    theirs = torchrec.EmbeddingBagConfig(
+        name="b", num_embeddings=2, embedding_dim=4, feature_names=["b"], data_type=DataType.FP16
+    )
+
+    module = HotColdEmbeddingBagCollection([ours, theirs])
+
+    assert ours.data_type == "bf16"
+    assert [weight.dtype for weight in module.table_weights()] == [torch.bfloat16, torch.float16]
+
+
+def test_an_unknown_data_type_is_refused():
+    with pytest.raises(ValueError, match=r"table 'a': data_type must be one of .* got 'int8'"):
+        TableConfig(name="a", num_embeddings=2, embedding_dim=4, data_type="int8")
+
+
+def test_a_provider_that_has_float32_rows_alone_says_so():
+    with pytest.raises(ValueError, match=r"one of \['fp32'\] with TorchEmbeddingBags, got 'bf16'"):
+        TorchEmbeddingBags(TABLES[:1])
+
+
+@each_optimizer
+def test_a_table_of_float32_does_not_notice_the_others(optimizer):
+    module = build(optimizer)
+    alone = build(optimizer, TABLES[2:3])
+    with torch.no_grad():
+        alone.table_weights()[0].copy_(module.table_weights()[2])
+
+    step(module)
+    pooled = alone(IDS).values()
+    factors = torch.arange(1.0, 65).view(4, 16).sin()[:, 8:12]
+    (pooled * factors).sum().backward()
+
+    assert torch.equal(module.table_weights()[2], alone.table_weights()[0])
+
+
+@each_optimizer
+def test_a_seed_repeats_a_run_and_another_makes_another(optimizer):
+    modules = [build(optimizer, rounding_seed=seed) for seed in (3, 3, 4)]
+
+    for module in modules:
+        for _ in range(4):
+            step(module)
+
+    assert same_rows(modules[0], modules[1]) == [True] * 4
+    assert same_rows(modules[0], modules[2])[0] is False
+    assert same_rows(modules[0], modules[2])[2] is True  # of float32: nothing is rounded
+
+
+@each_optimizer
+@pytest.mark.parametrize("is_stochastic", [True, False])
+def test_a_resumed_run_is_the_uninterrupted_one(optimizer, is_stochastic):
+    module = build(optimizer, rounding_seed=7, stochastic_rounding=is_stochastic)
+    for _ in range(3):
+        step(module)
+    resumed = build(optimizer)  # the seed and the switch are part of the state
+    resumed.load_state_dict(module.state_dict())
+    resumed.row_optimizer.load_state_dict(copy.deepcopy(module.row_optimizer.state_dict()))
+
+    for each in (module, resumed):
+        for _ in range(2):
+            step(each)
+
+    assert same_rows(module, resumed) == [True] * 4
+
+
+def test_steps_are_counted_where_chance_asks_for_it():
+    by_chance, nearest = build(SGD(lr=0.01)), build(SGD(lr=0.01), stochastic_rounding=False)
+
+    for module in (by_chance, nearest):
+        for _ in range(2):
+            step(module)
+
+    states = by_chance.row_optimizer.state_dict()["state"].values()
+    assert [list(state.values()) for state in states] == [[2], [2], [], [2]]
+    assert not any(nearest.row_optimizer.state_dict()["state"].values())
+
+
+def test_state_of_rows_is_float32():
+    module = build(Adam(lr=0.01))
+    step(module)
+
+    state = module.row_optimizer.state_dict()["state"]["embedding_bags.users.weight"]
+
+    assert state["users.momentum1"].dtype == state["users.exp_avg_sq"].dtype == torch.float32
+
+
+def test_equal_tables_are_rounded_each_by_itself():
+    tables = [
+        dataclasses.replace(TABLES[0], name=name, feature_names=("users",), pooling=pooling)
+        for name, pooling in (("one", "sum"), ("two", "sum"), ("three", "mean"))
+    ]
+    module = build(SGD(lr=0.001), tables)
+    with torch.no_grad():
+        for weight in module.table_weights():
+            weight.fill_(0.7)
+
+    for _ in range(30):
+        module(IDS).values().sum().backward()
+
+    one, two, three = (weight[[0, 3, 8]] for weight in module.table_weights())
+    assert not torch.equal(one, two)
+    assert not torch.equal(one, three)
+
+
+def test_gradients_left_to_torch_have_the_dtype_of_their_table():
+    module = build(None)
+
+    step(module)
+
+    assert [weight.grad.dtype for weight in module.table_weights()] == DTYPES
+
+
+def test_gradients_that_are_shown_have_the_dtype_of_their_table_and_add_up():
+    module = build(SGD(lr=1.0), **AT_WILL)
+
+    for _ in range(2):
+        module(IDS).values().sum().backward()
+        gradients = [weight.grad for weight in module.table_weights()]  # looking changes nothing
+
+    assert [gradient.dtype for gradient in gradients] == DTYPES
+    counts = torch.bincount(IDS["goods"].values(), minlength=5).unsqueeze(1)
+    assert torch.equal(gradients[1].to_dense(), (2 * counts).half().expand(5, 4))
+
+
+def test_torchs_optimizer_steps_rows_of_16_bits_without_ours():
+    module = build(None)
+    before = [weight.detach().clone() for weight in module.table_weights()]
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+
+    module(IDS).values().sum().backward()
+    optimizer.step()
+
+    counts = torch.bincount(IDS["users"].values(), minlength=9).unsqueeze(1)
+    expected = (before[0].float() - counts).bfloat16()
+    assert torch.equal(module.table_weights()[0], expected)
+
+
+def test_a_gradient_that_somebody_looked_at_moves_rows_in_float32():
+    looked, other = (build(Adagrad(lr=0.1), **AT_WILL) for _ in range(2))
+    for module in (looked, other):
+        module(IDS).values().sum().backward()  # gradients that 16 bits hold exactly
+
+    assert looked.table_weights()[0].grad.dtype == torch.bfloat16
+    for module in (looked, other):
+        module.row_optimizer.step()
+
+    assert same_rows(looked, other) == [True] * 4
+
+
+@each_dtype
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_bag_gives_its_tables_dtype_and_moves_its_rows(mode, dtype):
+    rows = torch.arange(18.0).view(6, 3).sin().to(dtype)
+    ids = torch.tensor([[0, 3, 3], [4, 0, 2]])
+    bag, wide = (
+        HotColdEmbeddingBag.from_pretrained(
+            table, freeze=False, mode=mode, optimizer=SGD(lr=0.5), stochastic_rounding=False
+        )
+        for table in (rows.clone(), rows.float())
+    )
+
+    results = [module(ids) for module in (bag, wide)]
+    for result in results:
+        result.sum().backward()
+
+    assert results[0].dtype == bag.weight.dtype == dtype
+    assert torch.equal(results[0], results[1].to(dtype))
+    assert torch.equal(bag.weight, wide.weight.to(dtype))
+
+
+@each_dtype
+def test_weights_of_a_bag_have_gradients_of_their_dtype(dtype):
+    bag = HotColdEmbeddingBag(5, 3, mode="sum", dtype=dtype, optimizer=SGD(lr=0.5))
+    rows = bag.weight.detach().clone()
+    weights = torch.tensor([[0.5, 2.0]], dtype=dtype, requires_grad=True)
+
+    bag(torch.tensor([[4, 1]]), per_sample_weights=weights).sum().backward()
+
+    assert torch.equal(weights.grad, rows[[4, 1]].float().sum(1).unsqueeze(0).to(dtype))
+
+
+@each_dtype
+def test_a_model_converted_after_it_was_built_goes_on(dtype):
+    module = build(Adagrad(lr=0.1), TABLES[2:3])
+    module(IDS).values().sum().backward()
+
+    module.to(dtype)
+    before = module.table_weights()[0].detach().clone()
+    module(IDS).values().sum().backward()
+
+    [weight] = module.table_weights()
+    assert weight.dtype == dtype
+    assert not torch.equal(weight, before)
+    assert module.row_optimizer.state[weight]["momentum1"].dtype == torch.float32
+
+
+def test_torchrecs_tables_are_taken_over_as_they_are():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    from torchrec.types import DataType
+
+    configs = [
+        torchrec.EmbeddingBagConfig(
+            name=kind.value,
+            num_embeddings=9,
+            embedding_dim=4,
+            feature_names=["users"],
+            data_type=kind,
+        )
+        for kind in (DataType.FP32, DataType.FP16, DataType.BF16)
+    ]
+    theirs = torchrec.EmbeddingBagCollection(configs)
+
+    ours = HotColdEmbeddingBagCollection.from_torchrec(theirs, optimizer=SGD(lr=0.5))
+    pooled = ours(IDS).values()
+
+    # TorchRec makes float16 of bfloat16.
+    dtypes = [torch.float32, torch.float16, torch.float16]
+    assert [weight.dtype for weight in ours.table_weights()] == dtypes
+    rows = [weight.detach().float()[IDS["users"].values()] for weight in ours.table_weights()]
+    assert torch.equal(pooled, torch.cat(rows, dim=1))
