@@ -11,8 +11,8 @@
     gemm_onednn   the same products, by oneDNN
 
 Precisions take turns too: everything of one batch size runs in one process, each with operands of
-its own, after warm-up rounds that are not counted. A turn is two steps of which the second is
-timed: in training a step follows one of its own. As in training, bfloat16 rules the forward pass
+its own, after warm-up rounds that are not counted. A turn is up to 17 steps of which the last is
+timed: in training a step follows its own kind, and finds in the caches what that left. As in training, bfloat16 rules the forward pass
 and what backward makes of it, and the update is in float32. Mini-batches are made beforehand.
 Kaggle's tables are 2 GiB and every whole step has its own: both precisions take 13 GiB together.
 """
@@ -87,7 +87,7 @@ def _bench_batch_size(
     batch_size: int, precisions: Sequence[str], num_rounds: int, table_sizes: Sequence[int]
 ) -> list[Row]:
     steps = {
-        (precision, provider): timed(step, num_before=1)
+        (precision, provider): timed(step, num_before=_num_before(batch_size))
         for precision in precisions
         for provider, step in {
             **_whole_steps(batch_size, precision, table_sizes, num_rounds),
@@ -139,7 +139,7 @@ def _whole_steps(
     batch_size: int, precision: str, table_sizes: Sequence[int], num_rounds: int
 ) -> dict[str, Callable[[], None]]:
     """Steps of the main job, by embeddings."""
-    num_steps = 2 * (num_rounds + _NUM_WARM_UP_ROUNDS)
+    num_steps = (_num_before(batch_size) + 1) * (num_rounds + _NUM_WARM_UP_ROUNDS)
     num_batches = max(1, min(num_steps, _MAX_SAMPLES // batch_size))
     steps: dict[str, Callable[[], None]] = {}
     for embeddings in _WHOLE:
@@ -160,6 +160,11 @@ def _whole_steps(
         ]
         steps[embeddings] = _WholeStep(model, optimizers, batches, autocast(config))
     return steps
+
+
+def _num_before(batch_size: int) -> int:
+    """Untimed steps of a turn: the more, the less a step touches."""
+    return min(16, max(1, 8192 // batch_size))
 
 
 class _WholeStep:
