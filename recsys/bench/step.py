@@ -12,8 +12,9 @@
 
 Precisions take turns too: everything of one batch size runs in one process, each with operands of
 its own, after warm-up rounds that are not counted. A turn is up to 17 steps of which the last is
-timed: in training a step follows its own kind, and finds in the caches what that left. As in training, bfloat16 rules the forward pass
-and what backward makes of it, and the update is in float32. Mini-batches are made beforehand.
+timed: in training a step follows its own kind, and finds in the caches what that left. As there,
+bfloat16 rules the forward pass and what backward makes of it, and the update is in float32.
+Mini-batches are made beforehand.
 Kaggle's tables are 2 GiB and every whole step has its own: both precisions take 13 GiB together.
 """
 
