@@ -121,8 +121,8 @@ def test_rows_that_move_otherwise_are_found_and_named(monkeypatch, dtype):
     model, optimizer = build("sgd", dtype)
     right = row_updater.row_update
 
-    def wrong(space, states, formula, rates_T2, ledger, keys_T):
-        right(space, states, formula, rates_T2 * 1.01, ledger, keys_T)
+    def wrong(space, states, formula, rates_T2, ledger, *keys):
+        right(space, states, formula, rates_T2 * 1.01, ledger, *keys)
 
     monkeypatch.setattr(row_updater, "row_update", wrong)
 
@@ -150,8 +150,8 @@ def test_a_row_that_should_not_have_moved_is_found(monkeypatch):
     model.bags[1].num_embeddings = 6
     right = row_updater.row_update
 
-    def wrong(space, states, formula, rates_T2, ledger, keys_T):
-        right(space, states, formula, rates_T2, ledger, keys_T)
+    def wrong(space, states, formula, rates_T2, ledger, *keys):
+        right(space, states, formula, rates_T2, ledger, *keys)
         space._tables[1][5, 2] += 0.5
 
     monkeypatch.setattr(row_updater, "row_update", wrong)
@@ -166,8 +166,8 @@ def test_state_is_compared_although_it_is_set_back_at_every_step(monkeypatch):
     model, optimizer = build("adagrad")
     right = row_updater.row_update
 
-    def wrong(space, states, formula, rates_T2, ledger, keys_T):
-        right(space, states, formula, rates_T2, ledger, keys_T)
+    def wrong(space, states, formula, rates_T2, ledger, *keys):
+        right(space, states, formula, rates_T2, ledger, *keys)
         states[0]._tables[0][ledger[0].bags.values[0]] += 1
 
     monkeypatch.setattr(row_updater, "row_update", wrong)

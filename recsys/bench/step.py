@@ -11,7 +11,8 @@
     gemm_onednn   the same products, by oneDNN
 
 Precisions take turns too: everything of one batch size runs in one process, each with operands of
-its own, after warm-up rounds that are not counted. As in training, bfloat16 rules the forward pass
+its own, after warm-up rounds that are not counted. A turn is two steps of which the second is
+timed: in training a step follows one of its own. As in training, bfloat16 rules the forward pass
 and what backward makes of it, and the update is in float32. Mini-batches are made beforehand.
 Kaggle's tables are 2 GiB and every whole step has its own: both precisions take 13 GiB together.
 """
@@ -26,7 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recsys.bench.harness import Row, ratio, rows_by_provider, take_turns, timed
+from recsys.bench.harness import (
+    Row,
+    ratio,
+    rows_by_provider,
+    take_turns,
+    timed,
+)
 from recsys.build import autocast, build_model, open_source
 from recsys.config import TrainConfig, load_config
 from recsys.errors import MissingDependency
@@ -43,7 +50,9 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_step"]
 
-_NUM_BATCHES = 8
+# Every whole step of a run has a mini-batch of its own, as long as they have no more samples.
+_MAX_SAMPLES = 2**18
+_NUM_WARM_UP_ROUNDS = 3
 _WHOLE = ("recsys", "torch", "fbgemm")
 
 
@@ -59,7 +68,7 @@ def bench_step(
     Args:
         batch_sizes: Each makes a case with each precision.
         precisions: "fp32" or "bf16".
-        num_rounds: Rounds that count; each provider makes one step in each.
+        num_rounds: Rounds that count; each provider makes one step that counts in each.
         table_sizes: Rows per table; Kaggle's where empty.
 
     Raises:
@@ -78,15 +87,15 @@ def _bench_batch_size(
     batch_size: int, precisions: Sequence[str], num_rounds: int, table_sizes: Sequence[int]
 ) -> list[Row]:
     steps = {
-        (precision, provider): timed(step)
+        (precision, provider): timed(step, num_before=1)
         for precision in precisions
         for provider, step in {
-            **_whole_steps(batch_size, precision, table_sizes),
+            **_whole_steps(batch_size, precision, table_sizes, num_rounds),
             **_dense_steps(batch_size, precision),
             **_gemm_steps(batch_size, precision),
         }.items()
     }
-    seconds = take_turns(steps, num_rounds)
+    seconds = take_turns(steps, num_rounds, num_warm_up_rounds=_NUM_WARM_UP_ROUNDS)
     rows = []
     for precision in precisions:
         dim = TrainConfig().model.embedding_dim
@@ -127,9 +136,11 @@ def _bench_batch_size(
 
 
 def _whole_steps(
-    batch_size: int, precision: str, table_sizes: Sequence[int]
+    batch_size: int, precision: str, table_sizes: Sequence[int], num_rounds: int
 ) -> dict[str, Callable[[], None]]:
     """Steps of the main job, by embeddings."""
+    num_steps = 2 * (num_rounds + _NUM_WARM_UP_ROUNDS)
+    num_batches = max(1, min(num_steps, _MAX_SAMPLES // batch_size))
     steps: dict[str, Callable[[], None]] = {}
     for embeddings in _WHOLE:
         config: TrainConfig = load_config(
@@ -137,7 +148,7 @@ def _whole_steps(
             embeddings=embeddings,
             precision=precision,
             synthetic={
-                "num_samples": max(14, 2 * batch_size * _NUM_BATCHES),
+                "num_samples": max(14, 2 * batch_size * num_batches),
                 "table_sizes": list(table_sizes),
             },
         )
@@ -145,7 +156,7 @@ def _whole_steps(
         model, optimizers = build_model(config, source)
         batches = [
             source.read(np.arange(number * batch_size, (number + 1) * batch_size))
-            for number in range(_NUM_BATCHES)
+            for number in range(num_batches)
         ]
         steps[embeddings] = _WholeStep(model, optimizers, batches, autocast(config))
     return steps

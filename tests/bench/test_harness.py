@@ -5,12 +5,14 @@ from functools import partial
 import numpy as np
 import pytest
 
+from recsys.bench import harness
 from recsys.bench.harness import (
     median_of_ratios,
     ratio,
     rows_by_provider,
     summarize,
     take_turns,
+    timed,
     write_rows,
 )
 
@@ -138,3 +140,14 @@ def test_a_median_of_ratios_is_over_the_cases_and_its_interval_over_their_rounds
     alone = ratio(**names, values=noisy[0][0], baseline=noisy[0][1])
     assert alone.high - alone.low > of_noisy.high - of_noisy.low  # three say more than one
     assert (of_few.low, of_few.high) == (None, None)
+
+
+def test_what_is_timed_follows_calls_of_its_own_that_are_not(monkeypatch):
+    clock = iter([10.0, 12.5])
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock))
+    calls = []
+
+    seconds = timed(lambda: calls.append(len(calls)), num_before=2)()
+
+    assert seconds == 2.5
+    assert calls == [0, 1, 2]

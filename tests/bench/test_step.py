@@ -128,7 +128,7 @@ def test_a_batch_size_leaves_no_tables_behind_for_the_next(monkeypatch):
 def test_a_whole_step_trains():
     pytest.importorskip("fbgemm_gpu")
 
-    whole_steps = step._whole_steps(8, "fp32", [20] * 26)
+    whole_steps = step._whole_steps(8, "fp32", [20] * 26, num_rounds=4)
 
     assert set(whole_steps) == {"recsys", "torch", "fbgemm"}
     for name, whole in whole_steps.items():

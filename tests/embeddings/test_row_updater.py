@@ -163,6 +163,30 @@ def test_a_gradient_of_another_use_of_the_table_is_added():
     torch.testing.assert_close((before - users)[:, 0], expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize(
+    "lay_out",
+    [
+        lambda gradient: torch.cat([gradient, torch.full((4, 5), torch.nan)], 1)[:, :12],
+        lambda gradient: torch.cat([gradient, torch.full((4, 12), torch.nan)])[:4],
+        lambda gradient: gradient.T.contiguous().T,
+        lambda gradient: gradient[:1].expand(4, 12),
+    ],
+    ids=["room between rows", "room behind", "columns first", "one row for all"],
+)
+def test_gradients_are_what_they_are_however_they_lie_in_memory(lay_out):
+    module, expected = build(SGD(lr=1.0)), build(SGD(lr=1.0))
+    gradient = lay_out(torch.arange(48.0).view(4, 12).sin())
+
+    for _ in range(2):
+        module(IDS).values().backward(gradient)
+        expected(IDS).values().backward(gradient.clone(memory_format=torch.contiguous_format))
+    for each in (module, expected):
+        each.row_optimizer.step()
+
+    for one, other in zip(module.table_weights(), expected.table_weights(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_tables_stay_the_objects_that_they_were():
     module = build(SGD(lr=1.0))
 

@@ -32,7 +32,8 @@ class LedgerEntry(NamedTuple):
     Attributes:
         lookups: What was looked up where.
         bags: The input.
-        gradient: Of the pooled rows, (B, W), contiguous, in the dtype that rows are computed in.
+        gradient: Of the pooled rows, (B, W), in the dtype that rows are computed in; each row
+            contiguous, and behind the one before.
         ids: What the bags are views of, and the version of each.
     """
 
@@ -64,12 +65,13 @@ def join_ledger(
         space: The tables.
     """
     shapes = tuple(
-        (entry.lookups, entry.bags.batch_size, _num_bags(entry.bags)) for entry in ledger
+        (entry.lookups, entry.bags.batch_size, _num_bags(entry.bags), entry.gradient.stride(0))
+        for entry in ledger
     )
     return (
         _segments(shapes, space.sizes.tobytes()),
         _values(ledger, space.compute_dtype),
-        _join([entry.gradient.view(-1).numpy() for entry in ledger]),
+        _join([_flat(entry.gradient) for entry in ledger]),
     )
 
 
@@ -96,11 +98,13 @@ class Values(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _segments(entries: tuple[tuple[Lookups, int, int], ...], sizes_T: bytes) -> Segments:
-    """Of entries of these lookups, batch sizes and numbers of bags; tables of these sizes."""
+def _segments(entries: tuple[tuple[Lookups, int, int, int], ...], sizes_T: bytes) -> Segments:
+    """Of entries of these lookups, batch sizes, numbers of bags and distances from one bag's
+    gradient to the next; tables of these sizes.
+    """  # noqa: D205  # one sentence
     segments = []
     first_bag = first_gradient = 0
-    for lookups, batch_size, num_bags in entries:
+    for lookups, batch_size, num_bags, stride in entries:
         for table, position, column in zip(
             lookups.tables.tolist(),
             lookups.positions.tolist(),
@@ -108,9 +112,9 @@ def _segments(entries: tuple[tuple[Lookups, int, int], ...], sizes_T: bytes) -> 
             strict=True,
         ):
             bag = first_bag + position * batch_size
-            segments.append((table, bag, batch_size, first_gradient + column, lookups.width))
+            segments.append((table, bag, batch_size, first_gradient + column, stride))
         first_bag += num_bags
-        first_gradient += batch_size * lookups.width
+        first_gradient += _span(batch_size, lookups.width, stride)
     segments.sort(key=lambda segment: segment[0])  # stable
     columns = np.array(segments, np.uint64).T.copy()
     sizes = np.frombuffer(sizes_T, np.uint64).astype(np.int64)
@@ -138,6 +142,17 @@ def _values(ledger: Sequence[LedgerEntry], dtype: np.dtype[Any]) -> Values:
         else np.empty(0, dtype),
         is_mean,
     )
+
+
+def _flat(gradient: Tensor) -> NDArray[Any]:
+    """From its first number to its last, with what lies between its rows."""
+    span = _span(gradient.shape[0], gradient.shape[1], gradient.stride(0))
+    flat: NDArray[Any] = gradient.as_strided((span,), (1,)).numpy()
+    return flat
+
+
+def _span(batch_size: int, width: int, stride: int) -> int:
+    return (batch_size - 1) * stride + width if batch_size else 0
 
 
 def _num_bags(bags: Bags) -> int:
