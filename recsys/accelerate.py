@@ -113,7 +113,7 @@ def accelerate(
     counterparts = {module: _counterpart(module) for module in found}
     link = None if plan is None else attach(plan, list(counterparts.values()))
     for old, new in counterparts.items():
-        new.__dict__[_KEPT] = _Kept(old, link)
+        new.__dict__[_KEPT] = _Kept(old, link, len(counterparts))
     _exchange(model, counterparts)
     return Accelerated(
         _describe(found, counterparts),
@@ -132,15 +132,23 @@ def restore(model: nn.Module) -> Accelerated:
         What was exchanged.
 
     Raises:
-        ValueError: nothing is to be put back.
+        ValueError: nothing is to be put back, or `model` is only a part of what was accelerated.
     """
     names = _names(model, lambda module: _KEPT in module.__dict__)
     if not names:
         raise ValueError("the model has no module that recsys.accelerate has put there")
     kept: dict[nn.Module, _Kept] = {module: module.__dict__[_KEPT] for module in names}
-    for link in dict.fromkeys(each.link for each in kept.values()):
-        if link is not None:
-            link.cut()
+    links = {each.link: each.num_modules for each in kept.values() if each.link is not None}
+    for link, num_modules in links.items():
+        found = sum(each.link is link for each in kept.values())
+        if found != num_modules:
+            raise ValueError(
+                f"the model has {found} of the {num_modules} modules that recsys.accelerate has "
+                "exchanged together, and the rows of all are moved together; call recsys.restore "
+                "on the whole model"
+            )
+    for link in links:
+        link.cut()
     originals = {}
     for module, each in kept.items():
         cast("_Ours", module).detach()
@@ -162,6 +170,7 @@ class _Kept:
 
     module: nn.Module
     link: Link | None
+    num_modules: int  # exchanged by the same call
 
 
 def _find(model: nn.Module) -> dict[nn.Module, list[str]]:
@@ -241,13 +250,11 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _tables(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:
-    """Every table once, by the first of its names."""
-    tables: dict[int, NamedTable] = {}
-    for module, names in found.items():
-        for table in _tables_of(module, names[0]):
-            require_movable(table)
-            tables.setdefault(id(table.weight), table)
-    return list(tables.values())
+    """Every table of every module; one that modules share comes several times."""
+    tables = [table for module, names in found.items() for table in _tables_of(module, names[0])]
+    for table in tables:
+        require_movable(table)
+    return tables
 
 
 def _tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:

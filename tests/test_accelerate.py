@@ -461,3 +461,38 @@ def test_the_tables_of_a_collection_have_one_optimizer_or_none():
         recsys.accelerate(model, optimizer=torch.optim.SGD([moved], lr=0.1))
 
     assert type(model.ebc).__module__.startswith("torchrec")
+
+
+def test_a_part_of_what_was_accelerated_is_not_restored_alone():
+    model = Holder(first=Holder(bag=bag()), second=Holder(bag=bag()))
+    recsys.accelerate(model, optimizer=sgd(model))
+
+    with pytest.raises(ValueError, match=r"has 1 of the 2 modules .* on the whole model"):
+        recsys.restore(model.first)
+
+    assert kinds(model)["first.bag"] == "HotColdEmbeddingBag"
+    recsys.restore(model)
+    assert kinds(model)["first.bag"] == kinds(model)["second.bag"] == "EmbeddingBag"
+
+
+def test_a_table_that_two_collections_share_binds_both_to_the_optimizer():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+
+    def collection(*names):
+        return torchrec.EmbeddingBagCollection(
+            [
+                torchrec.EmbeddingBagConfig(
+                    name=name, num_embeddings=5, embedding_dim=4, feature_names=[name]
+                )
+                for name in names
+            ]
+        )
+
+    model = Holder(first=collection("shared", "a"), second=collection("b", "shared"))
+    shared = model.first.embedding_bags["shared"].weight
+    model.second.embedding_bags["shared"].weight = shared
+    model.second.embedding_bags["b"].weight.requires_grad_(False)
+    moved = [shared, model.first.embedding_bags["a"].weight]
+
+    with pytest.raises(ValueError, match=r"second\.embedding_bags\.b': all tables of a"):
+        recsys.accelerate(model, optimizer=torch.optim.SGD(moved, lr=0.1))

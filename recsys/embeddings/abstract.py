@@ -41,6 +41,8 @@ class AbstractEmbeddingBags(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self._tables = list(tables)
+        if not self._tables:
+            raise ValueError(f"{type(self).__name__} must have at least one table, got none")
         names = [table.name for table in self._tables]
         if len(set(names)) != len(names):
             raise ValueError(f"table names must be distinct, got {names}")
@@ -62,7 +64,7 @@ class AbstractEmbeddingBags(nn.Module, ABC):
             for feature in table.feature_names
         ]
         # Where the features stood last time: they hardly ever stand elsewhere.
-        self._known_keys: list[str] = []
+        self._known_keys: list[str] | None = None
         self._known_positions: list[int] = []
         self._output_keys = output_names(self._tables)
         self._output_dims = [self._tables[position].embedding_dim for position, _ in self._lookups]

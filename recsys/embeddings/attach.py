@@ -127,20 +127,25 @@ def choose_plan(
 ) -> Plan | None:
     """Find out what is to move which rows by which formula; None where gradients go to torch.
 
+    Args:
+        tables: Of every module; one that modules share comes several times.
+        optimizer: As for `accelerate`.
+
     Raises:
         ValueError: the optimizer cannot move the rows, does not have them, or is one too many.
     """
+    in_modules, tables = tables, _once(tables)
     marked = [table for table in tables if hasattr(table.weight, "_optimizer_classes")]
     if optimizer is None and not marked:
         return None
     marks = read_marks(_named(marked), optimizer) if marked else None
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _plan_by_torch(tables, optimizer)
+        return _plan_by_torch(in_modules, optimizer)
     formula = optimizer if marks is None else marks.formula
     assert formula is not None
     moved = tables if marks is None else marked
     _require_whole_collections(
-        tables, {id(table.weight) for table in moved}, "marked by apply_optimizer_in_backward"
+        in_modules, {id(table.weight) for table in moved}, "marked by apply_optimizer_in_backward"
     )
 
     def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
@@ -182,7 +187,18 @@ def attach(plan: Plan, modules: Sequence[_Module]) -> Link:
     return link
 
 
-def _plan_by_torch(tables: Sequence[NamedTable], optimizer: torch.optim.Optimizer) -> Plan | None:
+def _once(tables: Sequence[NamedTable]) -> list[NamedTable]:
+    """Every table by the first of its names."""
+    found: dict[int, NamedTable] = {}
+    for table in tables:
+        found.setdefault(id(table.weight), table)
+    return list(found.values())
+
+
+def _plan_by_torch(
+    in_modules: Sequence[NamedTable], optimizer: torch.optim.Optimizer
+) -> Plan | None:
+    tables = _once(in_modules)
     numbers = {
         id(weight): number
         for number, group in enumerate(optimizer.param_groups)
@@ -199,7 +215,7 @@ def _plan_by_torch(tables: Sequence[NamedTable], optimizer: torch.optim.Optimize
     if not moved:
         return None
     _require_whole_collections(
-        tables, {id(table.weight) for table in moved}, "in the optimizer's param groups"
+        in_modules, {id(table.weight) for table in moved}, "in the optimizer's param groups"
     )
     translation = translate(optimizer, [(table.name, numbers[id(table.weight)]) for table in moved])
 

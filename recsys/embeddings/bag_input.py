@@ -15,10 +15,12 @@ from recsys.errors import IdOutOfRange, MalformedBags
 from recsys.jit import kernel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["BagInput", "read_bags"]
+__all__ = ["BagInput", "read_bags", "require_bounds"]
 
 _MODES = ("sum", "mean", "max")
 _ID_TYPES = (torch.int64, torch.int32)
@@ -135,8 +137,8 @@ def read_bags(
     else:
         raise MalformedBags(f"input must have one or two dimensions, got {ids.dim()}")
     values, bounds = _one_id_type(values, bounds)
-    if ids.dim() == 1 and not ids.is_nested:
-        end = _require_bounds(bounds.numpy(), len(values))
+    if ids.dim() == 1 or ids.is_nested:
+        end = require_bounds(bounds.numpy(), len(values))
         if end != len(values):  # what lies behind the last bag's end is in none
             values = values[:end]
             weights = None if weights is None else weights[:end]
@@ -182,8 +184,22 @@ def _one_id_type(values: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(both), bounds.to(both)
 
 
-def _require_bounds(bounds: NDArray[Any], num_values: int) -> int:
-    """The end of the last bag."""
+def require_bounds(
+    bounds: NDArray[Any], num_values: int, place: Callable[[int], str] = "sample {}".format
+) -> int:
+    """Check that bags lie one behind the other, inside of their values.
+
+    Args:
+        bounds: Where each bag begins, and where the last one ends.
+        num_values: How many there are.
+        place: A bag's number in words.
+
+    Returns:
+        The end of the last bag.
+
+    Raises:
+        MalformedBags: they do not.
+    """
     if not len(bounds):
         raise MalformedBags("with include_last_offset, offsets must have at least one, got none")
     bad = int(_first_bad_bound(bounds, num_values))
@@ -193,12 +209,12 @@ def _require_bounds(bounds: NDArray[Any], num_values: int) -> int:
         rule = f"offsets[0] must be 0, got {bounds[0]}; add a bag in front for ids before the first"
     elif bounds[bad] > num_values:
         rule = (
-            f"sample {bad - 1}: offsets must not exceed the input's length {num_values}, got "
+            f"{place(bad - 1)}: offsets must not exceed the input's length {num_values}, got "
             f"{bounds[bad]}; cut them to the input"
         )
     else:
         rule = (
-            f"sample {bad - 1}: offsets must not decrease, got {bounds[bad]} after "
+            f"{place(bad - 1)}: offsets must not decrease, got {bounds[bad]} after "
             f"{bounds[bad - 1]}; sort the bags"
         )
     raise MalformedBags(rule)

@@ -23,6 +23,7 @@ from recsys.batch import (
     varies_in_batch_size,
 )
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
+from recsys.embeddings.bag_input import require_bounds
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
@@ -31,7 +32,7 @@ from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup
-from recsys.errors import IdOutOfRange
+from recsys.errors import IdOutOfRange, MalformedBags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -183,6 +184,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         Raises:
             IdOutOfRange: a value is no row of its table.
             KeyError: a feature is missing.
+            MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together.
             ValueError: weights are missing or not numbers, or features have batch sizes of their
                 own and no `inverse_indices`.
         """  # noqa: D205  # two kinds of input, one sentence
@@ -192,6 +194,8 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         weights = self._lookup_weights(features) if self._is_weighted else None
         positions = self._positions(features)
         values, offsets, batch_size = features.values(), features.offsets(), features.stride()
+        if not is_light:
+            values, weights = _require_bags(features, weights)
         is_one_hot = (
             True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
         )
@@ -371,3 +375,33 @@ def _require_rows(name: str, weight: torch.Tensor) -> None:
             f"{weight.dtype} on {weight.device}; convert them by .float() and .cpu(), or leave the "
             "table to TorchRec"
         )
+
+
+def _require_bags(features: Features, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Check what a `KeyedJaggedTensor` does not check, and cut off what is in no bag.
+
+    Raises:
+        MalformedBags: its tensors do not fit together.
+    """
+    values, offsets, keys = features.values(), features.offsets(), features.keys()
+    if values.dtype not in (torch.int32, torch.int64) or offsets.dtype not in (
+        torch.int32,
+        torch.int64,
+    ):
+        raise MalformedBags(
+            f"values and offsets must be int64 or int32, got {values.dtype} and {offsets.dtype}"
+        )
+    batch_size = features.stride()
+    if len(offsets) != len(keys) * batch_size + 1:
+        raise MalformedBags(
+            f"{len(keys)} features of {batch_size} samples need {len(keys) * batch_size + 1} "
+            f"offsets, got {len(offsets)}"
+        )
+    if weights is not None and len(weights) != len(values):
+        raise MalformedBags(f"{len(values)} values need as many weights, got {len(weights)}")
+
+    def place(bag: int) -> str:
+        return f"feature {keys[bag // batch_size]!r}, sample {bag % batch_size}"
+
+    end = require_bounds(offsets.numpy(), len(values), place)
+    return values[:end], None if weights is None else weights[:end]

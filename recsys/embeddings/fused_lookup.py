@@ -103,7 +103,7 @@ class _FusedLookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
         ctx.saved_tensors  # noqa: B018  # raises where one was changed, or backward runs twice
-        gradient = _with_dense_rows(gradient)
+        gradient = _with_dense_rows(gradient.detach())  # with create_graph it is part of a graph
         of_weights = None
         if ctx.needs_input_grad[1]:
             if ctx.versions != _versions(call):
@@ -125,8 +125,9 @@ class _FusedLookup(torch.autograd.Function):
                     for gradient, is_sparse in zip(found, group.are_sparse(), strict=True)
                 ]
             return None, of_weights, *tables
-        if any(ctx.needs_input_grad[2:]):
-            ids = [(tensor, tensor._version) for tensor in call.ids]
+        if any(ctx.needs_input_grad[2:]) and call.updater.is_asked():
+            read_later = call.ids if gradient._is_view() else (*call.ids, gradient)
+            ids = [(tensor, tensor._version) for tensor in read_later]
             entries = [
                 (group, LedgerEntry(group.trainable(lookups), _kept(bags), gradient, ids))
                 for group, lookups, bags in call.parts

@@ -79,6 +79,11 @@ class RowUpdater:
         for _, group in groups:
             group.watch()
 
+    def is_asked(self) -> bool:
+        """In backward: whether the pass is about tables; `torch.autograd.grad` may not be."""
+        node = torch.autograd.graph.get_gradient_edge(self.asks_gradient).node
+        return bool(torch._C._will_engine_execute_node(node))
+
     def join_pass(self) -> int | None:
         """The backward pass that a lookup is made in, by activation checkpointing; else None.
 
@@ -154,11 +159,12 @@ class _GroupUpdater:
         self._host, self._number, self._translation = host, number, translation
         self._weights = group.weights()
         self._states: list[tuple[str, RowSpace]] = []
+        self._states_of: RowSpace | None = None
         self._numbers: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose memory is elsewhere."""
-        return self.__dict__ | {"_states": []}
+        return self.__dict__ | {"_states": [], "_states_of": None}
 
     def update_rows(self) -> None:
         self.follow_tables()
@@ -184,7 +190,7 @@ class _GroupUpdater:
                     keys_T[table] = table_key(seed, step, self._number_of(table))
         else:
             rates_T2[:] = formula.rate_and_eps(self._translation.learning_rate(settings, 1), 1)
-        states = self._state_spaces(formula, moved)
+        states = self._state_spaces(space, formula, moved)
         row_update(space, states, formula, rates_T2, ledger, keys_T)
         # As an in-place operation of torch's does: who has kept a table for backward will know.
         torch.autograd.graph.increment_version([weights[table] for table in moved])
@@ -216,7 +222,9 @@ class _GroupUpdater:
             self._numbers = [places[id(weight)] for weight in self._weights]
         return self._numbers[table]
 
-    def _state_spaces(self, formula: RowOptimizer, moved: set[int]) -> list[RowSpace]:
+    def _state_spaces(
+        self, rows: RowSpace, formula: RowOptimizer, moved: set[int]
+    ) -> list[RowSpace]:
         names = {
             self._translation.state_names.get(name, name): size
             for name, size in formula.state_sizes(self.group.dim).items()
@@ -228,11 +236,31 @@ class _GroupUpdater:
             ]
             for name, size in names.items()
         }
-        if [name for name, _ in self._states] != list(arrays) or not all(
-            space.holds(arrays[name]) for name, space in self._states
+        if (
+            rows is not self._states_of
+            or [name for name, _ in self._states] != list(arrays)
+            or not all(space.holds(arrays[name]) for name, space in self._states)
         ):
+            for name, size in names.items():
+                self._require_sizes(name, size, arrays[name])
             self._states = [(name, RowSpace(tensors)) for name, tensors in arrays.items()]
+            self._states_of = rows
         return [space for _, space in self._states]
+
+    def _require_sizes(self, name: str, size: int, states: Sequence[Tensor]) -> None:
+        """Refuse state that is another table's or another formula's, before a kernel writes there.
+
+        Raises:
+            ValueError: it is.
+        """
+        for weight, state in zip(self._weights, states, strict=True):
+            wanted = (len(weight), size) if size > 1 else (len(weight),)
+            if state.numel() and (len(state), state.numel()) != (len(weight), len(weight) * size):
+                raise ValueError(
+                    f"optimizer state {name!r} of a table of shape {tuple(weight.shape)} must be "
+                    f"{wanted}, got {tuple(state.shape)}; load the state of the same table and "
+                    "optimizer, or delete it from the optimizer's state to begin anew"
+                )
 
     def _state_of(self, weight: Tensor, name: str, size: int, *, is_needed: bool) -> Tensor:
         """A table's state array, (E, size) or, of size 1, (E,).
@@ -312,6 +340,19 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.updater.update_rows()
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The tables are those of the module; there is no other group.
+
+        Raises:
+            ValueError: always, after construction.
+        """
+        if self.param_groups:
+            raise ValueError(
+                "add_param_group: this optimizer has the tables of one module and no others; give "
+                "the parameters to an optimizer of their own"
+            )
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients collected since the last step."""

@@ -150,6 +150,7 @@ class TableGroup:
 
     def _entry(self, table: int, gradient: Tensor) -> LedgerEntry:
         """A table's gradient as if each of its rows had been looked up alone."""
+        gradient = gradient.detach()
         if gradient.is_sparse:
             rows, values = gradient._indices()[0], gradient._values()
         else:

@@ -10,7 +10,7 @@ from recsys.batch import JaggedIds, PooledEmbeddings
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
-from recsys.errors import IdOutOfRange
+from recsys.errors import IdOutOfRange, MalformedBags
 
 TABLES = [
     TableConfig(name="users", num_embeddings=9, embedding_dim=4, feature_names=("user", "friend")),
@@ -376,3 +376,75 @@ def test_a_compiled_model_looks_up_between_its_graphs():
     assert torch.equal(found, expected)
     for mine, other in zip(module.table_weights(), twin.table_weights(), strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"offsets": [0, 2, 2, 3, 4, 3, 7, 8, 9, 11]}, "'friend', sample 1: .*not decrease, got 3"),
+        ({"offsets": [0, 2, 2, 3, 4, 7, 7, 8, 9, 12]}, "'item', sample 2: .*not exceed .* 11, got"),
+        ({"offsets": [1, 2, 2, 3, 4, 7, 7, 8, 9, 11]}, r"offsets\[0\] must be 0, got 1"),
+        ({"offsets": [0, 2, 2, 3, 4, 7, 7, 8, 9]}, "need 10 offsets, got 9"),
+        ({"values": IDS.values().double()}, "must be int64 or int32, got torch.float64"),
+        ({"weights": torch.ones(10)}, "11 values need as many weights, got 10"),
+    ],
+)
+def test_a_keyed_jagged_tensor_that_does_not_fit_together_is_refused(change, message):
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    parts = {"values": IDS.values(), "offsets": IDS.offsets(), "weights": torch.ones(11)} | change
+    features = torchrec.KeyedJaggedTensor(
+        IDS.keys(),
+        parts["values"],
+        parts["weights"],
+        offsets=torch.as_tensor(parts["offsets"]),
+        stride=3,
+    )
+    module = HotColdEmbeddingBagCollection(torchrec_configs(), is_weighted=True)
+
+    with pytest.raises(MalformedBags, match=message):
+        module(features)
+
+
+def test_what_lies_behind_the_last_bag_is_in_none():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    torch.manual_seed(0)
+    module = HotColdEmbeddingBagCollection(
+        torchrec_configs(), optimizer=SGD(lr=1.0), auto_apply=False
+    )
+    twin = copy.deepcopy(module)
+    padded = torch.cat([IDS.values(), torch.tensor([4, 4])])
+
+    for each, values in ((module, padded), (twin, IDS.values())):
+        features = torchrec.KeyedJaggedTensor(IDS.keys(), values, offsets=IDS.offsets())
+        for _ in range(2):
+            each(features).values().sum().backward()
+        each.row_optimizer.step()
+
+    for found, expected in zip(module.table_weights(), twin.table_weights(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_gradient_of_the_weights_alone_moves_no_rows():
+    module = HotColdEmbeddingBagCollection(TABLES, is_weighted=True, optimizer=SGD(lr=1.0))
+    before = [weight.detach().clone() for weight in module.table_weights()]
+    weights = torch.ones(11, requires_grad=True)
+    ids = JaggedIds(IDS.keys(), IDS.values(), IDS.offsets(), weights)
+
+    [gradient] = torch.autograd.grad(module(ids).values().sum(), [weights])
+
+    assert gradient.shape == (11,)
+    for old, new in zip(before, module.table_weights(), strict=True):
+        assert torch.equal(new, old)
+
+
+def test_a_collection_without_tables_is_refused():
+    with pytest.raises(ValueError, match="must have at least one table"):
+        HotColdEmbeddingBagCollection([])
+
+
+def test_features_of_nothing_lack_every_feature():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    module = HotColdEmbeddingBagCollection(TABLES)
+
+    with pytest.raises(KeyError, match=r"\['user', 'friend', 'item'\] are missing"):
+        module(torchrec.KeyedJaggedTensor.empty())

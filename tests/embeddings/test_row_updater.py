@@ -192,3 +192,51 @@ def test_tables_stay_the_objects_that_they_were():
 
     assert all(isinstance(weight, torch.nn.Parameter) for weight in module.table_weights())
     assert type(module.state_dict()["embedding_bags.users.weight"]) is torch.Tensor
+
+
+def test_state_of_another_formula_is_refused_before_it_is_written_to():
+    source, module = build(RowWiseAdagrad(lr=0.1)), build(Adagrad(lr=0.1))
+    step(source)
+    module.row_optimizer.load_state_dict(source.row_optimizer.state_dict())
+    module(IDS).values().sum().backward()
+
+    with pytest.raises(ValueError, match=r"'momentum1' .* must be \(9, 4\), got \(9,\)"):
+        module.row_optimizer.step()
+
+
+def test_state_of_a_table_that_has_grown_is_refused():
+    module = build(Adagrad(lr=0.1))
+    step(module)
+    module.embedding_bags["users"].weight = torch.nn.Parameter(torch.zeros(20, 4))
+    module(IDS).values().sum().backward()
+
+    with pytest.raises(ValueError, match=r"must be \(20, 4\), got \(9, 4\)"):
+        module.row_optimizer.step()
+
+
+def test_a_gradient_that_is_overwritten_before_the_step_is_noticed():
+    module = build(SGD(lr=1.0))
+    gradient = torch.ones(4, 12)
+    module(IDS).values().backward(gradient)
+    gradient.zero_()
+
+    with pytest.raises(RuntimeError, match="or its gradient, were overwritten"):
+        module.row_optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")  # says what it costs
+def test_backward_may_make_a_graph():
+    module, expected = build(SGD(lr=1.0)), build(SGD(lr=1.0))
+    for each, create_graph in ((module, True), (expected, False)):
+        factor = torch.tensor(2.0, requires_grad=True)
+        (each(IDS).values() * factor).sum().backward(create_graph=create_graph)
+        factor.grad = None
+        each.row_optimizer.step()
+
+    for found, wanted in zip(module.table_weights(), expected.table_weights(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_there_is_one_param_group():
+    with pytest.raises(ValueError, match="give the parameters to an optimizer of their own"):
+        build(SGD(lr=1.0)).row_optimizer.add_param_group({"params": [torch.nn.Parameter()]})

@@ -34,7 +34,8 @@ class LedgerEntry(NamedTuple):
         bags: The input.
         gradient: Of the pooled rows, (B, W), in the dtype that rows are computed in; each row
             contiguous, and behind the one before.
-        ids: What the bags are views of, and the version of each.
+        ids: What the bags are views of, and the gradient where it is a tensor of its own; with the
+            version of each.
     """
 
     lookups: Lookups
@@ -43,15 +44,15 @@ class LedgerEntry(NamedTuple):
     ids: Sequence[tuple[Tensor, int]] = ()
 
     def require_unchanged(self) -> None:
-        """Refuse ids that have been overwritten since.
+        """Refuse ids, or a gradient, that have been overwritten since.
 
         Raises:
             RuntimeError: they have been.
         """
         if any(tensor._version != version for tensor, version in self.ids):
             raise RuntimeError(
-                "ids of a lookup were overwritten after its backward, before its rows were moved; "
-                "step first, or look up a clone of them"
+                "ids of a lookup, or its gradient, were overwritten after its backward, before its "
+                "rows were moved; step first, or use a clone of them"
             )
 
 
