@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups, pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.row_update import LedgerEntry
+from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.table_group import TableGroup, sparse_gradients
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from recsys.embeddings.row_updater import RowUpdater
 
 __all__ = ["Part", "fused_lookup"]
+
+
+_MAX_KEPT_BYTES = 32 * 2**20
 
 
 class Part(NamedTuple):
@@ -88,7 +92,11 @@ class _FusedLookup(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
         first = call.parts[0]
         dtype = compute_dtype(first.group.weights()[0].dtype)
-        result = torch.empty(first.bags.batch_size, first.lookups.width, dtype=dtype)
+        shape = first.bags.batch_size, first.lookups.width
+        # glibc asks the system for anything larger anew each time, and small pages of it are
+        # handed out one by one: at 100 MiB that took longer than looking up.
+        is_large = shape[0] * shape[1] * dtype.itemsize > _MAX_KEPT_BYTES
+        result = (empty_rows if is_large else torch.empty)(*shape, dtype=dtype)
         for part in call.parts:
             bad = pooled_lookup(part.group.space(), part.lookups, part.bags, result)
             if bad >= 0:

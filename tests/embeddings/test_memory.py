@@ -61,6 +61,19 @@ def test_rows_and_their_state_lie_in_huge_pages():
 
 
 @has_huge_pages
+def test_large_pooled_vectors_lie_in_huge_pages():
+    module = HotColdEmbeddingBagCollection(
+        [TableConfig(name="t", num_embeddings=1, embedding_dim=64)], optimizer=Adagrad(lr=0.1)
+    )
+    ids = JaggedIds.from_one_hot(["t"], torch.zeros(1, 160_000, dtype=torch.int64))
+
+    pooled = module(ids).values()
+
+    assert is_advised(pooled.data_ptr() + 4 * MIB)
+    assert torch.equal(pooled, module.table_weights()[0].expand(160_000, 64))
+
+
+@has_huge_pages
 def test_what_stands_in_a_table_stays():
     table = torch.arange(8 * MIB // 4).float().view(-1, 16)
 
