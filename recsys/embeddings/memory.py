@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["advise_huge_pages", "empty_rows"]
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-# Of linux/mman.h; the second is known since Linux 6.1.
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_MADV_HUGEPAGE = 14  # of linux/mman.h
 
 
 def empty_rows(
@@ -35,21 +34,19 @@ def empty_rows(
 ) -> Tensor:
     """Memory for a table, in huge pages where the system has them; its values are undefined."""
     rows = torch.empty(shape, dtype=dtype, device=device)
-    advise_huge_pages(rows, is_touched=False)
+    advise_huge_pages(rows)
     return rows
 
 
-def advise_huge_pages(tensor: Tensor, *, is_touched: bool) -> bool:
+def advise_huge_pages(tensor: Tensor) -> bool:
     """Ask the system for huge pages under a tensor's memory; values stay as they are.
 
     Only whole huge pages inside the memory are asked for, so a tensor takes no more of it than it
     has elements for. A system that has no such pages, or refuses, changes nothing but speed.
 
     Args:
-        tensor: Its whole storage is meant. One on another device than the CPU is left alone.
-        is_touched: Whether it has been written to. If not (`torch.empty`), the system is only
-            told, and gives huge pages as it is first written to, which takes no longer than small
-            ones. If so, it must move what is there: 4 to 5 seconds a GiB where it was measured.
+        tensor: Its whole storage is meant, not yet written to: then huge pages take no longer than
+            small ones. One on another device than the CPU is left alone.
 
     Returns:
         Whether the system agreed.
@@ -62,8 +59,7 @@ def advise_huge_pages(tensor: Tensor, *, is_touched: bool) -> bool:
     end = (storage.data_ptr() + storage.nbytes()) // page_bytes * page_bytes
     if end <= first:
         return False
-    advice = [_MADV_HUGEPAGE, _MADV_COLLAPSE] if is_touched else [_MADV_HUGEPAGE]
-    return all(_madvise(first, end - first, number) for number in advice)
+    return _madvise(first, end - first, _MADV_HUGEPAGE)
 
 
 @cache

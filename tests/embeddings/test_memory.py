@@ -34,7 +34,7 @@ def test_a_fresh_table_is_advised_in_whole_huge_pages_alone():
     mapping = mmap.mmap(-1, 36 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     table = torch.frombuffer(mapping, dtype=torch.float32, count=33 * MIB // 4, offset=MIB)
 
-    agreed = advise_huge_pages(table, is_touched=False)
+    agreed = advise_huge_pages(table)
 
     first_page = -(-table.data_ptr() // (2 * MIB)) * (2 * MIB)
     end = table.data_ptr() + table.nbytes
@@ -77,18 +77,18 @@ def test_large_pooled_vectors_lie_in_huge_pages():
 def test_what_stands_in_a_table_stays():
     table = torch.arange(8 * MIB // 4).float().view(-1, 16)
 
-    advise_huge_pages(table, is_touched=True)
+    advise_huge_pages(table)
 
     assert is_advised(table.data_ptr() + 4 * MIB)
     assert torch.equal(table.view(-1), torch.arange(8 * MIB // 4).float())
 
 
 def test_tables_smaller_than_a_huge_page_are_left_alone():
-    assert not advise_huge_pages(torch.empty(1000, 16), is_touched=False)
+    assert not advise_huge_pages(torch.empty(1000, 16))
 
 
 def test_tables_on_other_devices_are_left_alone():
-    assert not advise_huge_pages(torch.empty(MIB, 16, device="meta"), is_touched=False)
+    assert not advise_huge_pages(torch.empty(MIB, 16, device="meta"))
 
 
 def test_a_refusal_is_told_and_does_no_harm(monkeypatch):
@@ -96,7 +96,7 @@ def test_a_refusal_is_told_and_does_no_harm(monkeypatch):
     monkeypatch.setattr(memory, "_MADV_HUGEPAGE", -1)  # no advice at all: refused
     table = torch.ones(8 * MIB // 64, 16)
 
-    agreed = advise_huge_pages(table, is_touched=False)
+    agreed = advise_huge_pages(table)
 
     assert not agreed
     assert bool((table == 1).all())

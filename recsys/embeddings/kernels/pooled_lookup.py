@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.row_space import RowSpace
 
 __all__ = [
-    "AHEAD",
     "MIN_SHARED_BYTES",
     "Bags",
     "Lookups",
@@ -44,7 +43,7 @@ _ONE = np.uint64(1)
 # us alone and 17 us with two.
 MIN_SHARED_BYTES = 2**20
 # Lookups from a row's being named to its being read.
-AHEAD = np.uint64(8)
+_AHEAD = np.uint64(8)
 # One-hot lookups have a kernel for each of these dims: a row is then a few moves without a loop.
 # Other dims share one, and so do all dims where rows are added: LLVM unrolls a loop of known length
 # before it thinks of vectors, and adding took twice as long at 16 and 32.
@@ -316,8 +315,8 @@ def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> ParallelKe
                 first = position * np.uint64(num_samples)
                 target = begin * np.uint64(width) + column
                 for place in range(first + begin, first + end):
-                    if place + AHEAD < first + end:
-                        ahead = base + np.uint64(values_N[place + AHEAD]) * dim
+                    if place + _AHEAD < first + end:
+                        ahead = base + np.uint64(values_N[place + _AHEAD]) * dim
                         for d in range(np.uint64(0), dim, np.uint64(line)):
                             prefetch(flat, ahead + d)
                     row = np.uint64(values_N[place])
@@ -367,8 +366,8 @@ def _bags_kernel(
                     result[target + d] = 0
                 first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
                 for place in range(first_place, end_place):
-                    if place + AHEAD < last_place:
-                        ahead = base + np.uint64(values_N[place + AHEAD]) * dim
+                    if place + _AHEAD < last_place:
+                        ahead = base + np.uint64(values_N[place + _AHEAD]) * dim
                         for d in range(np.uint64(0), dim, np.uint64(line)):
                             prefetch(flat, ahead + d)
                     row = np.uint64(values_N[place])
