@@ -17,7 +17,7 @@ from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.in_backward import InBackward, read_marks
 from recsys.embeddings.row_updater import FusedOptimizer, RowUpdater
-from recsys.embeddings.table_group import TableGroup
+from recsys.embeddings.table_group import TableGroup, require_unmoved
 from recsys.embeddings.translate import translate
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def require_movable(table: NamedTable) -> None:
     """
     weight: Any = table.weight
     place = f"table {table.name!r}"
+    require_unmoved(place, weight)
     if type(weight) is not nn.Parameter:
         raise ValueError(
             f"{place}: weight must be a plain Parameter, got {type(weight).__name__}; remove "
@@ -166,16 +167,20 @@ def choose_plan(
 def attach(plan: Plan, modules: Sequence[_Module]) -> Link:
     """Let what is planned move the rows of modules of ours."""
     members: dict[tuple[int, int, torch.dtype], list[nn.Module]] = {}
+    twins: dict[tuple[int, int, torch.dtype], list[tuple[nn.Module, int]]] = {}
     places: dict[int, tuple[tuple[int, int, torch.dtype], int]] = {}
     for module in modules:
         for holder in _holders(module):
             weight = cast("nn.Parameter", holder.weight)
-            if id(weight) in plan.param_groups and id(weight) not in places:
+            if id(weight) in places:
+                first, number = places[id(weight)]
+                twins.setdefault(first, []).append((holder, number))
+            elif id(weight) in plan.param_groups:
                 kind = (plan.param_groups[id(weight)], weight.shape[1], weight.dtype)
                 others = members.setdefault(kind, [])
                 places[id(weight)] = kind, len(others)
                 others.append(holder)
-    groups = {kind: TableGroup(holders) for kind, holders in members.items()}
+    groups = {kind: TableGroup(each, twins.get(kind, ())) for kind, each in members.items()}
     link = plan.make([(kind[0], group) for kind, group in groups.items()])
     for module in modules:
         its_places = [places.get(id(holder.weight)) for holder in _holders(module)]

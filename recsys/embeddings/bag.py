@@ -24,7 +24,7 @@ from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.row_updater import FusedOptimizer
-from recsys.embeddings.table_group import TableGroup
+from recsys.embeddings.table_group import TableGroup, require_unmoved
 
 if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
@@ -256,9 +256,11 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             auto_apply: As for the class.
 
         Raises:
-            ValueError: rows are such as an optimizer of ours cannot move; or the table is marked,
-                and with an optimizer that has no formula here, or although `optimizer` is given.
+            ValueError: rows are such as an optimizer of ours cannot move, or another one moves
+                already; or the table is marked, and with an optimizer that has no formula here, or
+                although `optimizer` is given.
         """
+        require_unmoved("table 'weight'", cast("nn.Parameter", bag.weight))
         marks = read_marks([("weight", cast("nn.Parameter", bag.weight))], optimizer)
         module = cls._on_weight_of(bag)
         formula = optimizer if marks is None else marks.formula

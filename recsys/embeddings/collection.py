@@ -31,7 +31,7 @@ from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table import DATA_TYPES, data_type_of
-from recsys.embeddings.table_group import TableGroup
+from recsys.embeddings.table_group import TableGroup, require_unmoved
 from recsys.errors import IdOutOfRange, MalformedBags
 
 if TYPE_CHECKING:
@@ -122,11 +122,12 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             auto_apply: As for the class.
 
         Raises:
-            ValueError: rows are not float32, bfloat16 or float16 on the CPU; or tables are marked,
-                and with an optimizer that has no formula here, or not all alike, or although
-                `optimizer` is given.
+            ValueError: rows are not float32, bfloat16 or float16 on the CPU, or an optimizer of
+                ours moves them already; or tables are marked, and with an optimizer that has no
+                formula here, or not all alike, or although `optimizer` is given.
         """
         for name, bag in collection.embedding_bags.items():
+            require_unmoved(f"table {name!r}", bag.weight)
             _require_rows(name, bag.weight)
         module = cls._on_bags_of(collection)
         marks = read_marks(
@@ -242,19 +243,31 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             }
         )
 
-    def _own_places(self) -> list[tuple[TableGroup, int]]:
-        """A group for each dim, pooling and dtype."""
-        members: dict[tuple[int, str, torch.dtype], list[nn.Module]] = {}
-        numbers = []
+    def _own_places(self, *, are_moved: bool = False) -> list[tuple[TableGroup, int]]:
+        """A group for each dim, pooling and dtype.
+
+        Args:
+            are_moved: Whether an optimizer of ours moves the rows: two tables that are one
+                Parameter are then in one group once.
+        """
         kinds = [
             (table.embedding_dim, pooling_of(table), weight.dtype)
             for table, weight in zip(self._tables, self.table_weights(), strict=True)
         ]
+        members: dict[tuple[int, str, torch.dtype], list[nn.Module]] = {}
+        twins: dict[tuple[int, str, torch.dtype], list[tuple[nn.Module, int]]] = {}
+        places: dict[int, tuple[tuple[int, str, torch.dtype], int]] = {}
+        keys = []
         for kind, bag in zip(kinds, self.embedding_bags.values(), strict=True):
-            numbers.append(len(members.setdefault(kind, [])))
-            members[kind].append(bag)
-        groups = {kind: TableGroup(bags) for kind, bags in members.items()}
-        return [(groups[kind], number) for kind, number in zip(kinds, numbers, strict=True)]
+            keys.append(id(bag.weight if are_moved else bag))
+            if keys[-1] in places:
+                first, number = places[keys[-1]]
+                twins.setdefault(first, []).append((bag, number))
+            else:
+                places[keys[-1]] = kind, len(members.setdefault(kind, []))
+                members[kind].append(bag)
+        groups = {kind: TableGroup(bags, twins.get(kind, ())) for kind, bags in members.items()}
+        return [(groups[places[key][0]], places[key][1]) for key in keys]
 
     def _lay_out(self, places: Sequence[tuple[TableGroup, int]]) -> None:
         """One kernel call for the tables of one group and pooling."""
@@ -276,11 +289,15 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
     ) -> None:
+        self._lay_out(self._own_places(are_moved=True))
         groups = list(dict.fromkeys(layout.group for layout in self._layouts))
+        tables: dict[nn.Parameter, str] = {}  # by the first of its names
+        for name, weight in zip(self.embedding_bags, self.table_weights(), strict=True):
+            tables.setdefault(weight, name)
         self.row_optimizer = FusedOptimizer(
             {
                 f"embedding_bags.{name}.weight": (weight, f"{name}.")
-                for name, weight in zip(self.embedding_bags, self.table_weights(), strict=True)
+                for weight, name in tables.items()
             },
             groups,
             optimizer,

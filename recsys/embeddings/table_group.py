@@ -10,6 +10,7 @@ have left there, and what is done to it counts; as long as nobody does, no such 
 
 from __future__ import annotations
 
+import gc
 import inspect
 from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
@@ -26,7 +27,7 @@ from recsys.embeddings.row_space import RowSpace, compute_dtype
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["LedgerParameter", "TableGroup", "sparse_gradients"]
+__all__ = ["LedgerParameter", "TableGroup", "require_unmoved", "sparse_gradients"]
 
 
 class TableGroup:
@@ -35,14 +36,17 @@ class TableGroup:
     Args:
         holders: The modules whose `weight`s are the tables; asked anew each time, because a
             module's `weight` may be exchanged.
+        twins: Further modules of the same tables, and the number of each one's table.
 
     Attributes:
         dim: D.
         ledger: What backward passes have left behind since the last update, in order.
     """
 
-    def __init__(self, holders: Sequence[nn.Module]) -> None:
-        self._holders = list(holders)
+    def __init__(
+        self, holders: Sequence[nn.Module], twins: Sequence[tuple[nn.Module, int]] = ()
+    ) -> None:
+        self._holders, self._twins = list(holders), list(twins)
         # Their dictionaries, not their attributes: those take nn.Module ten times as long to find,
         # and every step asks for all tables several times.
         self._parameters = [holder._parameters for holder in holders]
@@ -68,13 +72,29 @@ class TableGroup:
         """The tables where they lie now."""
         weights = self.weights()
         if self._space is None or not self._space.holds(weights):
-            self._space = RowSpace(weights)
+            self._require_twins(weights)
             if self._is_watched:
                 self.watch()
+            self._space = RowSpace(weights)
         return self._space
 
+    def _require_twins(self, weights: Sequence[nn.Parameter]) -> None:
+        for holder, table in self._twins:
+            if holder.weight is not weights[table]:
+                raise ValueError(
+                    f"a table of shape {tuple(weights[table].shape)} was one Parameter of several "
+                    "modules, which are looked up together, and is not any more; give the others "
+                    "its Parameter too, or build the modules anew"
+                )
+
     def watch(self) -> None:
-        """Let `weight.grad` show the ledger, from now on."""
+        """Let `weight.grad` show the ledger, from now on.
+
+        Raises:
+            ValueError: another group has a table, and moves it.
+        """
+        for weight in self.weights():
+            require_unmoved(f"a table of shape {tuple(weight.shape)}", weight, but_by=self)
         self._is_watched = True
         for weight in self.weights():
             if type(weight) is nn.Parameter:
@@ -190,12 +210,37 @@ class LedgerParameter(nn.Parameter):
 _GROUPS: Any = WeakIdKeyDictionary()
 
 
+def require_unmoved(place: str, weight: nn.Parameter, but_by: TableGroup | None = None) -> None:
+    """Refuse a table whose rows an optimizer of ours moves; two would move them twice.
+
+    What one that is gone has left behind is a plain parameter again.
+
+    Raises:
+        ValueError: it is moved, and not by the group `but_by`.
+    """
+    if _mover(weight) not in (None, but_by):
+        gc.collect()  # modules and their optimizers refer to each other
+    if _mover(weight) not in (None, but_by):
+        raise ValueError(
+            f"{place}: an optimizer of recsys moves its rows already, and a second one would move "
+            "them twice; call recsys.accelerate on a model that has all modules of the table, or "
+            "let go of the module whose optimizer it is (recsys.restore, or del)"
+        )
+    if isinstance(weight, LedgerParameter) and _mover(weight) is None:
+        _set_class(weight, nn.Parameter)
+
+
+def _mover(weight: Tensor) -> TableGroup | None:
+    group: TableGroup | None = _GROUPS.get(weight, _nobody)()
+    return group
+
+
 def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:
     weight.__class__ = kind
 
 
 def _open_ledger_of(weight: LedgerParameter) -> None:
-    group = _GROUPS.get(weight, _nobody)()
+    group = _mover(weight)
     if group is not None:
         group.open_ledger()
 
