@@ -49,6 +49,7 @@ __all__ = [
 EMBEDDINGS = ("recsys", "torch", "fbgemm")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
 _DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
+_ADAMS = ("adam", "partial_rowwise_adam")
 _SYNTHETIC_SPLITS = ("chronological", "random")
 _MAX_DRIFT = 1e6
 SYNTHETIC_PREFIX = "synthetic:"
@@ -109,11 +110,13 @@ class OptimizerConfig:
 
     name: str = _key("sgd", "sgd, adagrad, adam; rows only: rowwise_adagrad, partial_rowwise_adam")
     lr: float = _key(0.1, "learning rate")
-    eps: float = _key(1e-10, "added to the denominator, not with sgd; torch's default of Adagrad")
+    eps: float = _key(None, "added to the denominator; by name as in torch: adam 1e-8, else 1e-10")
     betas: tuple[float, ...] = _key((0.9, 0.999), "what stays of Adam's two averages at a step")
 
     def __post_init__(self) -> None:
         _one_of("name", self.name, OPTIMIZERS)
+        if vars(self)["eps"] is None:
+            object.__setattr__(self, "eps", 1e-8 if self.name in _ADAMS else 1e-10)
         for key, value in (("lr", self.lr), ("eps", self.eps)):
             if not (isfinite(value) and value >= 0):
                 raise ConfigError(f"{key} must be finite and at least 0, got {value}")
@@ -325,7 +328,10 @@ def build_config(tree: Mapping[str, Any]) -> TrainConfig:
     rows = _build(OptimizerConfig, tree.get("optimizer", {}), "optimizer.")
     dense = tree.get("dense_optimizer")
     if isinstance(dense, Mapping):
-        tree = {**tree, "dense_optimizer": {**dataclasses.asdict(rows.for_dense()), **dense}}
+        inherited = dataclasses.asdict(rows.for_dense())
+        if "eps" not in tree.get("optimizer", {}):
+            del inherited["eps"]  # nobody has set it: it is by name, and the name may be another
+        tree = {**tree, "dense_optimizer": {**inherited, **dense}}
     return _build(TrainConfig, tree, "")
 
 
@@ -349,7 +355,8 @@ def describe_keys(kind: type = TrainConfig, prefix: str = "") -> Iterator[tuple[
         if table is not None:
             yield from describe_keys(table, f"{prefix}{entry.name}.")
         else:
-            default = "as for rows" if prefix == "dense_optimizer." else entry.default
+            default = "by name" if entry.default is None else entry.default
+            default = "as for rows" if prefix == "dense_optimizer." else default
             yield prefix + entry.name, default, entry.metadata["meaning"]
 
 

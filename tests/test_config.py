@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from recsys.config import (
     OptimizerConfig,
@@ -10,6 +11,7 @@ from recsys.config import (
     load_config,
     to_toml,
 )
+from recsys.embeddings import Adagrad, Adam
 from recsys.errors import ConfigError
 
 
@@ -57,6 +59,45 @@ def test_the_dense_part_takes_from_the_rows_what_is_not_set(settings, name, lr):
     dense = load_config(None, settings).resolved_dense_optimizer
 
     assert (dense.name, dense.lr) == (name, lr)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "dense"),
+    [
+        (["optimizer.name=sgd"], 1e-10, 1e-10),
+        (["optimizer.name=adagrad"], 1e-10, 1e-10),
+        (["optimizer.name=rowwise_adagrad"], 1e-10, 1e-10),
+        (["optimizer.name=adam"], 1e-8, 1e-8),
+        (["optimizer.name=partial_rowwise_adam"], 1e-8, 1e-8),
+        (["optimizer.name=adam", "optimizer.eps=1e-10"], 1e-10, 1e-10),
+        (["optimizer.name=adam", "dense_optimizer.lr=0.5"], 1e-8, 1e-8),
+        (["optimizer.name=adam", "dense_optimizer.name=adagrad"], 1e-8, 1e-10),
+        (["optimizer.name=sgd", "dense_optimizer.name=adam"], 1e-10, 1e-8),
+        (["optimizer.eps=1e-5", "dense_optimizer.name=adam"], 1e-5, 1e-5),
+        (["optimizer.name=adam", "dense_optimizer.eps=1e-5"], 1e-8, 1e-5),
+    ],
+)
+def test_eps_is_torchs_default_of_the_optimizer_unless_it_is_set(settings, rows, dense):
+    config = load_config(None, settings)
+
+    assert (config.optimizer.eps, config.resolved_dense_optimizer.eps) == (rows, dense)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "adam"])
+def test_the_default_eps_is_that_of_the_classes(name):
+    ours = {"adagrad": Adagrad, "adam": Adam}[name](lr=0.1)
+    torchs = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[name]([torch.zeros(1)])
+
+    eps = OptimizerConfig(name=name).eps
+
+    assert eps == ours.eps == torchs.defaults["eps"]
+
+
+def test_a_configuration_read_back_has_the_eps_that_it_had(tmp_path):
+    config = load_config(None, ["optimizer.name=adam"])
+    (tmp_path / "config.toml").write_text(to_toml(config))
+
+    assert load_config(tmp_path / "config.toml") == config
 
 
 def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
