@@ -24,6 +24,8 @@ from recsys.embeddings.row_space import RowSpace, compute_dtype
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
     from recsys.embeddings.kernels.row_update import LedgerEntry
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.table_group import TableGroup
@@ -171,10 +173,26 @@ class _GroupUpdater:
         ledger = self.group.take_ledger()
         if not ledger:
             return
+        moved = {table for entry in ledger for table in entry.lookups.tables.tolist()}
+        try:
+            update = self._prepared(moved)
+        except Exception:
+            # Whoever corrects what was wrong and steps again means these gradients.
+            self.group.ledger[:0] = ledger
+            raise
+        space, states, formula, rates_T2, keys_T = update
+        row_update(space, states, formula, rates_T2, ledger, keys_T)
+        # As an in-place operation of torch's does: who has kept a table for backward will know.
+        torch.autograd.graph.increment_version([self._weights[table] for table in moved])
+
+    def _prepared(
+        self, moved: set[int]
+    ) -> tuple[RowSpace, list[RowSpace], RowOptimizer, NDArray[np.float64], NDArray[Any]]:
+        """What `row_update` takes; steps are counted when nothing can be refused any more."""
+        counted: list[tuple[dict[str, Any], Any]] = []
         settings = self._host.param_groups[self._number]
         formula = self._translation.formula(settings)
         weights = self._weights
-        moved = {table for entry in ledger for table in entry.lookups.tables.tolist()}
         rates_T2 = np.zeros((len(weights), 2))
         space, keys_T = self.group.space(), TO_NEAREST
         is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
@@ -182,7 +200,9 @@ class _GroupUpdater:
             keys_T = np.zeros(len(weights), np.uint64)
         if self._translation.counts_steps or is_by_chance:
             for table in moved:
-                step = self._count_step(weights[table])
+                state = self._host.state[weights[table]]
+                counted.append((state, state.get("step", 0) + 1))  # a tensor where torch keeps one
+                step = int(counted[-1][1])
                 lr = self._translation.learning_rate(settings, step)
                 rates_T2[table] = formula.rate_and_eps(lr, step)
                 if is_by_chance:
@@ -191,9 +211,9 @@ class _GroupUpdater:
         else:
             rates_T2[:] = formula.rate_and_eps(self._translation.learning_rate(settings, 1), 1)
         states = self._state_spaces(space, formula, moved)
-        row_update(space, states, formula, rates_T2, ledger, keys_T)
-        # As an in-place operation of torch's does: who has kept a table for backward will know.
-        torch.autograd.graph.increment_version([weights[table] for table in moved])
+        for state, step in counted:
+            state["step"] = step
+        return space, states, formula, rates_T2, keys_T
 
     def follow_tables(self) -> None:
         """Give settings and state of a table to the one that has taken its place, if any."""
@@ -207,12 +227,6 @@ class _GroupUpdater:
                 if old in self._host.state:
                     self._host.state[new] = self._host.state.pop(old)
         self._weights = weights
-
-    def _count_step(self, weight: Tensor) -> int:
-        """A table's number of updates, this one included; a tensor where torch keeps one."""
-        state = self._host.state[weight]
-        state["step"] = state.get("step", 0) + 1
-        return int(state["step"])
 
     def _number_of(self, table: int) -> int:
         """Where the optimizer has a table: no other has the number, however tables are grouped."""

@@ -1,0 +1,146 @@
+"""An update that is refused has moved nothing and forgotten nothing: corrected, it is made."""
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.batch import JaggedIds
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.table import TableConfig
+
+TABLES = [
+    TableConfig(name="users", num_embeddings=9, embedding_dim=4),
+    TableConfig(name="goods", num_embeddings=5, embedding_dim=4),
+    TableConfig(name="words", num_embeddings=5, embedding_dim=8, data_type="bf16"),
+]
+IDS = JaggedIds.from_one_hot(
+    ["users", "goods", "words"], torch.tensor([[0, 8, 3, 3], [4, 4, 0, 2], [1, 1, 1, 0]])
+)
+OPTIMIZERS = [
+    SGD(lr=0.5),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    PartialRowWiseAdam(lr=0.1),
+]
+each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+
+
+def build(optimizer, auto_apply=False):
+    torch.manual_seed(0)
+    return HotColdEmbeddingBagCollection(TABLES, optimizer=optimizer, auto_apply=auto_apply)
+
+
+def backward(module):
+    module(IDS).values().square().sum().backward()
+
+
+def assert_same(module, expected):
+    for mine, theirs in zip(module.table_weights(), expected.table_weights(), strict=True):
+        assert torch.equal(mine, theirs)
+    states = [each.row_optimizer.state_dict()["state"] for each in (module, expected)]
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+@each_optimizer
+@pytest.mark.parametrize("is_first", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize("is_looked_at", [False, True], ids=["", "grad looked at"])
+def test_a_rate_corrected_gives_the_step_that_was_refused(optimizer, is_first, is_looked_at):
+    module, expected = build(optimizer), build(optimizer)
+    for each in (module, expected):
+        if not is_first:
+            backward(each)
+            each.row_optimizer.step()
+        backward(each)
+        if is_looked_at:
+            assert each.table_weights()[0].grad is not None
+    [settings] = module.row_optimizer.param_groups
+    settings["lr"], right = float("nan"), settings["lr"]
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="lr must be finite and at least 0, got nan"):
+            module.row_optimizer.step()
+    settings["lr"] = right
+    for each in (module, expected):
+        each.row_optimizer.step()
+        each.row_optimizer.step()
+        backward(each)
+        each.row_optimizer.step()
+
+    assert_same(module, expected)
+
+
+@pytest.mark.parametrize("table", range(3))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[1:], ids=lambda o: type(o).__name__)
+def test_state_corrected_gives_the_step_that_was_refused(optimizer, table):
+    module, expected = build(optimizer), build(optimizer)
+    for each in (module, expected):
+        backward(each)
+        each.row_optimizer.step()
+        backward(each)
+    state = module.row_optimizer.state[module.table_weights()[table]]
+    right = state["momentum1"]
+    state["momentum1"] = torch.zeros(2, 2)
+
+    with pytest.raises(ValueError, match=r"optimizer state 'momentum1' of a table"):
+        module.row_optimizer.step()
+    state["momentum1"] = right
+    for each in (module, expected):
+        each.row_optimizer.step()
+        backward(each)
+        each.row_optimizer.step()
+
+    assert_same(module, expected)
+
+
+def test_a_pass_after_one_whose_update_was_refused_is_a_pass_of_its_own():
+    module, expected = (build(Adam(lr=0.1), auto_apply=True) for _ in range(2))
+    [settings] = module.row_optimizer.param_groups
+    settings["betas"] = (2.0, 0.0)
+
+    with pytest.raises(ValueError, match="betas must be two numbers"):
+        backward(module)
+    settings["betas"] = (0.9, 0.999)
+    for each in (module, expected):
+        backward(each)
+
+    assert_same(module, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adagrad, {"eps": -1.0}),
+        (torch.optim.SparseAdam, {"weight_decay": 0.1}),
+    ],
+    ids=["SGD", "Adagrad", "SparseAdam"],
+)
+def test_settings_of_torchs_optimizer_corrected_give_the_step_that_was_refused(kind, wrong):
+    def build():
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.EmbeddingBag(5, 4, mode="sum", sparse=True)])
+        optimizer = kind(list(model.parameters()), lr=0.1)
+        recsys.accelerate(model, optimizer=optimizer)
+        return model, optimizer
+
+    (model, optimizer), (expected, its_optimizer) = build(), build()
+    for each in (model, expected):
+        each[0](torch.tensor([[0, 3, 3]])).square().sum().backward()
+    [settings] = optimizer.param_groups
+    right = {name: settings[name] for name in wrong if name in settings}
+
+    settings.update(wrong)
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        optimizer.step()
+    for name in wrong:
+        del settings[name]
+    settings.update(right)
+    for each in (optimizer, its_optimizer):
+        each.step()
+
+    assert torch.equal(model[0].weight, expected[0].weight)
+    states = [each.state_dict()["state"] for each in (optimizer, its_optimizer)]
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
