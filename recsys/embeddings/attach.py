@@ -16,6 +16,7 @@ from torch import nn
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.in_backward import InBackward, read_marks
+from recsys.embeddings.row_space import require_aligned
 from recsys.embeddings.row_updater import FusedOptimizer, RowUpdater
 from recsys.embeddings.table_group import TableGroup, require_unmoved
 from recsys.embeddings.translate import translate
@@ -121,6 +122,7 @@ def require_movable(table: NamedTable) -> None:
             f"{place}: rows must be contiguous, got strides {weight.stride()}; set weight.data to "
             "weight.data.contiguous()"
         )
+    require_aligned(f"{place}: ", weight)
 
 
 def choose_plan(

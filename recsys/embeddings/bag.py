@@ -169,10 +169,10 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         try:
             return self._pool_by_torch(bags, self.weight)
         except (IndexError, RuntimeError) as error:
-            bad = bags.first_bad(self.num_embeddings)
+            bad = bags.first_bad(len(self.weight))
             if bad is None:
                 raise
-            raise bags.id_error(bad, self.num_embeddings) from error
+            raise bags.id_error(bad, len(self.weight)) from error
 
     @classmethod
     def from_pretrained(
@@ -379,9 +379,9 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         assert self._lookups is not None
 
         def explain(_position: int) -> Exception:
-            bad = bags.first_bad(self.num_embeddings)
+            bad = bags.first_bad(len(self.weight))
             assert bad is not None
-            return bags.id_error(bad, self.num_embeddings)
+            return bags.id_error(bad, len(self.weight))
 
         values, offsets, weights = looked_up
         part = Part(
@@ -396,7 +396,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         )
 
     def _renormalize(self, bags: BagInput, max_norm: float) -> None:
-        bad = bags.first_bad(self.num_embeddings)
+        bad = bags.first_bad(len(self.weight))
         if bad is not None:
-            raise bags.id_error(bad, self.num_embeddings)
+            raise bags.id_error(bad, len(self.weight))
         torch.embedding_renorm_(self.weight.detach(), bags.values, max_norm, self.norm_type)

@@ -28,7 +28,7 @@ from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
-from recsys.embeddings.row_space import compute_dtype
+from recsys.embeddings.row_space import compute_dtype, require_aligned
 from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup, require_unmoved
@@ -327,9 +327,8 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
     def _lookup_error(self, features: Features, value: int) -> IdOutOfRange:
         bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
         feature = features.keys()[bag // features.stride()]
-        sizes = [
-            self._tables[table].num_embeddings for table, name in self._lookups if name == feature
-        ]
+        weights = self.table_weights()
+        sizes = [len(weights[table]) for table, name in self._lookups if name == feature]
         return IdOutOfRange(
             f"{self._place(features, value)}: id {int(features.values()[value])} is not in "
             f"[0, {min(sizes)}); raise num_embeddings or hash the ids"
@@ -392,6 +391,7 @@ def _require_rows(name: str, weight: torch.Tensor) -> None:
             f"{weight.dtype} on {weight.device}; convert them by .float() and .cpu(), or leave the "
             "table to TorchRec"
         )
+    require_aligned(f"table {name!r}: ", weight)
 
 
 def _require_bags(features: Features, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -12,6 +12,7 @@ What lies between the tables is never touched.
 from __future__ import annotations
 
 import ctypes
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["RowSpace", "compute_dtype"]
+__all__ = ["RowSpace", "compute_dtype", "require_aligned"]
 
-_address = torch.Tensor.data_ptr
+_address, _numel = torch.Tensor.data_ptr, torch.Tensor.numel
 
 # By a table's dtype: what kernels see, and what they compute in.
 _DTYPES: dict[torch.dtype, tuple[type[np.generic], torch.dtype]] = {
@@ -39,6 +40,20 @@ _DTYPES: dict[torch.dtype, tuple[type[np.generic], torch.dtype]] = {
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What gradients and state of tables of a dtype have, and pooled rows; see `rounding`."""
     return _DTYPES[dtype][1] if dtype in _DTYPES else dtype
+
+
+def require_aligned(place: str, table: Tensor) -> None:
+    """Check that a table's numbers lie where an array of them has its own.
+
+    Raises:
+        ValueError: they do not, as in a view of bytes from an odd one on.
+    """
+    itemsize = table.dtype.itemsize
+    if table.data_ptr() % itemsize:
+        raise ValueError(
+            f"{place}rows must begin at a multiple of {itemsize} bytes in memory, got address "
+            f"{table.data_ptr():#x}; use a clone of them"
+        )
 
 
 class RowSpace:
@@ -62,7 +77,9 @@ class RowSpace:
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
         self._tables = [table.detach() for table in tables]  # keeps the memory alive
+        self._given = list(tables)
         self._addresses = [table.data_ptr() for table in tables]
+        self._numels = [table.numel() for table in tables]
         kinds = {(table.dtype, table.shape[1:].numel(), table.device.type) for table in tables}
         if len(kinds) != 1:
             raise ValueError(f"tables of one row space must have one dtype and dim, got {kinds}")
@@ -80,6 +97,7 @@ class RowSpace:
         for table in tables:
             if not table.is_contiguous():
                 raise ValueError(f"rows must be contiguous, got strides {table.stride()}")
+            require_aligned("", table)
         held = [table for table in tables if table.numel()]
         low = min((table.data_ptr() for table in held), default=0)
         high = max((table.data_ptr() + table.nbytes for table in held), default=0)
@@ -92,5 +110,15 @@ class RowSpace:
         )
 
     def holds(self, tables: Sequence[Tensor]) -> bool:
-        """Whether the tables lie where they lay: `Parameter.data` may have been exchanged."""
-        return list(map(_address, tables)) == self._addresses
+        """Whether the tables lie where they lay, and others than were given are as long.
+
+        Asked at every step. That a table is shorter than it was, in the same memory, the table
+        itself has to say, or `has_sizes`, which takes as long as all the rest.
+        """
+        return list(map(_address, tables)) == self._addresses and (
+            all(map(is_, tables, self._given)) or self.has_sizes(tables)
+        )
+
+    def has_sizes(self, tables: Sequence[Tensor]) -> bool:
+        """Whether the tables are as long as they were."""
+        return list(map(_numel, tables)) == self._numels

@@ -71,12 +71,21 @@ class TableGroup:
     def space(self) -> RowSpace:
         """The tables where they lie now."""
         weights = self.weights()
-        if self._space is None or not self._space.holds(weights):
+        if (
+            self._space is None
+            or not self._space.holds(weights)
+            # Tables that are watched say so themselves.
+            or not (self._is_watched or self._space.has_sizes(weights))
+        ):
             self._require_twins(weights)
             if self._is_watched:
                 self.watch()
             self._space = RowSpace(weights)
         return self._space
+
+    def forget_space(self) -> None:
+        """Look anew where the tables lie: one of them has other memory, or less of it."""
+        self._space = None
 
     def _require_twins(self, weights: Sequence[nn.Parameter]) -> None:
         for holder, table in self._twins:
@@ -205,6 +214,23 @@ class LedgerParameter(nn.Parameter):
         _open_ledger_of(self)
         _set_plain_grad(self, gradient)
 
+    @property
+    def data(self) -> Tensor:
+        """The rows, (E, D), as autograd does not see them."""
+        rows: Tensor = _DATA.__get__(self)
+        return rows
+
+    @data.setter
+    def data(self, rows: Tensor) -> None:
+        _DATA.__set__(self, rows)
+        _forget_space_of(self)
+
+    def set_(self, *source: Any) -> Any:
+        """As `torch.Tensor.set_`."""
+        super().set_(*source)
+        _forget_space_of(self)
+        return self
+
 
 # By the tables' identity. No attribute of theirs: torch.save would take the group along.
 _GROUPS: Any = WeakIdKeyDictionary()
@@ -245,6 +271,12 @@ def _open_ledger_of(weight: LedgerParameter) -> None:
         group.open_ledger()
 
 
+def _forget_space_of(weight: LedgerParameter) -> None:
+    group = _mover(weight)
+    if group is not None:
+        group.forget_space()
+
+
 def _nobody() -> None:
     """A reference to nothing, as that to a group that is gone."""
 
@@ -254,6 +286,7 @@ _requires_grad: Callable[[Tensor], bool] = inspect.getattr_static(
 ).__get__
 # What autograd and users have left at a table, the ledger aside.
 _GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
+_DATA: Any = inspect.getattr_static(torch.Tensor, "data")
 _plain_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
 _set_plain_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
 

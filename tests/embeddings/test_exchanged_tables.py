@@ -1,0 +1,165 @@
+"""Tables that get other memory, or less of the same, under the modules that look them up."""
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.batch import JaggedIds
+from recsys.embeddings import (
+    HotColdEmbeddingBag,
+    HotColdEmbeddingBagCollection,
+    TableConfig,
+)
+from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.embeddings.row_space import RowSpace
+from recsys.errors import IdOutOfRange
+
+ROWS = torch.arange(20.0).reshape(5, 4)
+OFFSETS = torch.tensor([0])
+
+
+def bag(optimizer=None):
+    return HotColdEmbeddingBag(5, 4, mode="sum", _weight=ROWS.clone(), optimizer=optimizer)
+
+
+def collection(optimizer=None):
+    tables = [
+        TableConfig(name=name, num_embeddings=5, embedding_dim=4, feature_names=("f",))
+        for name in "ab"
+    ]
+    module = HotColdEmbeddingBagCollection(tables, optimizer=optimizer)
+    for weight in module.table_weights():
+        weight.data.copy_(ROWS)
+    return module
+
+
+def set_data(holder, rows):
+    holder.weight.data = rows
+
+
+@torch.no_grad()
+def set_in_place(holder, rows):
+    holder.weight.set_(rows)
+
+
+def set_parameter(holder, rows):
+    holder.weight = nn.Parameter(rows)
+
+
+WAYS = {"data": set_data, "set_": set_in_place, "parameter": set_parameter}
+each_way = pytest.mark.parametrize("exchange", WAYS.values(), ids=WAYS)
+
+
+@each_way
+def test_a_bags_shorter_table_at_the_same_address_has_fewer_rows(exchange):
+    own = bag(SGD(lr=0.5))
+    own(torch.tensor([4]), OFFSETS)
+
+    exchange(own, own.weight.detach()[:3])
+
+    with pytest.raises(IdOutOfRange, match=r"id 4 is not in \[0, 3\)"):
+        own(torch.tensor([1, 4]), OFFSETS)
+    own(torch.tensor([1, 2]), OFFSETS).sum().backward()
+    assert torch.equal(own.weight.detach(), ROWS[:3] - torch.tensor([[0.0], [0.5], [0.5]]))
+
+
+@each_way
+@pytest.mark.parametrize("optimizer", [None, SGD(lr=0.5)], ids=["torch's", "ours"])
+def test_a_collections_shorter_table_at_the_same_address_has_fewer_rows(exchange, optimizer):
+    own = collection(optimizer)
+    own(JaggedIds.from_one_hot(["f"], torch.tensor([[4]])))
+    holder = own.embedding_bags["b"]
+
+    exchange(holder, holder.weight.detach()[:3])
+
+    with pytest.raises(IdOutOfRange, match=r"id 4 is not in \[0, 3\)"):
+        own(JaggedIds.from_one_hot(["f"], torch.tensor([[4]])))
+    pooled = own(JaggedIds.from_one_hot(["f"], torch.tensor([[2]]))).values()
+    assert torch.equal(pooled.detach(), ROWS[2].repeat(2).unsqueeze(0))
+
+
+@each_way
+def test_a_longer_table_at_the_same_address_has_more_rows(exchange):
+    whole = ROWS.clone()
+    own = bag(SGD(lr=0.5))
+    exchange(own, whole[:3])
+    own(torch.tensor([2]), OFFSETS)
+
+    exchange(own, whole)
+
+    assert own(torch.tensor([4]), OFFSETS).tolist() == [ROWS[4].tolist()]
+
+
+def test_a_shorter_state_at_the_same_address_is_refused():
+    own = bag(Adagrad(lr=0.1))
+    own(torch.tensor([4]), OFFSETS).sum().backward()
+    state = own.row_optimizer.state[own.weight]
+    state["momentum1"] = state["momentum1"][:3]
+
+    with pytest.raises(ValueError, match=r"'momentum1' of a table .* must be \(5, 4\), got \(3, 4"):
+        own(torch.tensor([4]), OFFSETS).sum().backward()
+
+
+def test_the_state_of_a_table_that_became_shorter_is_refused():
+    own = bag(Adagrad(lr=0.1))
+    own(torch.tensor([4]), OFFSETS).sum().backward()
+
+    own.weight.data = own.weight.data[:3]
+
+    with pytest.raises(ValueError, match=r"'momentum1' of a table .* must be \(3, 4\), got \(5, 4"):
+        own(torch.tensor([2]), OFFSETS).sum().backward()
+
+
+def test_a_row_space_that_nothing_has_happened_to_is_kept():
+    tables = [torch.rand(3, 4) for _ in range(3)]
+    space = RowSpace(tables)
+
+    assert space.holds(tables)
+    assert space.holds([table.detach() for table in tables])  # other objects on the same rows
+    assert not space.holds([tables[0], tables[1][:2], tables[2]])
+    assert not space.holds([tables[0], tables[1].clone(), tables[2]])
+
+
+def misaligned(dtype=torch.float32):
+    itemsize = dtype.itemsize
+    return torch.frombuffer(bytearray(21 * itemsize), dtype=dtype, offset=1, count=20).view(5, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rows_that_begin_between_two_numbers_are_refused(dtype):
+    rows = misaligned(dtype)
+
+    with pytest.raises(ValueError, match=f"must begin at a multiple of {dtype.itemsize} bytes"):
+        HotColdEmbeddingBag(5, 4, _weight=rows, optimizer=SGD(lr=0.1))
+
+
+def test_accelerate_names_the_table_whose_rows_begin_between_two_numbers():
+    model = nn.ModuleDict(
+        {"a": nn.EmbeddingBag(5, 4), "b": nn.EmbeddingBag(5, 4, _weight=misaligned())}
+    )
+
+    with pytest.raises(ValueError, match="table 'b': rows must begin at a multiple of 4 bytes"):
+        recsys.accelerate(model)
+
+    assert type(model["a"]) is nn.EmbeddingBag
+
+
+def test_from_torchrec_names_the_table_whose_rows_begin_between_two_numbers():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    config = torchrec.EmbeddingBagConfig(
+        name="a", num_embeddings=5, embedding_dim=4, feature_names=["f"]
+    )
+    theirs = torchrec.EmbeddingBagCollection([config])
+    theirs.embedding_bags["a"].weight = nn.Parameter(misaligned())
+
+    with pytest.raises(ValueError, match="table 'a': rows must begin at a multiple of 4 bytes"):
+        HotColdEmbeddingBagCollection.from_torchrec(theirs)
+
+
+def test_state_that_begins_between_two_numbers_is_refused():
+    own = bag(Adagrad(lr=0.1))
+    own.row_optimizer.state[own.weight]["momentum1"] = misaligned()
+
+    with pytest.raises(ValueError, match="must begin at a multiple of 4 bytes"):
+        own(torch.tensor([4]), OFFSETS).sum().backward()
