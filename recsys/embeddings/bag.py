@@ -22,7 +22,7 @@ from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
-from recsys.embeddings.row_space import compute_dtype
+from recsys.embeddings.row_space import compute_dtype, require_device
 from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table_group import TableGroup, require_unmoved
 
@@ -47,7 +47,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
         include_last_offset: Whether `offsets` has the last bag's end, too.
         padding_idx: A row that counts for nothing wherever it is looked up.
-        device: Where the rows live; with an optimizer the CPU.
+        device: Where the rows live; with an optimizer the CPU, or "meta" until `to_empty`.
         dtype: Of the rows; with an optimizer float32, float64, bfloat16 or float16. Rows of
             the last two are pooled and updated in float32.
         optimizer: How rows are updated; None leaves a gradient to an optimizer of torch's.
@@ -89,6 +89,9 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
     ) -> None:
         rows = _weight
         if _weight is None and optimizer is not None:
+            require_device(
+                device, "leave out optimizer=, and an optimizer of torch's moves rows on any device"
+            )
             rows = empty_rows(
                 num_embeddings,
                 embedding_dim,

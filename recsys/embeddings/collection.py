@@ -28,7 +28,7 @@ from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
-from recsys.embeddings.row_space import compute_dtype, require_aligned
+from recsys.embeddings.row_space import compute_dtype, require_aligned, require_device
 from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup, require_unmoved
@@ -54,7 +54,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
     Args:
         tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s, sum- or mean-pooled.
         is_weighted: Whether every lookup carries a weight.
-        device: Where the tables live; the CPU.
+        device: Where the tables live; the CPU, or "meta" until `to_empty`.
         optimizer: How rows are updated; None leaves sparse gradients to an optimizer of torch's.
         auto_apply: With an optimizer: update at the end of each backward. Where False,
             `row_optimizer.step()` updates, once for all backward passes since the last.
@@ -73,7 +73,8 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         16 bits too.
 
     Raises:
-        ValueError: names are not distinct, or a pooling or data type is unknown.
+        ValueError: names are not distinct, a pooling or data type is unknown, or the device is one
+            that kernels of ours cannot work on.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         _bags: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
+        if _bags is None:
+            require_device(device, "leave tables that are to be there to TorchRec")
         self._is_weighted = is_weighted
         self._updater: RowUpdater | None = None
         self.row_optimizer: FusedOptimizer | None = None

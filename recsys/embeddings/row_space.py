@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["RowSpace", "compute_dtype", "require_aligned"]
+__all__ = ["RowSpace", "compute_dtype", "require_aligned", "require_device"]
 
 _address, _numel = torch.Tensor.data_ptr, torch.Tensor.numel
 
@@ -40,6 +40,32 @@ _DTYPES: dict[torch.dtype, tuple[type[np.generic], torch.dtype]] = {
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What gradients and state of tables of a dtype have, and pooled rows; see `rounding`."""
     return _DTYPES[dtype][1] if dtype in _DTYPES else dtype
+
+
+# By the device that rows of a module are on.
+_WAYS_OUT = {
+    "cpu": "convert them by .float()",
+    "meta": "give them memory by module.to_empty(device='cpu'), then values by reset_parameters() "
+    "or load_state_dict",
+}
+
+
+def require_device(device: torch.device | str | None, way_out: str) -> None:
+    """Check that kernels of ours can work on a device, or that it is "meta", without memory yet.
+
+    Args:
+        device: As it is given to `torch.empty`.
+        way_out: What the error recommends.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    found = torch.get_default_device() if device is None else torch.device(device)
+    if found.type not in _WAYS_OUT:
+        raise ValueError(
+            f"device must be 'cpu' or 'meta' (other devices are not supported yet), got "
+            f"'{found}'; {way_out}"
+        )
 
 
 def require_aligned(place: str, table: Tensor) -> None:
@@ -85,9 +111,10 @@ class RowSpace:
             raise ValueError(f"tables of one row space must have one dtype and dim, got {kinds}")
         dtype, self.dim, device_type = kinds.pop()
         if dtype not in _DTYPES or device_type != "cpu":
+            way_out = _WAYS_OUT.get(device_type, "move the module by .cpu()")
             raise ValueError(
                 "rows must be float32, float64, bfloat16 or float16 on the CPU, got "
-                f"{dtype} on {device_type}; convert them, or leave out optimizer="
+                f"{dtype} on {device_type}; {way_out}"
             )
         stored, computed = _DTYPES[dtype]
         self.dtype = np.dtype(stored)

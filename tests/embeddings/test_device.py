@@ -1,0 +1,115 @@
+"""Where tables may be: on the CPU, or nowhere yet (`meta`); said when a module is built."""
+
+import pytest
+import torch
+from torch import nn
+
+from recsys.batch import JaggedIds
+from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
+from recsys.embeddings.optimizer import SGD, Adagrad
+
+TABLES = [TableConfig(name="a", num_embeddings=5, embedding_dim=4)]
+IDS = JaggedIds.from_one_hot(["a"], torch.tensor([[1, 2]]))
+BAG_IDS = torch.tensor([[1], [2]])
+each_optimizer = pytest.mark.parametrize("optimizer", [None, SGD(lr=0.1)], ids=["torch's", "ours"])
+each_device = pytest.mark.parametrize(
+    "device", ["cuda", "cuda:1", torch.device("cuda", 0), "mps"], ids=str
+)
+
+
+@each_device
+def test_a_bag_whose_rows_we_move_names_the_devices_it_may_be_on(device):
+    with pytest.raises(
+        ValueError, match=rf"device must be 'cpu' or 'meta' .*, got '{device}'; .* optimizer="
+    ):
+        HotColdEmbeddingBag(10, 4, device=device, optimizer=Adagrad(lr=0.1))
+
+
+@each_device
+@each_optimizer
+def test_a_collection_names_the_devices_it_may_be_on(device, optimizer):
+    with pytest.raises(ValueError, match=rf"device must be 'cpu' or 'meta' .*, got '{device}'"):
+        HotColdEmbeddingBagCollection(TABLES, device=device, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), None])
+@each_optimizer
+def test_the_cpu_is_a_device_by_any_name(device, optimizer):
+    bag = HotColdEmbeddingBag(10, 4, device=device, optimizer=optimizer)
+    collection = HotColdEmbeddingBagCollection(TABLES, device=device, optimizer=optimizer)
+
+    assert (bag.weight.device.type, collection.device.type) == ("cpu", "cpu")
+
+
+def test_without_an_optimizer_of_ours_the_device_is_torchs_matter():
+    with pytest.raises((AssertionError, RuntimeError)) as theirs:
+        nn.EmbeddingBag(10, 4, device="mps:7")
+    with pytest.raises((AssertionError, RuntimeError)) as ours:
+        HotColdEmbeddingBag(10, 4, device="mps:7")
+
+    assert type(ours.value) is type(theirs.value)
+
+
+def make_bag(optimizer, device=None):
+    return HotColdEmbeddingBag(5, 4, mode="sum", device=device, optimizer=optimizer)
+
+
+def make_collection(optimizer, device=None):
+    return HotColdEmbeddingBagCollection(TABLES, device=device, optimizer=optimizer)
+
+
+MAKES = [(make_bag, BAG_IDS), (make_collection, IDS)]
+each_module = pytest.mark.parametrize(("make", "ids"), MAKES, ids=["bag", "collection"])
+
+
+def values(pooled):
+    return pooled if isinstance(pooled, torch.Tensor) else pooled.values()
+
+
+@each_module
+@each_optimizer
+def test_a_module_without_memory_gets_it_later(make, ids, optimizer):
+    module = make(optimizer, torch.device("meta"))
+    [weight] = module.parameters()
+    assert weight.is_meta
+
+    module.to_empty(device="cpu").reset_parameters()
+    [before] = [weight.detach().clone() for weight in module.parameters()]
+    values(module(ids)).sum().backward()
+
+    [weight] = module.parameters()
+    expected = before.clone()
+    if optimizer is not None:
+        expected[1:3] -= 0.1
+    assert torch.equal(weight.detach(), expected)
+
+
+@each_module
+def test_a_module_built_under_the_meta_device_takes_a_state_dict(make, ids):
+    source = make(None)
+    with torch.device("meta"):
+        module = make(SGD(lr=0.1))
+
+    module.load_state_dict(source.state_dict(), assign=True)
+
+    assert torch.equal(values(module(ids)), values(source(ids)))
+
+
+def test_skip_init_makes_modules_that_train():
+    bag = nn.utils.skip_init(HotColdEmbeddingBag, 5, 4, mode="sum", optimizer=SGD(lr=0.1))
+    collection = nn.utils.skip_init(HotColdEmbeddingBagCollection, TABLES, optimizer=SGD(lr=0.1))
+
+    for module, ids in ((bag, BAG_IDS), (collection, IDS)):
+        module.reset_parameters()
+        [before] = [weight.detach().clone() for weight in module.parameters()]
+        values(module(ids)).sum().backward()
+        [weight] = module.parameters()
+        torch.testing.assert_close(before[1:3] - weight.detach()[1:3], torch.full((2, 4), 0.1))
+
+
+@each_module
+def test_a_lookup_without_memory_says_how_to_get_some(make, ids):
+    module = make(SGD(lr=0.1), torch.device("meta"))
+
+    with pytest.raises(ValueError, match=r"got torch\.float32 on meta; .*to_empty\(device='cpu'\)"):
+        module(ids)
