@@ -93,7 +93,8 @@ def accelerate(
             Gradients of rows are gone after `step`, not only after `zero_grad`.
             A formula (`recsys.embeddings.SGD`, ...): rows move at the end of each backward.
             None: gradients are left to whoever steps, sparse or dense as `sparse` of the bag says;
-            or, where `apply_optimizer_in_backward` has marked tables, their rows move by that.
+            or, where `apply_optimizer_in_backward` has marked tables, their rows move by that;
+            its hooks are gone and its state is ours until `restore` gives both back.
 
     Returns:
         What was exchanged.

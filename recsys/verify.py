@@ -152,8 +152,10 @@ def verify(
         What was compared, and what differs.
 
     Raises:
-        ValueError: there are no batches, or `recsys.accelerate` refuses model or optimizer.
+        ValueError: there are no batches, or `recsys.accelerate` refuses model or optimizer, or
+            `apply_optimizer_in_backward` has marked a parameter: a copy has no marks.
     """
+    _require_no_marks(model)
     devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
     samples: list[int | None] = []
     with torch.random.fork_rng(devices=list(devices)):
@@ -187,6 +189,18 @@ def verify(
         judge.rtol,
         judge.atol,
     )
+
+
+def _require_no_marks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        kinds = getattr(parameter, "_optimizer_classes", None)
+        if kinds:
+            raise ValueError(
+                f"parameter {name!r} must have no optimizer of its own, and "
+                f"apply_optimizer_in_backward has given it {kinds[0].__name__}, which copies of a "
+                "model do not have; verify the model without it, and give that optimizer as "
+                "optimizer=: recsys.accelerate reads the same formula from both"
+            )
 
 
 class _Run:

@@ -4,6 +4,7 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.functional import mse_loss
 
 import recsys
@@ -226,4 +227,12 @@ def test_a_model_that_is_accelerated_already_is_refused():
     recsys.accelerate(model, optimizer=SGD(lr=0.1))
 
     with pytest.raises(ValueError, match=r"is accelerated already; call recsys\.restore"):
+        recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)
+
+
+def test_a_model_with_optimizers_in_backward_is_refused_because_copies_have_none():
+    model, optimizer = build("sgd")
+    _apply_optimizer_in_backward(torch.optim.SGD, [model.bags[1].weight], {"lr": 0.1})
+
+    with pytest.raises(ValueError, match=r"'bags\.1\.weight' .* given it SGD, which copies"):
         recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)

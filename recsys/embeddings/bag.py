@@ -251,6 +251,11 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
     ) -> HotColdEmbeddingBag:
         """Take over a module of torch's: its settings and its very Parameter.
 
+        Where `apply_optimizer_in_backward` has marked the table, its optimizer does not step any
+        more: its hook is taken away, its state goes on here. What reaches the table otherwise, a
+        lookup by `bag` too, is part of the update behind the next backward of ours. Only
+        `recsys.accelerate` has a way back, `recsys.restore`.
+
         Args:
             bag: It may be used on, on the same rows.
             optimizer: How rows are updated. None takes what `apply_optimizer_in_backward` has

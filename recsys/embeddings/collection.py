@@ -117,6 +117,11 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
     ) -> HotColdEmbeddingBagCollection:
         """Take over TorchRec's collection: its configs and its very Parameters.
 
+        Where `apply_optimizer_in_backward` has marked the tables, their optimizers do not step any
+        more: their hooks are taken away, their state goes on here. What reaches a table otherwise,
+        a lookup by `collection` too, is part of the update behind the next backward of ours. Only
+        `recsys.accelerate` has a way back, `recsys.restore`.
+
         Args:
             collection: On the CPU, not sharded. It may be used on, on the same rows.
             optimizer: How rows are updated. None takes what `apply_optimizer_in_backward` has

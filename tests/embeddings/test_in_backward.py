@@ -173,6 +173,26 @@ def test_torchrecs_marks_are_the_collections_optimizer():
         torch.testing.assert_close(mine.detach(), other.detach(), rtol=1e-6, atol=1e-7)
 
 
+def test_a_marked_collection_that_is_used_on_leaves_its_gradient_to_ours():
+    kind, settings, _ = MARKS["adagrad"]
+    plain, taken = collection(), collection()
+    _apply_optimizer_in_backward(kind, plain.parameters(), settings)
+    _apply_optimizer_in_backward(kind, taken.parameters(), settings)
+    before = [weight.detach().clone() for weight in taken.parameters()]
+
+    ours = HotColdEmbeddingBagCollection.from_torchrec(taken)
+    taken(kjt()).values().square().sum().backward()
+    between = [weight.detach().clone() for weight in taken.parameters()]
+    ours(kjt()).values().square().sum().backward()
+    (2 * plain(kjt()).values().square().sum()).backward()
+
+    for old, unmoved, mine, theirs in zip(
+        before, between, ours.parameters(), plain.parameters(), strict=True
+    ):
+        assert torch.equal(old, unmoved)
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "formula"),
     [
