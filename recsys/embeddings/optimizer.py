@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite, sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -52,8 +52,28 @@ __all__ = [
 ]
 
 
+class AbstractRowOptimizer:
+    """What every formula tells of itself; its fields are its settings."""
+
+    _PER_COLUMN: ClassVar[tuple[str, ...]] = ()
+    _PER_ROW: ClassVar[tuple[str, ...]] = ()
+
+    def state_sizes(self, dim: int) -> dict[str, int]:
+        """Numbers per row of every state array, by TorchRec's name of it."""
+        return dict.fromkeys(self._PER_COLUMN, dim) | dict.fromkeys(self._PER_ROW, 1)
+
+    def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
+        """What `row_update` takes for a table: the factor of its step, and its eps.
+
+        Args:
+            lr: Of the table's param group, which may have changed since the formula was made.
+            step: Number of the table's update, from 1.
+        """
+        return lr, getattr(self, "eps", 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SGD:
+class SGD(AbstractRowOptimizer):
     """Stochastic gradient descent; no state.
 
     Raises:
@@ -65,17 +85,9 @@ class SGD:
     def __post_init__(self) -> None:
         _require_finite("lr", self.lr)
 
-    def state_sizes(self, dim: int) -> dict[str, int]:
-        """Numbers per row of every state array, by TorchRec's name of it."""
-        return {}
-
-    def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
-        """What `row_update` takes for a table: the factor of its step, and its eps."""
-        return lr, 0.0
-
 
 @dataclass(frozen=True, kw_only=True)
-class Adagrad:
+class Adagrad(AbstractRowOptimizer):
     """A step per column, smaller the more the column has moved.
 
     Attributes:
@@ -89,21 +101,15 @@ class Adagrad:
     lr: float
     eps: float = 1e-10
 
+    _PER_COLUMN = ("momentum1",)
+
     def __post_init__(self) -> None:
         _require_finite("lr", self.lr)
         _require_finite("eps", self.eps)
 
-    def state_sizes(self, dim: int) -> dict[str, int]:
-        """Numbers per row of every state array, by TorchRec's name of it."""
-        return {"momentum1": dim}
-
-    def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
-        """What `row_update` takes for a table: the factor of its step, and its eps."""
-        return lr, self.eps
-
 
 @dataclass(frozen=True, kw_only=True)
-class RowWiseAdagrad:
+class RowWiseAdagrad(AbstractRowOptimizer):
     """Adagrad with one step for the whole row: a dim-th of the state.
 
     Attributes:
@@ -117,21 +123,15 @@ class RowWiseAdagrad:
     lr: float
     eps: float = 1e-10
 
+    _PER_ROW = ("momentum1",)
+
     def __post_init__(self) -> None:
         _require_finite("lr", self.lr)
         _require_finite("eps", self.eps)
 
-    def state_sizes(self, dim: int) -> dict[str, int]:
-        """Numbers per row of every state array, by TorchRec's name of it."""
-        return {"momentum1": 1}
-
-    def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
-        """What `row_update` takes for a table: the factor of its step, and its eps."""
-        return lr, self.eps
-
 
 @dataclass(frozen=True, kw_only=True)
-class Adam:
+class Adam(AbstractRowOptimizer):
     """A step per column by moving averages of its gradients; rows not looked up rest.
 
     Attributes:
@@ -147,22 +147,20 @@ class Adam:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
+    _PER_COLUMN = ("momentum1", "exp_avg_sq")
+
     def __post_init__(self) -> None:
         _require_finite("lr", self.lr)
         _require_betas(self.betas)
         _require_finite("eps", self.eps)
 
-    def state_sizes(self, dim: int) -> dict[str, int]:
-        """Numbers per row of every state array, by TorchRec's name of it."""
-        return {"momentum1": dim, "exp_avg_sq": dim}
-
     def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
-        """What `row_update` takes for a table: the factor of its step, and its eps."""
+        """As above, with the correction of the step; eps is added before it."""
         return lr * _correction(self.betas, step), self.eps
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartialRowWiseAdam:
+class PartialRowWiseAdam(AbstractRowOptimizer):
     """Adam with one average of squares for the whole row: half of the state.
 
     Attributes:
@@ -178,17 +176,15 @@ class PartialRowWiseAdam:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
+    _PER_COLUMN, _PER_ROW = ("momentum1",), ("exp_avg_sq",)
+
     def __post_init__(self) -> None:
         _require_finite("lr", self.lr)
         _require_betas(self.betas)
         _require_finite("eps", self.eps)
 
-    def state_sizes(self, dim: int) -> dict[str, int]:
-        """Numbers per row of every state array, by TorchRec's name of it."""
-        return {"momentum1": dim, "exp_avg_sq": 1}
-
     def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
-        """What `row_update` takes for a table: the factor of its step, and its eps."""
+        """As above, with the correction of the step; eps is added behind it."""
         # Dividing sqrt(v) by a number before eps is added is multiplying eps by that number.
         return lr * _correction(self.betas, step), self.eps * sqrt(1 - self.betas[1] ** step)
 
