@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recsys.embeddings.attach import Link, NamedTable, attach, choose_plan, require_movable
+from recsys.embeddings.attach import Link, NamedTable, attach, choose_mover, require_movable
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import RowOptimizer
@@ -110,15 +110,15 @@ def accelerate(
         )
     found = _find(model)
     tables = _tables(found)
-    plan = choose_plan(tables, optimizer)
+    mover = choose_mover(tables, optimizer)
     counterparts = {module: _counterpart(module) for module in found}
-    link = None if plan is None else attach(plan, list(counterparts.values()))
+    link = None if mover is None else attach(mover, list(counterparts.values()))
     for old, new in counterparts.items():
         new.__dict__[_KEPT] = _Kept(old, link, len(counterparts))
     _exchange(model, counterparts)
     return Accelerated(
         _describe(found, counterparts),
-        "gradients are left to the caller's optimizer" if plan is None else plan.words,
+        "gradients are left to the caller's optimizer" if mover is None else mover.words,
         None if link is None else link.row_optimizer,
     )
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.optimizer import RowOptimizer
 
-__all__ = ["Link", "NamedTable", "Plan", "attach", "choose_plan", "require_movable"]
+__all__ = ["Link", "Mover", "NamedTable", "attach", "choose_mover", "require_movable"]
 
 _Module = HotColdEmbeddingBag | HotColdEmbeddingBagCollection
 
@@ -78,7 +78,7 @@ class Link:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Mover:
     """What will move rows; nothing of the model has been changed yet.
 
     Attributes:
@@ -125,9 +125,9 @@ def require_movable(table: NamedTable) -> None:
     require_aligned(f"{place}: ", weight)
 
 
-def choose_plan(
+def choose_mover(
     tables: Sequence[NamedTable], optimizer: torch.optim.Optimizer | RowOptimizer | None
-) -> Plan | None:
+) -> Mover | None:
     """Find out what is to move which rows by which formula; None where gradients go to torch.
 
     Args:
@@ -143,7 +143,7 @@ def choose_plan(
         return None
     marks = read_marks(_named(marked), optimizer) if marked else None
     if isinstance(optimizer, torch.optim.Optimizer):
-        return _plan_by_torch(in_modules, optimizer)
+        return _mover_by_torch(in_modules, optimizer)
     formula = optimizer if marks is None else marks.formula
     assert formula is not None
     moved = tables if marks is None else marked
@@ -163,11 +163,11 @@ def choose_plan(
         return Link(row_optimizer.updater, row_optimizer, marks)
 
     words = f"rows move at the end of each backward, by {formula}"
-    return Plan(words, {id(table.weight): 0 for table in moved}, make)
+    return Mover(words, {id(table.weight): 0 for table in moved}, make)
 
 
-def attach(plan: Plan, modules: Sequence[_Module]) -> Link:
-    """Let what is planned move the rows of modules of ours."""
+def attach(mover: Mover, modules: Sequence[_Module]) -> Link:
+    """Let a mover move the rows of modules of ours."""
     members: dict[tuple[int, int, torch.dtype], list[nn.Module]] = {}
     twins: dict[tuple[int, int, torch.dtype], list[tuple[nn.Module, int]]] = {}
     places: dict[int, tuple[tuple[int, int, torch.dtype], int]] = {}
@@ -177,13 +177,13 @@ def attach(plan: Plan, modules: Sequence[_Module]) -> Link:
             if id(weight) in places:
                 first, number = places[id(weight)]
                 twins.setdefault(first, []).append((holder, number))
-            elif id(weight) in plan.param_groups:
-                kind = (plan.param_groups[id(weight)], weight.shape[1], weight.dtype)
+            elif id(weight) in mover.param_groups:
+                kind = (mover.param_groups[id(weight)], weight.shape[1], weight.dtype)
                 others = members.setdefault(kind, [])
                 places[id(weight)] = kind, len(others)
                 others.append(holder)
     groups = {kind: TableGroup(each, twins.get(kind, ())) for kind, each in members.items()}
-    link = plan.make([(kind[0], group) for kind, group in groups.items()])
+    link = mover.make([(kind[0], group) for kind, group in groups.items()])
     for module in modules:
         its_places = [places.get(id(holder.weight)) for holder in _holders(module)]
         found = [(groups[place[0]], place[1]) for place in its_places if place is not None]
@@ -202,9 +202,9 @@ def _once(tables: Sequence[NamedTable]) -> list[NamedTable]:
     return list(found.values())
 
 
-def _plan_by_torch(
+def _mover_by_torch(
     in_modules: Sequence[NamedTable], optimizer: torch.optim.Optimizer
-) -> Plan | None:
+) -> Mover | None:
     tables = _once(in_modules)
     numbers = {
         id(weight): number
@@ -232,7 +232,7 @@ def _plan_by_torch(
         return Link(updater)
 
     words = f"rows move in the step of {type(optimizer).__name__}"
-    return Plan(words, {id(table.weight): numbers[id(table.weight)] for table in moved}, make)
+    return Mover(words, {id(table.weight): numbers[id(table.weight)] for table in moved}, make)
 
 
 def _require_whole_collections(tables: Sequence[NamedTable], moved: set[int], rule: str) -> None:

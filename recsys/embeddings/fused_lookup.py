@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
+from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups, pooled_lookup, row_gradient_dots
-from recsys.embeddings.kernels.row_update import LedgerEntry
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.table_group import TableGroup, sparse_gradients

@@ -42,23 +42,23 @@ class InBackward:
     Attributes:
         formula: How their rows move.
         tables: The tables.
-        hosts: Each table's optimizer; None where it is a placeholder.
+        optimizers: Each table's optimizer; None where it is a placeholder.
         state_names: Under which name those keep each of the formula's state arrays.
     """
 
     formula: RowOptimizer
     tables: tuple[nn.Parameter, ...]
-    hosts: tuple[torch.optim.Optimizer | None, ...]
+    optimizers: tuple[torch.optim.Optimizer | None, ...]
     state_names: Mapping[str, str]
 
     def hand_over(self, row_optimizer: FusedOptimizer) -> None:
         """Give the state to an optimizer of ours, and take the hooks away."""
         handles = getattr(sys.modules.get(_HOOKS), "param_to_optim_hook_handle_map", {})
-        for table, host in zip(self.tables, self.hosts, strict=True):
+        for table, optimizer in zip(self.tables, self.optimizers, strict=True):
             for handle in handles.pop(table, []) if table in handles else []:
                 handle.remove()
-            if host is not None and table in host.state:
-                known = host.state[table]
+            if optimizer is not None and table in optimizer.state:
+                known = optimizer.state[table]
                 row_optimizer.state[table].update(
                     {ours: known[theirs] for ours, theirs in self._names(table) if theirs in known}
                 )
@@ -66,10 +66,10 @@ class InBackward:
     def hand_back(self, row_optimizer: FusedOptimizer) -> None:
         """Give the optimizers their tables back: the state as it is now, and a hook."""
         hooks: Any = sys.modules.get(_HOOKS)
-        for table, host in zip(self.tables, self.hosts, strict=True):
+        for table, optimizer in zip(self.tables, self.optimizers, strict=True):
             known = row_optimizer.state.get(table, {})
-            if host is not None:
-                host.state[table].update(
+            if optimizer is not None:
+                optimizer.state[table].update(
                     {theirs: known[ours] for ours, theirs in self._names(table) if ours in known}
                 )
             if hooks is not None and table in hooks.param_to_acc_grad_map:
@@ -128,7 +128,7 @@ def read_marks(
     return InBackward(
         mark.formula,
         tuple(table for _, table in tables),
-        tuple(each.host for each in marks.values() if each is not None),
+        tuple(each.optimizer for each in marks.values() if each is not None),
         mark.state_names,
     )
 
@@ -136,7 +136,7 @@ def read_marks(
 @dataclass(frozen=True)
 class _Mark:
     formula: RowOptimizer
-    host: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | None
     state_names: Mapping[str, str]
 
 
@@ -155,17 +155,19 @@ def _read_mark(name: str, table: nn.Parameter) -> _Mark | None:
             return _Mark(_placeholders()[kinds[0]](settings), None, {})
         except ValueError as error:
             raise ValueError(f"table {name!r}: {error}") from None
-    [host] = table._in_backward_optimizers  # type: ignore[attr-defined]
+    [optimizer] = table._in_backward_optimizers  # type: ignore[attr-defined]
     translation = translate(
-        host, [(name, 0)], way_out="apply SGD, Adagrad, SparseAdam or TorchRec's RowWiseAdagrad"
+        optimizer,
+        [(name, 0)],
+        way_out="apply SGD, Adagrad, SparseAdam or TorchRec's RowWiseAdagrad",
     )
-    [group] = host.param_groups
+    [group] = optimizer.param_groups
     if group.get("lr_decay"):
         raise ValueError(
             f"table {name!r}: an optimizer in backward must have lr_decay 0, got "
             f"{group['lr_decay']}; give the optimizer to recsys.accelerate instead"
         )
-    return _Mark(translation.formula(group), host, translation.state_names)
+    return _Mark(translation.formula(group), optimizer, translation.state_names)
 
 
 def _placeholders() -> dict[type, Any]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.embeddings.kernels.row_update import LedgerEntry
+    from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.table_group import TableGroup
 
@@ -59,7 +59,7 @@ class RowUpdater:
 
     Args:
         groups: By the number of the optimizer's param group that has their tables.
-        host: The optimizer whose settings and state are used.
+        optimizer: The one whose settings and state are used.
         translation: How they are read.
         auto_apply: Whether rows move at the end of each backward pass.
     """
@@ -67,12 +67,14 @@ class RowUpdater:
     def __init__(
         self,
         groups: Sequence[tuple[int, TableGroup]],
-        host: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer,
         translation: Translation,
         *,
         auto_apply: bool,
     ) -> None:
-        self._groups = [_GroupUpdater(group, host, number, translation) for number, group in groups]
+        self._groups = [
+            _GroupUpdater(group, optimizer, number, translation) for number, group in groups
+        ]
         self._auto_apply = auto_apply
         self._queued_for: int | None = None
         # Tables are no inputs of autograd's: a pooled vector asks for a gradient on behalf of all
@@ -153,12 +155,12 @@ class _GroupUpdater:
     def __init__(
         self,
         group: TableGroup,
-        host: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer,
         number: int,
         translation: Translation,
     ) -> None:
         self.group = group
-        self._host, self._number, self._translation = host, number, translation
+        self._optimizer, self._number, self._translation = optimizer, number, translation
         self._weights = group.weights()
         self._states: list[tuple[str, RowSpace]] = []
         self._states_of: RowSpace | None = None
@@ -190,7 +192,7 @@ class _GroupUpdater:
     ) -> tuple[RowSpace, list[RowSpace], RowOptimizer, NDArray[np.float64], NDArray[Any]]:
         """What `row_update` takes; steps are counted when nothing can be refused any more."""
         counted: list[tuple[dict[str, Any], Any]] = []
-        settings = self._host.param_groups[self._number]
+        settings = self._optimizer.param_groups[self._number]
         formula = self._translation.formula(settings)
         weights = self._weights
         rates_T2 = np.zeros((len(weights), 2))
@@ -200,7 +202,7 @@ class _GroupUpdater:
             keys_T = np.zeros(len(weights), np.uint64)
         if self._translation.counts_steps or is_by_chance:
             for table in moved:
-                state = self._host.state[weights[table]]
+                state = self._optimizer.state[weights[table]]
                 counted.append((state, state.get("step", 0) + 1))  # a tensor where torch keeps one
                 step = int(counted[-1][1])
                 lr = self._translation.learning_rate(settings, step)
@@ -222,16 +224,16 @@ class _GroupUpdater:
             return
         for old, new in zip(self._weights, weights, strict=True):
             if new is not old:
-                for group in self._host.param_groups:
+                for group in self._optimizer.param_groups:
                     group["params"] = [new if known is old else known for known in group["params"]]
-                if old in self._host.state:
-                    self._host.state[new] = self._host.state.pop(old)
+                if old in self._optimizer.state:
+                    self._optimizer.state[new] = self._optimizer.state.pop(old)
         self._weights = weights
 
     def _number_of(self, table: int) -> int:
         """Where the optimizer has a table: no other has the number, however tables are grouped."""
         if not self._numbers:
-            known = [weight for group in self._host.param_groups for weight in group["params"]]
+            known = [weight for group in self._optimizer.param_groups for weight in group["params"]]
             places = {id(weight): number for number, weight in enumerate(known)}
             self._numbers = [places[id(weight)] for weight in self._weights]
         return self._numbers[table]
@@ -284,9 +286,9 @@ class _GroupUpdater:
         """
         columns = (size,) if size > 1 else ()
         dtype = compute_dtype(weight.dtype)
-        if not is_needed and name not in self._host.state.get(weight, {}):
+        if not is_needed and name not in self._optimizer.state.get(weight, {}):
             return weight.new_empty(0, *columns, dtype=dtype)
-        state = self._host.state[weight]
+        state = self._optimizer.state[weight]
         known: Tensor | None = state.get(name)
         if known is None:
             state[name] = known = empty_rows(len(weight), *columns, dtype=dtype).zero_()

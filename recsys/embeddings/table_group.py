@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
-from recsys.embeddings.kernels.row_update import LedgerEntry
 from recsys.embeddings.row_space import RowSpace, compute_dtype
 
 if TYPE_CHECKING:
@@ -244,19 +244,19 @@ def require_unmoved(place: str, weight: nn.Parameter, but_by: TableGroup | None 
     Raises:
         ValueError: it is moved, and not by the group `but_by`.
     """
-    if _mover(weight) not in (None, but_by):
+    if _group_of(weight) not in (None, but_by):
         gc.collect()  # modules and their optimizers refer to each other
-    if _mover(weight) not in (None, but_by):
+    if _group_of(weight) not in (None, but_by):
         raise ValueError(
             f"{place}: an optimizer of recsys moves its rows already, and a second one would move "
             "them twice; call recsys.accelerate on a model that has all modules of the table, or "
             "let go of the module whose optimizer it is (recsys.restore, or del)"
         )
-    if isinstance(weight, LedgerParameter) and _mover(weight) is None:
+    if isinstance(weight, LedgerParameter) and _group_of(weight) is None:
         _set_class(weight, nn.Parameter)
 
 
-def _mover(weight: Tensor) -> TableGroup | None:
+def _group_of(weight: Tensor) -> TableGroup | None:
     group: TableGroup | None = _GROUPS.get(weight, _nobody)()
     return group
 
@@ -266,13 +266,13 @@ def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:
 
 
 def _open_ledger_of(weight: LedgerParameter) -> None:
-    group = _mover(weight)
+    group = _group_of(weight)
     if group is not None:
         group.open_ledger()
 
 
 def _forget_space_of(weight: LedgerParameter) -> None:
-    group = _mover(weight)
+    group = _group_of(weight)
     if group is not None:
         group.forget_space()
 

@@ -376,28 +376,28 @@ def sharing(optimizer, modes):
     """Bags of one group, as models of several tables have them."""
     members = [ours_like(plain_module(torch.float64, mode=mode), None) for mode in modes]
     group = TableGroup(members)
-    host = FusedOptimizer(
+    row_optimizer = FusedOptimizer(
         {f"{number}.weight": (each.weight, "") for number, each in enumerate(members)},
         [group],
         optimizer,
         auto_apply=False,
     )
     for number, each in enumerate(members):
-        each.attach(host.updater, group, number)
-    return members, host
+        each.attach(row_optimizer.updater, group, number)
+    return members, row_optimizer
 
 
 @each_optimizer
 def test_bags_of_several_modes_share_one_update(optimizer):
     modes = ["sum", "mean", "max", "mean"]
-    members, host = sharing(optimizer, modes)
+    members, row_optimizer = sharing(optimizer, modes)
     expected = [
         reference_step(plain_module(torch.float64, mode=mode), optimizer, [0, 1]) for mode in modes
     ]
 
     for seed in (0, 1):
         sum(loss(each, seed) for each in members).backward()
-    host.step()
+    row_optimizer.step()
 
     for each, rows in zip(members, expected, strict=True):
         torch.testing.assert_close(each.weight.detach(), rows, **TOLERANCES[torch.float64])
@@ -405,12 +405,12 @@ def test_bags_of_several_modes_share_one_update(optimizer):
 
 @pytest.mark.parametrize("optimizer", [Adam(lr=0.1), PartialRowWiseAdam(lr=0.1)], **by_name)
 def test_a_step_without_lookups_in_a_table_is_none_of_its_steps(optimizer):
-    members, host = sharing(optimizer, ["sum", "sum"])
+    members, row_optimizer = sharing(optimizer, ["sum", "sum"])
     alone = ours_like(plain_module(torch.float64, mode="sum"), optimizer)
 
     for looked_up in (members[:1], members[:1], members):
         sum(loss(each, 0) for each in looked_up).backward()
-        host.step()
+        row_optimizer.step()
     loss(alone, 0).backward()
 
     assert torch.equal(members[1].weight, alone.weight)
@@ -418,7 +418,7 @@ def test_a_step_without_lookups_in_a_table_is_none_of_its_steps(optimizer):
 
 
 def test_frozen_bags_of_a_group_ask_for_no_gradient():
-    members, host = sharing(SGD(lr=1.0), ["sum", "max"])
+    members, row_optimizer = sharing(SGD(lr=1.0), ["sum", "max"])
     for each in members:
         each.weight.requires_grad = False
     members[0].weight.requires_grad = True
@@ -426,7 +426,7 @@ def test_frozen_bags_of_a_group_ask_for_no_gradient():
 
     found = [each(*bags(0)) for each in members]
     found[0].sum().backward()
-    host.step()
+    row_optimizer.step()
 
     assert [each.requires_grad for each in found] == [True, False]
     assert torch.equal(members[1].weight, before)

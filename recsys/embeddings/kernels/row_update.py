@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from recsys.embeddings.kernels.ledger import LedgerEntry, Segments, Values, join_ledger
+from recsys.embeddings.kernels.ledger import Segments, Values, join_ledger
 from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
 from recsys.embeddings.kernels.rounding import TO_NEAREST, key_of_row, narrow, widen
 from recsys.embeddings.kernels.turns import next_turn
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_space import RowSpace
 
-__all__ = ["LedgerEntry", "row_update"]
+__all__ = ["row_update"]
 
 _SGD, _ADAGRAD, _ROWWISE_ADAGRAD, _ADAM, _PARTIAL_ROWWISE_ADAM = range(5)
 _KINDS = {

@@ -4,9 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.kernels.rounding import TO_NEAREST, fold, round_reference, table_key
-from recsys.embeddings.kernels.row_update import LedgerEntry, row_update
+from recsys.embeddings.kernels.row_update import row_update
 from recsys.embeddings.optimizer import (
     SGD,
     Adagrad,
