@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -84,6 +84,10 @@ def accelerate(
     optimizers and checkpoints stay right; hooks, `training` and `requires_grad` are kept. Where an
     error is raised, nothing was exchanged.
 
+    A copy or a pickle of the model, or of a part of it, moves its rows by a formula as the model
+    does, from its own state on; an optimizer of torch's stays here, and the copy leaves gradients
+    to whoever steps, as in plain PyTorch.
+
     Args:
         model: Its tables on the CPU; not wrapped by `DistributedDataParallel`.
         optimizer: What moves the rows.
@@ -113,8 +117,10 @@ def accelerate(
     mover = choose_mover(tables, optimizer)
     counterparts = {module: _counterpart(module) for module in found}
     link = None if mover is None else attach(mover, list(counterparts.values()))
+    if link is not None:
+        link.num_modules = len(counterparts)
     for old, new in counterparts.items():
-        new.__dict__[_KEPT] = _Kept(old, link, len(counterparts))
+        new.__dict__[_KEPT] = _Kept(old, link)
     _exchange(model, counterparts)
     return Accelerated(
         _describe(found, counterparts),
@@ -139,14 +145,14 @@ def restore(model: nn.Module) -> Accelerated:
     if not names:
         raise ValueError("the model has no module that recsys.accelerate has put there")
     kept: dict[nn.Module, _Kept] = {module: module.__dict__[_KEPT] for module in names}
-    links = {each.link: each.num_modules for each in kept.values() if each.link is not None}
-    for link, num_modules in links.items():
+    links = {each.link for each in kept.values() if each.link is not None}
+    for link in links:
         found = sum(each.link is link for each in kept.values())
-        if found != num_modules:
+        if found != link.num_modules:
             raise ValueError(
-                f"the model has {found} of the {num_modules} modules that recsys.accelerate has "
-                "exchanged together, and the rows of all are moved together; call recsys.restore "
-                "on the whole model"
+                f"the model has {found} of the {link.num_modules} modules that recsys.accelerate "
+                "has exchanged together, and the rows of all are moved together; call "
+                "recsys.restore on the whole model"
             )
     for link in links:
         link.cut()
@@ -171,7 +177,17 @@ class _Kept:
 
     module: nn.Module
     link: Link | None
-    num_modules: int  # exchanged by the same call
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles."""
+        goes_along = self.link is not None and self.link.updater.goes_along()
+        return {"module": self.module, "link": self.link if goes_along else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Count the modules that were copied along; of a part, nobody asks for the rest."""
+        self.__dict__.update(state)
+        if self.link is not None:
+            self.link.num_modules += 1
 
 
 def _find(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -52,7 +52,7 @@ class NamedTable:
     collection: str | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Link:
     """What moves rows; kept by every module whose rows it moves.
 
@@ -60,12 +60,18 @@ class Link:
         updater: Has the groups.
         row_optimizer: `torch.optim`'s face of a formula of ours; None where an optimizer of torch's
             moves the rows.
-        marks: What the formula was read from, if from marks.
+        marks: What the formula was read from, if from marks; copies of parameters have none.
+        num_modules: How many modules it moves the rows of.
     """
 
     updater: RowUpdater
     row_optimizer: FusedOptimizer | None = None
     marks: InBackward | None = None
+    num_modules: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles."""
+        return self.__dict__ | {"marks": None, "num_modules": 0}
 
     def cut(self) -> None:
         """Leave tables, state and collected gradients to torch again."""

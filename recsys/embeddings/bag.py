@@ -10,7 +10,7 @@ one; what it adds is errors that name the sample.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -24,13 +24,15 @@ from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype, require_device
 from recsys.embeddings.row_updater import FusedOptimizer
-from recsys.embeddings.table_group import TableGroup, require_unmoved
+from recsys.embeddings.table_group import TableGroup, make_plain, require_unmoved
 
 if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_updater import RowUpdater
 
 __all__ = ["HotColdEmbeddingBag"]
+
+_STATE = "_optimizer_state"  # in a pickle: of the table
 
 
 class HotColdEmbeddingBag(nn.EmbeddingBag):
@@ -145,6 +147,26 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
     def detach(self) -> None:
         """Leave gradients at `weight` again, as `nn.EmbeddingBag` does."""
         self._updater = self._group = self._lookups = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the table, its state and what moves it, nothing else."""
+        if self._updater is None or self._group is None:
+            return self.__dict__.copy()
+        if not self._updater.goes_along():
+            return self.__dict__ | {"_updater": None, "_group": None, "_lookups": None}
+        return self.__dict__ | {_STATE: self._updater.state_of(self._group, self._number())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give the copy's updater the copy's table."""
+        super().__setstate__({name: value for name, value in state.items() if name != _STATE})  # type: ignore[no-untyped-call]
+        if self._updater is None or self._group is None:
+            make_plain(cast("nn.Parameter", self.weight))
+        else:
+            self._updater.take_in(self, self._group, self._number(), state[_STATE])
+
+    def _number(self) -> int:
+        assert self._lookups is not None
+        return int(self._lookups.tables[0])
 
     def forward(
         self,

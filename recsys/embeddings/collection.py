@@ -10,7 +10,7 @@ Without an optimizer the ledger is not used: backward leaves a sparse gradient a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype, require_aligned, require_device
 from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table import DATA_TYPES, data_type_of
-from recsys.embeddings.table_group import TableGroup, require_unmoved
+from recsys.embeddings.table_group import TableGroup, make_plain, require_unmoved
 from recsys.errors import IdOutOfRange, MalformedBags
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from recsys.embeddings.table import TableConfig
 
 __all__ = ["HotColdEmbeddingBagCollection"]
+
+_STATES = "_optimizer_states"  # in a pickle: by table
 
 
 class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
@@ -172,6 +174,28 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         self._updater = None
         self._lay_out(self._own_places())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the tables, their state and what moves them, nothing else."""
+        if self._updater is None:
+            return self.__dict__.copy()
+        if not self._updater.goes_along():
+            return self.__dict__ | {"_updater": None, "_layouts": [], "_places": []}
+        states = [self._updater.state_of(group, number) for group, number in self._places]
+        return self.__dict__ | {_STATES: states}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give the copy's updater the copy's tables."""
+        super().__setstate__({name: value for name, value in state.items() if name != _STATES})  # type: ignore[no-untyped-call]
+        if self._updater is None:
+            for weight in self.table_weights():
+                make_plain(weight)
+            self._lay_out(self._own_places())
+            return
+        for bag, (group, number), known in zip(
+            self.embedding_bags.values(), self._places, state[_STATES], strict=True
+        ):
+            self._updater.take_in(bag, group, number, known)
+
     def table_weights(self) -> list[nn.Parameter]:
         """The rows of every table, (E, D)."""
         return [cast("nn.Parameter", bag.weight) for bag in self.embedding_bags.values()]
@@ -282,6 +306,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         members: dict[tuple[TableGroup, str], list[int]] = {}
         for table, (group, _) in enumerate(places):
             members.setdefault((group, pooling_of(self._tables[table])), []).append(table)
+        self._places = list(places)
         numbers = [number for _, number in places]
         self._layouts = [
             _Layout(self, group, pooling == "mean", tables, numbers)

@@ -7,9 +7,10 @@ torch's that the user has made already; what is read from it is in a `Translatio
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, fields
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ class RowUpdater:
         self._groups = [
             _GroupUpdater(group, optimizer, number, translation) for number, group in groups
         ]
-        self._auto_apply = auto_apply
+        self._optimizer, self._auto_apply = optimizer, auto_apply
         self._queued_for: int | None = None
         # Tables are no inputs of autograd's: a pooled vector asks for a gradient on behalf of all
         # of them by this one.
@@ -143,6 +144,33 @@ class RowUpdater:
         for group in self._groups:
             group.follow_tables()
 
+    def goes_along(self) -> bool:
+        """Whether copies and pickles of a module have an updater of their own.
+
+        Not where the optimizer is the user's: that goes its own ways, and finds what backward
+        leaves at the tables.
+        """
+        return isinstance(self._optimizer, FusedOptimizer)
+
+    def state_of(self, group: TableGroup, table: int) -> dict[str, Any]:
+        """A table's state, for the module that takes it along."""
+        return self._of(group).state_of(table)
+
+    def take_in(
+        self, holder: nn.Module, group: TableGroup, table: int, state: dict[str, Any]
+    ) -> None:
+        """Let a module that was copied along bring its table, and the table's state."""
+        group.take_in(holder, table)
+        self._of(group).take_in(table, state)
+
+    def stand_ins(self) -> dict[Tensor, Tensor]:
+        """By table: what has its place in copies until its module takes it."""
+        return {table: each for group in self._groups for table, each in group.stand_ins().items()}
+
+    def _of(self, group: TableGroup) -> _GroupUpdater:
+        [found] = [each for each in self._groups if each.group is group]
+        return found
+
     def release(self) -> None:
         """Let go of the tables: they are plain parameters again, collected gradients their grad."""
         for group in self._groups:
@@ -167,8 +195,25 @@ class _GroupUpdater:
         self._numbers: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, whose memory is elsewhere."""
-        return self.__dict__ | {"_states": [], "_states_of": None}
+        """For copies and pickles, whose memory is elsewhere; see `TableGroup`."""
+        stand_ins = [each.weight for each in self.group.stand_ins()]
+        return self.__dict__ | {"_weights": stand_ins, "_states": [], "_states_of": None}
+
+    def stand_ins(self) -> dict[Tensor, Tensor]:
+        """By table: what has its place in copies."""
+        self.follow_tables()
+        stand_ins = [cast("Tensor", each.weight) for each in self.group.stand_ins()]
+        return dict(zip(self._weights, stand_ins, strict=True))
+
+    def state_of(self, table: int) -> dict[str, Any]:
+        self.follow_tables()
+        known: dict[str, Any] = self._optimizer.state.get(self._weights[table], {})
+        return known
+
+    def take_in(self, table: int, state: dict[str, Any]) -> None:
+        if state:
+            self._optimizer.state[self._weights[table]] = state
+        self.follow_tables()
 
     def update_rows(self) -> None:
         self.follow_tables()
@@ -300,6 +345,8 @@ class _GroupUpdater:
 class FusedOptimizer(torch.optim.Optimizer):
     """The optimizer of a module's rows: `param_groups` for schedulers, `step`, `state_dict`.
 
+    Copied or pickled, it has the tables and the state of those modules that are copied with it.
+
     Args:
         tables: By `state_dict` key of the table: the table, and what its state's names begin with.
         groups: The tables again, as they are updated.
@@ -337,9 +384,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles; the base class names what it keeps."""
+        """For copies and pickles: modules bring their tables and the state of these themselves."""
         own = {name: self.__dict__[name] for name in ("_prefixes", "_formula", "updater")}
-        return super().__getstate__() | own
+        stand_ins = self.updater.stand_ins()
+        [group] = self.param_groups
+        group = group | {"params": [stand_ins[table] for table in group["params"]]}
+        return super().__getstate__() | {"state": defaultdict(dict), "param_groups": [group]} | own
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Move the rows looked up since the last step.

@@ -27,7 +27,13 @@ from recsys.embeddings.row_space import RowSpace, compute_dtype
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["LedgerParameter", "TableGroup", "require_unmoved", "sparse_gradients"]
+__all__ = [
+    "LedgerParameter",
+    "TableGroup",
+    "make_plain",
+    "require_unmoved",
+    "sparse_gradients",
+]
 
 
 class TableGroup:
@@ -54,11 +60,37 @@ class TableGroup:
         self.ledger: list[LedgerEntry] = []
         self._space: RowSpace | None = None
         self._whole_tables: dict[int, Lookups] = {}
+        self._stand_ins: list[nn.Module] = []
         self._is_watched = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: a row space is a view of memory, which they have elsewhere."""
-        return self.__dict__ | {"_space": None, "ledger": [], "_whole_tables": {}}
+        """For copies and pickles: those of a part of a model have the part's tables alone.
+
+        So a module brings its table itself, by `take_in`. A row space is a view of memory, which
+        copies have elsewhere.
+        """
+        return self.__dict__ | {
+            "_holders": list(self.stand_ins()),
+            "_parameters": [each._parameters for each in self.stand_ins()],
+            "_twins": [],
+            "_space": None,
+            "ledger": [],
+            "_whole_tables": {},
+        }
+
+    def stand_ins(self) -> list[nn.Module]:
+        """In copies: what holds the place of each table until its module takes it."""
+        if not self._stand_ins:
+            self._stand_ins = [_StandIn(weight) for weight in self.weights()]
+        return self._stand_ins
+
+    def take_in(self, holder: nn.Module, table: int) -> None:
+        """Let a module that was copied along bring its table."""
+        known = self._holders[table]
+        if isinstance(known, _StandIn):
+            self._holders[table], self._parameters[table] = holder, holder._parameters
+        elif known._parameters is not holder._parameters:
+            self._twins.append((holder, table))
 
     def weights(self) -> list[nn.Parameter]:
         """The tables, (E, D) each."""
@@ -196,6 +228,16 @@ class TableGroup:
         return LedgerEntry(self._whole_tables[table], bags, values)
 
 
+class _StandIn(nn.Module):
+    """A table without rows."""
+
+    sparse = True
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, weight.shape[1], dtype=weight.dtype))
+
+
 class LedgerParameter(nn.Parameter):
     """A table whose `grad` is what the ledger of its group holds.
 
@@ -252,6 +294,11 @@ def require_unmoved(place: str, weight: nn.Parameter, but_by: TableGroup | None 
             "them twice; call recsys.accelerate on a model that has all modules of the table, or "
             "let go of the module whose optimizer it is (recsys.restore, or del)"
         )
+    make_plain(weight)
+
+
+def make_plain(weight: nn.Parameter) -> None:
+    """Make a plain parameter of a table that no group has (any more)."""
     if isinstance(weight, LedgerParameter) and _group_of(weight) is None:
         _set_class(weight, nn.Parameter)
 
