@@ -55,6 +55,7 @@ class RowSpace:
         flat: Everything from the lowest table's first byte to the highest's last, one-dimensional.
         bases: Where each table begins in it, (T,) uint64.
         sizes: E of each table, (T,) uint64.
+        sizes_key: The same, to look something up by.
 
     Raises:
         ValueError: the tables are not as above.
@@ -77,6 +78,7 @@ class RowSpace:
         self.compute_dtype = np.dtype(_DTYPES[computed][0])
         self.is_narrow = computed != dtype
         self.sizes = np.array([len(table) for table in tables], np.uint64)
+        self.sizes_key = self.sizes.tobytes()
         for table in tables:
             if not table.is_contiguous():
                 raise ValueError(f"rows must be contiguous, got strides {table.stride()}")
@@ -91,6 +93,14 @@ class RowSpace:
             np.uint64,
         )
 
-    def holds(self, tables: Sequence[Tensor]) -> bool:
-        """Whether the tables lie where they lay: `Parameter.data` may have been exchanged."""
-        return list(map(_address, tables)) == self._addresses
+    def holds(self, tables: Sequence[Tensor], numbers: Sequence[int] | None = None) -> bool:
+        """Whether tables lie where they lay: `Parameter.data` may have been exchanged.
+
+        Args:
+            tables: Those of the row space, or some.
+            numbers: Which, in ascending order; None for all.
+        """
+        known = self._addresses
+        if numbers is not None and len(numbers) < len(known):
+            known = [known[number] for number in numbers]
+        return list(map(_address, tables)) == known
