@@ -327,6 +327,21 @@ def test_a_frozen_table_need_not_be_in_the_optimizer():
     assert torch.equal(model.b.weight, frozen)
 
 
+def test_rows_that_lie_elsewhere_now_are_found_by_the_bag_that_has_them():
+    model = Holder(one=bag(), other=bag())
+    optimizer = sgd(model)
+    recsys.accelerate(model, optimizer=optimizer)
+    step(model, optimizer)
+    model.other.weight.data = torch.ones_like(model.other.weight)
+
+    first, moved = model.one(INDICES, OFFSETS), model.other(INDICES, OFFSETS)
+    (first.sum() + moved.sum()).backward()
+    optimizer.step()
+
+    assert torch.equal(moved, torch.tensor([[2.0, 2.0], [0.0, 0.0], [2.0, 2.0]]))
+    assert torch.equal(model.other.weight[1], torch.tensor([0.5, 0.5]))
+
+
 def test_tables_of_one_dim_and_param_group_are_updated_in_one_call(monkeypatch):
     model = Holder(many=nn.ModuleList([bag(), bag(9), bag(3, 4), bag(), bag(6, 4)]))
     groups = [

@@ -187,7 +187,9 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             ValueError: a weight is not a number, or the module's settings exclude each other.
         """
         if self._updater is not None:
-            return cast("Tensor", self._look_up_fused(input, offsets, per_sample_weights))
+            if torch.compiler.is_compiling():
+                return cast("Tensor", self._break_graph(input, offsets, per_sample_weights))
+            return self._look_up_fused(input, offsets, per_sample_weights)
         if torch.compiler.is_compiling() or not input.is_cpu:
             return super().forward(input, offsets, per_sample_weights)
         bags = self._read(input, offsets, per_sample_weights)
@@ -367,6 +369,11 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _break_graph(
+        self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+    ) -> Tensor:
+        return self._look_up_fused(input, offsets, per_sample_weights)
+
     def _look_up_fused(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
@@ -389,7 +396,9 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         distinct, numbers, counts = torch.unique(
             bags.values, return_inverse=True, return_counts=True
         )
-        rows = self._fused(BagInput(distinct, torch.arange(len(distinct) + 1), None), bags)
+        rows = self._fused(
+            BagInput(distinct, torch.arange(len(distinct) + 1), None, is_one_hot=True), bags
+        )
         if self.scale_grad_by_freq and rows.requires_grad:
             rows.register_hook(  # type: ignore[no-untyped-call]
                 lambda gradient: gradient / counts.unsqueeze(1)
@@ -413,12 +422,17 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             assert bad is not None
             return bags.id_error(bad, len(self.weight))
 
-        values, offsets, weights = looked_up
+        values, offsets, weights, is_one_hot = looked_up
         part = Part(
             self._group,
             self._lookups,
             Bags.from_tensors(
-                values, offsets, weights, len(offsets) - 1, is_mean=self.mode == "mean"
+                values,
+                offsets,
+                weights,
+                len(offsets) - 1,
+                is_mean=self.mode == "mean",
+                is_one_hot=is_one_hot,
             ),
         )
         return fused_lookup(

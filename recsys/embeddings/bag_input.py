@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
+from recsys.embeddings.kernels.pooled_lookup import counts_up
 from recsys.errors import IdOutOfRange, MalformedBags
 from recsys.jit import kernel
 
@@ -36,6 +37,7 @@ class BagInput(NamedTuple):
     values: Tensor
     offsets: Tensor
     weights: Tensor | None
+    is_one_hot: bool  # every bag has one id
 
     def without(self, row: int) -> BagInput:
         """The same bags without one row's lookups."""
@@ -47,6 +49,7 @@ class BagInput(NamedTuple):
             self.values[is_kept],
             ends[self.offsets.long()].to(self.offsets.dtype),
             None if self.weights is None else self.weights[is_kept],
+            is_one_hot=False,
         )
 
     def first_bad(self, num_rows: int) -> int | None:
@@ -137,13 +140,17 @@ def read_bags(
     else:
         raise MalformedBags(f"input must have one or two dimensions, got {ids.dim()}")
     values, bounds = _one_id_type(values, bounds)
-    if ids.dim() == 1 or ids.is_nested:
+    is_one_hot = len(values) == len(bounds) - 1 and bool(counts_up(bounds.numpy()))
+    if not is_one_hot and (ids.dim() == 1 or ids.is_nested):
         end = require_bounds(bounds.numpy(), len(values))
         if end != len(values):  # what lies behind the last bag's end is in none
             values = values[:end]
             weights = None if weights is None else weights[:end]
     bags = BagInput(
-        values.contiguous(), bounds.contiguous(), None if weights is None else weights.reshape(-1)
+        values.contiguous(),
+        bounds.contiguous(),
+        None if weights is None else weights.reshape(-1),
+        is_one_hot,
     )
     bags.require_numbers()
     return bags

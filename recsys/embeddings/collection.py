@@ -209,7 +209,6 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         """Where the tables live."""
         return self.table_weights()[0].device
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: Features) -> Pooled:
         """Look up and pool; a `KeyedJaggedTensor` gives a `KeyedTensor`, `JaggedIds` give
         `PooledEmbeddings`.
@@ -221,6 +220,14 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             ValueError: weights are missing or not numbers, or features have batch sizes of their
                 own and no `inverse_indices`.
         """  # noqa: D205  # two kinds of input, one sentence
+        look_up = self._break_graph if torch.compiler.is_compiling() else self._look_up
+        return cast("Pooled", look_up(features))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _break_graph(self, features: Features) -> Pooled:
+        return self._look_up(features)
+
+    def _look_up(self, features: Features) -> Pooled:
         is_light = isinstance(features, JaggedIds)
         if varies_in_batch_size(features):
             features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -61,26 +60,29 @@ def fused_lookup(
         RuntimeError: the tables' gradients would have to be shared between processes; in backward,
             what it reads again was changed in place meanwhile.
     """
+    asking: Sequence[Lookups] = ()
     if updater is None:
         tables: Sequence[Tensor] = [weight for part in parts for weight in part.group.weights()]
-    elif any(_asks_gradient(part) for part in parts):
-        if DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
+    elif torch.is_grad_enabled():
+        asking = [part.group.asking(part.lookups) for part in parts]
+        asks = any(lookups.distinct_tables for lookups in asking)
+        tables = [updater.asks_gradient] if asks else []
+        if asks and DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
             raise RuntimeError(
                 "DistributedDataParallel: rows that an optimizer of recsys moves are not shared "
                 "between processes; build the tables without optimizer= (their sparse gradients "
                 "are shared), or train in one process"
             )
-        tables = [updater.asks_gradient]
     else:
         tables = []
     joined = None if updater is None else updater.join_pass()
-    call = _Call(parts, ids, updater, explain, joined)
+    call = _Call(parts, asking, ids, updater, explain, joined)
     return cast("Tensor", _FusedLookup.apply(call, bag_weights, *tables))  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
+class _Call(NamedTuple):
     parts: Sequence[Part]
+    asking: Sequence[Lookups]  # by part; with an updater and gradients alone
     ids: Sequence[Tensor]
     updater: RowUpdater | None
     explain: Callable[[int], Exception]
@@ -90,15 +92,15 @@ class _Call:
 class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
-        first = call.parts[0]
-        dtype = compute_dtype(first.group.weights()[0].dtype)
-        shape = first.bags.batch_size, first.lookups.width
+        group, lookups, bags = call.parts[0]
+        dtype = compute_dtype(group.weights_of(lookups)[0].dtype)
+        shape = bags.batch_size, lookups.width
         # glibc asks the system for anything larger anew each time, and small pages of it are
         # handed out one by one: at 100 MiB that took longer than looking up.
         is_large = shape[0] * shape[1] * dtype.itemsize > _MAX_KEPT_BYTES
         result = (empty_rows if is_large else torch.empty)(*shape, dtype=dtype)
         for part in call.parts:
-            bad = pooled_lookup(part.group.space(), part.lookups, part.bags, result)
+            bad = pooled_lookup(part.group.space(part.lookups), part.lookups, part.bags, result)
             if bad >= 0:
                 raise call.explain(bad)
         ctx.call = call
@@ -121,7 +123,9 @@ class _FusedLookup(torch.autograd.Function):
                 )
             of_weights = gradient.new_zeros(len(call.parts[0].bags.values))
             for group, lookups, bags in call.parts:
-                row_gradient_dots(group.space(), lookups, bags, gradient.contiguous(), of_weights)
+                row_gradient_dots(
+                    group.space(lookups), lookups, bags, gradient.contiguous(), of_weights
+                )
         if call.updater is None:
             tables: list[Tensor | None] = []
             for group, lookups, bags in call.parts:
@@ -137,11 +141,12 @@ class _FusedLookup(torch.autograd.Function):
             read_later = call.ids if gradient._is_view() else (*call.ids, gradient)
             ids = [(tensor, tensor._version) for tensor in read_later]
             entries = [
-                (group, LedgerEntry(group.trainable(lookups), _kept(bags), gradient, ids))
-                for group, lookups, bags in call.parts
+                (part.group, LedgerEntry(still_asking, _kept(part.bags), gradient, ids))
+                for part, asking in zip(call.parts, call.asking, strict=True)
+                # A table that was frozen meanwhile gets no gradient, as in torch.
+                if (still_asking := part.group.asking(asking)).distinct_tables
             ]
-            kept = [entry for entry in entries if len(entry[1].lookups.tables)]
-            call.updater.keep(kept, call.joined)
+            call.updater.keep(entries, call.joined)
         return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
 
 
@@ -165,8 +170,3 @@ def _kept(bags: Bags) -> Bags:
     before ours moves the rows.
     """  # noqa: D205  # one sentence
     return bags if bags.weights is None else bags._replace(weights=bags.weights.copy())
-
-
-def _asks_gradient(part: Part) -> bool:
-    weights = part.group.weights()
-    return any(weights[table].requires_grad for table in part.lookups.tables.tolist())

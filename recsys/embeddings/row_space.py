@@ -96,6 +96,7 @@ class RowSpace:
         flat: Everything from the lowest table's first byte to the highest's last, one-dimensional.
         bases: Where each table begins in it, (T,) uint64.
         sizes: E of each table, (T,) uint64.
+        sizes_key: The same, to look something up by.
 
     Raises:
         ValueError: the tables are not as above.
@@ -121,6 +122,7 @@ class RowSpace:
         self.compute_dtype = np.dtype(_DTYPES[computed][0])
         self.is_narrow = computed != dtype
         self.sizes = np.array([len(table) for table in tables], np.uint64)
+        self.sizes_key = self.sizes.tobytes()
         for table in tables:
             if not table.is_contiguous():
                 raise ValueError(f"rows must be contiguous, got strides {table.stride()}")
@@ -136,16 +138,30 @@ class RowSpace:
             np.uint64,
         )
 
-    def holds(self, tables: Sequence[Tensor]) -> bool:
-        """Whether the tables lie where they lay, and others than were given are as long.
+    def holds(self, tables: Sequence[Tensor], numbers: Sequence[int] | None = None) -> bool:
+        """Whether tables lie where they lay, and others than were given are as long.
 
         Asked at every step. That a table is shorter than it was, in the same memory, the table
         itself has to say, or `has_sizes`, which takes as long as all the rest.
+
+        Args:
+            tables: Those of the row space, or some.
+            numbers: Which, in ascending order; None for all.
         """
-        return list(map(_address, tables)) == self._addresses and (
-            all(map(is_, tables, self._given)) or self.has_sizes(tables)
+        known, given = self._addresses, self._given
+        if numbers is not None and len(numbers) < len(known):
+            known = [known[number] for number in numbers]
+            given = [given[number] for number in numbers]
+        return list(map(_address, tables)) == known and (
+            all(map(is_, tables, given)) or self.has_sizes(tables, numbers)
         )
 
-    def has_sizes(self, tables: Sequence[Tensor]) -> bool:
-        """Whether the tables are as long as they were."""
-        return list(map(_numel, tables)) == self._numels
+    def has_sizes(self, tables: Sequence[Tensor], numbers: Sequence[int] | None = None) -> bool:
+        """Whether tables are as long as they were.
+
+        Args:
+            tables: As for `holds`.
+            numbers: Likewise.
+        """
+        known = self._numels if numbers is None else [self._numels[each] for each in numbers]
+        return list(map(_numel, tables)) == known

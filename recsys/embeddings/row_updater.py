@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, fields
 from operator import is_
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
 from recsys.embeddings.kernels.row_update import row_update
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FusedOptimizer", "RowUpdater", "Translation"]
 
+_NO_STATE: dict[str, Any] = {}  # stands for a table that never moved; never written to
 _NO_PASS = -1  # what torch says outside of backward
 
 
@@ -81,13 +83,19 @@ class RowUpdater:
         # Tables are no inputs of autograd's: a pooled vector asks for a gradient on behalf of all
         # of them by this one.
         self.asks_gradient = torch.empty(0, requires_grad=True)
+        self._asks_node: Any = None
         for _, group in groups:
             group.watch()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which have another graph."""
+        return self.__dict__ | {"_asks_node": None}
+
     def is_asked(self) -> bool:
         """In backward: whether the pass is about tables; `torch.autograd.grad` may not be."""
-        node = torch.autograd.graph.get_gradient_edge(self.asks_gradient).node
-        return bool(torch._C._will_engine_execute_node(node))
+        if self._asks_node is None:
+            self._asks_node = torch.autograd.graph.get_gradient_edge(self.asks_gradient).node
+        return bool(torch._C._will_engine_execute_node(self._asks_node))
 
     def join_pass(self) -> int | None:
         """The backward pass that a lookup is made in, by activation checkpointing; else None.
@@ -190,7 +198,7 @@ class _GroupUpdater:
         self.group = group
         self._optimizer, self._number, self._translation = optimizer, number, translation
         self._weights = group.weights()
-        self._states: list[tuple[str, RowSpace]] = []
+        self._states: list[_State] = []
         self._states_of: RowSpace | None = None
         self._numbers: list[int] = []
 
@@ -220,47 +228,79 @@ class _GroupUpdater:
         ledger = self.group.take_ledger()
         if not ledger:
             return
-        moved = {table for entry in ledger for table in entry.lookups.tables.tolist()}
+        moved = ledger[0].lookups.distinct_tables
+        if len(ledger) > 1:
+            moved = sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
         try:
-            update = self._prepared(moved)
+            space, states, formula, rates_T2, keys_T = self._prepared(moved)
         except Exception:
             # Whoever corrects what was wrong and steps again means these gradients.
             self.group.ledger[:0] = ledger
             raise
-        space, states, formula, rates_T2, keys_T = update
         row_update(space, states, formula, rates_T2, ledger, keys_T)
         # As an in-place operation of torch's does: who has kept a table for backward will know.
         torch.autograd.graph.increment_version([self._weights[table] for table in moved])
 
     def _prepared(
-        self, moved: set[int]
+        self, moved: Sequence[int]
     ) -> tuple[RowSpace, list[RowSpace], RowOptimizer, NDArray[np.float64], NDArray[Any]]:
         """What `row_update` takes; steps are counted when nothing can be refused any more."""
-        counted: list[tuple[dict[str, Any], Any]] = []
         settings = self._optimizer.param_groups[self._number]
         formula = self._translation.formula(settings)
-        weights = self._weights
-        rates_T2 = np.zeros((len(weights), 2))
-        space, keys_T = self.group.space(), TO_NEAREST
+        space = self.group.space()
         is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
-        if is_by_chance:
-            keys_T = np.zeros(len(weights), np.uint64)
-        if self._translation.counts_steps or is_by_chance:
-            for table in moved:
-                state = self._optimizer.state[weights[table]]
-                counted.append((state, state.get("step", 0) + 1))  # a tensor where torch keeps one
-                step = int(counted[-1][1])
-                lr = self._translation.learning_rate(settings, step)
-                rates_T2[table] = formula.rate_and_eps(lr, step)
-                if is_by_chance:
-                    seed = settings.get("rounding_seed", 0)
-                    keys_T[table] = table_key(seed, step, self._number_of(table))
-        else:
-            rates_T2[:] = formula.rate_and_eps(self._translation.learning_rate(settings, 1), 1)
-        states = self._state_spaces(space, formula, moved)
-        for state, step in counted:
-            state["step"] = step
+        counts_steps = self._translation.counts_steps or is_by_chance
+        by_table, new = [_NO_STATE] * len(self._weights), list[int]()
+        if counts_steps or formula.state_sizes(self.group.dim):
+            by_table, new = self._state_by_table(moved)
+        rates_T2, keys_T, steps = self._rates_and_keys(
+            settings, formula, moved if counts_steps else (), by_table, is_by_chance=is_by_chance
+        )
+        states = self._state_spaces(space, formula, moved, by_table)
+        for table, step in zip(moved, steps, strict=False):
+            by_table[table]["step"] = step
+        for table in new:
+            self._optimizer.state[self._weights[table]] = by_table[table]
         return space, states, formula, rates_T2, keys_T
+
+    def _state_by_table(self, moved: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
+        """The optimizer's state of every table, and which tables move that had none until now."""
+        known = self._optimizer.state
+        found = [known.get(weight, _NO_STATE) for weight in self._weights]
+        new = [table for table in moved if found[table] is _NO_STATE]
+        for table in new:
+            found[table] = {}
+        return found, new
+
+    def _rates_and_keys(
+        self,
+        settings: Mapping[str, Any],
+        formula: RowOptimizer,
+        counted: Sequence[int],
+        by_table: Sequence[dict[str, Any]],
+        *,
+        is_by_chance: bool,
+    ) -> tuple[NDArray[np.float64], NDArray[Any], list[Any]]:
+        """What `row_update` takes for each table, and the steps of those that count them."""
+        translation = self._translation
+        rates_T2 = np.zeros((len(by_table), 2))
+        if not counted:
+            rates_T2[:] = formula.rate_and_eps(translation.learning_rate(settings, 1), 1)
+            return rates_T2, TO_NEAREST, []
+        keys_T = np.zeros(len(by_table), np.uint64) if is_by_chance else TO_NEAREST
+        steps: list[Any] = []
+        of_step: dict[int, tuple[float, float]] = {}
+        for table in counted:
+            steps.append(by_table[table].get("step", 0) + 1)
+            step = int(steps[-1])  # a tensor where torch keeps one
+            if step not in of_step:
+                lr = translation.learning_rate(settings, step)
+                of_step[step] = formula.rate_and_eps(lr, step)
+            rates_T2[table] = of_step[step]
+            if is_by_chance:
+                seed = settings.get("rounding_seed", 0)
+                keys_T[table] = table_key(seed, step, self._number_of(table))
+        return rates_T2, keys_T, steps
 
     def follow_tables(self) -> None:
         """Give settings and state of a table to the one that has taken its place, if any."""
@@ -284,29 +324,37 @@ class _GroupUpdater:
         return self._numbers[table]
 
     def _state_spaces(
-        self, rows: RowSpace, formula: RowOptimizer, moved: set[int]
+        self,
+        rows: RowSpace,
+        formula: RowOptimizer,
+        moved: Sequence[int],
+        by_table: Sequence[dict[str, Any]],
     ) -> list[RowSpace]:
-        names = {
+        sizes = {
             self._translation.state_names.get(name, name): size
             for name, size in formula.state_sizes(self.group.dim).items()
         }
-        arrays = {
-            name: [
-                self._state_of(weight, name, size, is_needed=table in moved)
-                for table, weight in enumerate(self._weights)
-            ]
-            for name, size in names.items()
-        }
         if (
-            rows is not self._states_of
-            or [name for name, _ in self._states] != list(arrays)
-            or not all(space.holds(arrays[name]) for name, space in self._states)
+            rows is self._states_of
+            and [state.name for state in self._states] == list(sizes)
+            and all(state.is_of(by_table, moved) for state in self._states)
         ):
-            for name, size in names.items():
-                self._require_sizes(name, size, arrays[name])
-            self._states = [(name, RowSpace(tensors)) for name, tensors in arrays.items()]
-            self._states_of = rows
-        return [space for _, space in self._states]
+            return [state.space for state in self._states]
+        self._states = [
+            self._make_state(name, size, moved, by_table) for name, size in sizes.items()
+        ]
+        self._states_of = rows
+        return [state.space for state in self._states]
+
+    def _make_state(
+        self, name: str, size: int, moved: Sequence[int], by_table: Sequence[dict[str, Any]]
+    ) -> _State:
+        arrays = [
+            self._state_of(weight, by_table[table], name, size, is_needed=table in moved)
+            for table, weight in enumerate(self._weights)
+        ]
+        self._require_sizes(name, size, arrays)
+        return _State(name, [state.get(name) for state in by_table], arrays, RowSpace(arrays))
 
     def _require_sizes(self, name: str, size: int, states: Sequence[Tensor]) -> None:
         """Refuse state that is another table's or another formula's, before a kernel writes there.
@@ -323,7 +371,9 @@ class _GroupUpdater:
                     "optimizer, or delete it from the optimizer's state to begin anew"
                 )
 
-    def _state_of(self, weight: Tensor, name: str, size: int, *, is_needed: bool) -> Tensor:
+    def _state_of(
+        self, weight: Tensor, state: dict[str, Any], name: str, size: int, *, is_needed: bool
+    ) -> Tensor:
         """A table's state array, (E, size) or, of size 1, (E,).
 
         Made where there is none, of a table that moves: as with torch, the others' state is made
@@ -331,15 +381,32 @@ class _GroupUpdater:
         """
         columns = (size,) if size > 1 else ()
         dtype = compute_dtype(weight.dtype)
-        if not is_needed and name not in self._optimizer.state.get(weight, {}):
-            return weight.new_empty(0, *columns, dtype=dtype)
-        state = self._optimizer.state[weight]
         known: Tensor | None = state.get(name)
         if known is None:
+            if not is_needed:
+                return weight.new_empty(0, *columns, dtype=dtype)
             state[name] = known = empty_rows(len(weight), *columns, dtype=dtype).zero_()
         elif known.dtype != dtype or not known.is_contiguous():
             state[name] = known = known.to(dtype).contiguous()
         return known
+
+
+class _State(NamedTuple):
+    """One state array of every table, as a row space."""
+
+    name: str
+    found: list[Tensor | None]  # what the optimizer has; None of a table that never moved
+    arrays: list[Tensor]  # nothing in place of None
+    space: RowSpace
+
+    def is_of(self, by_table: Sequence[dict[str, Any]], moved: Sequence[int]) -> bool:
+        """Whether the optimizer has these very arrays, and one of each table that moves."""
+        found = [state.get(self.name) for state in by_table]
+        return (
+            all(map(is_, found, self.found))
+            and all(found[table] is not None for table in moved)
+            and self.space.holds(self.arrays)
+        )
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -400,12 +467,33 @@ class FusedOptimizer(torch.optim.Optimizer):
         Returns:
             What `closure` returned.
         """
+        # Naming every step to a profiler that is not there would take a third as long as moving
+        # the rows of a small mini-batch.
+        if closure is None and not self._is_watched():
+            self.updater.update_rows()
+            return None
+        return self._named_step(closure)
+
+    def _is_watched(self) -> bool:
+        """Whether a profiler or a hook of step is to be told of it."""
+        return bool(
+            torch._C._autograd._profiler_enabled()
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        )
+
+    @torch.optim.Optimizer.profile_hook_step
+    def _named_step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.updater.update_rows()
         return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # or the base class would wrap it
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The tables are those of the module; there is no other group.

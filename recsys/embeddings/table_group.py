@@ -96,23 +96,29 @@ class TableGroup:
         """The tables, (E, D) each."""
         return [parameters["weight"] for parameters in self._parameters]  # type: ignore[misc]  # never None
 
+    def weights_of(self, lookups: Lookups) -> list[nn.Parameter]:
+        """The tables looked up in: one where bags of a group are looked up one by one."""
+        return [self._parameters[table]["weight"] for table in lookups.distinct_tables]  # type: ignore[misc]
+
     def are_sparse(self) -> list[bool]:
         """Which tables' gradients are sparse where no updater keeps them."""
         return [bool(holder.sparse) for holder in self._holders]
 
-    def space(self) -> RowSpace:
-        """The tables where they lie now."""
+    def space(self, lookups: Lookups | None = None) -> RowSpace:
+        """The tables where they lie now: all of them, or at least those looked up in."""
+        if self._space is not None:
+            weights = self.weights() if lookups is None else self.weights_of(lookups)
+            numbers = None if lookups is None else lookups.distinct_tables
+            if self._space.holds(weights, numbers) and (
+                # Tables that are watched say themselves that they are shorter.
+                self._is_watched or self._space.has_sizes(weights, numbers)
+            ):
+                return self._space
         weights = self.weights()
-        if (
-            self._space is None
-            or not self._space.holds(weights)
-            # Tables that are watched say so themselves.
-            or not (self._is_watched or self._space.has_sizes(weights))
-        ):
-            self._require_twins(weights)
-            if self._is_watched:
-                self.watch()
-            self._space = RowSpace(weights)
+        self._require_twins(weights)
+        if self._is_watched:
+            self.watch()
+        self._space = RowSpace(weights)
         return self._space
 
     def forget_space(self) -> None:
@@ -155,7 +161,7 @@ class TableGroup:
     def keep(self, entry: LedgerEntry) -> None:
         """Add to the ledger what one lookup's backward found."""
         self.ledger.append(entry)
-        if self._is_watched and nn.Parameter in set(map(type, self.weights())):
+        if self._is_watched and nn.Parameter in map(type, self.weights_of(entry.lookups)):
             self.watch()  # a parameter has taken a table's place
 
     def open_ledger(self) -> None:
@@ -192,15 +198,16 @@ class TableGroup:
     def forget(self) -> None:
         """Empty the ledger and every `grad`; no row moves."""
         self.ledger.clear()
-        for weight in self.weights():
-            if _plain_grad(weight) is not None:
+        weights = self.weights()
+        for weight, gradient in zip(weights, map(_plain_grad, weights), strict=True):
+            if gradient is not None:
                 _set_plain_grad(weight, None)
 
-    def trainable(self, lookups: Lookups) -> Lookups:
+    def asking(self, lookups: Lookups) -> Lookups:
         """The lookups in tables that ask for a gradient."""
-        asks = list(map(_requires_grad, self.weights()))
-        if False not in asks:
+        if all(map(_requires_grad, self.weights_of(lookups))):
             return lookups
+        asks = list(map(_requires_grad, self.weights()))
         kept = np.array(asks)[lookups.tables.astype(np.int64)]
         return Lookups(
             tables=lookups.tables[kept],

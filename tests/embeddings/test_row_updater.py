@@ -237,6 +237,62 @@ def test_backward_may_make_a_graph():
         assert torch.equal(found, wanted)
 
 
+def test_hooks_of_step_run_around_it():
+    module = build(SGD(lr=0.5))
+    before = module.table_weights()[0].clone()
+    seen = []
+    module.row_optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.equal(module.table_weights()[0], before))
+    )
+    module.row_optimizer.register_step_post_hook(
+        lambda *_: seen.append(torch.equal(module.table_weights()[0], before))
+    )
+
+    step(module)
+
+    assert seen == [True, False]
+
+
+def test_a_profiler_is_told_of_each_step():
+    module = build(SGD(lr=0.5))
+
+    with torch.profiler.profile() as profile:
+        step(module)
+
+    names = [event.key for event in profile.key_averages()]
+    assert "Optimizer.step#FusedOptimizer.step" in names
+
+
+def test_state_that_another_array_has_taken_the_place_of_is_used():
+    module = build(RowWiseAdagrad(lr=0.1))
+    step(module)
+    users = module.table_weights()[0]
+    state = module.row_optimizer.state[users]
+    state["momentum1"] = torch.full_like(state["momentum1"], 1e6)
+
+    before = users.detach().clone()
+    step(module)
+
+    assert torch.allclose(users, before, atol=1e-3)
+    assert (state["momentum1"] > 1e6).any()
+
+
+@pytest.mark.parametrize("is_frozen_first", [True, False])
+def test_a_table_frozen_at_lookup_or_at_backward_stays_as_it_is(is_frozen_first):
+    module = build(SGD(lr=0.5))
+    users, goods = module.table_weights()
+    before = users.detach().clone(), goods.detach().clone()
+    users.requires_grad_(not is_frozen_first)
+    pooled = module(IDS).values()
+    users.requires_grad_(is_frozen_first)
+
+    pooled.sum().backward()
+    module.row_optimizer.step()
+
+    assert torch.equal(users, before[0])
+    assert torch.equal(goods[2], before[1][2] - 0.5)
+
+
 def test_there_is_one_param_group():
     with pytest.raises(ValueError, match="give the parameters to an optimizer of their own"):
         build(SGD(lr=1.0)).row_optimizer.add_param_group({"params": [torch.nn.Parameter()]})

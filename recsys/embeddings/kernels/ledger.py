@@ -70,7 +70,7 @@ def join_ledger(
         for entry in ledger
     )
     return (
-        _segments(shapes, space.sizes.tobytes()),
+        _segments(shapes, space.sizes_key),
         _values(ledger, space.compute_dtype),
         _join([_flat(entry.gradient) for entry in ledger]),
     )
@@ -147,6 +147,8 @@ def _values(ledger: Sequence[LedgerEntry], dtype: np.dtype[Any]) -> Values:
 
 def _flat(gradient: Tensor) -> NDArray[Any]:
     """From its first number to its last, with what lies between its rows."""
+    if gradient.is_contiguous():
+        return gradient.numpy().reshape(-1)
     span = _span(gradient.shape[0], gradient.shape[1], gradient.stride(0))
     flat: NDArray[Any] = gradient.as_strided((span,), (1,)).numpy()
     return flat

@@ -33,6 +33,7 @@ __all__ = [
     "MIN_SHARED_BYTES",
     "Bags",
     "Lookups",
+    "counts_up",
     "pooled_lookup",
     "pooled_lookup_reference",
     "row_gradient_dots",
@@ -59,6 +60,7 @@ class Lookups:
         positions: Number of the feature in the input, (L,) uint64.
         columns: First column of the output, (L,) uint64.
         width: W.
+        distinct_tables: Those in `tables`, in ascending order.
 
     The arrays must not be written to.
     """
@@ -67,9 +69,13 @@ class Lookups:
     positions: NDArray[np.uint64]
     columns: NDArray[np.uint64]
     width: int
+    distinct_tables: Sequence[int] = field(init=False)
     _placed: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = field(
         default=None, init=False, repr=False
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "distinct_tables", sorted(set(self.tables.tolist())))
 
     def placed_in(self, space: RowSpace) -> NDArray[np.uint64]:
         """What kernels ask of each lookup, (4, L): base, number of rows, position, column.
@@ -132,7 +138,7 @@ class Bags(NamedTuple):
         values_N = values.numpy()
         bounds = None if is_one_hot else offsets.numpy()
         if is_one_hot is None and bounds is not None:
-            is_one_hot = len(values_N) == len(bounds) - 1 and _counts_up(bounds)
+            is_one_hot = len(values_N) == len(bounds) - 1 and counts_up(bounds)
         return cls(
             values_N,
             None if is_one_hot else bounds,
@@ -259,7 +265,7 @@ def _offsets_of(bags: Bags) -> NDArray[Any]:
 
 
 @kernel
-def _counts_up(offsets: NDArray[Any]) -> bool:
+def counts_up(offsets: NDArray[Any]) -> bool:
     """Whether they are 0, 1, 2, ...; in runs, inside of which the processor compares by vectors."""
     run = np.uint64(1024)
     end = np.uint64(len(offsets))
