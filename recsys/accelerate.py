@@ -26,7 +26,7 @@ from recsys.embeddings.optimizer import RowOptimizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from recsys.embeddings.row_updater import FusedOptimizer
+    from recsys.embeddings.fused_optimizer import FusedOptimizer
 
 __all__ = ["Accelerated", "Replacement", "accelerate", "restore"]
 
@@ -180,7 +180,7 @@ class _Kept:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles."""
-        goes_along = self.link is not None and self.link.updater.goes_along()
+        goes_along = self.link is not None and self.link.updater.goes_along
         return {"module": self.module, "link": self.link if goes_along else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

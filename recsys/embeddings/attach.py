@@ -15,9 +15,10 @@ from torch import nn
 
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import InBackward, read_marks
 from recsys.embeddings.row_space import require_aligned
-from recsys.embeddings.row_updater import FusedOptimizer, RowUpdater
+from recsys.embeddings.row_updater import RowUpdater
 from recsys.embeddings.table_group import TableGroup, require_unmoved
 from recsys.embeddings.translate import translate
 
@@ -233,7 +234,7 @@ def _mover_by_torch(
     translation = translate(optimizer, [(table.name, numbers[id(table.weight)]) for table in moved])
 
     def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
-        updater = RowUpdater(groups, optimizer, translation, auto_apply=False)
+        updater = RowUpdater(groups, optimizer, translation, auto_apply=False, goes_along=False)
         _HANDLES[updater] = optimizer.register_step_pre_hook(_BeforeStep(updater))
         return Link(updater)
 

@@ -19,11 +19,11 @@ from torch.nn import functional
 
 from recsys.embeddings.bag_input import BagInput, read_bags
 from recsys.embeddings.fused_lookup import Part, fused_lookup
+from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype, require_device
-from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table_group import TableGroup, make_plain, require_unmoved
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         """For copies and pickles: the table, its state and what moves it, nothing else."""
         if self._updater is None or self._group is None:
             return self.__dict__.copy()
-        if not self._updater.goes_along():
+        if not self._updater.goes_along:
             return self.__dict__ | {"_updater": None, "_group": None, "_lookups": None}
         return self.__dict__ | {_STATE: self._updater.state_of(self._group, self._number())}
 

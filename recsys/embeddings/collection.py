@@ -25,11 +25,11 @@ from recsys.batch import (
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.bag_input import require_bounds
 from recsys.embeddings.fused_lookup import Part, fused_lookup
+from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype, require_aligned, require_device
-from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup, make_plain, require_unmoved
 from recsys.errors import IdOutOfRange, MalformedBags
@@ -178,7 +178,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         """For copies and pickles: the tables, their state and what moves them, nothing else."""
         if self._updater is None:
             return self.__dict__.copy()
-        if not self._updater.goes_along():
+        if not self._updater.goes_along:
             return self.__dict__ | {"_updater": None, "_layouts": [], "_places": []}
         states = [self._updater.state_of(group, number) for group, number in self._places]
         return self.__dict__ | {_STATES: states}

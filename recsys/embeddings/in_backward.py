@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from recsys.embeddings.fused_optimizer import FusedOptimizer
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.row_updater import FusedOptimizer
 
 __all__ = ["InBackward", "read_marks"]
 

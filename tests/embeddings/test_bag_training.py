@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.optimizer import (
     SGD,
     Adagrad,
@@ -15,7 +16,6 @@ from recsys.embeddings.optimizer import (
     RowWiseAdagrad,
     update_reference,
 )
-from recsys.embeddings.row_updater import FusedOptimizer
 from recsys.embeddings.table_group import TableGroup
 
 NUM_ROWS, DIM = 11, 3
