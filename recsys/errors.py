@@ -4,6 +4,7 @@
     |-- ConfigError         (ValueError)       a key, its value, or two that exclude each other
     |-- DatasetFormatError  (ValueError)       a file, or a line of one, that breaks its format
     |-- StoreError          (ValueError)       a store that is missing, unfinished or damaged
+    |-- ProfileError        (ValueError)       a profile that is damaged, or of other tables
     |-- WeightsError        (ValueError)       weights that are not the model's they should be
     |-- AlreadyExists       (FileExistsError)  a store or run folder that would be overwritten
     |-- IdOutOfRange        (IndexError,       an id that is no row of its table
@@ -24,6 +25,7 @@ __all__ = [
     "IdOutOfRange",
     "MalformedBags",
     "MissingDependency",
+    "ProfileError",
     "RecsysError",
     "StoreError",
     "TrainingDiverged",
@@ -45,6 +47,10 @@ class DatasetFormatError(RecsysError, ValueError):
 
 class StoreError(RecsysError, ValueError):
     """A folder that is not a whole, readable store."""
+
+
+class ProfileError(RecsysError, ValueError):
+    """Counts of lookups that cannot be read, or are not those of the tables they should be of."""
 
 
 class WeightsError(RecsysError, ValueError):

@@ -43,6 +43,7 @@ def test_public_names_are_these_and_no_others():
             "HotColdEmbeddingBag",
             "HotColdEmbeddingBagCollection",
             "PartialRowWiseAdam",
+            "PopularityProfile",
             "RowWiseAdagrad",
             "TableConfig",
         ],

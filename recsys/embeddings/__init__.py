@@ -3,6 +3,7 @@
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.popularity import PopularityProfile
 from recsys.embeddings.table import TableConfig
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "HotColdEmbeddingBag",
     "HotColdEmbeddingBagCollection",
     "PartialRowWiseAdam",
+    "PopularityProfile",
     "RowWiseAdagrad",
     "TableConfig",
 ]
