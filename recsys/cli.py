@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from recsys._version import __version__
 from recsys.cli_data import add_data_commands
+from recsys.cli_popularity import add_popularity_commands
 from recsys.config import describe_keys, load_config
 from recsys.errors import RecsysError
 from recsys.export import FORMATS
@@ -48,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     add_data_commands(commands)
+    add_popularity_commands(commands)
 
     train = commands.add_parser(
         "train",
