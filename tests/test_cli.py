@@ -61,6 +61,8 @@ def test_options_are_these_and_no_others():
                 "--json": "",
             },
             "synthetic": {"--quick": "", "--json": ""},
+            "count": {"--quick": "", "--json": ""},
+            "rand-em": {"--quick": "", "--json": ""},
         },
     }
 
@@ -152,6 +154,8 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["bench", "lookup", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "lookup", "--batch-sizes", "0"], "batch sizes must be at least 1, got 0"),
         (["bench", "synthetic", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "count", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "rand-em", "--json", "."], ". is a folder; name a file to be written"),
     ],
 )
 def test_bad_input_ends_with_a_message_and_status_2(

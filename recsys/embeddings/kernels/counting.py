@@ -26,8 +26,9 @@ __all__ = ["Segments", "count_rows", "count_rows_reference", "worst_levels", "wo
 # Lookups of a segment at a time: the columns of as many samples of a store lie in the caches, where
 # the segments after the first one find them.
 _BLOCK = 4096
-# Waking another thread takes longer than counting fewer lookups than these.
-_MIN_SHARED_LOOKUPS = 1 << 15
+# Fewer lookups than these, a mini-batch's, take the calling thread about a millisecond. Waking
+# others gains little there, and where the cores are busy one waits for them much longer.
+_MIN_SHARED_LOOKUPS = 1 << 20
 
 
 class Segments(NamedTuple):
