@@ -4,7 +4,7 @@ The table is Kaggle's largest, C3, with the popularity curve of `synthetic:crite
 many samples as the challenge has. A tenth of these is counted, as a profiler would; hot is a row
 with `min_count` lookups or more among them.
 
-    order=random            the generator's own: a row's number says nothing of its popularity
+    order=random            shuffled: the generator's own order spreads popular rows more evenly
     order=first_appearance  rows numbered by their first lookup among all samples, as the classic
                             preparation numbers ids; those that are never looked up come last
 
@@ -97,7 +97,7 @@ def _counts_by_order(num_samples: int, num_rows: int) -> dict[str, NDArray[Any]]
     never = np.ones(num_rows, bool)
     never[appeared] = False
     return {
-        "random": counts,
+        "random": np.random.default_rng(0).permutation(counts),
         "first_appearance": counts[np.concatenate([appeared, np.flatnonzero(never)])],
     }
 
