@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys.config import SYNTHETIC_PREFIX, load_config
+from recsys.embeddings.plan import RANKINGS
 from recsys.errors import ConfigError
 from recsys.files import require_new
+from recsys.sizes import format_bytes
 
 if TYPE_CHECKING:
     import argparse
@@ -25,7 +27,7 @@ _SHARES = (0.001, 0.01, 0.1, 1.0)
 
 
 def add_popularity_commands(commands: _Commands) -> None:
-    """Add `profile`."""
+    """Add `profile` and `plan`."""
     profile = commands.add_parser(
         "profile", help="count lookups per row; print what the most popular rows would serve"
     )
@@ -42,6 +44,32 @@ def add_popularity_commands(commands: _Commands) -> None:
         "--rate", type=float, default=1.0, metavar="R", help="share of these to count; default 1"
     )
     profile.set_defaults(run_command=_profile)
+
+    plan = commands.add_parser(
+        "plan", help="choose the rows to be hot under a budget; print what budgets would serve"
+    )
+    plan.add_argument("profile", metavar="PROFILE", help="what `recsys profile` made")
+    plan.add_argument(
+        "--budget", required=True, metavar="SIZE", help="of fast memory, as 256MiB or 2GiB"
+    )
+    plan.add_argument("--out", required=True, type=Path, metavar="FILE", help="an .npz file")
+    plan.add_argument(
+        "--ranking",
+        default=RANKINGS[0],
+        choices=RANKINGS,
+        help="what makes a row hotter than another; the last two are FAE's",
+    )
+    plan.add_argument(
+        "--config", type=Path, metavar="FILE.toml", help="of the training that it is for"
+    )
+    plan.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="likewise: model.embedding_dim, optimizer.name and batch_size matter; may be repeated",
+    )
+    plan.set_defaults(run_command=_plan)
 
 
 def parse_samples(text: str, num_samples: int) -> range:
@@ -98,6 +126,35 @@ def _profile(options: argparse.Namespace) -> int:
     )
     nums_rows = [max(int(share * num_seen), 1) for share in _SHARES]
     print(format_coverages(profile.coverages(nums_rows, source, measured), num_seen))
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from recsys.build import table_configs
+    from recsys.embeddings.plan import plan_hot_rows
+    from recsys.embeddings.popularity import PopularityProfile
+    from recsys.embeddings.providers import row_optimizer
+
+    config = load_config(options.config, options.set)
+    profile = PopularityProfile.load(options.profile)
+    require_new(options.out)
+    plan = plan_hot_rows(
+        profile,
+        table_configs(profile.table_sizes, config.model.embedding_dim),
+        options.budget,
+        row_optimizer(config.optimizer),
+        ranking=options.ranking,
+        window_lookups=config.batch_size,
+    )
+    plan.save(options.out)
+    parts = (plan.map_bytes, plan.shared_bytes, plan.pinned_bytes)
+    of_map, shared, pinned = (format_bytes(num_bytes) for num_bytes in parts)
+    print(
+        f"{options.out}: {plan.num_pinned:,} of {sum(profile.table_sizes.values()):,} rows pinned "
+        f"in {pinned}, beside a row map of {of_map} and {shared} for mini-batches"
+    )
+    if profile.num_lookups:
+        print(f"\nof the lookups that were counted (later ones miss more):\n{plan}")
     return 0
 
 

@@ -11,6 +11,7 @@
     |                        RuntimeError)
     |-- MalformedBags       (ValueError,       ids, offsets or weights that do not make bags
     |                        RuntimeError)
+    |-- BudgetTooSmall      (ValueError)       fast memory that cannot hold one mini-batch's rows
     |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
     `-- MissingDependency   (ImportError)      an optional package that this call needs
 
@@ -20,6 +21,7 @@ message names the place, the rule, the value found and the way out.
 
 __all__ = [
     "AlreadyExists",
+    "BudgetTooSmall",
     "ConfigError",
     "DatasetFormatError",
     "IdOutOfRange",
@@ -67,6 +69,10 @@ class IdOutOfRange(RecsysError, IndexError, RuntimeError):
 
 class MalformedBags(RecsysError, ValueError, RuntimeError):
     """Input of a lookup that cannot be read; `nn.EmbeddingBag` raises now one, now the other."""
+
+
+class BudgetTooSmall(RecsysError, ValueError):
+    """Fast memory that cannot hold what one mini-batch needs; the message names what would."""
 
 
 class TrainingDiverged(RecsysError, ArithmeticError):

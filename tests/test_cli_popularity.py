@@ -5,7 +5,7 @@ from recsys.bench.synthetic import write_store
 from recsys.cli import main
 from recsys.cli_popularity import parse_samples
 from recsys.datasets import Store, SyntheticCriteo
-from recsys.embeddings import PopularityProfile
+from recsys.embeddings import HotPlan, PopularityProfile
 from recsys.errors import ConfigError
 
 
@@ -120,3 +120,41 @@ def test_the_first_half_of_the_real_sample_profiled_serves_the_second(
     later = range(store.num_samples // 2, store.num_samples)
     coverage = PopularityProfile.load(file).coverage(1859, store, later)
     assert abs(coverage.lookup_hit_rate - 0.714) < 0.001
+
+
+def test_plan_pins_rows_for_the_model_that_train_would_make(store, tmp_path, capsys):
+    profile, out = tmp_path / "p.npz", tmp_path / "plan.npz"
+    run_cli("profile", store, "--out", profile)
+    capsys.readouterr()
+    (tmp_path / "model.toml").write_text("[model]\nembedding_dim = 8\ndense_arch = [16, 8]\n")
+    settings = ["--config", tmp_path / "model.toml", "--set", "optimizer.name=rowwise_adagrad"]
+    settings += ["--set", "batch_size=16"]
+
+    assert run_cli("plan", profile, "--budget", "20KB", "--out", out, *settings) == 0
+
+    printed = capsys.readouterr().out
+    plan = HotPlan.load(out)
+    assert plan.tables["t_cat_0"] == (8, "fp32", 1, 8 * 4 + 4 + 8)
+    assert plan.num_shared_slots == {(8, "fp32"): 16 + 7 + 1 + 16}
+    assert f"{plan.num_pinned} of 808 rows pinned in" in printed
+    assert str(plan) in printed
+
+
+def test_plan_takes_faes_rankings(store, tmp_path):
+    profile, out = tmp_path / "p.npz", tmp_path / "plan.npz"
+    run_cli("profile", store, "--out", profile)
+
+    more = ["--ranking", "global_topk", "--set", "batch_size=16"]
+    assert run_cli("plan", profile, "--budget", "20KiB", "--out", out, *more) == 0
+
+    assert HotPlan.load(out).ranking == "global_topk"
+
+
+def test_a_budget_below_the_floor_leaves_no_plan(store, tmp_path, capsys):
+    profile, out = tmp_path / "p.npz", tmp_path / "plan.npz"
+    run_cli("profile", store, "--out", profile)
+
+    assert run_cli("plan", profile, "--budget", "1KiB", "--out", out) == 2
+
+    assert "budget must be at least" in capsys.readouterr().err
+    assert not out.exists()

@@ -330,7 +330,7 @@ class PopularityProfile:
         first = 0
         if is_source:
             source = cast("SampleSource", on)
-            self._require_same_tables(RowCounts(*named_tables(source.table_sizes)))
+            self._require_columns(source)
             part = samples_of(source, samples)
             first, blocks = part.start, blocks_of_source(source, part)
         else:
@@ -377,18 +377,32 @@ class PopularityProfile:
         found.num_decays = self.num_decays
         return found
 
-    def save(self, file: str | Path) -> None:
-        """Write it as an .npz archive without pickles; it appears under its name when whole."""
-        about = {
-            "tables": self._rows.table_sizes,
-            "features": self._rows.features,
+    def about(self) -> dict[str, Any]:
+        """All there is to know but the counts, in JSON types; see `from_about`."""
+        return {
+            "tables": self.table_sizes,
+            "features": self.features,
             "rate": self.rate,
             "seed": self.seed,
             "num_samples": self.num_samples,
             "num_samples_seen": self.num_samples_seen,
             "num_decays": self.num_decays,
         }
-        write_profile(Path(file), about, self._rows.values)
+
+    @classmethod
+    def from_about(cls, about: Mapping[str, Any], counts: NDArray[Any]) -> PopularityProfile:
+        """The profile that `about` and `counts` are of; the counts become its own."""
+        profile = cls(about["tables"], rate=about["rate"], seed=about["seed"])
+        features = {name: tuple(own) for name, own in about["features"].items()}
+        profile._rows = RowCounts(about["tables"], features)
+        profile._rows.replace(counts)
+        for key in ("num_samples", "num_samples_seen", "num_decays"):
+            setattr(profile, key, about[key])
+        return profile
+
+    def save(self, file: str | Path) -> None:
+        """Write it as an .npz archive without pickles; it appears under its name when whole."""
+        write_profile(Path(file), self.about(), self._rows.values)
 
     @classmethod
     def load(cls, file: str | Path) -> PopularityProfile:
@@ -398,14 +412,7 @@ class PopularityProfile:
             FileNotFoundError: there is no such file.
             ProfileError: it is damaged, no profile, or of a version this library cannot read.
         """
-        about, counts = read_profile(Path(file))
-        profile = cls(about["tables"], rate=about["rate"], seed=about["seed"])
-        features = {name: tuple(own) for name, own in about["features"].items()}
-        profile._rows = RowCounts(about["tables"], features)
-        profile._rows.replace(counts)
-        for key in ("num_samples", "num_samples_seen", "num_decays"):
-            setattr(profile, key, about[key])
-        return profile
+        return cls.from_about(*read_profile(Path(file)))
 
     def __repr__(self) -> str:
         return (
@@ -431,6 +438,16 @@ class PopularityProfile:
         tables = [name for name, own in self._rows.features.items() if set(own) <= features]
         covered = {feature for name in tables for feature in self._rows.features[name]}
         return tables if covered == features else []
+
+    def _require_columns(self, source: SampleSource) -> None:
+        """A feature that the source lacks is found when it is counted."""
+        for name, size in self._rows.table_sizes.items():
+            for feature in self._rows.features[name]:
+                if source.table_sizes.get(feature, size) != size:
+                    raise ProfileError(
+                        f"table {name!r} has {size} rows, but its feature {feature!r} has "
+                        f"{source.table_sizes[feature]} in the data; profile this data"
+                    )
 
     def _require_same_tables(self, other: RowCounts) -> None:
         own, others = self._rows.table_sizes, other.table_sizes

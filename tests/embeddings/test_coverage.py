@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from recsys.batch import JaggedIds
 from recsys.bench.synthetic import write_store
 from recsys.datasets import BatchLoader, Store, SyntheticCriteo
-from recsys.embeddings import PopularityProfile, lookup_blocks
+from recsys.embeddings import PopularityProfile, TableConfig, lookup_blocks
 from recsys.embeddings.coverage import format_coverages
+from recsys.errors import ProfileError
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,30 @@ def test_a_source_mini_batches_and_a_profile_of_them_agree_on_lookups(store):
     assert (by_profile.num_samples, by_profile.hot_sample_share) == (None, None)
     assert by_profile.lookup_hit_rate == by_source.lookup_hit_rate
     assert by_profile.num_distinct_hot_rows == by_source.num_distinct_hot_rows
+
+
+def test_coverage_of_a_models_tables_is_measured_on_the_columns_of_their_features(store):
+    tables = [
+        TableConfig(name="t_3", num_embeddings=500, embedding_dim=4, feature_names=("cat_3",)),
+        TableConfig(name="t_0", num_embeddings=30, embedding_dim=4, feature_names=("cat_0",)),
+    ]
+    profile = PopularityProfile.count(store, range(1500)).for_tables(tables)
+
+    coverage = profile.coverage(40, store, range(1500, 3000))
+
+    counted = PopularityProfile({"cat_3": 500, "cat_0": 30})
+    counted.add(store.read(np.arange(1500)))
+    batches = [store.read(np.arange(1500, 3000))]
+    assert coverage == counted.coverage(40, batches)
+    assert coverage.num_lookups == 3000
+
+
+def test_a_column_of_another_size_is_refused(store):
+    profile = PopularityProfile({"cat_0": 31})
+    profile.add(store.read(np.arange(10)))
+
+    with pytest.raises(ProfileError, match="table 'cat_0' has 31 rows, but its feature 'cat_0'"):
+        profile.coverage(1, store)
 
 
 def test_without_others_the_lookups_that_were_counted_are_measured(store):

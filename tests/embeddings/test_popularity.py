@@ -356,7 +356,7 @@ def sized(name, size):
         (lambda p: p.merge(PopularityProfile({"b": 3, "a": 4})), "their order differs"),
         (lambda p: p.merge(PopularityProfile({"a": 4, "b": 3}, rate=0.5)), "of rate 0.5 cannot"),
         (lambda p: p.coverage(1, PopularityProfile({"c": 4})), r"\['c'\] are not in the profile"),
-        (lambda p: p.coverage(1, SyntheticCriteo(num_samples=7)), "are not in the profile"),
+        (lambda p: p.coverage(1, SyntheticCriteo(num_samples=7)), "its feature 'a' is not among"),
         (lambda p: p.add(bags({"a": [[0]]})), "table 'b': its feature 'b' is not among those"),
         (lambda p: p.for_tables([sized("c", 4)]), "table 'c' .* is not in the profile"),
         (lambda p: p.for_tables([sized("a", 9)]), "table 'a' has 9 rows, but the profile's 'a'"),
