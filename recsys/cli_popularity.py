@@ -153,8 +153,7 @@ def _plan(options: argparse.Namespace) -> int:
         f"{options.out}: {plan.num_pinned:,} of {sum(profile.table_sizes.values()):,} rows pinned "
         f"in {pinned}, beside a row map of {of_map} and {shared} for mini-batches"
     )
-    if profile.num_lookups:
-        print(f"\nof the lookups that were counted (later ones miss more):\n{plan}")
+    print(f"\nof the lookups that were counted (later ones miss more):\n{plan}")
     return 0
 
 

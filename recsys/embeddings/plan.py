@@ -126,9 +126,11 @@ class HotPlan:
     """Which rows are pinned; made by `plan_hot_rows`, `retarget` or `load`.
 
     Attributes:
+        profile: Lookups of these tables' rows; not to be added to.
         tables: What is known of each table.
         budget_bytes: What everything together may take.
         map_bytes: What the row map takes.
+        floor_bytes: The least budget: the row map, and the rows of the mini-batches in the window.
         num_shared_slots: Slots that are not pinned, by embedding_dim and data type.
         shared_bytes: What they take.
         pinned_bytes: What pinned slots take.
@@ -153,12 +155,13 @@ class HotPlan:
             )
         self.tables, self.budget_bytes, self.ranking = dict(tables), budget_bytes, ranking
         self.window_lookups, self.small_share = window_lookups, small_share
-        self._profile = profile
+        self.profile = profile
         self._sizes = np.array(list(profile.table_sizes.values()), np.int64)
         self._slot_bytes = np.array([table.slot_bytes for table in self.tables.values()], np.int64)
         self._is_pinned = np.zeros(int(self._sizes.sum()), np.bool_)
         self.map_bytes = _MAP_BYTES_PER_ROW * len(self._is_pinned)
         self.num_shared_slots, self.shared_bytes = self._shared()
+        self.floor_bytes = self.map_bytes + self.shared_bytes
         if self.everything_bytes <= budget_bytes:
             self._is_pinned[:] = True
             self.num_shared_slots, self.shared_bytes = dict.fromkeys(self.num_shared_slots, 0), 0
@@ -171,11 +174,6 @@ class HotPlan:
     def everything_bytes(self) -> int:
         """What it would take to have every row hot."""
         return self.map_bytes + int(self._sizes @ self._slot_bytes)
-
-    @property
-    def floor_bytes(self) -> int:
-        """What it takes before anything is pinned."""
-        return self.map_bytes + self.shared_bytes
 
     @property
     def num_pinned(self) -> int:
@@ -199,7 +197,7 @@ class HotPlan:
     ) -> Coverage:
         """What the pinned rows serve; arguments and errors as of `PopularityProfile.coverage`."""
         levels = np.where(self._is_pinned, np.uint8(0), np.uint8(1))
-        return self._profile.coverages_of(levels, 1, on, samples)[0]
+        return self.profile.coverages_of(levels, 1, on, samples)[0]
 
     def retarget(self, budget: int | str) -> HotPlan:
         """The same for another budget.
@@ -208,7 +206,7 @@ class HotPlan:
             BudgetTooSmall, ConfigError: as `plan_hot_rows`.
         """
         return HotPlan(
-            self._profile,
+            self.profile,
             self.tables,
             parse_bytes(budget, "budget"),
             self.ranking,
@@ -220,7 +218,7 @@ class HotPlan:
         """Write it; the file appears when whole, and can be loaded as a profile, too."""
         tables = {name: list(table) for name, table in self.tables.items()}
         plan = {"tables": tables} | {key: getattr(self, key) for key in _ARGUMENTS}
-        write_profile(Path(file), self._profile.about() | {"plan": plan}, self._profile.counts())
+        write_profile(Path(file), self.profile.about() | {"plan": plan}, self.profile.counts())
 
     @classmethod
     def load(cls, file: str | Path) -> HotPlan:
@@ -249,6 +247,8 @@ class HotPlan:
 
     def __str__(self) -> str:
         """What this and other budgets would serve of the lookups that were counted."""
+        if not self.profile.num_lookups:
+            return "no lookups were counted"
         header = ("budget", "of everything", "pinned rows", "lookups", "distinct rows")
         lines = [header]
         for factor in _PRINTED:
@@ -319,14 +319,14 @@ class HotPlan:
         # Rows that were looked up; those of small tables are among the ranked ones, and are paid.
         num_small = self.num_pinned
         at_most = room // int(self._slot_bytes.min()) + num_small
-        ranked = self._profile.ranked_rows(at_most, self._weights())
+        ranked = self.profile.ranked_rows(at_most, self._weights())
         ranked = ranked[~self._is_pinned[ranked]]
-        tables = np.searchsorted(self._profile.bases, ranked, side="right") - 1
+        tables = np.searchsorted(self.profile.bases, ranked, side="right") - 1
         taken = np.cumsum(self._slot_bytes[tables])
         num = int(np.searchsorted(taken, room, side="right"))
         self._is_pinned[ranked[:num]] = True
         room -= int(taken[num - 1]) if num else 0
-        if bool((self._is_pinned | (self._profile.counts() == 0)).all()):
+        if bool((self._is_pinned | (self.profile.counts() == 0)).all()):
             self._complete(room)
 
     def _complete(self, room: int) -> None:
@@ -344,13 +344,13 @@ class HotPlan:
             return {name: 1 / table.slot_bytes for name, table in self.tables.items()}
         if self.ranking == "global_topk":
             return dict.fromkeys(self.tables, 1.0)
-        totals = {name: int(self._profile.counts(name).sum(dtype=np.int64)) for name in self.tables}
+        totals = {name: int(self.profile.counts(name).sum(dtype=np.int64)) for name in self.tables}
         return {name: 1 / max(total, 1) for name, total in totals.items()}
 
     def _rows_of(self, table: int) -> slice:
-        begin = int(self._profile.bases[table])
+        begin = int(self.profile.bases[table])
         return slice(begin, begin + int(self._sizes[table]))
 
     def _num_pinned(self) -> NDArray[np.int64]:
         """Pinned rows of each table."""
-        return np.add.reduceat(self._is_pinned, self._profile.bases, dtype=np.int64)
+        return np.add.reduceat(self._is_pinned, self.profile.bases, dtype=np.int64)

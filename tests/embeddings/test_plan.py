@@ -294,6 +294,24 @@ def test_the_table_has_a_line_for_each_budget_until_everything_fits():
     assert rest == []
 
 
+def test_the_table_of_a_budget_for_everything_has_smaller_ones_down_to_the_floor():
+    plan = plan_hot_rows(profile_of(COUNTS), [A, B], 244, window_lookups=1)
+
+    _, quarter, half, chosen = str(plan).split("\n")
+
+    assert quarter.split()[2:] == ["-"] * 4
+    assert half.split()[3] == str(plan.retarget(122).num_pinned)
+    assert chosen.split()[3] == "9"
+    assert plan.floor_bytes == plan.retarget(122).floor_bytes == FLOOR
+
+
+def test_a_plan_without_lookups_pins_whole_tables_and_says_that_nothing_was_counted():
+    plan = plan_hot_rows(PopularityProfile({"a": 5, "b": 4}), [A, B], 200, window_lookups=1)
+
+    assert pinned(plan) == {"a": [0, 1, 2, 3, 4], "b": []}
+    assert str(plan) == "no lookups were counted"
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
