@@ -114,7 +114,7 @@ class PopularityProfile:
         profile = cls(source.table_sizes, rate=rate, seed=seed)
         part = samples_of(source, samples)
         first = part.start
-        for block in blocks_of_source(source, part):
+        for block in blocks_of_source(source, part, is_chosen_from=profile.rate < 1):
             profile._add_block(block, first, named_from=first)
             first += block.num_samples
         return profile

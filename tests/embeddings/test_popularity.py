@@ -132,7 +132,8 @@ def test_a_rate_counts_whole_samples_about_that_many_of_them_and_others_for_anot
 
 
 @pytest.mark.parametrize("one_hot", [True, False])
-def test_mini_batches_are_sampled_by_their_place_in_the_sequence(store, one_hot):
+def test_mini_batches_are_sampled_by_their_place_in_the_sequence(store, one_hot, monkeypatch):
+    monkeypatch.setattr(lookup_blocks, "_CHOSEN_SAMPLES", 700)
     profile = PopularityProfile(store.table_sizes, rate=0.5, seed=3)
 
     for begin in range(0, 3000, 100):
@@ -174,6 +175,7 @@ def test_a_batch_with_a_bad_id_is_not_counted_at_all():
 @pytest.mark.parametrize("rate", [1.0, 0.5])
 def test_a_bad_id_of_a_store_is_named_by_its_sample(source, tmp_path, rate, monkeypatch):
     monkeypatch.setattr(lookup_blocks, "_BLOCK_SAMPLES", 700)
+    monkeypatch.setattr(lookup_blocks, "_CHOSEN_SAMPLES", 300)
     chosen = np.flatnonzero(
         [
             PopularityProfile.count(source, range(i, i + 1), rate=rate).num_samples
