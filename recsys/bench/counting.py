@@ -5,7 +5,8 @@
     B=...                 `PopularityProfile.add` (batch)     `add.at`         `scatter_add_`
 
 `criteo` are the lookups of `synthetic:criteo-kaggle`, `even` are drawn evenly from tables of the
-same sizes, so that most of them miss every cache. Stores come from the page cache. Ours are counted
+same sizes, so that those of the large ones miss every cache. Stores come from the page cache, and a
+profile's memory, like an array of bincount's, is new each time. Ours are counted
 block by block and checked on the way; bincount is given each column as a whole, which it takes no
 other way without an array of the table's size for every block. Of mini-batches, a call of it would
 make such an array each time, so there the others add in place, feature by feature.
