@@ -6,10 +6,9 @@
 
 `criteo` are the lookups of `synthetic:criteo-kaggle`, `even` are drawn evenly from tables of the
 same sizes, so that those of the large ones miss every cache. Stores come from the page cache, and a
-profile's memory, like an array of bincount's, is new each time. Ours are counted
-block by block and checked on the way; bincount is given each column as a whole, which it takes no
-other way without an array of the table's size for every block. Of mini-batches, a call of it would
-make such an array each time, so there the others add in place, feature by feature.
+profile's memory, like an array of bincount's, is new each time. Ours are checked on the way;
+bincount is given each column as a whole, for it makes an array of the table's size at every call.
+Of mini-batches that would be all it does, so there the others add in place, feature by feature.
 
 All take turns in one process. A round counts every lookup once.
 """
