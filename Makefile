@@ -57,6 +57,8 @@ bench: setup
 	$(BIN)/recsys bench step --json docs/benchmarks/step.json
 	$(BIN)/recsys bench lookup --json docs/benchmarks/lookup.json
 	$(BIN)/recsys bench synthetic --json docs/benchmarks/generator.json
+	$(BIN)/recsys bench count --json docs/benchmarks/count.json
+	$(BIN)/recsys bench rand-em --json docs/benchmarks/rand_em.json
 
 reference: setup
 	sh docs/benchmarks/reference.sh

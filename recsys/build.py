@@ -18,12 +18,21 @@ from recsys.models.dlrm import DLRM, DLRMTrain, initialize_classic
 from recsys.models.interaction import InteractionArch
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.optim import Optimizer
 
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
 
-__all__ = ["autocast", "build_model", "compile_kernels", "describe_source", "open_source"]
+__all__ = [
+    "autocast",
+    "build_model",
+    "compile_kernels",
+    "describe_source",
+    "open_source",
+    "table_configs",
+]
 
 
 def open_source(config: TrainConfig) -> SampleSource:
@@ -79,15 +88,7 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
         raise ConfigError("device 'cuda' is not here: torch sees no CUDA device; use device 'cpu'")
     torch.manual_seed(config.seed)
     device = torch.device(config.device)
-    tables = [
-        TableConfig(
-            name=f"t_{feature}",
-            num_embeddings=size,
-            embedding_dim=config.model.embedding_dim,
-            feature_names=(feature,),
-        )
-        for feature, size in source.table_sizes.items()
-    ]
+    tables = table_configs(source.table_sizes, config.model.embedding_dim)
     embeddings, row_optimizer = build_embeddings(
         config.embeddings, tables, config.optimizer, device
     )
@@ -133,6 +134,19 @@ def compile_kernels(config: TrainConfig, source: SampleSource) -> None:
         # Two samples and an odd place in memory for the pairs, as in training: kernels are compiled
         # anew for arrays that are laid out otherwise.
         InteractionArch(1)(dense, sparse).sum().backward()
+
+
+def table_configs(table_sizes: Mapping[str, int], embedding_dim: int) -> list[TableConfig]:
+    """The tables of a model, `t_<feature>` for each feature, as TorchRec's DLRM names them."""
+    return [
+        TableConfig(
+            name=f"t_{feature}",
+            num_embeddings=size,
+            embedding_dim=embedding_dim,
+            feature_names=(feature,),
+        )
+        for feature, size in table_sizes.items()
+    ]
 
 
 def autocast(config: TrainConfig) -> torch.autocast:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from recsys._version import __version__
 from recsys.cli_data import add_data_commands
+from recsys.cli_popularity import add_popularity_commands
 from recsys.config import describe_keys, load_config
 from recsys.errors import RecsysError
 from recsys.export import FORMATS
@@ -48,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     add_data_commands(commands)
+    add_popularity_commands(commands)
 
     train = commands.add_parser(
         "train",
@@ -136,7 +138,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench_synthetic.add_argument("--quick", action="store_true", help="few samples, few rounds")
     bench_synthetic.set_defaults(run_command=_bench_synthetic)
-    for benchmark in (bench_prepare, bench_step, bench_lookup, bench_synthetic):
+    bench_count = benchmarks.add_parser("count", help="lookups counted, beside numpy and torch")
+    bench_count.add_argument("--quick", action="store_true", help="few samples, few rounds")
+    bench_count.set_defaults(run_command=_bench_count)
+    bench_rand_em = benchmarks.add_parser(
+        "rand-em", help="FAE's interval for the number of hot rows, beside the truth"
+    )
+    bench_rand_em.add_argument("--quick", action="store_true", help="few samples, few trials")
+    bench_rand_em.set_defaults(run_command=_bench_rand_em)
+    for benchmark in (
+        bench_prepare,
+        bench_step,
+        bench_lookup,
+        bench_synthetic,
+        bench_count,
+        bench_rand_em,
+    ):
         benchmark.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     return parser
 
@@ -234,6 +251,28 @@ def _bench_synthetic(options: argparse.Namespace) -> int:
 
     rows = bench_synthetic(
         num_samples=50_000 if options.quick else 500_000, num_rounds=3 if options.quick else 30
+    )
+    return _show_rows(rows, options)
+
+
+def _bench_count(options: argparse.Namespace) -> int:
+    from recsys.bench.counting import bench_counting
+
+    rows = bench_counting(
+        (128, 2048, 16384),
+        num_samples=50_000 if options.quick else 2_000_000,
+        num_rounds=3 if options.quick else 30,
+    )
+    return _show_rows(rows, options)
+
+
+def _bench_rand_em(options: argparse.Namespace) -> int:
+    from recsys.bench.rand_em import bench_rand_em
+
+    rows = bench_rand_em(
+        (1, 2, 5, 20),
+        num_samples=1_000_000 if options.quick else 45_840_617,
+        num_trials=20 if options.quick else 300,
     )
     return _show_rows(rows, options)
 

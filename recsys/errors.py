@@ -4,12 +4,14 @@
     |-- ConfigError         (ValueError)       a key, its value, or two that exclude each other
     |-- DatasetFormatError  (ValueError)       a file, or a line of one, that breaks its format
     |-- StoreError          (ValueError)       a store that is missing, unfinished or damaged
+    |-- ProfileError        (ValueError)       a profile that is damaged, or of other tables
     |-- WeightsError        (ValueError)       weights that are not the model's they should be
     |-- AlreadyExists       (FileExistsError)  a store or run folder that would be overwritten
     |-- IdOutOfRange        (IndexError,       an id that is no row of its table
     |                        RuntimeError)
     |-- MalformedBags       (ValueError,       ids, offsets or weights that do not make bags
     |                        RuntimeError)
+    |-- BudgetTooSmall      (ValueError)       fast memory that cannot hold one mini-batch's rows
     |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
     `-- MissingDependency   (ImportError)      an optional package that this call needs
 
@@ -19,11 +21,13 @@ message names the place, the rule, the value found and the way out.
 
 __all__ = [
     "AlreadyExists",
+    "BudgetTooSmall",
     "ConfigError",
     "DatasetFormatError",
     "IdOutOfRange",
     "MalformedBags",
     "MissingDependency",
+    "ProfileError",
     "RecsysError",
     "StoreError",
     "TrainingDiverged",
@@ -47,6 +51,10 @@ class StoreError(RecsysError, ValueError):
     """A folder that is not a whole, readable store."""
 
 
+class ProfileError(RecsysError, ValueError):
+    """Counts of lookups that cannot be read, or are not those of the tables they should be of."""
+
+
 class WeightsError(RecsysError, ValueError):
     """A state dict that is not of the model it should be of."""
 
@@ -61,6 +69,10 @@ class IdOutOfRange(RecsysError, IndexError, RuntimeError):
 
 class MalformedBags(RecsysError, ValueError, RuntimeError):
     """Input of a lookup that cannot be read; `nn.EmbeddingBag` raises now one, now the other."""
+
+
+class BudgetTooSmall(RecsysError, ValueError):
+    """Fast memory that cannot hold what one mini-batch needs; the message names what would."""
 
 
 class TrainingDiverged(RecsysError, ArithmeticError):

@@ -44,6 +44,15 @@ def test_options_are_these_and_no_others():
             "torchrec-npy": {"prefix": "", "--table-sizes": "", "--out": ""},
         },
         "convert": {"store": "", "--to": "", "--out": "", "--split": ""},
+        "profile": {"store": "", "--out": "", "--samples": "", "--rate": ""},
+        "plan": {
+            "profile": "",
+            "--budget": "",
+            "--out": "",
+            "--ranking": "",
+            "--config": "",
+            "--set": "",
+        },
         "train": {"data": "", "--config": "", "--set": "", "--run": ""},
         "ablate": {"config": "", "--set": "", "--run": ""},
         "report": {"run": ""},
@@ -60,6 +69,8 @@ def test_options_are_these_and_no_others():
                 "--json": "",
             },
             "synthetic": {"--quick": "", "--json": ""},
+            "count": {"--quick": "", "--json": ""},
+            "rand-em": {"--quick": "", "--json": ""},
         },
     }
 
@@ -142,6 +153,9 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
             ["convert", "s", "--to", "classic-npz", "--out", "f", "--split", "test"],
             "and cannot have split 'test' alone; leave the split out",
         ),
+        (["profile", "nowhere", "--out", "f.npz"], "nowhere is not a store"),
+        (["profile", "synthetic:other", "--out", "f"], "must be 'synthetic:criteo-kaggle'"),
+        (["plan", "nowhere", "--budget", "1GiB", "--out", "f"], "No such file or directory"),
         (["bench", "prepare", "--raw", "nowhere"], "nowhere is no file"),
         (["evaluate", "nowhere", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "prepare", "--json", "."], ". is a folder; name a file to be written"),
@@ -149,6 +163,8 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["bench", "lookup", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "lookup", "--batch-sizes", "0"], "batch sizes must be at least 1, got 0"),
         (["bench", "synthetic", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "count", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "rand-em", "--json", "."], ". is a folder; name a file to be written"),
     ],
 )
 def test_bad_input_ends_with_a_message_and_status_2(

@@ -10,6 +10,7 @@ import pytest
 from recsys.ablate import ablate
 from recsys.ablate_config import load_ablation
 from recsys.bench.harness import median_of_ratios, ratio, rows_by_provider, write_rows
+from recsys.bench.rand_em import bench_rand_em
 from recsys.bench.synthetic import write_store
 from recsys.datasets import SyntheticCriteo
 from recsys.trainer import train
@@ -139,6 +140,50 @@ def test_the_table_of_the_generator_holds_what_was_measured(pytestconfig, tmp_pa
         "| preference changes | 600,000 (600,000-600,000) | 0.50 (0.50-0.50) |",
         "| store | 5,000,000 (5,000,000-5,000,000) |  |",
     ]
+
+
+def test_the_table_of_counting_holds_what_was_measured(pytestconfig, tmp_path):
+    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    rows = []
+    for case in ("lookups=even,samples=7000,tables=3", "B=128,batches=5,tables=3"):
+        seconds = {"recsys": [1.0] * 6, "numpy": [4.0] * 6, "torch": [0.5] * 6}
+        rates = {name: [2e8 / s for s in spent] for name, spent in seconds.items()}
+        named = {"bench": "count", "case": case}
+        unit = {"metric": "throughput", "unit": "lookups/s"}
+        rows += rows_by_provider(**named, **unit, values=rates)
+        for other in ("numpy", "torch"):
+            times = {"values": seconds["recsys"], "baseline": seconds[other]}
+            rows.append(ratio(**named, provider="recsys", metric=f"speed_over_{other}", **times))
+    write_rows(tmp_path / "count.json", rows)
+
+    text = tables["count_table"](str(tmp_path / "count.json"))
+
+    caption, _, _, _, store, batches = text.strip().split("\n")
+    assert "7,000 samples, 3 tables; median of 6 rounds" in caption
+    cells = "200 | 50 | 400 | 4.00 (4.00-4.00) | 0.50 (0.50-0.50) |"
+    assert store == f"| a store, lookups drawn evenly | {cells}"
+    assert batches == f"| mini-batches of 128 | {cells}"
+
+
+def test_the_table_of_intervals_holds_what_was_measured(pytestconfig, tmp_path):
+    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    rows = bench_rand_em([1, 10**9], num_samples=7_000, num_trials=6, num_rows=50_000)
+    write_rows(tmp_path / "rand_em.json", rows)
+
+    text = tables["rand_em_table"](str(tmp_path / "rand_em.json"))
+
+    caption, _, _, _, first, nothing, *_ = text.strip().split("\n")
+    inside, error = rows[0], rows[1]
+    assert "A table of 50,000 rows, " in caption
+    assert "6 trials in each line" in caption
+    assert first.startswith("| random | 1 | ")
+    assert (
+        f" | **{100 * inside.median:.1f} %** ({100 * inside.low:.1f}-{100 * inside.high:.1f}) "
+        f"| {100 * error.median:.1f} % | " in first
+    )
+    assert nothing == (
+        "| random | 1000000000 | 0 | **100.0 %** (61.0-100.0) |  | **100.0 %** (61.0-100.0) |  |"
+    )
 
 
 def _lookup_record(path):
@@ -296,7 +341,7 @@ def test_kept_results_are_of_a_commit(pytestconfig):
         assert environment["dirty"] is False, record
 
 
-@pytest.mark.parametrize("name", ["README.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/popularity.md"])
 def test_python_snippets_run(pytestconfig, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(

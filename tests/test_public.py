@@ -42,9 +42,12 @@ def test_public_names_are_these_and_no_others():
             "Adam",
             "HotColdEmbeddingBag",
             "HotColdEmbeddingBagCollection",
+            "HotPlan",
             "PartialRowWiseAdam",
+            "PopularityProfile",
             "RowWiseAdagrad",
             "TableConfig",
+            "plan_hot_rows",
         ],
         "recsys.models": ["DLRM", "DLRMTrain"],
     }

@@ -8,7 +8,8 @@ import recsys
 from recsys.accelerate import Accelerated
 from recsys.config import OptimizerConfig, TrainConfig, load_config
 from recsys.datasets import BatchLoader, SampleSource, Store, SyntheticCriteo
-from recsys.embeddings import TableConfig
+from recsys.embeddings import HotPlan, PopularityProfile, TableConfig, plan_hot_rows
+from recsys.embeddings.coverage import Coverage
 from recsys.embeddings.providers import build_embeddings
 from recsys.metrics import Metrics
 from recsys.trainer import evaluate_run
@@ -28,3 +29,9 @@ assert_type(load_config(None, ["seed=1"], data="store"), TrainConfig)
 assert_type(evaluate_run("run"), dict[str, Metrics])
 assert_type(recsys.accelerate(model, optimizer=row_optimizer), Accelerated)
 assert_type(recsys.verify(model, [], loss=lambda m, b: m(b), optimizer=row_optimizer), Verification)
+
+profile = PopularityProfile.count(sources[0], range(3))
+assert_type(profile, PopularityProfile)
+assert_type(profile.coverage(10, sources[0], range(3, 7)), Coverage)
+assert_type(profile.coverage(10, [batch, batch.sparse_features]), Coverage)
+assert_type(plan_hot_rows(profile, [table], "1MiB"), HotPlan)

@@ -22,7 +22,7 @@ __all__ = ["DOCUMENTS", "TABLES", "with_tables"]
 
 _JSON = Path(__file__).resolve().parent
 _ROOT = _JSON.parent.parent
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/synthetic.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/popularity.md", "docs/synthetic.md")
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -259,6 +259,60 @@ def generator_table(file: str) -> str:
     return _table(caption, ["", "samples/s", "over store (95 %)"], lines)
 
 
+def count_table(file: str) -> str:
+    """`recsys bench count`: lookups per second by case and provider."""
+    record = _read(file)
+    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
+    sources = {"criteo": "a store, lookups as in Criteo", "even": "a store, lookups drawn evenly"}
+    lines = []
+    for case in cases:
+        keys = _case(case)
+        what = sources[keys["lookups"]] if "lookups" in keys else f"mini-batches of {keys['B']}"
+        rates = [cells[case, name, "throughput"] for name in ("recsys", "numpy", "torch")]
+        speeds = [cells[case, "recsys", f"speed_over_{name}"] for name in ("numpy", "torch")]
+        lines.append(
+            [what, *(f"{rate['median'] / 1e6:,.0f}" for rate in rates), *map(_ratio, speeds)]
+        )
+    keys = _case(cases[0])
+    caption = (
+        f"Million lookups per second, {int(keys['samples']):,} samples, {keys['tables']} tables; "
+        f"median of {record['rows'][0]['num_runs']} rounds in which all took turns; "
+        f"{_machine(record['environment'])}."
+    )
+    header = ["", "recsys", "numpy", "torch", "over numpy (95 %)", "over torch (95 %)"]
+    return _table(caption, header, lines)
+
+
+def rand_em_table(file: str) -> str:
+    """`recsys bench rand-em`: how often the truth lies inside of an interval."""
+    record = _read(file)
+    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
+    lines = []
+    for case in cases:
+        keys = _case(case)
+        line = [keys["order"].replace("_", " "), keys["min_count"], f"{int(keys['hot_rows']):,}"]
+        for method in ("chunks", "rows"):
+            inside = cells[case, method, "inside"]
+            error = cells.get((case, method, "relative_error"))
+            line.append(
+                f"**{100 * inside['median']:.1f} %** "
+                f"({100 * inside['low']:.1f}-{100 * inside['high']:.1f})"
+            )
+            line.append(f"{100 * error['median']:.1f} %" if error else "")
+        lines.append(line)
+    keys = _case(cases[0])
+    caption = (
+        f"A table of {int(keys['rows']):,} rows, {int(keys['lookups']):,} lookups counted, "
+        f"{record['rows'][0]['num_runs']} trials in each line; inside: trials whose 99.9 % "
+        "interval holds the truth (with that share's own 95 % interval); error: median over trials."
+    )
+    header = ["rows are in order of", "hot from count", "hot rows"]
+    header += ["chunks: inside", "error", "single rows: inside", "error"]
+    return _table(caption, header, lines)
+
+
 def coverage_table(file: str) -> str:
     """What synthetic samples look up, beside the real sample."""
     record = _read(file)
@@ -328,6 +382,8 @@ def reached_table(file: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "ablate_embeddings": partial(ablate_table, "ablate_embeddings.json"),
+    "count": partial(count_table, "count.json"),
+    "rand_em": partial(rand_em_table, "rand_em.json"),
     "ablate_precision": partial(ablate_table, "ablate_precision.json"),
     "generator": partial(generator_table, "generator.json"),
     "lookup": partial(lookup_table, "lookup.json"),

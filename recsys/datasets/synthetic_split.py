@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recsys.datasets.source import classic_splits
+from recsys.hashing import GOLDEN, mix64
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,7 +52,7 @@ def times_of_random_split(
         ),
     )
     size_B = np.minimum(num_samples - group_B * _GROUP, _GROUP)
-    hash_B = _mix(key + group_B.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    hash_B = mix64(key + group_B.astype(np.uint64) * GOLDEN)
     test_at_B = (hash_B % size_B.astype(np.uint64)).astype(np.int64)
     step_B = 1 + ((hash_B >> np.uint64(32)) % np.uint64(_GROUP - 1)).astype(np.int64)
     validation_at_B = (test_at_B + step_B) % _GROUP
@@ -65,10 +66,3 @@ def times_of_random_split(
     at_B += at_B >= np.maximum(test_at_B, validation_at_B)
     at_B = np.where(in_test, test_at_B, np.where(in_validation, validation_at_B, at_B))
     return group_B * _GROUP + at_B
-
-
-def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finalizer."""
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.abstract import AbstractEmbeddingBags
     from recsys.embeddings.optimizer import RowOptimizer
 
-__all__ = ["build_embeddings"]
+__all__ = ["build_embeddings", "row_optimizer"]
 
 
 def build_embeddings(
@@ -52,9 +52,9 @@ def build_embeddings(
     """
     if provider == "recsys":
         _require_cpu(provider, device)
-        _compile_kernels({table.embedding_dim for table in tables}, _row_optimizer(optimizer))
+        _compile_kernels({table.embedding_dim for table in tables}, row_optimizer(optimizer))
         ours = HotColdEmbeddingBagCollection(
-            tables, optimizer=_row_optimizer(optimizer), auto_apply=False
+            tables, optimizer=row_optimizer(optimizer), auto_apply=False
         )
         assert ours.row_optimizer is not None
         return ours, ours.row_optimizer
@@ -88,7 +88,8 @@ def _compile_kernels(dims: set[int], optimizer: RowOptimizer) -> None:
             module(ids).values().sum().backward()
 
 
-def _row_optimizer(config: OptimizerConfig) -> RowOptimizer:
+def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
+    """Ours, as a configuration has it."""
     if config.name == "sgd":
         return SGD(lr=config.lr)
     if config.name in ("adagrad", "rowwise_adagrad"):

@@ -1,0 +1,122 @@
+"""`recsys bench rand-em`: how often the truth lies inside of the interval that FAE promises.
+
+The table is Kaggle's largest, C3, with the popularity curve of `synthetic:criteo-kaggle` and as
+many samples as the challenge has. A tenth of these is counted, as a profiler would; hot is a row
+with `min_count` lookups or more among them.
+
+    order=random            shuffled: the generator's own order spreads popular rows more evenly
+    order=first_appearance  rows numbered by their first lookup among all samples, as the classic
+                            preparation numbers ids; those that are never looked up come last
+
+Every trial draws other rows: 35 chunks of 1,024 in a row (provider `chunks`, FAE's), or as many one
+by one (`rows`). Of the metric `inside` the median is the share of trials whose interval holds the
+truth, and `low` to `high` is that share's 95 % interval (Wilson's).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys.bench.harness import Row, summarize
+from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
+from recsys.datasets.row_numbers import RowNumbers
+from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.embeddings.popularity import PopularityProfile
+from recsys.embeddings.rand_em import METHODS, estimate_hot_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["bench_rand_em"]
+
+_TABLE = 2
+_RATE = 0.1
+_BLOCK_SAMPLES = 1 << 16
+_Z = 1.959963984540054  # of a normal variable, 95 % lie within so many deviations
+
+
+def bench_rand_em(
+    min_counts: Sequence[int],
+    *,
+    num_samples: int,
+    num_trials: int,
+    num_rows: int = KAGGLE_TABLE_SIZES[_TABLE],
+) -> list[Row]:
+    """Measure both ways of drawing rows on both orders.
+
+    Args:
+        min_counts: What makes a row hot.
+        num_samples: In all, of which a tenth is counted.
+        num_trials: Draws for each case.
+        num_rows: Of the table.
+    """
+    orders = _counts_by_order(num_samples, num_rows)
+    num_lookups = int(orders["random"].sum(dtype=np.int64))
+    rows = []
+    for order, counts in orders.items():
+        for min_count in min_counts:
+            truth = int(np.count_nonzero(counts >= min_count))
+            case = (
+                f"order={order},min_count={min_count},hot_rows={truth},rows={num_rows},"
+                f"lookups={num_lookups}"
+            )
+            for method in METHODS:
+                found = [
+                    estimate_hot_rows(counts, min_count, method=method, seed=seed)
+                    for seed in range(num_trials)
+                ]
+                inside = [each.low <= truth <= each.high for each in found]
+                rows.append(_share(case, method, inside))
+                errors = [abs(each.num_rows - truth) / truth for each in found if truth]
+                named: dict[str, Any] = {"bench": "rand-em", "case": case, "provider": method}
+                if errors:
+                    rows.append(
+                        summarize(**named, metric="relative_error", unit="share", values=errors)
+                    )
+    return rows
+
+
+def _counts_by_order(num_samples: int, num_rows: int) -> dict[str, NDArray[Any]]:
+    """Lookups of the rows of one table, in both orders."""
+    # The columns before it have no part in this, and are small to be made fast.
+    sizes = [*[1] * _TABLE, num_rows]
+    source = SyntheticCriteo(num_samples=num_samples, table_sizes=sizes)
+    table = list(source.table_sizes)[_TABLE]
+    profile, numbers = PopularityProfile(source.table_sizes, rate=_RATE), RowNumbers()
+    for begin in range(0, num_samples, _BLOCK_SAMPLES):
+        batch = source.read(np.arange(begin, min(begin + _BLOCK_SAMPLES, num_samples)))
+        profile.add(batch)
+        numbers.number(batch.sparse_features[table].values().numpy().astype(np.uint32))
+    counts = profile.counts(table)
+    appeared = numbers.ids_by_row().astype(np.int64)
+    never = np.ones(num_rows, bool)
+    never[appeared] = False
+    return {
+        "random": np.random.default_rng(0).permutation(counts),
+        "first_appearance": counts[np.concatenate([appeared, np.flatnonzero(never)])],
+    }
+
+
+def _share(case: str, method: str, inside: Sequence[bool]) -> Row:
+    num, share = len(inside), float(np.mean(inside))
+    p20, p80 = np.percentile(np.array(inside, float), [20, 80]).tolist()
+    center = (share + _Z**2 / (2 * num)) / (1 + _Z**2 / num)
+    width = _Z * math.sqrt(share * (1 - share) / num + _Z**2 / (4 * num**2)) / (1 + _Z**2 / num)
+    return Row(
+        bench="rand-em",
+        case=case,
+        provider=method,
+        metric="inside",
+        unit="share",
+        median=share,
+        p20=p20,
+        p80=p80,
+        num_runs=num,
+        low=max(center - width, 0.0),
+        high=min(center + width, 1.0),
+    )

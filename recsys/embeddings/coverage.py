@@ -1,0 +1,119 @@
+"""Coverage: what a set of hot rows would have served, of lookups that are given.
+
+Sets are nested and measured in one pass: a row has a level, the number of the smallest set that it
+is in, and a sample the highest level of its rows. A level over all sets means: in none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["Coverage", "coverages_by_level", "format_coverages"]
+
+_BLOCK_ROWS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """How much of some lookups goes to hot rows.
+
+    Attributes:
+        num_rows: How many rows are hot.
+        num_lookups: How many lookups were measured.
+        lookup_hit_rate: Share of them that goes to hot rows.
+        num_distinct_rows: How many rows they look up, each counted once.
+        num_distinct_hot_rows: How many of those are hot.
+        num_samples: How many samples were measured; None where only their counts were known.
+        hot_sample_share: Share of samples all of whose lookups go to hot rows; likewise.
+    """
+
+    num_rows: int
+    num_lookups: int
+    lookup_hit_rate: float
+    num_distinct_rows: int
+    num_distinct_hot_rows: int
+    num_samples: int | None
+    hot_sample_share: float | None
+
+
+def coverages_by_level(
+    levels: NDArray[np.uint8],
+    num_levels: int,
+    counts: NDArray[np.uint32] | NDArray[np.int64],
+    samples: NDArray[np.int64] | None,
+) -> list[Coverage]:
+    """Of every set of rows: those of level 0, those of level 0 or 1, and so on.
+
+    Args:
+        levels: Of each row; `num_levels` for one that is in no set.
+        num_levels: How many sets there are.
+        counts: How often each row is looked up.
+        samples: How many samples have each highest level, (num_levels + 1,), where that is known.
+
+    Raises:
+        ConfigError: nothing is looked up.
+
+    Shape:
+        levels (R,); counts (R,).
+    """
+    rows, lookups, distinct = (np.zeros(num_levels + 1, np.int64) for _ in range(3))
+    for begin in range(0, len(levels), _BLOCK_ROWS):
+        block, times = levels[begin : begin + _BLOCK_ROWS], counts[begin : begin + _BLOCK_ROWS]
+        for level in range(num_levels + 1):
+            of_level = times[block == level]
+            rows[level] += len(of_level)
+            lookups[level] += of_level.sum(dtype=np.int64)
+            distinct[level] += np.count_nonzero(of_level)
+    num_lookups = int(lookups.sum())
+    if not num_lookups:
+        raise ConfigError("coverage: there are no lookups to measure it on; name other samples")
+    num_samples = None if samples is None else int(samples.sum())
+    return [
+        Coverage(
+            num_rows=int(rows[: level + 1].sum()),
+            num_lookups=num_lookups,
+            lookup_hit_rate=int(lookups[: level + 1].sum()) / num_lookups,
+            num_distinct_rows=int(distinct.sum()),
+            num_distinct_hot_rows=int(distinct[: level + 1].sum()),
+            num_samples=num_samples,
+            hot_sample_share=None
+            if samples is None or not num_samples
+            else int(samples[: level + 1].sum()) / num_samples,
+        )
+        for level in range(num_levels)
+    ]
+
+
+def format_coverages(coverages: Sequence[Coverage], num_rows_seen: int) -> str:
+    """A table with a line for each set of hot rows.
+
+    Args:
+        coverages: Of the sets, measured on the same lookups.
+        num_rows_seen: How many rows the sets were chosen from.
+    """
+    header = ("hot rows", "of rows seen", "lookups", "distinct rows", "whole samples")
+    lines = [
+        (
+            f"{found.num_rows:,}",
+            f"{found.num_rows / max(num_rows_seen, 1):.1%}",
+            f"{found.lookup_hit_rate:.1%}",
+            f"{found.num_distinct_hot_rows / found.num_distinct_rows:.1%}",
+            "-" if found.hot_sample_share is None else f"{found.hot_sample_share:.1%}",
+        )
+        for found in coverages
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in (header, *lines)
+    )

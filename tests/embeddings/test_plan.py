@@ -1,0 +1,366 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.batch import JaggedIds
+from recsys.datasets import SyntheticCriteo
+from recsys.embeddings import (
+    SGD,
+    Adagrad,
+    HotPlan,
+    PopularityProfile,
+    RowWiseAdagrad,
+    TableConfig,
+    plan_hot_rows,
+)
+from recsys.errors import BudgetTooSmall, ConfigError, ProfileError
+
+
+def table(name, size, dim, features=(), data_type="fp32"):
+    return TableConfig(
+        name=name,
+        num_embeddings=size,
+        embedding_dim=dim,
+        feature_names=features,
+        data_type=data_type,
+    )
+
+
+def profile_of(counts):
+    """A profile with these counts, by table."""
+    profile = PopularityProfile({name: len(of) for name, of in counts.items()})
+    lists = [np.repeat(np.arange(len(of)), of) for of in counts.values()]
+    offsets = np.cumsum([0, *map(len, lists)])
+    profile.add(
+        JaggedIds(list(counts), torch.from_numpy(np.concatenate(lists)), torch.from_numpy(offsets))
+    )
+    return profile
+
+
+def pinned(plan):
+    return {name: plan.pinned_rows(name).tolist() for name in plan.tables}
+
+
+# Slots of 8 + 4 * D bytes without state; a mini-batch's window of one row for each feature.
+A, B = table("a", 5, 2), table("b", 4, 6)
+COUNTS = {"a": [3, 0, 9, 1, 0], "b": [0, 6, 5, 0]}
+FLOOR = 4 * 9 + 16 + 32
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        # Lookups per byte: 9/16, 3/16 = 6/32, 5/32, 1/16.
+        (0, {"a": [], "b": []}),
+        (16, {"a": [2], "b": []}),
+        (32, {"a": [0, 2], "b": []}),
+        (63, {"a": [0, 2], "b": []}),
+        (64, {"a": [0, 2], "b": [1]}),
+        (96, {"a": [0, 2], "b": [1, 2]}),
+        (112, {"a": [0, 2, 3], "b": [1, 2]}),
+        # All rows seen are there: from here on tables are made whole, the least first.
+        (143, {"a": [0, 2, 3], "b": [1, 2]}),
+        (144, {"a": [0, 1, 2, 3, 4], "b": [1, 2]}),
+    ],
+)
+def test_rows_are_pinned_by_lookups_saved_per_byte_and_unseen_ones_last(room, expected):
+    plan = plan_hot_rows(profile_of(COUNTS), [A, B], FLOOR + room, window_lookups=1, small_share=0)
+
+    assert pinned(plan) == expected
+    assert plan.floor_bytes == FLOOR
+    assert plan.num_shared_slots == {(2, "fp32"): 1, (6, "fp32"): 1}
+
+
+def test_everything_is_pinned_and_nothing_shared_where_everything_fits():
+    everything = 4 * 9 + 5 * 16 + 4 * 32
+
+    plan = plan_hot_rows(profile_of(COUNTS), [A, B], everything, window_lookups=1)
+    nearly = plan.retarget(everything - 1)
+
+    assert plan.everything_bytes == everything
+    assert plan.num_pinned == 9
+    assert (plan.shared_bytes, plan.pinned_bytes) == (0, everything - 36)
+    assert nearly.num_pinned < 9
+    assert nearly.shared_bytes == 48
+
+
+@pytest.mark.parametrize(
+    ("ranking", "expected"),
+    [
+        ("lookups_per_byte", [("a", 2), ("a", 0), ("b", 1), ("b", 2), ("a", 3)]),
+        ("global_topk", [("a", 2), ("b", 1), ("b", 2), ("a", 0), ("a", 3)]),
+        # Of 13 lookups in a: 9, 3, 1; of 11 in b: 6, 5.
+        ("per_table_threshold", [("a", 2), ("b", 1), ("b", 2), ("a", 0), ("a", 3)]),
+    ],
+)
+def test_rankings_pin_in_their_own_order(ranking, expected):
+    full = plan_hot_rows(
+        profile_of(COUNTS), [A, B], FLOOR + 112, ranking=ranking, window_lookups=1, small_share=0
+    )
+
+    found = []
+    for room in range(113):
+        now = pinned(full.retarget(FLOOR + room))
+        found += [
+            (name, row) for name, rows in now.items() for row in rows if (name, row) not in found
+        ]
+
+    assert found == expected
+
+
+def test_a_share_of_a_tables_own_lookups_is_not_a_share_of_all():
+    counts = {"a": [10, 30, 60], "b": [3, 7, 0]}
+    tables = [table("a", 3, 2), table("b", 3, 2)]
+    budget = 4 * 6 + 2 * 16 + 2 * 16
+
+    plans = {
+        ranking: plan_hot_rows(
+            profile_of(counts), tables, budget, ranking=ranking, window_lookups=1
+        )
+        for ranking in ("global_topk", "per_table_threshold")
+    }
+
+    assert pinned(plans["global_topk"]) == {"a": [1, 2], "b": []}
+    assert pinned(plans["per_table_threshold"]) == {"a": [2], "b": [1]}
+
+
+def test_small_tables_are_pinned_whole_before_all_others():
+    counts = {"small": [0, 1, 0], "large": [50] * 100}
+    tables = [table("small", 3, 2), table("large", 100, 2)]
+    floor = 4 * 103 + 2 * 16
+
+    plan = plan_hot_rows(
+        profile_of(counts), tables, floor + 64, window_lookups=1, small_share=48 / (floor + 64)
+    )
+    none_small = plan_hot_rows(
+        profile_of(counts), tables, floor + 64, window_lookups=1, small_share=47 / (floor + 64)
+    )
+
+    assert pinned(plan) == {"small": [0, 1, 2], "large": [0]}
+    assert pinned(none_small) == {"small": [], "large": [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "data_type", "expected"),
+    [
+        (None, "fp32", 8 + 4 * 16),
+        (SGD(lr=0.1), "fp32", 8 + 4 * 16),
+        (RowWiseAdagrad(lr=0.1), "fp32", 8 + 4 * 16 + 4),
+        (Adagrad(lr=0.1), "fp32", 8 + 4 * 32),
+        (Adagrad(lr=0.1), "bf16", 8 + 2 * 16 + 4 * 16),
+    ],
+)
+def test_a_slot_is_a_row_its_state_and_what_is_known_of_it(optimizer, data_type, expected):
+    tables = [table("a", 5, 16, data_type=data_type)]
+
+    plan = plan_hot_rows(profile_of({"a": COUNTS["a"]}), tables, "1GiB", optimizer)
+
+    assert plan.tables["a"].slot_bytes == expected
+    assert plan.pinned_bytes == 5 * expected
+
+
+def test_shared_slots_are_those_of_a_window_and_no_more_than_rows():
+    profile = profile_of({"a": [1] * 100, "b": [1] * 30, "c": [1] * 50})
+    tables = [
+        table("u", 100, 4, ("a",)),
+        table("v", 30, 4, ("b",)),
+        table("w", 50, 8, ("c",)),
+    ]
+
+    plan = plan_hot_rows(profile, tables, 5500, window_lookups=40, small_share=0)
+
+    assert plan.num_shared_slots == {(4, "fp32"): 40 + 30, (8, "fp32"): 40}
+    assert plan.shared_bytes == 70 * 24 + 40 * 40
+
+
+def test_a_budget_below_the_floor_is_refused_with_the_floor():
+    with pytest.raises(BudgetTooSmall, match=rf"at least {FLOOR} bytes \({FLOOR} B\), got 83"):
+        plan_hot_rows(profile_of(COUNTS), [A, B], FLOOR - 1, window_lookups=1)
+
+
+sizes = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=25), min_size=1, max_size=4)
+
+
+@given(sizes, st.integers(0, 4000), st.sampled_from([0.0, 0.02, 0.2]), st.data())
+def test_a_plan_fits_its_budget_and_pins_no_unseen_row_while_a_seen_one_waits(
+    counts, room, small_share, data
+):
+    dims = data.draw(st.lists(st.sampled_from([2, 4, 16]), min_size=4, max_size=4))
+    counts = {f"t{number}": of for number, of in enumerate(counts)}
+    tables = [
+        table(name, len(of), dim) for (name, of), dim in zip(counts.items(), dims, strict=False)
+    ]
+    if not any(map(sum, counts.values())):
+        return
+    profile = profile_of(counts)
+    least = 4 * sum(map(len, counts.values())) + sum(8 + 4 * each.embedding_dim for each in tables)
+
+    plan = plan_hot_rows(profile, tables, least + room, window_lookups=1, small_share=small_share)
+
+    rows = {name: set(plan.pinned_rows(name).tolist()) for name in counts}
+    spent = plan.map_bytes + plan.shared_bytes + plan.pinned_bytes
+    assert spent <= plan.budget_bytes
+    waiting = [
+        (of[row] / plan.tables[name].slot_bytes, plan.tables[name].slot_bytes)
+        for name, of in counts.items()
+        for row in range(len(of))
+        if of[row] and row not in rows[name]
+    ]
+    for name, of in counts.items():
+        is_whole = len(rows[name]) == len(of)
+        slot_bytes = plan.tables[name].slot_bytes
+        is_small = slot_bytes * len(of) <= small_share * plan.budget_bytes
+        if waiting and not (is_whole and is_small):
+            assert all(of[row] for row in rows[name])
+            most = max(value for value, _ in waiting)
+            assert all(of[row] / slot_bytes >= most * (1 - 1e-12) for row in rows[name])
+    if waiting:  # the next one would not have fitted
+        next_bytes = max(waiting, key=lambda each: each[0])[0]
+        biggest = max(size for value, size in waiting if value >= next_bytes * (1 - 1e-12))
+        assert spent + biggest > plan.budget_bytes
+
+
+@given(st.sampled_from([200, 260, 300, 500]), st.sampled_from([120, 200, 350]))
+def test_a_plan_for_another_budget_is_the_plan_made_for_it(first, second):
+    profile = profile_of(COUNTS)
+    made = {
+        budget: plan_hot_rows(profile, [A, B], budget, window_lookups=1)
+        for budget in (first, second)
+    }
+
+    retargeted = made[first].retarget(second)
+
+    assert pinned(retargeted) == pinned(made[second])
+    assert retargeted.budget_bytes == second
+
+
+def test_a_plan_is_loaded_as_it_was_saved_and_can_be_made_for_another_budget(tmp_path):
+    source = SyntheticCriteo(num_samples=3000, table_sizes=[30, 7, 1, 500])
+    tables = [
+        table(f"t_{name}", size, 4 * (1 + number % 2), (name,))
+        for number, (name, size) in enumerate(source.table_sizes.items())
+    ]
+    profile = PopularityProfile.count(source, range(1500), rate=0.8)
+    plan = plan_hot_rows(profile, tables, "10KiB", RowWiseAdagrad(lr=0.1), window_lookups=50)
+
+    plan.save(tmp_path / "new" / "plan.npz")
+    loaded = HotPlan.load(tmp_path / "new" / "plan.npz")
+
+    assert pinned(loaded) == pinned(plan)
+    assert repr(loaded) == repr(plan)
+    assert str(loaded) == str(plan)
+    assert loaded.tables == plan.tables
+    assert pinned(loaded.retarget("8KiB")) == pinned(plan.retarget("8KiB"))
+    # A plan's file is that of its counts, too.
+    assert PopularityProfile.load(tmp_path / "new" / "plan.npz").rate == 0.8
+
+
+def test_coverage_of_later_samples_is_that_of_the_pinned_rows():
+    source = SyntheticCriteo(num_samples=3000, table_sizes=[30, 7, 1, 500])
+    tables = [table(name, size, 4) for name, size in source.table_sizes.items()]
+    profile = PopularityProfile.count(source, range(1500))
+    plan = plan_hot_rows(profile, tables, 10_000, window_lookups=20)
+
+    coverage = plan.coverage(source, range(1500, 3000))
+
+    rows_BF = source.read(np.arange(1500, 3000)).sparse_features.values().numpy().reshape(4, -1).T
+    is_hot = np.stack(
+        [np.isin(rows_BF[:, n], plan.pinned_rows(name)) for n, name in enumerate(plan.tables)], 1
+    )
+    assert 0 < coverage.hot_sample_share < 1
+    assert coverage.num_rows == plan.num_pinned
+    assert coverage.lookup_hit_rate == pytest.approx(is_hot.mean())
+    assert coverage.hot_sample_share == pytest.approx(is_hot.all(axis=1).mean())
+
+
+def test_the_table_has_a_line_for_each_budget_until_everything_fits():
+    plan = plan_hot_rows(profile_of(COUNTS), [A, B], 160, window_lookups=1, small_share=0)
+
+    header, quarter, half, chosen, twice, *rest = str(plan).split("\n")
+
+    found = plan.coverage()
+    assert header.split()[0] == "budget"
+    assert quarter.split() == ["40", "B", "-", "-", "-", "-"]
+    assert half.split() == ["80", "B", "-", "-", "-", "-"]
+    assert chosen.split() == [
+        *("160", "B", f"{160 / 244:.1%}", str(plan.num_pinned)),
+        *(f"{found.lookup_hit_rate:.1%}", f"{found.num_distinct_hot_rows / 5:.1%}"),
+    ]
+    assert twice.split() == ["320", "B", "100.0%", "9", "100.0%", "100.0%"]
+    assert rest == []
+
+
+def test_the_table_of_a_budget_for_everything_has_smaller_ones_down_to_the_floor():
+    plan = plan_hot_rows(profile_of(COUNTS), [A, B], 244, window_lookups=1)
+
+    _, quarter, half, chosen = str(plan).split("\n")
+
+    assert quarter.split()[2:] == ["-"] * 4
+    assert half.split()[3] == str(plan.retarget(122).num_pinned)
+    assert chosen.split()[3] == "9"
+    assert plan.floor_bytes == plan.retarget(122).floor_bytes == FLOOR
+
+
+def test_a_plan_without_lookups_pins_whole_tables_and_says_that_nothing_was_counted():
+    plan = plan_hot_rows(PopularityProfile({"a": 5, "b": 4}), [A, B], 200, window_lookups=1)
+
+    assert pinned(plan) == {"a": [0, 1, 2, 3, 4], "b": []}
+    assert str(plan) == "no lookups were counted"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"ranking": "best"}, "ranking must be one of .* got 'best'"),
+        ({"window_lookups": 0}, "window_lookups must be at least 1"),
+        ({"small_share": 2}, "got 2048 and 2"),
+        ({"budget": "much"}, "budget must be a number of bytes such as 256MiB"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(more, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_hot_rows(profile_of(COUNTS), [A, B], **({"budget": 500} | more))
+
+
+def test_a_profile_of_other_tables_is_refused():
+    with pytest.raises(ProfileError, match=r"table 'c' .* is not in the profile"):
+        plan_hot_rows(profile_of(COUNTS), [A, table("c", 4, 6)], 500)
+
+
+def test_a_table_that_is_not_there_is_named():
+    with pytest.raises(KeyError, match="the plan has no table 'c'"):
+        plan_hot_rows(profile_of(COUNTS), [A, B], 500).pinned_rows("c")
+
+
+def test_a_profile_is_no_plan(tmp_path):
+    profile_of(COUNTS).save(tmp_path / "profile.npz")
+
+    with pytest.raises(ProfileError, match="is a profile and no plan; make one with `recsys plan"):
+        HotPlan.load(tmp_path / "profile.npz")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda plan: plan.pop("ranking"), "its plan lacks something"),
+        (lambda plan: plan.update(ranking="best"), "cannot be followed .*ranking must be one of"),
+        (lambda plan: plan.update(budget_bytes="x"), "cannot be followed"),
+        (lambda plan: plan.update(budget_bytes=1), "cannot be followed .*must be at least"),
+        (lambda plan: plan["tables"].pop("a"), "cannot be followed"),
+        (lambda plan: plan.update(tables={"a": [1], "b": [2]}), "cannot be followed"),
+    ],
+)
+def test_a_damaged_plan_is_refused(tmp_path, change, message):
+    file = tmp_path / "plan.npz"
+    plan_hot_rows(profile_of(COUNTS), [A, B], 150, window_lookups=1).save(file)
+    with np.load(file) as arrays:
+        meta, counts = json.loads(arrays["meta"].tobytes()), arrays["counts"]
+    change(meta["plan"])
+    np.savez(file, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), counts=counts)
+
+    with pytest.raises(ProfileError, match=message):
+        HotPlan.load(file)
