@@ -20,8 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recsys.embeddings.attach import Link, NamedTable, attach, choose_mover, require_movable
 from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import RowOptimizer
+from recsys.errors import BudgetTooSmall
+from recsys.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -75,7 +78,10 @@ class Accelerated:
 
 
 def accelerate(
-    model: nn.Module, *, optimizer: torch.optim.Optimizer | RowOptimizer | None = None
+    model: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | RowOptimizer | None = None,
+    budget: int | str | None = None,
 ) -> Accelerated:
     """Exchange a model's embeddings for ours, in place.
 
@@ -99,12 +105,17 @@ def accelerate(
             None: gradients are left to whoever steps, sparse or dense as `sparse` of the bag says;
             or, where `apply_optimizer_in_backward` has marked tables, their rows move by that;
             its hooks are gone and its state is ours until `restore` gives both back.
+        budget: Bytes that all rows in fast memory may take, with their state and what it takes to
+            find them, as a number or like "2GiB". Rows that do not fit wait in the tables, which
+            are then the cold store; what is computed is the same to the last bit. It needs
+            something that moves rows. None keeps all rows in fast memory.
 
     Returns:
         What was exchanged.
 
     Raises:
         TypeError: `optimizer` is something else.
+        BudgetTooSmall: there is no room for what it takes to find rows.
         ValueError: there is nothing to exchange, or something that cannot be.
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer | RowOptimizer):
@@ -115,6 +126,9 @@ def accelerate(
     found = _find(model)
     tables = _tables(found)
     mover = choose_mover(tables, optimizer)
+    if budget is not None and mover is None:
+        raise ValueError(NEEDS_OPTIMIZER)
+    budget_bytes = None if budget is None else parse_bytes(budget, "budget")
     counterparts = {module: _counterpart(module) for module in found}
     link = None if mover is None else attach(mover, list(counterparts.values()))
     if link is not None:
@@ -122,6 +136,12 @@ def accelerate(
     for old, new in counterparts.items():
         new.__dict__[_KEPT] = _Kept(old, link)
     _exchange(model, counterparts)
+    if link is not None and budget_bytes is not None:
+        try:
+            link.updater.tier(budget_bytes)
+        except BudgetTooSmall:
+            restore(model)
+            raise
     return Accelerated(
         _describe(found, counterparts),
         "gradients are left to the caller's optimizer" if mover is None else mover.words,

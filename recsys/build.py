@@ -90,7 +90,12 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
     device = torch.device(config.device)
     tables = table_configs(source.table_sizes, config.model.embedding_dim)
     embeddings, row_optimizer = build_embeddings(
-        config.embeddings, tables, config.optimizer, device
+        config.embeddings,
+        tables,
+        config.optimizer,
+        device,
+        budget=config.budget,
+        plan=config.plan,
     )
     dlrm = DLRM(
         embeddings,

@@ -146,7 +146,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench_rand_em.add_argument("--quick", action="store_true", help="few samples, few trials")
     bench_rand_em.set_defaults(run_command=_bench_rand_em)
+    bench_tiers = benchmarks.add_parser(
+        "tiers", help="training with less fast memory than the tables take"
+    )
+    bench_tiers.add_argument(
+        "--shares",
+        nargs="+",
+        metavar="SHARE",
+        help="budgets: shares of the bytes of rows and state, or floor; default: floor 0.02 0.05 "
+        "0.1 0.2 0.5",
+    )
+    bench_tiers.add_argument("--dim", type=int, default=64, metavar="D")
+    bench_tiers.add_argument("--batch-size", type=int, default=2048, metavar="B")
+    bench_tiers.add_argument(
+        "--optimizer", default="rowwise_adagrad", choices=("sgd", "rowwise_adagrad")
+    )
+    bench_tiers.add_argument("--quick", action="store_true", help="small tables, few rounds")
+    bench_tiers.set_defaults(run_command=_bench_tiers)
     for benchmark in (
+        bench_tiers,
         bench_prepare,
         bench_step,
         bench_lookup,
@@ -242,6 +260,22 @@ def _bench_lookup(options: argparse.Namespace) -> int:
         options.optimizers,
         num_rounds=3 if options.quick else 30,
         **({"table_sizes": [1000] * 26} if options.quick else {}),
+    )
+    return _show_rows(rows, options)
+
+
+def _bench_tiers(options: argparse.Namespace) -> int:
+    from recsys.bench.tiers import SHARES, bench_tiers
+    from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
+
+    rows = bench_tiers(
+        options.shares or (["floor", "0.2"] if options.quick else SHARES),
+        dim=options.dim,
+        batch_size=options.batch_size,
+        optimizer=options.optimizer,
+        num_rounds=3 if options.quick else 30,
+        num_fill_steps=5 if options.quick else 1500,
+        table_sizes=[100_000] * 26 if options.quick else KAGGLE_TABLE_SIZES,
     )
     return _show_rows(rows, options)
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 import tomli_w
 
 from recsys.errors import ConfigError
+from recsys.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -243,6 +244,8 @@ class TrainConfig:
     precision: str = _key("fp32", "of the dense part: fp32, or bf16 with parameters in fp32")
     save_model: bool = _key(True, "keep the model in the run's folder")
     embeddings: str = _key("recsys", "recsys, torch (nn.EmbeddingBag) or fbgemm (TBE)")
+    budget: str = _key("", 'of fast memory for rows, as "256MiB"; empty: all are resident')
+    plan: str = _key("", "a file of `recsys plan`: rows that never leave fast memory")
     model: ModelConfig = _key(ModelConfig, "")
     optimizer: OptimizerConfig = _key(OptimizerConfig, "")
     dense_optimizer: OptimizerConfig | None = _key(None, "")
@@ -261,6 +264,13 @@ class TrainConfig:
         _at_least("batch_size", self.batch_size, 1)
         _at_least("num_threads", self.num_threads, 0)
         _at_least("prefetch", self.prefetch, 1)
+        if self.budget:
+            parse_bytes(self.budget, "budget")
+        if (self.budget or self.plan) and self.embeddings != "recsys":
+            raise ConfigError(
+                f"budget and plan are for embeddings 'recsys', got {self.embeddings!r}; leave them "
+                "out, or choose embeddings 'recsys'"
+            )
         if self.dense_optimizer is not None and self.dense_optimizer.name not in _DENSE_OPTIMIZERS:
             raise ConfigError(
                 f"dense_optimizer.name must be one of {_DENSE_OPTIMIZERS} (others are for rows), "

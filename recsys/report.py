@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from recsys.sizes import format_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -84,7 +86,22 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"training            {throughput['num_samples']:,} samples in {total:.1f} s; "
         f"evaluation took {evaluate:.1f} s more",
         f"time                {shares}",
+        *_tier_lines(record["tiers"]),
         f"peak memory         {'-' if peak is None else f'{peak / 2**30:.2f} GiB'}",
         f"saved               {run_dir}/: {', '.join(files)}",
     ]
     return "\n".join(lines)
+
+
+def _tier_lines(tiers: dict[str, Any] | None) -> list[str]:
+    if tiers is None:
+        return []
+    return [
+        f"tiers               {format_bytes(tiers['hot_bytes'])} hot, {tiers['num_slots']:,} of "
+        f"{tiers['num_rows']:,} rows; the rest: {tiers['cold_tier']}",
+        f"hits                {tiers['lookup_hit_rate']:.1%} of lookups, "
+        f"{tiers['unique_hit_rate']:.1%} of distinct rows",
+        f"moved               {format_bytes(tiers['fetched_bytes'])} fetched, "
+        f"{format_bytes(tiers['written_back_bytes'])} written back; "
+        f"{tiers['exposed_fetch_seconds']:.1f} s of waiting",
+    ]

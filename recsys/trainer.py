@@ -22,6 +22,7 @@ from recsys.build import autocast, build_model, compile_kernels, describe_source
 from recsys.config import OptimizerConfig, describe_config
 from recsys.curves import plot_curves
 from recsys.datasets.loader import BatchLoader
+from recsys.embeddings.tier_report import describe_tiers
 from recsys.errors import TrainingDiverged
 from recsys.machine import describe_environment, set_num_threads, tune_allocator
 from recsys.metrics import Metrics, MetricsAccumulator
@@ -123,7 +124,7 @@ def train(
         record |= {
             "throughput": progress.throughput(),
             "stalls": {f"{stage}_seconds": clock.seconds[stage] for stage in STAGES},
-            "tiers": None,
+            "tiers": describe_tiers(model),
             "skipped": None,
             "peak_memory_bytes": progress.peak_memory_bytes,
         }
@@ -286,7 +287,9 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metr
     """
     folder = RunFolder.open(run_dir)
     # Rows are only read: plain SGD has no state to make room for.
-    config = replace(folder.read_config(), optimizer=OptimizerConfig(), dense_optimizer=None)
+    config = replace(
+        folder.read_config(), optimizer=OptimizerConfig(), dense_optimizer=None, budget="", plan=""
+    )
     if data is not None:
         config = replace(config, data=data)
     if config.device == "cuda" and not torch.cuda.is_available():

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import recsys
-from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection, row_updater
+from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection, group_updater
 
 INDICES, OFFSETS = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 2, 2])
 
@@ -351,7 +351,7 @@ def test_tables_of_one_dim_and_param_group_are_updated_in_one_call(monkeypatch):
     optimizer = torch.optim.SGD(groups)
     recsys.accelerate(model, optimizer=optimizer)
     calls = []
-    monkeypatch.setattr(row_updater, "row_update", lambda space, *_: calls.append(space.sizes))
+    monkeypatch.setattr(group_updater, "row_update", lambda space, *_: calls.append(space.sizes))
 
     ids = torch.tensor([0, 2])
     sum(each(ids, torch.tensor([0])).sum() for each in model.many).backward()

@@ -71,6 +71,14 @@ def test_options_are_these_and_no_others():
             "synthetic": {"--quick": "", "--json": ""},
             "count": {"--quick": "", "--json": ""},
             "rand-em": {"--quick": "", "--json": ""},
+            "tiers": {
+                "--shares": "",
+                "--dim": "",
+                "--batch-size": "",
+                "--optimizer": "",
+                "--quick": "",
+                "--json": "",
+            },
         },
     }
 
@@ -277,6 +285,7 @@ def test_training_needs_neither_torchrec_nor_fbgemm(tmp_path, small_settings):
 
 def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
     from recsys.bench.lookup import OPTIMIZERS
+    from recsys.bench.tiers import OPTIMIZERS as TIERED_OPTIMIZERS
     from recsys.convert import FORMATS as DATA_FORMATS
     from recsys.datasets.criteo import CONVENTIONS
     from recsys.datasets.source import SPLITS
@@ -295,3 +304,4 @@ def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
     assert choices("convert", "split") == SPLITS
     assert choices("export", "to") == MODEL_FORMATS
     assert choices("bench", "lookup", "optimizers") == OPTIMIZERS
+    assert choices("bench", "tiers", "optimizer") == TIERED_OPTIMIZERS

@@ -135,6 +135,7 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
             "optimizer.betas must be two numbers in [0, 1), got [0.9, 1.0]",
         ),
         ("optimizer.betas=0.9", "optimizer.betas must be a list of numbers, got 0.9"),
+        ("budget=much", "budget must be a number of bytes such as 256MiB or 2GiB, got 'much'"),
         ("embeddings=mine", "embeddings must be one of 'recsys', 'torch', 'fbgemm'; got 'mine'"),
         ("device=tpu", "device must be one of"),
         ("lr_schedule.final=2", "lr_schedule.final must lie in [0, 1], got 2.0"),

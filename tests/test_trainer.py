@@ -68,6 +68,28 @@ def test_a_run_leaves_its_whole_record(small_config, tmp_path, provider):
     assert saved["peak_memory_bytes"] > 2**20
 
 
+def test_a_run_on_a_budget_is_the_resident_run_and_tells_of_its_tiers(small_config, tmp_path):
+    tables = "synthetic.table_sizes=[900, 700, 1, 800]"
+    resident = run(small_config(tables), tmp_path / "resident")
+
+    tiered = run(small_config(tables, "budget=20KiB"), tmp_path / "tiered")
+
+    assert resident["tiers"] is None
+    assert tiered["metrics"] == resident["metrics"]
+    with (
+        safe_open(tmp_path / "resident" / "model.safetensors", "pt") as expected,
+        safe_open(tmp_path / "tiered" / "model.safetensors", "pt") as found,
+    ):
+        for key in expected.keys():  # noqa: SIM118  # no mapping
+            assert torch.equal(found.get_tensor(key), expected.get_tensor(key))
+    told = tiered["tiers"]
+    assert told["cold_tier"] == "host"
+    assert told["hot_bytes"] <= 20 * 1024
+    assert 0 < told["unique_hit_rate"] < told["lookup_hit_rate"] < 1
+    assert min(told["fetched_bytes"], told["written_back_bytes"]) > 0
+    assert told["num_slots"] < told["num_rows"] == 2401
+
+
 def test_stages_add_up_to_the_time_that_samples_per_second_is_made_of(small_config, tmp_path):
     record = run(small_config(), tmp_path / "run")
 

@@ -19,7 +19,8 @@ from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import InBackward, read_marks
 from recsys.embeddings.row_space import require_aligned
 from recsys.embeddings.row_updater import RowUpdater
-from recsys.embeddings.table_group import TableGroup, require_unmoved
+from recsys.embeddings.table_group import TableGroup
+from recsys.embeddings.table_parameter import require_unmoved
 from recsys.embeddings.translate import translate
 
 if TYPE_CHECKING:
@@ -77,8 +78,7 @@ class Link:
     def cut(self) -> None:
         """Leave tables, state and collected gradients to torch again."""
         self.updater.release()
-        handle = _HANDLES.pop(self.updater, None)
-        if handle is not None:
+        for handle in _HANDLES.pop(self.updater, ()):
             handle.remove()
         if self.marks is not None and self.row_optimizer is not None:
             self.marks.hand_back(self.row_optimizer)
@@ -235,7 +235,13 @@ def _mover_by_torch(
 
     def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
         updater = RowUpdater(groups, optimizer, translation, auto_apply=False, goes_along=False)
-        _HANDLES[updater] = optimizer.register_step_pre_hook(_BeforeStep(updater))
+        _HANDLES[updater] = (
+            optimizer.register_step_pre_hook(_BeforeStep(updater)),
+            # Of rows in slots, the optimizer has an older state until it is asked.
+            optimizer.register_state_dict_pre_hook(lambda *_: updater.flush()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: updater.flush()),
+            optimizer.register_load_state_dict_post_hook(lambda *_: updater.follow_state()),
+        )
         return Link(updater)
 
     words = f"rows move in the step of {type(optimizer).__name__}"
@@ -302,6 +308,6 @@ class _BeforeStep:
             self._updater.update_rows()
 
 
-# By updater: its hook in the optimizer. No attribute: copies have none, and need none, for then the
+# By updater: its hooks in the optimizer. No attribute: copies have none and need none, for then the
 # optimizer's own step finds the ledger as the tables' `grad`.
-_HANDLES: WeakKeyDictionary[RowUpdater, RemovableHandle] = WeakKeyDictionary()
+_HANDLES: WeakKeyDictionary[RowUpdater, Sequence[RemovableHandle]] = WeakKeyDictionary()

@@ -18,17 +18,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recsys.embeddings.bag_input import BagInput, read_bags
+from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype, require_device
-from recsys.embeddings.table_group import TableGroup, make_plain, require_unmoved
+from recsys.embeddings.table_group import TableGroup
+from recsys.embeddings.table_parameter import make_plain, require_unmoved
 
 if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_updater import RowUpdater
+    from recsys.embeddings.tiers import Tiers
 
 __all__ = ["HotColdEmbeddingBag"]
 
@@ -60,6 +63,10 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             nearest, which loses steps that are small beside the row.
         rounding_seed: Of that chance. Rows depend on it, the step and their place alone, so the
             same seed gives the same bits.
+        budget: Bytes that rows in fast memory may take, with their state and what it takes to find
+            them, as a number or like "256MiB". Rows that do not fit wait in `weight`, which is
+            then the cold store; what is computed is the same to the last bit. It needs an
+            optimizer. None keeps all rows in fast memory.
 
     Attributes:
         row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
@@ -88,7 +95,10 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         auto_apply: bool = True,
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
+        budget: int | str | None = None,
     ) -> None:
+        if budget is not None and optimizer is None:
+            raise ValueError(NEEDS_OPTIMIZER)
         rows = _weight
         if _weight is None and optimizer is not None:
             require_device(
@@ -126,6 +136,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
                 auto_apply=auto_apply,
                 stochastic_rounding=stochastic_rounding,
                 rounding_seed=rounding_seed,
+                budget=budget,
             )
 
     def attach(self, updater: RowUpdater, group: TableGroup, table: int) -> None:
@@ -143,6 +154,10 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             columns=np.zeros(1, np.uint64),
             width=self.embedding_dim,
         )
+
+    def tiers(self) -> list[Tiers]:
+        """Where rows are kept that are not all resident; empty where they are."""
+        return [] if self._updater is None else self._updater.tiers()
 
     def detach(self) -> None:
         """Leave gradients at `weight` again, as `nn.EmbeddingBag` does."""
@@ -327,6 +342,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         auto_apply: bool,
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
+        budget: int | str | None = None,
     ) -> None:
         group = TableGroup([self])
         if not self.weight.is_meta:
@@ -340,6 +356,8 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             rounding_seed=rounding_seed,
         )
         self.attach(self.row_optimizer.updater, group, 0)
+        if budget is not None:
+            self.row_optimizer.updater.tier(budget)
 
     def _read(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None

@@ -24,6 +24,7 @@ from recsys.batch import (
 )
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.bag_input import require_bounds
+from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
@@ -31,7 +32,8 @@ from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype, require_aligned, require_device
 from recsys.embeddings.table import DATA_TYPES, data_type_of
-from recsys.embeddings.table_group import TableGroup, make_plain, require_unmoved
+from recsys.embeddings.table_group import TableGroup
+from recsys.embeddings.table_parameter import make_plain, require_unmoved
 from recsys.errors import IdOutOfRange, MalformedBags
 
 if TYPE_CHECKING:
@@ -42,8 +44,10 @@ if TYPE_CHECKING:
 
     from recsys.batch import Features, Pooled
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.plan import HotPlan
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table import TableConfig
+    from recsys.embeddings.tiers import Tiers
 
 __all__ = ["HotColdEmbeddingBagCollection"]
 
@@ -65,6 +69,12 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             nearest, which loses steps that are small beside the row.
         rounding_seed: Of that chance. Rows depend on it, the step and their place alone, so the
             same seed gives the same bits.
+        budget: Bytes that rows in fast memory may take, with their state and what it takes to find
+            them, as a number or like "256MiB". Rows that do not fit wait in the tables, which are
+            then the cold store; what is computed is the same to the last bit. It needs an
+            optimizer. None keeps all rows in fast memory, or has that of `plan`.
+        plan: Which rows are never to leave fast memory, of these tables, by name; see
+            `plan_hot_rows`. Without one, rows that are used often stay by being used.
 
     Attributes:
         embedding_bags: The tables by name, as `nn.EmbeddingBag`s that hold the weights.
@@ -89,6 +99,8 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         auto_apply: bool = True,
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
+        budget: int | str | None = None,
+        plan: HotPlan | None = None,
         _bags: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
@@ -107,7 +119,11 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                 auto_apply=auto_apply,
                 stochastic_rounding=stochastic_rounding,
                 rounding_seed=rounding_seed,
+                budget=budget,
+                plan=plan,
             )
+        elif budget is not None or plan is not None:
+            raise ValueError(NEEDS_OPTIMIZER)
 
     @classmethod
     def from_torchrec(
@@ -168,6 +184,10 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         """
         self._updater = updater
         self._lay_out(places)
+
+    def tiers(self) -> list[Tiers]:
+        """Where rows are kept that are not all resident; empty where they are."""
+        return [] if self._updater is None else self._updater.tiers()
 
     def detach(self) -> None:
         """Leave gradients at the tables again."""
@@ -328,6 +348,8 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         auto_apply: bool,
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
+        budget: int | str | None = None,
+        plan: HotPlan | None = None,
     ) -> None:
         self._lay_out(self._own_places(are_moved=True))
         groups = list(dict.fromkeys(layout.group for layout in self._layouts))
@@ -346,6 +368,12 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             rounding_seed=rounding_seed,
         )
         self._updater = self.row_optimizer.updater
+        if plan is not None:
+            plan = plan.of_tables(self._tables, budget)
+            pinned = dict(zip(self.table_weights(), plan.pinned_by_table(), strict=True))
+            self._updater.tier(plan.budget_bytes, pinned)
+        elif budget is not None:
+            self._updater.tier(budget)
 
     def _lookup_weights(self, features: Features) -> Tensor:
         weights = features.weights_or_none()

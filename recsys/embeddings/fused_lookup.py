@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -12,13 +13,17 @@ from torch.nn.parallel import DistributedDataParallel
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups, pooled_lookup, row_gradient_dots
 from recsys.embeddings.memory import empty_rows
+from recsys.embeddings.residency import NoSuchRow, NotEnoughSlots
 from recsys.embeddings.row_space import compute_dtype
-from recsys.embeddings.table_group import TableGroup, sparse_gradients
+from recsys.embeddings.sparse_gradients import sparse_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from numpy.typing import NDArray
+
     from recsys.embeddings.row_updater import RowUpdater
+    from recsys.embeddings.table_group import Found, TableGroup
 
 __all__ = ["Part", "fused_lookup"]
 
@@ -57,32 +62,74 @@ def fused_lookup(
         bag_weights (N,); result (B, W), both in the dtype that rows are computed in.
 
     Raises:
+        BudgetTooSmall: the budget has no room for the rows.
         RuntimeError: the tables' gradients would have to be shared between processes; in backward,
             what it reads again was changed in place meanwhile.
     """
-    asking: Sequence[Lookups] = ()
-    if updater is None:
-        tables: Sequence[Tensor] = [weight for part in parts for weight in part.group.weights()]
-    elif torch.is_grad_enabled():
-        asking = [part.group.asking(part.lookups) for part in parts]
-        asks = any(lookups.distinct_tables for lookups in asking)
-        tables = [updater.asks_gradient] if asks else []
-        if asks and DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
-            raise RuntimeError(
-                "DistributedDataParallel: rows that an optimizer of recsys moves are not shared "
-                "between processes; build the tables without optimizer= (their sparse gradients "
-                "are shared), or train in one process"
-            )
-    else:
-        tables = []
-    joined = None if updater is None else updater.join_pass()
-    call = _Call(parts, asking, ids, updater, explain, joined)
-    return cast("Tensor", _FusedLookup.apply(call, bag_weights, *tables))  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunctionSubclass():  # it is us who read the tables
+        may_move = updater is not None and torch.is_grad_enabled()
+        calls = None
+        while calls is None:
+            try:
+                calls = [call for part in parts for call in _calls_of(part, may_move=may_move)]
+            except NoSuchRow as error:
+                raise explain(error.position) from None
+            except NotEnoughSlots as error:
+                # Behind this block: until its end the error keeps what has been claimed.
+                short, num_needed = error.residency, error.num_needed
+            if calls is None:
+                assert updater is not None
+                updater.make_room(short, num_needed, _count_distinct(parts))
+        tables: Sequence[Tensor] = ()
+        if updater is None:
+            tables = [weight for part in parts for weight in part.group.weights()]
+        elif any(asking.distinct_tables for _, asking in calls):
+            tables = (updater.asks_gradient,)
+            if DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
+                raise RuntimeError(
+                    "DistributedDataParallel: rows that an optimizer of recsys moves are not "
+                    "shared between processes; build the tables without optimizer= (their sparse "
+                    "gradients are shared), or train in one process"
+                )
+        joined = None if updater is None else updater.join_pass()
+        work = _Work(calls, ids, updater, explain, joined)
+        return cast("Tensor", _FusedLookup.apply(work, bag_weights, *tables))  # type: ignore[no-untyped-call]
 
 
-class _Call(NamedTuple):
-    parts: Sequence[Part]
-    asking: Sequence[Lookups]  # by part; with an updater and gradients alone
+_NOTHING = Lookups.nothing()
+
+
+def _count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
+    """By group: how many different rows are looked up."""
+    found: dict[TableGroup, int] = {}
+    for table_group, lookups, bags in parts:
+        for table in lookups.distinct_tables:
+            of_table = lookups.of_tables({table}).positions.tolist()
+            runs = [_values_of(bags, position) for position in of_table]
+            count = len(np.unique(np.concatenate(runs)))
+            found[table_group] = found.get(table_group, 0) + count
+    return found
+
+
+def _values_of(bags: Bags, position: int) -> NDArray[Any]:
+    begin, end = position * bags.batch_size, (position + 1) * bags.batch_size
+    if bags.offsets is not None:
+        begin, end = int(bags.offsets[begin]), int(bags.offsets[end])
+    return bags.values[begin:end]
+
+
+def _calls_of(part: Part, *, may_move: bool) -> list[tuple[Found, Lookups]]:
+    """The kernel calls of a part, and which lookups of each ask for a gradient."""
+    group, lookups, bags = part
+    asking = group.asking(lookups) if may_move else _NOTHING
+    return [
+        (found, asking if found.lookups is lookups or not may_move else group.asking(found.lookups))
+        for found in group.find(lookups, bags, to_move=len(asking.distinct_tables) > 0)
+    ]
+
+
+class _Work(NamedTuple):
+    calls: Sequence[tuple[Found, Lookups]]
     ids: Sequence[Tensor]
     updater: RowUpdater | None
     explain: Callable[[int], Exception]
@@ -91,63 +138,78 @@ class _Call(NamedTuple):
 
 class _FusedLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
-        group, lookups, bags = call.parts[0]
-        dtype = compute_dtype(group.weights_of(lookups)[0].dtype)
-        shape = bags.batch_size, lookups.width
+    def forward(ctx: Any, work: _Work, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
+        found, _ = work.calls[0]
+        dtype = compute_dtype(found.space.tables[0].dtype)
+        shape = found.bags.batch_size, found.lookups.width
         # glibc asks the system for anything larger anew each time, and small pages of it are
         # handed out one by one: at 100 MiB that took longer than looking up.
         is_large = shape[0] * shape[1] * dtype.itemsize > _MAX_KEPT_BYTES
         result = (empty_rows if is_large else torch.empty)(*shape, dtype=dtype)
-        for part in call.parts:
-            bad = pooled_lookup(part.group.space(part.lookups), part.lookups, part.bags, result)
+        for found, _ in work.calls:
+            bad = pooled_lookup(found.space, found.lookups, found.bags, result)
             if bad >= 0:
-                raise call.explain(bad)
-        ctx.call = call
-        ctx.save_for_backward(*call.ids, *(() if bag_weights is None else (bag_weights,)))
-        ctx.versions = _versions(call) if ctx.needs_input_grad[1] else None
+                raise work.explain(bad)
+        ctx.work = work
+        ctx.save_for_backward(*work.ids, *(() if bag_weights is None else (bag_weights,)))
+        ctx.versions = _versions(work) if ctx.needs_input_grad[1] else None
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        work: _Work = ctx.work
         ctx.saved_tensors  # noqa: B018  # raises where one was changed, or backward runs twice
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.work = None  # its slots are the ledger's now, and then whose they may be
         gradient = _with_dense_rows(gradient.detach())  # with create_graph it is part of a graph
         of_weights = None
         if ctx.needs_input_grad[1]:
-            if ctx.versions != _versions(call):
+            if ctx.versions != _versions(work):
                 raise RuntimeError(
                     "rows were moved between a lookup and its backward, whose gradient of the "
                     "weights is that of the rows as they were; call backward before rows move"
                 )
-            of_weights = gradient.new_zeros(len(call.parts[0].bags.values))
-            for group, lookups, bags in call.parts:
+            of_weights = gradient.new_zeros(len(work.calls[0][0].bags.values))
+            for found, _ in work.calls:
                 row_gradient_dots(
-                    group.space(lookups), lookups, bags, gradient.contiguous(), of_weights
+                    found.space, found.lookups, found.bags, gradient.contiguous(), of_weights
                 )
-        if call.updater is None:
-            tables: list[Tensor | None] = []
-            for group, lookups, bags in call.parts:
-                weights = group.weights()
-                is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(weights)]
-                found = sparse_gradients(weights, [LedgerEntry(lookups, bags, gradient)], is_asked)
-                tables += [
-                    gradient if is_sparse or gradient is None else gradient.to_dense()
-                    for gradient, is_sparse in zip(found, group.are_sparse(), strict=True)
-                ]
-            return None, of_weights, *tables
-        if any(ctx.needs_input_grad[2:]) and call.updater.is_asked():
-            read_later = call.ids if gradient._is_view() else (*call.ids, gradient)
-            ids = [(tensor, tensor._version) for tensor in read_later]
-            entries = [
-                (part.group, LedgerEntry(still_asking, _kept(part.bags), gradient, ids))
-                for part, asking in zip(call.parts, call.asking, strict=True)
-                # A table that was frozen meanwhile gets no gradient, as in torch.
-                if (still_asking := part.group.asking(asking)).distinct_tables
-            ]
-            call.updater.keep(entries, call.joined)
+        with torch._C.DisableTorchFunctionSubclass():
+            if work.updater is None:
+                return None, of_weights, *_gradients_of_tables(ctx, work, gradient)
+            if any(ctx.needs_input_grad[2:]) and work.updater.is_asked():
+                work.updater.keep(_entries(work, gradient), work.joined)
         return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
+
+
+def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor | None]:
+    tables: list[Tensor | None] = []
+    for (group, lookups, _, _, bags, _), _ in work.calls:
+        weights = group.weights()
+        is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(weights)]
+        found = sparse_gradients(weights, [LedgerEntry(lookups, bags, gradient)], is_asked)
+        tables += [
+            gradient if is_sparse or gradient is None else gradient.to_dense()
+            for gradient, is_sparse in zip(found, group.are_sparse(), strict=True)
+        ]
+    return tables
+
+
+def _entries(work: _Work, gradient: Tensor) -> list[tuple[TableGroup, LedgerEntry]]:
+    read_later = work.ids if gradient._is_view() else (*work.ids, gradient)
+    ids = [(tensor, tensor._version) for tensor in read_later]
+    return [
+        (
+            group,
+            LedgerEntry(
+                still_asking, _kept(bags), gradient, ids, None if ticket is None else rows, ticket
+            ),
+        )
+        for (group, _, rows, _, bags, ticket), asking in work.calls
+        # A table that was frozen meanwhile gets no gradient, as in torch.
+        if (still_asking := group.asking(asking)).distinct_tables
+    ]
 
 
 def _with_dense_rows(gradient: Tensor) -> Tensor:
@@ -161,8 +223,8 @@ def _with_dense_rows(gradient: Tensor) -> Tensor:
     return gradient if is_whole and gradient.stride(0) >= width else gradient.contiguous()
 
 
-def _versions(call: _Call) -> list[int]:
-    return [weight._version for part in call.parts for weight in part.group.weights()]
+def _versions(work: _Work) -> list[int]:
+    return [weight._version for found, _ in work.calls for weight in found.group.weights()]
 
 
 def _kept(bags: Bags) -> Bags:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from recsys.embeddings.row_updater import RowUpdater, Translation
+from recsys.embeddings.group_updater import Translation
+from recsys.embeddings.row_updater import RowUpdater
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -131,6 +132,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state by TorchRec's names, `{table key: {table.momentum1: ...}}`; no copies."""
         self.updater.follow_tables()
+        self.updater.flush()
         [group] = self.param_groups
         state = {
             key: {self._prefixes[key] + name: value for name, value in self.state[table].items()}
@@ -146,6 +148,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: a table is missing or unknown, or a state's size is another.
         """
         self.updater.follow_tables()
+        self.updater.flush()
         [group] = self.param_groups
         states = state_dict["state"]
         if set(states) != set(self._prefixes):
@@ -163,6 +166,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name, value in state_dict["param_groups"][0].items():
             if name != "params":
                 group[name] = value
+        self.updater.follow_state()
 
     def _read_formula(self, settings: Mapping[str, Any]) -> RowOptimizer:
         known = self._formula

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
 
+from recsys.embeddings.hot_tier import map_bytes, slot_bytes
 from recsys.embeddings.popularity import PopularityProfile
 from recsys.embeddings.profile_file import read_profile, write_profile
-from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.errors import BudgetTooSmall, ConfigError, ProfileError
 from recsys.sizes import format_bytes, parse_bytes
@@ -48,8 +48,6 @@ __all__ = ["RANKINGS", "HotPlan", "PlannedTable", "plan_hot_rows"]
 
 # What a lookup counts for, by the name of the ranking.
 RANKINGS = ("lookups_per_byte", "global_topk", "per_table_threshold")
-_MAP_BYTES_PER_ROW = 4
-_NOTE_BYTES_PER_SLOT = 8
 _SMALL_SHARE = 1 / 1024
 _PRINTED = (0.25, 0.5, 1.0, 2.0, 4.0)
 _ARGUMENTS = ("budget_bytes", "ranking", "window_lookups", "small_share")
@@ -107,13 +105,11 @@ def plan_hot_rows(
         data_type = data_type_of(table)
         dtype = DATA_TYPES[data_type]
         sizes = {} if optimizer is None else optimizer.state_sizes(table.embedding_dim)
-        state_bytes = sum(sizes.values()) * compute_dtype(dtype).itemsize
-        row_bytes = table.embedding_dim * dtype.itemsize
         planned[table.name] = PlannedTable(
             table.embedding_dim,
             data_type,
             len(counted.features[table.name]),
-            row_bytes + state_bytes + _NOTE_BYTES_PER_SLOT,
+            slot_bytes(table.embedding_dim, dtype, sizes),
         )
     if small_share is None:
         small_share = _SMALL_SHARE if ranking == RANKINGS[0] else 0.0
@@ -159,7 +155,7 @@ class HotPlan:
         self._sizes = np.array(list(profile.table_sizes.values()), np.int64)
         self._slot_bytes = np.array([table.slot_bytes for table in self.tables.values()], np.int64)
         self._is_pinned = np.zeros(int(self._sizes.sum()), np.bool_)
-        self.map_bytes = _MAP_BYTES_PER_ROW * len(self._is_pinned)
+        self.map_bytes = map_bytes(len(self._is_pinned))
         self.num_shared_slots, self.shared_bytes = self._shared()
         self.floor_bytes = self.map_bytes + self.shared_bytes
         if self.everything_bytes <= budget_bytes:
@@ -189,6 +185,41 @@ class HotPlan:
         if table not in self.tables:
             raise KeyError(f"the plan has no table {table!r}; it has {list(self.tables)}")
         return np.flatnonzero(self._is_pinned[self._rows_of(list(self.tables).index(table))])
+
+    def pinned_by_table(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Of each table: its pinned rows, rising, and how often each was looked up."""
+        counts = self.profile.counts()
+        found = []
+        for table in range(len(self.tables)):
+            rows = self._rows_of(table)
+            pinned = np.flatnonzero(self._is_pinned[rows])
+            found.append((pinned, counts[rows][pinned].astype(np.int64)))
+        return found
+
+    def of_tables(self, tables: Sequence[TableConfig], budget: int | str | None = None) -> HotPlan:
+        """The plan, if it is one of these tables.
+
+        Args:
+            tables: In the order of the plan's.
+            budget: Another one than the plan's; None for that.
+
+        Raises:
+            ProfileError: it is of others; the message names one.
+        """
+        wanted = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables}
+        sizes = self.profile.table_sizes
+        known = {name: (sizes[name], table.embedding_dim) for name, table in self.tables.items()}
+        if list(wanted.items()) != list(known.items()):
+            differing = [
+                name for name in {**wanted, **known} if wanted.get(name) != known.get(name)
+            ]
+            name = differing[0] if differing else next(iter(wanted))
+            raise ProfileError(
+                f"the plan is of other tables: (num_embeddings, embedding_dim) of {name!r} are "
+                f"{known.get(name)} in the plan and {wanted.get(name)} here; plan again for these "
+                "tables, in their order"
+            )
+        return self if budget is None else self.retarget(budget)
 
     def coverage(
         self,

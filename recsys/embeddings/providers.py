@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from recsys.embeddings.baselines import (
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.kernels.pooled_lookup import MIN_SHARED_BYTES
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.plan import HotPlan
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
 
@@ -34,6 +36,9 @@ def build_embeddings(
     tables: Sequence[TableConfig],
     optimizer: OptimizerConfig,
     device: torch.device | None = None,
+    *,
+    budget: str = "",
+    plan: str = "",
 ) -> tuple[AbstractEmbeddingBags, torch.optim.Optimizer]:
     """A provider's tables, and the optimizer of their rows.
 
@@ -45,16 +50,24 @@ def build_embeddings(
         tables: All tables, with distinct names.
         optimizer: How rows are updated.
         device: Where the tables live; "torch" alone has others than the CPU.
+        budget: Of fast memory; of "recsys" alone, as is the next. Empty for none.
+        plan: File of a plan. Empty for none.
 
     Raises:
+        BudgetTooSmall: there is no room for what it takes to find rows.
         ConfigError: the provider is unknown or lacks the optimizer.
         MissingDependency: the provider's package is not installed.
     """
     if provider == "recsys":
         _require_cpu(provider, device)
-        _compile_kernels({table.embedding_dim for table in tables}, row_optimizer(optimizer))
+        dims = {table.embedding_dim for table in tables}
+        _compile_kernels(dims, row_optimizer(optimizer), is_tiered=bool(budget or plan))
         ours = HotColdEmbeddingBagCollection(
-            tables, optimizer=row_optimizer(optimizer), auto_apply=False
+            tables,
+            optimizer=row_optimizer(optimizer),
+            auto_apply=False,
+            budget=budget or None,
+            plan=HotPlan.load(plan) if plan else None,
         )
         assert ours.row_optimizer is not None
         return ours, ours.row_optimizer
@@ -69,8 +82,8 @@ def build_embeddings(
     raise ConfigError(f"embeddings must be one of {EMBEDDINGS}, got {provider!r}")
 
 
-def _compile_kernels(dims: set[int], optimizer: RowOptimizer) -> None:
-    """Take the first steps of tables of one row, one per dim, so that training's need not wait.
+def _compile_kernels(dims: set[int], optimizer: RowOptimizer, *, is_tiered: bool) -> None:
+    """Take the first steps of small tables, one per dim, so that training's need not wait.
 
     A small mini-batch and a large one: a lookup is compiled for one thread and for several.
     """
@@ -78,11 +91,16 @@ def _compile_kernels(dims: set[int], optimizer: RowOptimizer) -> None:
     with torch.random.fork_rng(devices=[]):
         tables = [
             TableConfig(
-                name=str(dim), num_embeddings=1, embedding_dim=dim, feature_names=("table",)
+                name=str(dim), num_embeddings=100, embedding_dim=dim, feature_names=("table",)
             )
             for dim in sorted(dims)
         ]
-        module = HotColdEmbeddingBagCollection(tables, optimizer=optimizer)
+        budget = sum(8 * table.num_embeddings + 16 * table.embedding_dim for table in tables)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of dims so small that all fits, there is none to tell
+            module = HotColdEmbeddingBagCollection(
+                tables, optimizer=optimizer, budget=budget if is_tiered else None
+            )
         for batch_size in (1, large):
             ids = JaggedIds.from_one_hot(["table"], torch.zeros(1, batch_size, dtype=torch.int64))
             module(ids).values().sum().backward()

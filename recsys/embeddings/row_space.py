@@ -89,6 +89,7 @@ class RowSpace:
         tables: On the CPU, contiguous, of one dtype and dim; kept alive.
 
     Attributes:
+        tables: Views of them, which share their memory and their versions.
         dim: D.
         dtype: Of `flat`; uint16 for bfloat16, int16 for float16.
         compute_dtype: What kernels compute in.
@@ -97,13 +98,16 @@ class RowSpace:
         bases: Where each table begins in it, (T,) uint64.
         sizes: E of each table, (T,) uint64.
         sizes_key: The same, to look something up by.
+        row_names: Which row of all tables lies where, (S,) int32, if others than the tables' own
+            lie here; else empty.
+        first_names: The first row of each table among all, (T + 1,) uint64; empty likewise.
 
     Raises:
         ValueError: the tables are not as above.
     """
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
-        self._tables = [table.detach() for table in tables]  # keeps the memory alive
+        self.tables = [table.detach() for table in tables]  # keeps the memory alive
         self._given = list(tables)
         self._addresses = [table.data_ptr() for table in tables]
         self._numels = [table.numel() for table in tables]
@@ -123,6 +127,8 @@ class RowSpace:
         self.is_narrow = computed != dtype
         self.sizes = np.array([len(table) for table in tables], np.uint64)
         self.sizes_key = self.sizes.tobytes()
+        self.row_names: NDArray[np.int32] = np.empty(0, np.int32)
+        self.first_names: NDArray[np.uint64] = np.empty(0, np.uint64)
         for table in tables:
             if not table.is_contiguous():
                 raise ValueError(f"rows must be contiguous, got strides {table.stride()}")

@@ -7,53 +7,34 @@ that the user has made already; what is read from it is in a `Translation`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+import warnings
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
-from recsys.embeddings.kernels.row_update import row_update
-from recsys.embeddings.memory import empty_rows
-from recsys.embeddings.row_space import RowSpace, compute_dtype
+from recsys.embeddings.budget import divide_budget
+from recsys.embeddings.group_updater import GroupUpdater
+from recsys.errors import BudgetTooSmall
+from recsys.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
     from torch import nn
 
+    from recsys.embeddings.group_updater import Translation
     from recsys.embeddings.kernels.ledger import LedgerEntry
-    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.residency import Residency
     from recsys.embeddings.table_group import TableGroup
+    from recsys.embeddings.tiers import Tiers
 
-__all__ = ["RowUpdater", "Translation"]
+__all__ = ["RowUpdater"]
 
-_NO_STATE: dict[str, Any] = {}  # stands for a table that never moved; never written to
 _NO_PASS = -1  # what torch says outside of backward
-
-
-@dataclass(frozen=True, kw_only=True)
-class Translation:
-    """How an optimizer's `param_groups` and `state` are read.
-
-    Attributes:
-        formula: From a param group to how its rows move.
-        state_names: Under which name the optimizer keeps each of the formula's state arrays; what
-            is not here has the formula's own name.
-        learning_rate: Of a param group at a step, the first being 1.
-        counts_steps: Whether `state[table]["step"]` is kept. Of rows that are rounded by chance it
-            is in any case.
-    """
-
-    formula: Callable[[Mapping[str, Any]], RowOptimizer]
-    state_names: Mapping[str, str]
-    learning_rate: Callable[[Mapping[str, Any], int], float]
-    counts_steps: bool
 
 
 class RowUpdater:
@@ -79,10 +60,11 @@ class RowUpdater:
         goes_along: bool,
     ) -> None:
         self._groups = [
-            _GroupUpdater(group, optimizer, number, translation) for number, group in groups
+            GroupUpdater(group, optimizer, number, translation) for number, group in groups
         ]
         self._auto_apply, self.goes_along = auto_apply, goes_along
         self._queued_for: int | None = None
+        self._budget_bytes = 0
         # Tables are no inputs of autograd's: a pooled vector asks for a gradient on behalf of all
         # of them by this one.
         self.asks_gradient = torch.empty(0, requires_grad=True)
@@ -139,8 +121,86 @@ class RowUpdater:
     def update_rows(self) -> None:
         """Move every row that gradients were collected for, once; forgets the gradients."""
         self._queued_for = None
+        with torch._C.DisableTorchFunctionSubclass():  # it is us who read the tables
+            for group in self._groups:
+                group.update_rows()
+
+    def tier(
+        self,
+        budget: int | str,
+        pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]] | None = None,
+    ) -> None:
+        """Keep rows in slots from now on, and all of them in the cold store, the tables.
+
+        Where all fit, nothing is changed, and a warning says so.
+
+        Args:
+            budget: What slots and row maps may take, in bytes or with a unit.
+            pinned: By table: rows to have slots of their own, and how often each is looked up.
+
+        Raises:
+            BudgetTooSmall: there is not even room for the row maps.
+            ConfigError: it is no budget.
+        """
+        sizes = [group.space_size() for group in self._groups]
+        self._budget_bytes = parse_bytes(budget, "budget")
+        rows = [group.order_pinned(pinned or {}) for group in self._groups]
+        try:
+            slots = divide_budget(self._budget_bytes, sizes, [len(each) + 1 for each in rows])
+        except BudgetTooSmall:  # the plan was made for less state, or for more memory
+            slots = divide_budget(self._budget_bytes, sizes, [1] * len(sizes))
+        if slots is None:
+            resident = format_bytes(sum(size.resident_bytes for size in sizes))
+            warnings.warn(
+                f"budget={budget!r}: all {resident} of rows and state fit; no cold tier is needed",
+                stacklevel=4,
+            )
+            return
+        for group, num_slots, its_rows in zip(self._groups, slots, rows, strict=True):
+            group.tier(num_slots, its_rows[: num_slots - 1])
+
+    def tiers(self) -> list[Tiers]:
+        """Those of every group that has some."""
+        found = [group.group.tiers for group in self._groups]
+        return [tiers for tiers in found if tiers is not None]
+
+    def make_room(
+        self, short: Residency, num_needed: int, num_distinct: Mapping[TableGroup, int]
+    ) -> None:
+        """Share out the budget anew, for a mini-batch that found too few slots of one row space.
+
+        Args:
+            short: Has too few.
+            num_needed: As many would do.
+            num_distinct: How many rows of each group the mini-batch needs.
+
+        Raises:
+            BudgetTooSmall: there is no room for all; or slots that would have to be given up are
+                needed by other mini-batches under way.
+        """
         for group in self._groups:
-            group.update_rows()
+            tiers = group.group.tiers
+            assert tiers is not None
+            need = num_distinct.get(group.group, 0)
+            if tiers.residency is short:
+                need = num_needed
+            group.least_slots = max(group.least_slots, need)
+        sizes = [group.space_size() for group in self._groups]
+        least = [group.least_slots for group in self._groups]
+        slots = divide_budget(self._budget_bytes, sizes, least)
+        assert slots is not None
+        for group, num_slots in zip(self._groups, slots, strict=True):
+            group.resize(num_slots)
+
+    def follow_state(self) -> None:
+        """Find state that others have put into the optimizer, by `load_state_dict`."""
+        for group in self._groups:
+            group.follow_state()
+
+    def flush(self) -> None:
+        """Bring tables and state up to date, where rows are in slots."""
+        for tiers in self.tiers():
+            tiers.flush()
 
     def forget(self) -> None:
         """Forget the gradients collected since the last update; no row moves."""
@@ -170,7 +230,7 @@ class RowUpdater:
         """By table: what has its place in copies until its module takes it."""
         return {table: each for group in self._groups for table, each in group.stand_ins().items()}
 
-    def _of(self, group: TableGroup) -> _GroupUpdater:
+    def _of(self, group: TableGroup) -> GroupUpdater:
         [found] = [each for each in self._groups if each.group is group]
         return found
 
@@ -178,227 +238,3 @@ class RowUpdater:
         """Let go of the tables: they are plain parameters again, collected gradients their grad."""
         for group in self._groups:
             group.group.unwatch()
-
-
-class _GroupUpdater:
-    """One group's part: its state arrays, and its settings as the kernel takes them."""
-
-    def __init__(
-        self,
-        group: TableGroup,
-        optimizer: torch.optim.Optimizer,
-        number: int,
-        translation: Translation,
-    ) -> None:
-        self.group = group
-        self._optimizer, self._number, self._translation = optimizer, number, translation
-        self._weights = group.weights()
-        self._states: list[_State] = []
-        self._states_of: RowSpace | None = None
-        self._numbers: list[int] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, whose memory is elsewhere; see `TableGroup`."""
-        stand_ins = [each.weight for each in self.group.stand_ins()]
-        return self.__dict__ | {"_weights": stand_ins, "_states": [], "_states_of": None}
-
-    def stand_ins(self) -> dict[Tensor, Tensor]:
-        """By table: what has its place in copies."""
-        self.follow_tables()
-        stand_ins = [cast("Tensor", each.weight) for each in self.group.stand_ins()]
-        return dict(zip(self._weights, stand_ins, strict=True))
-
-    def state_of(self, table: int) -> dict[str, Any]:
-        self.follow_tables()
-        known: dict[str, Any] = self._optimizer.state.get(self._weights[table], {})
-        return known
-
-    def take_in(self, table: int, state: dict[str, Any]) -> None:
-        if state:
-            self._optimizer.state[self._weights[table]] = state
-        self.follow_tables()
-
-    def update_rows(self) -> None:
-        self.follow_tables()
-        ledger = self.group.take_ledger()
-        if not ledger:
-            return
-        moved = ledger[0].lookups.distinct_tables
-        if len(ledger) > 1:
-            moved = sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
-        try:
-            space, states, formula, rates_T2, keys_T = self._prepared(moved)
-        except Exception:
-            # Whoever corrects what was wrong and steps again means these gradients.
-            self.group.ledger[:0] = ledger
-            raise
-        row_update(space, states, formula, rates_T2, ledger, keys_T)
-        # As an in-place operation of torch's does: who has kept a table for backward will know.
-        torch.autograd.graph.increment_version([self._weights[table] for table in moved])
-
-    def _prepared(
-        self, moved: Sequence[int]
-    ) -> tuple[RowSpace, list[RowSpace], RowOptimizer, NDArray[np.float64], NDArray[Any]]:
-        """What `row_update` takes; steps are counted when nothing can be refused any more."""
-        settings = self._optimizer.param_groups[self._number]
-        formula = self._translation.formula(settings)
-        space = self.group.space()
-        is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
-        counts_steps = self._translation.counts_steps or is_by_chance
-        by_table, new = [_NO_STATE] * len(self._weights), list[int]()
-        if counts_steps or formula.state_sizes(self.group.dim):
-            by_table, new = self._state_by_table(moved)
-        rates_T2, keys_T, steps = self._rates_and_keys(
-            settings, formula, moved if counts_steps else (), by_table, is_by_chance=is_by_chance
-        )
-        states = self._state_spaces(space, formula, moved, by_table)
-        for table, step in zip(moved, steps, strict=False):
-            by_table[table]["step"] = step
-        for table in new:
-            self._optimizer.state[self._weights[table]] = by_table[table]
-        return space, states, formula, rates_T2, keys_T
-
-    def _state_by_table(self, moved: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
-        """The optimizer's state of every table, and which tables move that had none until now."""
-        known = self._optimizer.state
-        found = [known.get(weight, _NO_STATE) for weight in self._weights]
-        new = [table for table in moved if found[table] is _NO_STATE]
-        for table in new:
-            found[table] = {}
-        return found, new
-
-    def _rates_and_keys(
-        self,
-        settings: Mapping[str, Any],
-        formula: RowOptimizer,
-        counted: Sequence[int],
-        by_table: Sequence[dict[str, Any]],
-        *,
-        is_by_chance: bool,
-    ) -> tuple[NDArray[np.float64], NDArray[Any], list[Any]]:
-        """What `row_update` takes for each table, and the steps of those that count them."""
-        translation = self._translation
-        rates_T2 = np.zeros((len(by_table), 2))
-        if not counted:
-            rates_T2[:] = formula.rate_and_eps(translation.learning_rate(settings, 1), 1)
-            return rates_T2, TO_NEAREST, []
-        keys_T = np.zeros(len(by_table), np.uint64) if is_by_chance else TO_NEAREST
-        steps: list[Any] = []
-        of_step: dict[int, tuple[float, float]] = {}
-        for table in counted:
-            steps.append(by_table[table].get("step", 0) + 1)
-            step = int(steps[-1])  # a tensor where torch keeps one
-            if step not in of_step:
-                lr = translation.learning_rate(settings, step)
-                of_step[step] = formula.rate_and_eps(lr, step)
-            rates_T2[table] = of_step[step]
-            if is_by_chance:
-                seed = settings.get("rounding_seed", 0)
-                keys_T[table] = table_key(seed, step, self._number_of(table))
-        return rates_T2, keys_T, steps
-
-    def follow_tables(self) -> None:
-        """Give settings and state of a table to the one that has taken its place, if any."""
-        weights = self.group.weights()
-        if all(map(is_, weights, self._weights)):
-            return
-        for old, new in zip(self._weights, weights, strict=True):
-            if new is not old:
-                for group in self._optimizer.param_groups:
-                    group["params"] = [new if known is old else known for known in group["params"]]
-                if old in self._optimizer.state:
-                    self._optimizer.state[new] = self._optimizer.state.pop(old)
-        self._weights = weights
-
-    def _number_of(self, table: int) -> int:
-        """Where the optimizer has a table: no other has the number, however tables are grouped."""
-        if not self._numbers:
-            known = [weight for group in self._optimizer.param_groups for weight in group["params"]]
-            places = {id(weight): number for number, weight in enumerate(known)}
-            self._numbers = [places[id(weight)] for weight in self._weights]
-        return self._numbers[table]
-
-    def _state_spaces(
-        self,
-        rows: RowSpace,
-        formula: RowOptimizer,
-        moved: Sequence[int],
-        by_table: Sequence[dict[str, Any]],
-    ) -> list[RowSpace]:
-        sizes = {
-            self._translation.state_names.get(name, name): size
-            for name, size in formula.state_sizes(self.group.dim).items()
-        }
-        if (
-            rows is self._states_of
-            and [state.name for state in self._states] == list(sizes)
-            and all(state.is_of(by_table, moved) for state in self._states)
-        ):
-            return [state.space for state in self._states]
-        self._states = [
-            self._make_state(name, size, moved, by_table) for name, size in sizes.items()
-        ]
-        self._states_of = rows
-        return [state.space for state in self._states]
-
-    def _make_state(
-        self, name: str, size: int, moved: Sequence[int], by_table: Sequence[dict[str, Any]]
-    ) -> _State:
-        arrays = [
-            self._state_of(weight, by_table[table], name, size, is_needed=table in moved)
-            for table, weight in enumerate(self._weights)
-        ]
-        self._require_sizes(name, size, arrays)
-        return _State(name, [state.get(name) for state in by_table], arrays, RowSpace(arrays))
-
-    def _require_sizes(self, name: str, size: int, states: Sequence[Tensor]) -> None:
-        """Refuse state that is another table's or another formula's, before a kernel writes there.
-
-        Raises:
-            ValueError: it is.
-        """
-        for weight, state in zip(self._weights, states, strict=True):
-            wanted = (len(weight), size) if size > 1 else (len(weight),)
-            if state.numel() and (len(state), state.numel()) != (len(weight), len(weight) * size):
-                raise ValueError(
-                    f"optimizer state {name!r} of a table of shape {tuple(weight.shape)} must be "
-                    f"{wanted}, got {tuple(state.shape)}; load the state of the same table and "
-                    "optimizer, or delete it from the optimizer's state to begin anew"
-                )
-
-    def _state_of(
-        self, weight: Tensor, state: dict[str, Any], name: str, size: int, *, is_needed: bool
-    ) -> Tensor:
-        """A table's state array, (E, size) or, of size 1, (E,).
-
-        Made where there is none, of a table that moves: as with torch, the others' state is made
-        when they do.
-        """
-        columns = (size,) if size > 1 else ()
-        dtype = compute_dtype(weight.dtype)
-        known: Tensor | None = state.get(name)
-        if known is None:
-            if not is_needed:
-                return weight.new_empty(0, *columns, dtype=dtype)
-            state[name] = known = empty_rows(len(weight), *columns, dtype=dtype).zero_()
-        elif known.dtype != dtype or not known.is_contiguous():
-            state[name] = known = known.to(dtype).contiguous()
-        return known
-
-
-class _State(NamedTuple):
-    """One state array of every table, as a row space."""
-
-    name: str
-    found: list[Tensor | None]  # what the optimizer has; None of a table that never moved
-    arrays: list[Tensor]  # nothing in place of None
-    space: RowSpace
-
-    def is_of(self, by_table: Sequence[dict[str, Any]], moved: Sequence[int]) -> bool:
-        """Whether the optimizer has these very arrays, and one of each table that moves."""
-        found = [state.get(self.name) for state in by_table]
-        return (
-            all(map(is_, found, self.found))
-            and all(found[table] is not None for table in moved)
-            and self.space.holds(self.arrays)
-        )

@@ -10,30 +10,52 @@ have left there, and what is done to it counts; as long as nobody does, no such 
 
 from __future__ import annotations
 
-import gc
-import inspect
-from typing import TYPE_CHECKING, Any, cast
-from weakref import ref
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.row_space import RowSpace, compute_dtype
+from recsys.embeddings.sparse_gradients import sparse_gradients
+from recsys.embeddings.table_parameter import (
+    plain_grad,
+    require_unmoved,
+    requires_grad,
+    set_plain_grad,
+    unwatch,
+    watch,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-__all__ = [
-    "LedgerParameter",
-    "TableGroup",
-    "make_plain",
-    "require_unmoved",
-    "sparse_gradients",
-]
+    from recsys.embeddings.residency import Ticket
+    from recsys.embeddings.tiers import Tiers
+
+__all__ = ["Found", "TableGroup"]
+
+
+class Found(NamedTuple):
+    """What one kernel call looks up, and where.
+
+    Attributes:
+        group: Has the tables.
+        lookups: What is looked up where.
+        rows: The input.
+        space: The rows: those of the tables, or slots that hold them.
+        bags: The input as numbers of `space`.
+        ticket: Has the slots, if they are some.
+    """
+
+    group: TableGroup
+    lookups: Lookups
+    rows: Bags
+    space: RowSpace
+    bags: Bags
+    ticket: Ticket | None
 
 
 class TableGroup:
@@ -47,6 +69,7 @@ class TableGroup:
     Attributes:
         dim: D.
         ledger: What backward passes have left behind since the last update, in order.
+        tiers: Where rows are kept if not all are resident.
     """
 
     def __init__(
@@ -58,6 +81,7 @@ class TableGroup:
         self._parameters = [holder._parameters for holder in holders]
         self.dim = self.weights()[0].shape[1]
         self.ledger: list[LedgerEntry] = []
+        self.tiers: Tiers | None = None
         self._space: RowSpace | None = None
         self._whole_tables: dict[int, Lookups] = {}
         self._stand_ins: list[nn.Module] = []
@@ -121,6 +145,30 @@ class TableGroup:
         self._space = RowSpace(weights)
         return self._space
 
+    def find(self, lookups: Lookups, rows: Bags, *, to_move: bool) -> Sequence[Found]:
+        """Where the rows of a lookup are, as kernel calls.
+
+        Args:
+            lookups: What is looked up where.
+            rows: The input.
+            to_move: Whether rows may be moved on its account.
+
+        Raises:
+            NoSuchRow: tiered, a value is no row of its table.
+            NotEnoughSlots: tiered, there is no room for the rows.
+        """
+        space = self.space(lookups if self.tiers is None else None)
+        if self.tiers is not None and to_move:
+            return [
+                Found(
+                    self, claimed.lookups, rows, self.tiers.hot.space, claimed.bags, claimed.ticket
+                )
+                for claimed in self.tiers.claim(space, lookups, rows)
+            ]
+        if self.tiers is not None:
+            self.tiers.flush()
+        return (Found(self, lookups, rows, space, rows, None),)
+
     def forget_space(self) -> None:
         """Look anew where the tables lie: one of them has other memory, or less of it."""
         self._space = None
@@ -144,19 +192,17 @@ class TableGroup:
             require_unmoved(f"a table of shape {tuple(weight.shape)}", weight, but_by=self)
         self._is_watched = True
         for weight in self.weights():
-            if type(weight) is nn.Parameter:
-                _set_class(weight, LedgerParameter)
-            if isinstance(weight, LedgerParameter):
-                _GROUPS[weight] = ref(self)
+            watch(weight, self, is_tiered=self.tiers is not None)
 
     def unwatch(self) -> None:
         """Make the tables plain parameters again; the ledger goes to their `grad`."""
         self.open_ledger()
+        if self.tiers is not None:
+            self.tiers.flush()
+            self.tiers = None
         self._is_watched = False
         for weight in self.weights():
-            if isinstance(weight, LedgerParameter):
-                _GROUPS.pop(weight, None)
-                _set_class(weight, nn.Parameter)
+            unwatch(weight)
 
     def keep(self, entry: LedgerEntry) -> None:
         """Add to the ledger what one lookup's backward found."""
@@ -173,20 +219,20 @@ class TableGroup:
         found = sparse_gradients(weights, ledger, [True] * len(weights))
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:
-                known = _plain_grad(weight)
-                _set_plain_grad(weight, gradient if known is None else _added(known, gradient))
+                known = plain_grad(weight)
+                set_plain_grad(weight, gradient if known is None else _added(known, gradient))
 
     def take_ledger(self) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left."""
         ledger = self._closed_ledger()
         weights = self.weights()
-        gradients = list(map(_plain_grad, weights))
+        gradients = list(map(plain_grad, weights))
         shown = [table for table, gradient in enumerate(gradients) if gradient is not None]
         if not shown:
             return ledger
         entries = [self._entry(table, cast("Tensor", gradients[table])) for table in shown]
         for table in shown:
-            _set_plain_grad(weights[table], None)
+            set_plain_grad(weights[table], None)
         return entries + ledger
 
     def _closed_ledger(self) -> list[LedgerEntry]:
@@ -199,22 +245,16 @@ class TableGroup:
         """Empty the ledger and every `grad`; no row moves."""
         self.ledger.clear()
         weights = self.weights()
-        for weight, gradient in zip(weights, map(_plain_grad, weights), strict=True):
+        for weight, gradient in zip(weights, map(plain_grad, weights), strict=True):
             if gradient is not None:
-                _set_plain_grad(weight, None)
+                set_plain_grad(weight, None)
 
     def asking(self, lookups: Lookups) -> Lookups:
         """The lookups in tables that ask for a gradient."""
-        if all(map(_requires_grad, self.weights_of(lookups))):
+        if all(map(requires_grad, self.weights_of(lookups))):
             return lookups
-        asks = list(map(_requires_grad, self.weights()))
-        kept = np.array(asks)[lookups.tables.astype(np.int64)]
-        return Lookups(
-            tables=lookups.tables[kept],
-            positions=lookups.positions[kept],
-            columns=lookups.columns[kept],
-            width=lookups.width,
-        )
+        asks = map(requires_grad, self.weights())
+        return lookups.of_tables({table for table, is_asked in enumerate(asks) if is_asked})
 
     def _entry(self, table: int, gradient: Tensor) -> LedgerEntry:
         """A table's gradient as if each of its rows had been looked up alone."""
@@ -232,7 +272,8 @@ class TableGroup:
             )
         bags = Bags(rows.numpy(), None, None, len(rows), is_mean=False)
         values = values.to(compute_dtype(values.dtype)).contiguous()
-        return LedgerEntry(self._whole_tables[table], bags, values)
+        [found] = self.find(self._whole_tables[table], bags, to_move=True)
+        return LedgerEntry(found.lookups, found.bags, values, (), found.rows, found.ticket)
 
 
 class _StandIn(nn.Module):
@@ -245,157 +286,7 @@ class _StandIn(nn.Module):
         self.weight = nn.Parameter(torch.empty(0, weight.shape[1], dtype=weight.dtype))
 
 
-class LedgerParameter(nn.Parameter):
-    """A table whose `grad` is what the ledger of its group holds.
-
-    A `Parameter` becomes one by a change of class, so it stays the object that it was; pickles and
-    state dicts have plain ones.
-    """
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The sparse gradient, (E, D); None where nothing was collected."""
-        _open_ledger_of(self)
-        return _plain_grad(self)
-
-    @grad.setter
-    def grad(self, gradient: Tensor | None) -> None:
-        _open_ledger_of(self)
-        _set_plain_grad(self, gradient)
-
-    @property
-    def data(self) -> Tensor:
-        """The rows, (E, D), as autograd does not see them."""
-        rows: Tensor = _DATA.__get__(self)
-        return rows
-
-    @data.setter
-    def data(self, rows: Tensor) -> None:
-        _DATA.__set__(self, rows)
-        _forget_space_of(self)
-
-    def set_(self, *source: Any) -> Any:
-        """As `torch.Tensor.set_`."""
-        super().set_(*source)
-        _forget_space_of(self)
-        return self
-
-
-# By the tables' identity. No attribute of theirs: torch.save would take the group along.
-_GROUPS: Any = WeakIdKeyDictionary()
-
-
-def require_unmoved(place: str, weight: nn.Parameter, but_by: TableGroup | None = None) -> None:
-    """Refuse a table whose rows an optimizer of ours moves; two would move them twice.
-
-    What one that is gone has left behind is a plain parameter again.
-
-    Raises:
-        ValueError: it is moved, and not by the group `but_by`.
-    """
-    if _group_of(weight) not in (None, but_by):
-        gc.collect()  # modules and their optimizers refer to each other
-    if _group_of(weight) not in (None, but_by):
-        raise ValueError(
-            f"{place}: an optimizer of recsys moves its rows already, and a second one would move "
-            "them twice; call recsys.accelerate on a model that has all modules of the table, or "
-            "let go of the module whose optimizer it is (recsys.restore, or del)"
-        )
-    make_plain(weight)
-
-
-def make_plain(weight: nn.Parameter) -> None:
-    """Make a plain parameter of a table that no group has (any more)."""
-    if isinstance(weight, LedgerParameter) and _group_of(weight) is None:
-        _set_class(weight, nn.Parameter)
-
-
-def _group_of(weight: Tensor) -> TableGroup | None:
-    group: TableGroup | None = _GROUPS.get(weight, _nobody)()
-    return group
-
-
-def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    weight.__class__ = kind
-
-
-def _open_ledger_of(weight: LedgerParameter) -> None:
-    group = _group_of(weight)
-    if group is not None:
-        group.open_ledger()
-
-
-def _forget_space_of(weight: LedgerParameter) -> None:
-    group = _group_of(weight)
-    if group is not None:
-        group.forget_space()
-
-
-def _nobody() -> None:
-    """A reference to nothing, as that to a group that is gone."""
-
-
-_requires_grad: Callable[[Tensor], bool] = inspect.getattr_static(
-    torch.Tensor, "requires_grad"
-).__get__
-# What autograd and users have left at a table, the ledger aside.
-_GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
-_DATA: Any = inspect.getattr_static(torch.Tensor, "data")
-_plain_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
-_set_plain_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
-
-
-def sparse_gradients(
-    weights: Sequence[Tensor], ledger: Sequence[LedgerEntry], is_asked: Sequence[bool]
-) -> list[Tensor | None]:
-    """By table: the rows looked up in lookup order and the gradient of each; None of no lookup.
-
-    Shape:
-        weights (E, D) each; results sparse (E, D), not coalesced, each of its weight's dtype.
-    """
-    found: list[Tensor | None] = []
-    for number, weight in enumerate(weights):
-        rows, gradients = [], []
-        for entry in ledger if is_asked[number] else ():
-            for lookup in np.flatnonzero(entry.lookups.tables == number):
-                first = int(entry.lookups.positions[lookup]) * entry.bags.batch_size
-                column = int(entry.lookups.columns[lookup])
-                of_bags = entry.gradient[:, column : column + weight.shape[1]]
-                rows_n, gradients_nD = _by_value(entry.bags, first, of_bags)
-                rows.append(rows_n)
-                gradients.append(gradients_nD)
-        found.append(
-            torch.sparse_coo_tensor(
-                torch.cat(rows).unsqueeze(0),
-                torch.cat(gradients).to(weight.dtype),
-                weight.shape,
-                check_invariants=False,
-            )
-            if rows
-            else None
-        )
-    return found
-
-
 def _added(known: Tensor, more: Tensor) -> Tensor:
     """In the dtype that is computed in: torch cannot add sparse tensors of float16."""
     dtype = compute_dtype(known.dtype)
     return (known.to(dtype) + more.to(dtype)).to(known.dtype)
-
-
-def _by_value(bags: Bags, first_bag: int, of_bags: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of one feature's bags and the gradient of each."""
-    end = first_bag + bags.batch_size
-    if bags.offsets is None:
-        rows, gradients = torch.from_numpy(bags.values[first_bag:end]), of_bags
-        values = slice(first_bag, end)
-    else:
-        bounds = torch.from_numpy(bags.offsets[first_bag : end + 1])
-        values = slice(int(bounds[0]), int(bounds[-1]))
-        rows = torch.from_numpy(bags.values[values])
-        lengths = bounds.diff()
-        of_bags = of_bags / lengths.clamp(min=1).unsqueeze(1) if bags.is_mean else of_bags
-        gradients = of_bags.repeat_interleave(lengths, dim=0)
-    if bags.weights is not None:
-        gradients = gradients * torch.from_numpy(bags.weights[values]).unsqueeze(1)
-    return rows.long(), gradients

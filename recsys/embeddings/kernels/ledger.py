@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.kernels.pooled_lookup import Lookups
+    from recsys.embeddings.residency import Ticket
     from recsys.embeddings.row_space import RowSpace
 
 __all__ = ["LedgerEntry", "Segments", "Values", "join_ledger"]
@@ -36,12 +37,16 @@ class LedgerEntry(NamedTuple):
             contiguous, and behind the one before.
         ids: What the bags are views of, and the gradient where it is a tensor of its own; with the
             version of each.
+        rows: The input by rows, where `bags` has slots of them.
+        ticket: Has the slots.
     """
 
     lookups: Lookups
     bags: Bags
     gradient: Tensor
     ids: Sequence[tuple[Tensor, int]] = ()
+    rows: Bags | None = None
+    ticket: Ticket | None = None
 
     def require_unchanged(self) -> None:
         """Refuse ids, or a gradient, that have been overwritten since.

@@ -22,7 +22,7 @@ from recsys.embeddings.kernels.rounding import widen
 from recsys.jit import ParallelKernel, kernel, num_parts, parallel_kernel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -76,6 +76,22 @@ class Lookups:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "distinct_tables", sorted(set(self.tables.tolist())))
+
+    @classmethod
+    def nothing(cls) -> Lookups:
+        """No lookup."""
+        none = np.empty(0, np.uint64)
+        return cls(tables=none, positions=none, columns=none, width=0)
+
+    def of_tables(self, tables: Container[int]) -> Lookups:
+        """Those of some tables, in the same order."""
+        is_kept = [table in tables for table in self.tables.tolist()]
+        return Lookups(
+            tables=self.tables[is_kept],
+            positions=self.positions[is_kept],
+            columns=self.columns[is_kept],
+            width=self.width,
+        )
 
     def placed_in(self, space: RowSpace) -> NDArray[np.uint64]:
         """What kernels ask of each lookup, (4, L): base, number of rows, position, column.

@@ -91,6 +91,8 @@ def row_update(
             space.bases if first is None else first.bases,
             nothing if second is None else second.flat,
             space.bases if second is None else second.bases,
+            space.row_names,
+            space.first_names,
         ),
         _KINDS[type(optimizer)],
         rates_T2.astype(space.compute_dtype),
@@ -113,6 +115,8 @@ class _Rows(NamedTuple):
     first_bases: NDArray[np.uint64]  # (T,)
     second: NDArray[Any]
     second_bases: NDArray[np.uint64]  # (T,)
+    names: NDArray[np.int32]  # which row lies in a place, where that is not the row's number
+    first_names: NDArray[np.uint64]  # (T + 1,)
 
 
 class _Sorted(NamedTuple):
@@ -348,7 +352,10 @@ def _move_rows(
             lookup += _ONE
         row = found.rows[number]
         first = base + row * dim
-        key = key_of_row(keys_T, table, row)
+        name = row
+        if len(rows.names):
+            name = np.uint64(rows.names[row]) - rows.first_names[table]
+        key = key_of_row(keys_T, table, name)
         if kind == _SGD:
             for d in range(dim):
                 moved = widen(flat[first + d]) - rate * summed_D[d]

@@ -1,0 +1,379 @@
+"""The update of one table group: settings and state read from an optimizer, rows moved by a kernel.
+
+A `torch.optim.Optimizer` has the settings (`param_groups`) and the state; how they are read is in a
+`Translation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys.embeddings.budget import SpaceSize
+from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
+from recsys.embeddings.kernels.row_update import row_update
+from recsys.embeddings.memory import empty_rows
+from recsys.embeddings.row_space import RowSpace, compute_dtype
+from recsys.embeddings.tiers import Tiers
+from recsys.errors import BudgetTooSmall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.table_group import TableGroup
+
+__all__ = ["GroupUpdater", "Translation"]
+
+_NO_STATE: dict[str, Any] = {}  # stands for a table that never moved; never written to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    """How an optimizer's `param_groups` and `state` are read.
+
+    Attributes:
+        formula: From a param group to how its rows move.
+        state_names: Under which name the optimizer keeps each of the formula's state arrays; what
+            is not here has the formula's own name.
+        learning_rate: Of a param group at a step, the first being 1.
+        counts_steps: Whether `state[table]["step"]` is kept. Of rows that are rounded by chance it
+            is in any case.
+    """
+
+    formula: Callable[[Mapping[str, Any]], RowOptimizer]
+    state_names: Mapping[str, str]
+    learning_rate: Callable[[Mapping[str, Any], int], float]
+    counts_steps: bool
+
+
+class GroupUpdater:
+    """Moves the rows of one table group.
+
+    Args:
+        group: Has the tables and their ledger.
+        optimizer: Has their settings and state.
+        number: Of the param group that they are in.
+        translation: How settings and state are read.
+
+    Attributes:
+        least_slots: What a mini-batch has needed, where rows are kept in slots.
+    """
+
+    def __init__(
+        self,
+        group: TableGroup,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        translation: Translation,
+    ) -> None:
+        self.group = group
+        self._optimizer, self._number, self._translation = optimizer, number, translation
+        self._weights = group.weights()
+        self._states: list[_State] = []
+        self._states_of: RowSpace | None = None
+        self._numbers: list[int] = []
+        self.least_slots = 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, whose memory is elsewhere; see `TableGroup`."""
+        stand_ins = [each.weight for each in self.group.stand_ins()]
+        return self.__dict__ | {"_weights": stand_ins, "_states": [], "_states_of": None}
+
+    def stand_ins(self) -> dict[Tensor, Tensor]:
+        """By table: what has its place in copies."""
+        self.follow_tables()
+        stand_ins = [cast("Tensor", each.weight) for each in self.group.stand_ins()]
+        return dict(zip(self._weights, stand_ins, strict=True))
+
+    def state_of(self, table: int) -> dict[str, Any]:
+        """A table's state, for the module that takes it along."""
+        self.follow_tables()
+        known: dict[str, Any] = self._optimizer.state.get(self._weights[table], {})
+        return known
+
+    def take_in(self, table: int, state: dict[str, Any]) -> None:
+        """Keep the state that a module which was copied along brings."""
+        if state:
+            self._optimizer.state[self._weights[table]] = state
+        self.follow_tables()
+        self.follow_state()
+
+    def update_rows(self) -> None:
+        """Move every row that gradients were collected for, once; forgets the gradients."""
+        self.follow_tables()
+        ledger = self.group.take_ledger()
+        if not ledger:
+            return
+        moved = ledger[0].lookups.distinct_tables
+        if len(ledger) > 1:
+            moved = sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
+        try:
+            space, states, formula, rates_T2, keys_T = self._prepared(moved)
+        except Exception:
+            # Whoever corrects what was wrong and steps again means these gradients.
+            self.group.ledger[:0] = ledger
+            raise
+        tiers = self.group.tiers
+        if tiers is None:
+            row_update(space, states, formula, rates_T2, ledger, keys_T)
+        else:
+            tiers.heed_others(space)
+            hot = tiers.hot
+            row_update(hot.space, hot.state_spaces, formula, rates_T2, ledger, keys_T)
+        # As an in-place operation of torch's does: who has kept a table for backward will know.
+        torch.autograd.graph.increment_version([self._weights[table] for table in moved])
+        if tiers is not None:
+            tiers.note_moved((entry.ticket for entry in ledger), space)
+
+    def space_size(self) -> SpaceSize:
+        """What there is to keep in slots."""
+        num_rows = sum(len(weight) for weight in self._weights)
+        return SpaceSize(
+            num_rows, self.group.dim, self._weights[0].dtype, self._formula_state_sizes()
+        )
+
+    def order_pinned(
+        self, pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]
+    ) -> NDArray[np.int32]:
+        """Rows to be pinned, numbered over all tables, those looked up most in front."""
+        first, rows, counts = 0, [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for weight in self._weights:
+            if weight in pinned:
+                rows.append(pinned[weight][0] + first)
+                counts.append(pinned[weight][1])
+            first += len(weight)
+        order = np.argsort(-np.concatenate(counts), kind="stable")
+        return np.concatenate(rows)[order].astype(np.int32)
+
+    def tier(self, num_slots: int, pinned: NDArray[np.int32]) -> None:
+        """Keep rows in as many slots from now on, some of them always."""
+        sizes = [len(weight) for weight in self._weights]
+        dtype = self._weights[0].dtype
+        states = self._formula_state_sizes()
+        self.group.tiers = Tiers(sizes, self.group.dim, dtype, states, num_slots, pinned)
+        self.follow_state()
+        self.group.watch()
+
+    def resize(self, num_slots: int) -> None:
+        """Go on with another number of slots.
+
+        Raises:
+            BudgetTooSmall: slots are in use.
+        """
+        tiers = self.group.tiers
+        assert tiers is not None
+        if tiers.hot.num_slots == num_slots:
+            return
+        num_claimed = tiers.residency.num_claimed
+        if num_claimed:
+            raise BudgetTooSmall(
+                f"budget: another mini-batch needs the memory of rows of embedding_dim "
+                f"{self.group.dim}, and {num_claimed} of them are in use; give a larger budget, or "
+                "let go of what was computed before (its loss and outputs)"
+            )
+        self.group.tiers = tiers.resized(num_slots)
+
+    def follow_state(self) -> None:
+        """Find state that others have put into the optimizer."""
+        if self.group.tiers is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            self.follow_tables()
+            settings = self._optimizer.param_groups[self._number]
+            by_table, _ = self._state_by_table(())
+            self._states_of = None
+            self._state_spaces(
+                self.group.space(), self._translation.formula(settings), (), by_table
+            )
+
+    def _formula_state_sizes(self) -> dict[str, int]:
+        settings = self._optimizer.param_groups[self._number]
+        return self._translation.formula(settings).state_sizes(self.group.dim)
+
+    def _prepared(
+        self, moved: Sequence[int]
+    ) -> tuple[RowSpace, list[RowSpace], RowOptimizer, NDArray[np.float64], NDArray[Any]]:
+        """What `row_update` takes; steps are counted when nothing can be refused any more."""
+        settings = self._optimizer.param_groups[self._number]
+        formula = self._translation.formula(settings)
+        space = self.group.space()
+        is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
+        counts_steps = self._translation.counts_steps or is_by_chance
+        by_table, new = [_NO_STATE] * len(self._weights), list[int]()
+        if counts_steps or formula.state_sizes(self.group.dim):
+            by_table, new = self._state_by_table(moved)
+        rates_T2, keys_T, steps = self._rates_and_keys(
+            settings, formula, moved if counts_steps else (), by_table, is_by_chance=is_by_chance
+        )
+        states = self._state_spaces(space, formula, moved, by_table)
+        for table, step in zip(moved, steps, strict=False):
+            by_table[table]["step"] = step
+        for table in new:
+            self._optimizer.state[self._weights[table]] = by_table[table]
+        return space, states, formula, rates_T2, keys_T
+
+    def _state_by_table(self, moved: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
+        """The optimizer's state of every table, and which tables move that had none until now."""
+        known = self._optimizer.state
+        found = [known.get(weight, _NO_STATE) for weight in self._weights]
+        new = [table for table in moved if found[table] is _NO_STATE]
+        for table in new:
+            found[table] = {}
+        return found, new
+
+    def _rates_and_keys(
+        self,
+        settings: Mapping[str, Any],
+        formula: RowOptimizer,
+        counted: Sequence[int],
+        by_table: Sequence[dict[str, Any]],
+        *,
+        is_by_chance: bool,
+    ) -> tuple[NDArray[np.float64], NDArray[Any], list[Any]]:
+        """What `row_update` takes for each table, and the steps of those that count them."""
+        translation = self._translation
+        rates_T2 = np.zeros((len(by_table), 2))
+        if not counted:
+            rates_T2[:] = formula.rate_and_eps(translation.learning_rate(settings, 1), 1)
+            return rates_T2, TO_NEAREST, []
+        keys_T = np.zeros(len(by_table), np.uint64) if is_by_chance else TO_NEAREST
+        steps: list[Any] = []
+        of_step: dict[int, tuple[float, float]] = {}
+        for table in counted:
+            steps.append(by_table[table].get("step", 0) + 1)
+            step = int(steps[-1])  # a tensor where torch keeps one
+            if step not in of_step:
+                lr = translation.learning_rate(settings, step)
+                of_step[step] = formula.rate_and_eps(lr, step)
+            rates_T2[table] = of_step[step]
+            if is_by_chance:
+                seed = settings.get("rounding_seed", 0)
+                keys_T[table] = table_key(seed, step, self._number_of(table))
+        return rates_T2, keys_T, steps
+
+    def follow_tables(self) -> None:
+        """Give settings and state of a table to the one that has taken its place, if any."""
+        weights = self.group.weights()
+        if all(map(is_, weights, self._weights)):
+            return
+        for old, new in zip(self._weights, weights, strict=True):
+            if new is not old:
+                for group in self._optimizer.param_groups:
+                    group["params"] = [new if known is old else known for known in group["params"]]
+                if old in self._optimizer.state:
+                    self._optimizer.state[new] = self._optimizer.state.pop(old)
+        self._weights = weights
+
+    def _number_of(self, table: int) -> int:
+        """Where the optimizer has a table: no other has the number, however tables are grouped."""
+        if not self._numbers:
+            known = [weight for group in self._optimizer.param_groups for weight in group["params"]]
+            places = {id(weight): number for number, weight in enumerate(known)}
+            self._numbers = [places[id(weight)] for weight in self._weights]
+        return self._numbers[table]
+
+    def _state_spaces(
+        self,
+        rows: RowSpace,
+        formula: RowOptimizer,
+        moved: Sequence[int],
+        by_table: Sequence[dict[str, Any]],
+    ) -> list[RowSpace]:
+        sizes = {
+            self._translation.state_names.get(name, name): size
+            for name, size in formula.state_sizes(self.group.dim).items()
+        }
+        if (
+            rows is self._states_of
+            and [state.name for state in self._states] == list(sizes)
+            and all(state.is_of(by_table, moved) for state in self._states)
+        ):
+            return [state.space for state in self._states]
+        before, self._states = (
+            self._states,
+            [self._make_state(name, size, moved, by_table) for name, size in sizes.items()],
+        )
+        self._states_of = rows
+        spaces = [state.space for state in self._states]
+        if self.group.tiers is not None:
+            are_others = any(
+                new.replaces(old) for old, new in zip(before, self._states, strict=False)
+            )
+            self.group.tiers.keep_state_in(spaces, are_others=are_others)
+        return spaces
+
+    def _make_state(
+        self, name: str, size: int, moved: Sequence[int], by_table: Sequence[dict[str, Any]]
+    ) -> _State:
+        arrays = [
+            self._state_of(weight, by_table[table], name, size, is_needed=table in moved)
+            for table, weight in enumerate(self._weights)
+        ]
+        self._require_sizes(name, size, arrays)
+        return _State(name, [state.get(name) for state in by_table], arrays, RowSpace(arrays))
+
+    def _require_sizes(self, name: str, size: int, states: Sequence[Tensor]) -> None:
+        """Refuse state that is another table's or another formula's, before a kernel writes there.
+
+        Raises:
+            ValueError: it is.
+        """
+        for weight, state in zip(self._weights, states, strict=True):
+            wanted = (len(weight), size) if size > 1 else (len(weight),)
+            if state.numel() and (len(state), state.numel()) != (len(weight), len(weight) * size):
+                raise ValueError(
+                    f"optimizer state {name!r} of a table of shape {tuple(weight.shape)} must be "
+                    f"{wanted}, got {tuple(state.shape)}; load the state of the same table and "
+                    "optimizer, or delete it from the optimizer's state to begin anew"
+                )
+
+    def _state_of(
+        self, weight: Tensor, state: dict[str, Any], name: str, size: int, *, is_needed: bool
+    ) -> Tensor:
+        """A table's state array, (E, size) or, of size 1, (E,).
+
+        Made where there is none, of a table that moves: as with torch, the others' state is made
+        when they do.
+        """
+        columns = (size,) if size > 1 else ()
+        dtype = compute_dtype(weight.dtype)
+        known: Tensor | None = state.get(name)
+        if known is None:
+            if not is_needed:
+                return weight.new_empty(0, *columns, dtype=dtype)
+            state[name] = known = empty_rows(len(weight), *columns, dtype=dtype).zero_()
+        elif known.dtype != dtype or not known.is_contiguous():
+            state[name] = known = known.to(dtype).contiguous()
+        return known
+
+
+class _State(NamedTuple):
+    """One state array of every table, as a row space."""
+
+    name: str
+    found: list[Tensor | None]  # what the optimizer has; None of a table that never moved
+    arrays: list[Tensor]  # nothing in place of None
+    space: RowSpace
+
+    def replaces(self, other: _State) -> bool:
+        """Whether an array has come in the place of another one."""
+        pairs = zip(other.found, self.found, strict=True)
+        return any(old is not None and new is not old for old, new in pairs)
+
+    def is_of(self, by_table: Sequence[dict[str, Any]], moved: Sequence[int]) -> bool:
+        """Whether the optimizer has these very arrays, and one of each table that moves."""
+        found = [state.get(self.name) for state in by_table]
+        return (
+            all(map(is_, found, self.found))
+            and all(found[table] is not None for table in moved)
+            and self.space.holds(self.arrays)
+        )

@@ -1,0 +1,67 @@
+"""What a ledger holds, as plain PyTorch would have it: a sparse gradient per table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from recsys.embeddings.kernels.ledger import LedgerEntry
+    from recsys.embeddings.kernels.pooled_lookup import Bags
+
+__all__ = ["sparse_gradients"]
+
+
+def sparse_gradients(
+    weights: Sequence[Tensor], ledger: Sequence[LedgerEntry], is_asked: Sequence[bool]
+) -> list[Tensor | None]:
+    """By table: the rows looked up in lookup order and the gradient of each; None of no lookup.
+
+    Shape:
+        weights (E, D) each; results sparse (E, D), not coalesced, each of its weight's dtype.
+    """
+    found: list[Tensor | None] = []
+    for number, weight in enumerate(weights):
+        rows, gradients = [], []
+        for entry in ledger if is_asked[number] else ():
+            for lookup in np.flatnonzero(entry.lookups.tables == number):
+                first = int(entry.lookups.positions[lookup]) * entry.bags.batch_size
+                column = int(entry.lookups.columns[lookup])
+                of_bags = entry.gradient[:, column : column + weight.shape[1]]
+                rows_n, gradients_nD = _by_value(entry.rows or entry.bags, first, of_bags)
+                rows.append(rows_n)
+                gradients.append(gradients_nD)
+        found.append(
+            torch.sparse_coo_tensor(
+                torch.cat(rows).unsqueeze(0),
+                torch.cat(gradients).to(weight.dtype),
+                weight.shape,
+                check_invariants=False,
+            )
+            if rows
+            else None
+        )
+    return found
+
+
+def _by_value(bags: Bags, first_bag: int, of_bags: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of one feature's bags and the gradient of each."""
+    end = first_bag + bags.batch_size
+    if bags.offsets is None:
+        rows, gradients = torch.from_numpy(bags.values[first_bag:end]), of_bags
+        values = slice(first_bag, end)
+    else:
+        bounds = torch.from_numpy(bags.offsets[first_bag : end + 1])
+        values = slice(int(bounds[0]), int(bounds[-1]))
+        rows = torch.from_numpy(bags.values[values])
+        lengths = bounds.diff()
+        of_bags = of_bags / lengths.clamp(min=1).unsqueeze(1) if bags.is_mean else of_bags
+        gradients = of_bags.repeat_interleave(lengths, dim=0)
+    if bags.weights is not None:
+        gradients = gradients * torch.from_numpy(bags.weights[values]).unsqueeze(1)
+    return rows.long(), gradients

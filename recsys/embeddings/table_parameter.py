@@ -1,0 +1,198 @@
+"""Tables as their users see them: `Parameter`s that show what is kept of them elsewhere.
+
+Their `grad` is what the ledger holds; their rows are those in the slots, where there are slots. It
+costs nothing as long as nobody looks.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from recsys.embeddings.table_group import TableGroup
+
+__all__ = [
+    "LedgerParameter",
+    "TieredParameter",
+    "make_plain",
+    "plain_grad",
+    "require_unmoved",
+    "requires_grad",
+    "set_plain_grad",
+    "unwatch",
+    "watch",
+]
+
+
+class LedgerParameter(nn.Parameter):
+    """A table whose `grad` is what the ledger of its group holds.
+
+    A `Parameter` becomes one by a change of class, so it stays the object that it was; pickles and
+    state dicts have plain ones.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The sparse gradient, (E, D); None where nothing was collected."""
+        _open_ledger_of(self)
+        return plain_grad(self)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _open_ledger_of(self)
+        set_plain_grad(self, gradient)
+
+    @property
+    def data(self) -> Tensor:
+        """The rows, (E, D), as autograd does not see them."""
+        rows: Tensor = _DATA.__get__(self)
+        return rows
+
+    @data.setter
+    def data(self, rows: Tensor) -> None:
+        _DATA.__set__(self, rows)
+        _forget_space_of(self)
+
+    def set_(self, *source: Any) -> Any:
+        """As `torch.Tensor.set_`."""
+        super().set_(*source)
+        _forget_space_of(self)
+        return self
+
+
+class TieredParameter(LedgerParameter):
+    """A table whose newest rows may be in slots.
+
+    Whoever looks at it finds them written back; and since what he got may be written to, at once or
+    later and without a trace, the next lookup takes all rows anew.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Any use by torch, any method, any attribute."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in _BLIND:
+                for table in _tables_among((args, kwargs)):
+                    group = _group_of(table)
+                    if group is not None and group.tiers is not None:
+                        group.tiers.expose()
+            return func(*args, **kwargs or {})
+
+
+def _tables_among(value: Any) -> Iterator[TieredParameter]:
+    if isinstance(value, TieredParameter):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tables_among(each)
+    elif isinstance(value, dict):
+        yield from _tables_among(list(value.values()))
+
+
+_ATTRIBUTES = (
+    "shape dtype device layout requires_grad is_leaf grad_fn ndim is_sparse is_meta is_cpu is_cuda "
+    "is_nested nbytes itemsize _version grad retains_grad _backward_hooks"
+)
+_METHODS = (
+    "dim size numel stride is_contiguous is_floating_point is_complex element_size __len__ "
+    "requires_grad_ register_hook"
+)
+# What tells nothing of a table's values.
+_BLIND = {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
+    getattr(torch.Tensor, name) for name in _METHODS.split()
+}
+
+# By the tables' identity. No attribute of theirs: torch.save would take the group along.
+_GROUPS: Any = WeakIdKeyDictionary()
+
+
+def require_unmoved(place: str, weight: nn.Parameter, but_by: TableGroup | None = None) -> None:
+    """Refuse a table whose rows an optimizer of ours moves; two would move them twice.
+
+    What one that is gone has left behind is a plain parameter again.
+
+    Raises:
+        ValueError: it is moved, and not by the group `but_by`.
+    """
+    if _group_of(weight) not in (None, but_by):
+        gc.collect()  # modules and their optimizers refer to each other
+    if _group_of(weight) not in (None, but_by):
+        raise ValueError(
+            f"{place}: an optimizer of recsys moves its rows already, and a second one would move "
+            "them twice; call recsys.accelerate on a model that has all modules of the table, or "
+            "let go of the module whose optimizer it is (recsys.restore, or del)"
+        )
+    make_plain(weight)
+
+
+def watch(weight: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> None:
+    """Let a table show what its group holds of it."""
+    if type(weight) is nn.Parameter:
+        _set_class(weight, LedgerParameter)
+    if isinstance(weight, LedgerParameter):
+        _GROUPS[weight] = ref(group)
+        if is_tiered:
+            _set_class(weight, TieredParameter)
+
+
+def unwatch(weight: nn.Parameter) -> None:
+    """Make a plain parameter of a table, whatever group has it."""
+    if isinstance(weight, LedgerParameter):
+        _GROUPS.pop(weight, None)
+        _set_class(weight, nn.Parameter)
+
+
+def make_plain(weight: nn.Parameter) -> None:
+    """Make a plain parameter of a table that no group has (any more)."""
+    if isinstance(weight, LedgerParameter) and _group_of(weight) is None:
+        _set_class(weight, nn.Parameter)
+
+
+def _group_of(weight: Tensor) -> TableGroup | None:
+    group: TableGroup | None = _GROUPS.get(weight, _nobody)()
+    return group
+
+
+def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    weight.__class__ = kind
+
+
+def _open_ledger_of(weight: LedgerParameter) -> None:
+    group = _group_of(weight)
+    if group is not None:
+        group.open_ledger()
+
+
+def _forget_space_of(weight: LedgerParameter) -> None:
+    group = _group_of(weight)
+    if group is not None:
+        group.forget_space()
+
+
+def _nobody() -> None:
+    """A reference to nothing, as that to a group that is gone."""
+
+
+requires_grad: Callable[[Tensor], bool] = inspect.getattr_static(
+    torch.Tensor, "requires_grad"
+).__get__
+# What autograd and users have left at a table, the ledger aside.
+_GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
+_DATA: Any = inspect.getattr_static(torch.Tensor, "data")
+plain_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+set_plain_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__

@@ -1,0 +1,223 @@
+"""The tiers of a table group: which rows of which tables are in which slots, as lookups see it.
+
+A lookup that may move rows gets a ticket: its ids become slot numbers, and the kernels work on the
+slots as they work on resident tables. One that may not (evaluation) claims no slots: what has been
+moved is written back, and it reads the cold store.
+
+`weight` and the optimizer's state are the cold store. Whoever reads them finds every row's newest
+value, because `TieredParameter` writes back first; who has written to them finds it heeded, because
+the next lookup takes rows anew.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from recsys.embeddings.cold_store import HostStore
+from recsys.embeddings.hot_tier import HotTier
+from recsys.embeddings.kernels.slots import Requests
+from recsys.embeddings.residency import Residency
+from recsys.embeddings.row_space import RowSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+    from recsys.embeddings.residency import Ticket
+
+__all__ = ["Claimed", "Tiers"]
+
+
+class Claimed(NamedTuple):
+    """One kernel call's lookups, by slots.
+
+    Attributes:
+        lookups: What is looked up where.
+        bags: The input, slots in place of rows.
+        ticket: Has the slots.
+    """
+
+    lookups: Lookups
+    bags: Bags
+    ticket: Ticket
+
+
+class Tiers:
+    """The tiers of one table group.
+
+    Args:
+        sizes: E of every table.
+        dim: D.
+        dtype: Of the rows.
+        state_sizes: Numbers per row of every state array, by name.
+        num_slots: S.
+        pinned: Rows with a slot of their own, counted over all tables, the most popular first.
+
+    Attributes:
+        hot: The slots.
+        residency: What moves rows between them and the cold store.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dim: int,
+        dtype: torch.dtype,
+        state_sizes: Mapping[str, int],
+        num_slots: int,
+        pinned: NDArray[np.int32],
+    ) -> None:
+        self._made_of = sizes, dim, dtype, state_sizes, num_slots, pinned
+        self.hot = HotTier(sizes, dim, dtype, state_sizes, num_slots)
+        self.hot.pin(pinned)
+        self.residency = Residency(self.hot, HostStore(self._spaces))
+        self._tables: RowSpace | None = None
+        self._states: Sequence[RowSpace] = [
+            RowSpace([torch.empty(0, size) for _ in sizes]) for size in state_sizes.values()
+        ]
+        self._versions: list[int] = []
+        self._is_exposed = False
+        self._layers: dict[Lookups, list[Lookups]] = {}
+        self._requests: dict[tuple[Lookups, int], Requests] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which begin with empty slots: the tables have all rows."""
+        self.flush()
+        return {"_made_of": self._made_of}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*state["_made_of"])  # type: ignore[misc]
+
+    def claim(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> list[Claimed]:
+        """Claim slots for everything that is looked up, and wait until the rows are there.
+
+        Args:
+            tables: The cold store, where it lies now.
+            lookups: What is looked up where.
+            bags: The input.
+
+        Returns:
+            As many calls as a feature is looked up in different tables: nearly always one.
+
+        Raises:
+            NoSuchRow: a value is no row of its table.
+            NotEnoughSlots: there are not.
+        """
+        self.heed_others(tables)
+        claimed = []
+        for layer in self._layers_of(lookups):
+            ticket = self.residency.prefetch(self._requests_of(layer, bags), bags.values)
+            claimed.append(Claimed(layer, bags._replace(values=ticket.slot_of_value), ticket))
+        return claimed
+
+    def resized(self, num_slots: int) -> Tiers:
+        """The same with another number of slots, which are empty; no ticket may be held."""
+        self.flush()
+        sizes, dim, dtype, state_sizes, _, pinned = self._made_of
+        other = Tiers(sizes, dim, dtype, state_sizes, num_slots, pinned[:num_slots])
+        other._tables, other._states, other._versions = self._tables, self._states, self._versions
+        other._is_exposed = self._is_exposed
+        other.residency.counts = self.residency.counts
+        other.residency.exposed_seconds = self.residency.exposed_seconds
+        return other
+
+    def heed_others(self, tables: RowSpace) -> None:
+        """Take rows anew if somebody else may have written to the tables.
+
+        Args:
+            tables: Where they lie now.
+        """
+        versions = _versions(tables)
+        is_other = self._is_exposed or tables is not self._tables or versions != self._versions
+        was_known = self._tables is not None
+        self._tables, self._versions, self._is_exposed = tables, versions, False
+        if is_other and was_known:
+            self.residency.reload()
+
+    def note_moved(self, tickets: Iterable[Ticket | None], tables: RowSpace) -> None:
+        """Rows of tickets have been moved, and their tables' versions raised, by us."""
+        for ticket in tickets:
+            assert ticket is not None
+            self.residency.mark_moved(ticket)
+        self._versions = _versions(tables)
+
+    def keep_state_in(self, states: Sequence[RowSpace], *, are_others: bool) -> None:
+        """Say where the tables' state lies.
+
+        Args:
+            states: Each state array, by table.
+            are_others: Whether arrays have come in the place of others; then their values count.
+        """
+        if are_others:
+            self.flush()
+        self._states = states
+        if are_others and self._tables is not None:
+            self.residency.reload()
+
+    def flush(self) -> None:
+        """Write back every row that has been moved."""
+        if self._tables is not None:
+            self.residency.flush()
+
+    def expose(self) -> None:
+        """Somebody gets at the tables' memory: rows are written back, and taken anew next time."""
+        self.flush()
+        self._is_exposed = True
+
+    def _spaces(self) -> Sequence[RowSpace]:
+        assert self._tables is not None
+        return [self._tables, *self._states]
+
+    def _layers_of(self, lookups: Lookups) -> list[Lookups]:
+        """Lookups in groups in which every feature is looked up once: a value has one slot then.
+
+        All lookups of a table are in one of them, so that their order stays.
+        """
+        if lookups not in self._layers:
+            features_of: dict[int, set[int]] = {}
+            for table, position in zip(
+                lookups.tables.tolist(), lookups.positions.tolist(), strict=True
+            ):
+                features_of.setdefault(table, set()).add(position)
+            layers: list[tuple[set[int], set[int]]] = []  # tables and their features
+            for table, features in features_of.items():
+                fitting = [layer for layer in layers if not layer[1] & features]
+                if not fitting:
+                    fitting = [(set(), set())]
+                    layers += fitting
+                fitting[0][0].add(table)
+                fitting[0][1].update(features)
+            if len(self._layers) > _MOST_KEPT:
+                self._layers.clear()
+            self._layers[lookups] = [
+                lookups if len(layers) == 1 else lookups.of_tables(tables) for tables, _ in layers
+            ]
+        return self._layers[lookups]
+
+    def _requests_of(self, lookups: Lookups, bags: Bags) -> Requests:
+        firsts = lookups.positions.astype(np.int64) * bags.batch_size
+        tables, first_rows = lookups.tables.tolist(), self.hot.first_rows
+        if bags.offsets is not None:
+            begins, ends = bags.offsets[firsts], bags.offsets[firsts + bags.batch_size]
+            return Requests.sort(tables, begins, ends, first_rows)
+        key = lookups, bags.batch_size
+        if key not in self._requests:
+            if len(self._requests) > _MOST_KEPT:
+                self._requests.clear()
+            self._requests[key] = Requests.sort(
+                tables, firsts, firsts + bags.batch_size, first_rows
+            )
+        return self._requests[key]
+
+
+_MOST_KEPT = 64
+
+
+def _versions(tables: RowSpace) -> list[int]:
+    """How often each table was written to through torch."""
+    return [table._version for table in tables.tables]

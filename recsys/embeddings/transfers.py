@@ -1,0 +1,144 @@
+"""One ordered queue of transfers between the tiers.
+
+A row is never fetched before its own write-back, because nothing overtakes anything. What is asked
+for in the foreground with nothing under way is done at once, by the caller; the rest by one thread.
+
+A transfer that fails takes along all that are queued behind it: they may rest on what it should
+have brought. The first to wait for one of them gets the error, after everything has been undone,
+last first; then the queue works on. Whoever waits for another of them later gets it, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TransferQueue"]
+
+
+class _Transfer(NamedTuple):
+    number: int
+    run: Callable[[], None]
+    undo: Callable[[], None]
+
+
+class TransferQueue:
+    """Runs transfers one after the other, in the order in which they were put in.
+
+    All methods are for one thread, the owner's; transfers run in it or in the queue's own.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queued: deque[_Transfer] = deque()
+        self._num_put = 0
+        self._num_done = 0
+        self._error: BaseException | None = None
+        self._failed: list[tuple[int, int, BaseException]] = []  # first, last, why
+        self._thread: ThreadPoolExecutor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have an empty queue: nothing may be under way when one is made."""
+        self.settle(is_all=True)
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    @property
+    def last(self) -> int:
+        """The number of the transfer last put in; 0 where none is under way."""
+        return self._num_put if self._num_done < self._num_put else 0
+
+    def put(
+        self, run: Callable[[], None], undo: Callable[[], None], *, in_background: bool
+    ) -> None:
+        """Put in a transfer.
+
+        Args:
+            run: Makes it. Where it raises, `undo` must leave things as if it had not run.
+            undo: Called in the owner's thread if the transfer, or one before it, has failed.
+            in_background: Whether to return before it is made.
+
+        Raises:
+            BaseException: what `run` raised, or an earlier transfer; this one is undone.
+        """
+        with self._changed:
+            is_idle = self._num_done == self._num_put and self._error is None
+            self._num_put += 1
+            if not is_idle or in_background:
+                self._queued.append(_Transfer(self._num_put, run, undo))
+                if self._thread is None:
+                    self._thread = ThreadPoolExecutor(1, thread_name_prefix="recsys-transfers")
+                self._thread.submit(self._make_next)
+        if is_idle and not in_background:
+            try:
+                run()
+            except BaseException:
+                undo()
+                raise
+            finally:
+                self._num_done = self._num_put
+        elif not in_background:
+            self.wait(self._num_put)
+
+    def wait(self, number: int) -> None:
+        """Wait until a transfer and all before it are made.
+
+        Raises:
+            BaseException: what one of them raised; that one and all behind it are undone.
+        """
+        if self._error is not None or self._num_done < number:
+            with self._changed:
+                while self._num_done < number and self._error is None:
+                    self._changed.wait()
+            self.settle()
+        for first, last, error in self._failed:
+            if first <= number <= last:
+                # A copy, for an exception keeps whatever the frames have that it went through:
+                # this one is kept, and would keep the tickets that it was raised for.
+                raise copy(error) from error
+
+    def settle(self, *, is_all: bool = False) -> None:
+        """Undo what has failed, so that what slots hold may be relied on.
+
+        Args:
+            is_all: Whether to wait first until nothing is under way.
+        """
+        with self._changed:
+            while is_all and self._num_done < self._num_put and self._error is None:
+                self._changed.wait()
+            if self._error is None:
+                return
+            undone = list(self._queued)
+            self._failed.append((undone[0].number, undone[-1].number, self._error))
+            self._error = None
+            self._queued.clear()
+            self._num_done = self._num_put
+        for transfer in reversed(undone):
+            transfer.undo()
+
+    def _make_next(self) -> None:
+        """In the queue's thread: make the first transfer, unless it rests on one that failed."""
+        with self._changed:
+            if not self._queued or self._error is not None:
+                return
+            transfer = self._queued[0]
+        error: BaseException | None = None
+        try:
+            transfer.run()
+        except BaseException as raised:  # given to whoever waits
+            error = raised
+        with self._changed:
+            if error is None:
+                self._queued.popleft()
+                self._num_done = transfer.number
+            else:
+                self._error = error
+            self._changed.notify_all()

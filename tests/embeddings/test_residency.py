@@ -1,0 +1,360 @@
+"""The residency machine against a dictionary of rows."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from recsys.embeddings.cold_store import HostStore
+from recsys.embeddings.hot_tier import HotTier
+from recsys.embeddings.kernels.slots import Requests
+from recsys.embeddings.residency import NoSuchRow, NotEnoughSlots, Residency
+from recsys.embeddings.row_space import RowSpace
+from recsys.embeddings.transfers import TransferQueue
+
+DIM = 3
+SIZES = (13, 1, 7)
+STATE = {"momentum1": 1}
+EVERYTHING = [(table, row) for table, size in enumerate(SIZES) for row in range(size)]
+
+
+class FaultyStore:
+    """A cold store whose next transfers fail in the middle when told so.
+
+    Attributes:
+        gate: Closed, transfers wait: so a test, not chance, says when those in background are made.
+    """
+
+    def __init__(self, store):
+        self._store = store
+        self.faults = {"fetch": 0, "write_back": 0}
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def fetch(self, hot, rows, slots):
+        self._move("fetch", hot, rows, slots)
+
+    def write_back(self, hot, rows, slots):
+        self._move("write_back", hot, rows, slots)
+
+    def _move(self, name, hot, rows, slots):
+        self.gate.wait()
+        move, is_faulty = getattr(self._store, name), self.faults[name] > 0
+        count = len(rows) // 2 if is_faulty else len(rows)
+        move(hot, rows[:count], slots[:count])
+        if is_faulty:
+            self.faults[name] -= 1
+            raise OSError(f"{name} failed")
+
+
+class OpeningQueue(TransferQueue):
+    """Opens the gate when somebody waits."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self._gate = gate
+
+    def put(self, run, undo, *, in_background):
+        if not in_background and self._num_done == self._num_put:
+            self._gate.set()  # made at once, by the caller
+        super().put(run, undo, in_background=in_background)
+
+    def wait(self, number):
+        self._gate.set()
+        super().wait(number)
+
+
+class World:
+    """Tables, their residency, and what each row should be."""
+
+    def __init__(self, num_slots, pinned=()):
+        self.tables = [torch.zeros(size, DIM) for size in SIZES]
+        self.state = [torch.zeros(size) for size in SIZES]
+        self.expected = {}
+        for table, row in EVERYTHING:
+            self.write(table, row, float(100 * table + row))
+        spaces = [RowSpace(self.tables), RowSpace(self.state)]
+        hot = HotTier(SIZES, DIM, torch.float32, STATE, num_slots)
+        hot.rows.fill_(float("nan"))  # what was never fetched is never right
+        hot.pin(np.array(pinned, np.int32))
+        self.store = FaultyStore(HostStore(lambda: spaces))
+        self.residency = Residency(hot, self.store)
+        self.residency.queue = OpeningQueue(self.store.gate)
+
+    def write(self, table, row, value):
+        """As somebody else does."""
+        self.tables[table][row] = value
+        self.state[table][row] = -value
+        self.expected[table, row] = value
+
+    def prefetch(self, wanted, **options):
+        """A ticket of rows of tables, and these."""
+        wanted = sorted(wanted, key=lambda pair: pair[0])  # runs of a table are one run
+        tables = np.array([table for table, _ in wanted])
+        runs = [np.flatnonzero(tables == table) for table in range(len(SIZES))]
+        begins = np.array([run[0] if len(run) else 0 for run in runs])
+        ends = np.array([run[-1] + 1 if len(run) else 0 for run in runs])
+        requests = Requests.sort(range(len(SIZES)), begins, ends, self.residency.hot.first_rows)
+        values = np.array([row for _, row in wanted], np.int64)
+        return self.residency.prefetch(requests, values, **options), wanted
+
+    def let_transfers_run(self):
+        """As far as they come: to the last one, or to one that fails."""
+        self.store.gate.set()
+        queue = self.residency.queue
+        with queue._changed:
+            while queue._num_done < queue._num_put and queue._error is None:
+                queue._changed.wait()
+
+    def require_here(self, ticket, wanted):
+        hot = self.residency.hot
+        for (table, row), slot in zip(wanted, ticket.slot_of_value.tolist(), strict=True):
+            assert hot.rows[slot].tolist() == [self.expected[table, row]] * DIM
+            assert hot.states[0][slot].item() == -self.expected[table, row]
+
+    def move(self, ticket, wanted):
+        hot = self.residency.hot
+        slots = dict(zip(wanted, ticket.slot_of_value.tolist(), strict=True))
+        for (table, row), slot in slots.items():
+            self.expected[table, row] += 0.5
+            hot.rows[slot] += 0.5
+            hot.states[0][slot] -= 0.5
+        self.residency.mark_moved(ticket)
+
+    def require_cold(self):
+        for table, row in EVERYTHING:
+            assert self.tables[table][row].tolist() == [self.expected[table, row]] * DIM
+            assert self.state[table][row].item() == -self.expected[table, row]
+
+
+wanted_rows = st.lists(st.sampled_from(EVERYTHING), min_size=1, max_size=12)
+
+
+class ResidencyMachine(RuleBasedStateMachine):
+    """Whatever is done in whatever order, a waited ticket has the newest rows."""
+
+    has_failed = False  # then tickets may claim slots whose rows never came
+
+    @initialize(
+        num_slots=st.integers(1, 24), pinned=st.lists(st.integers(0, 20), unique=True, max_size=6)
+    )
+    def build(self, num_slots, pinned):
+        self.world = World(num_slots, pinned[:num_slots])
+        self.tickets = []
+
+    @rule(wanted=wanted_rows, in_background=st.booleans())
+    def prefetch(self, wanted, in_background):
+        self.world.store.gate.clear()
+        try:
+            ticket, wanted = self.world.prefetch(wanted, in_background=in_background)
+        except NotEnoughSlots:
+            others = {row for _, rows in self.tickets for row in rows}
+            assert self.has_failed or len(others | set(wanted)) > self.world.residency.hot.num_slots
+        except OSError:
+            pass
+        else:
+            if not in_background:
+                self.world.require_here(ticket, wanted)
+            self.tickets.append((ticket, wanted))
+
+    @rule()
+    def time_passes(self):
+        self.world.let_transfers_run()
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), moves=st.booleans(), keeps=st.booleans())
+    def compute(self, data, moves, keeps):
+        place = data.draw(st.integers(0, len(self.tickets) - 1))
+        ticket, wanted = self.tickets[place] if keeps else self.tickets.pop(place)
+        self.world.let_transfers_run()
+        try:
+            ticket.wait()
+        except OSError:
+            self.tickets = [other for other in self.tickets if other[0] is not ticket]
+            return
+        self.world.require_here(ticket, wanted)
+        if moves:
+            self.world.move(ticket, wanted)
+        self.world.require_here(ticket, wanted)
+        if not keeps:
+            ticket.release()
+
+    @precondition(lambda self: self.tickets)
+    @rule()
+    def drop(self):
+        self.tickets.pop(0)
+
+    @rule()
+    def flush(self):
+        self.world.let_transfers_run()
+        try:
+            self.world.residency.flush()
+        except OSError:
+            return
+        self.world.require_cold()
+
+    @rule(table_and_row=st.sampled_from(EVERYTHING))
+    def somebody_else_writes(self, table_and_row):
+        self.world.let_transfers_run()
+        self.world.store.faults["write_back"] = 0
+        self.world.residency.flush()
+        self.world.write(*table_and_row, 1000.0)
+        try:
+            self.world.residency.reload()
+        except OSError:
+            self.world.store.faults["fetch"] = 0
+            self.world.residency.reload()
+
+    @rule(what=st.sampled_from(["fetch", "write_back"]))
+    def next_transfer_fails(self, what):
+        self.has_failed = True
+        self.world.store.faults[what] += 1
+
+    @invariant()
+    def slots_and_rows_agree(self):
+        if not hasattr(self, "world"):
+            return
+        slots = self.world.residency.hot.slots
+        for slot, row in enumerate(slots.row_of_slot.tolist()):
+            if row >= 0:
+                assert slots.slot_of_row[row] & ~(1 << 30) == slot
+        held = [slot for slot in slots.slot_of_row.tolist() if slot >= 0]
+        assert len(held) == int((slots.row_of_slot >= 0).sum())
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.let_transfers_run()
+            self.world.store.faults = {"fetch": 0, "write_back": 0}
+            self.world.residency.flush()
+            self.world.require_cold()
+
+
+TestResidency = pytest.mark.filterwarnings("ignore:the budget's")(ResidencyMachine.TestCase)
+
+
+def moved(world, wanted):
+    """Rows that were moved in their slots and are needed by nobody now."""
+    ticket, wanted = world.prefetch(wanted)
+    world.move(ticket, wanted)
+    ticket.release()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_row_that_cannot_be_written_back_stays_where_it_is(in_background):
+    world = World(num_slots=2)
+    moved(world, [(0, 0), (0, 1)])
+    world.store.faults["write_back"] = 1
+
+    with pytest.raises(OSError, match="write_back failed"):
+        world.prefetch([(0, 2), (0, 3)], in_background=in_background)[0].wait()
+
+    ticket, wanted = world.prefetch([(0, 0), (0, 1)])
+    world.require_here(ticket, wanted)
+    assert world.residency.counts.num_hits == 2
+    ticket.release()
+    world.residency.flush()
+    world.require_cold()
+
+
+def test_what_was_queued_behind_a_failure_fails_too_and_can_be_asked_for_again():
+    world = World(num_slots=6)
+    world.store.gate.clear()
+    world.store.faults["fetch"] = 1
+    first, _ = world.prefetch([(0, 0)], in_background=True)
+    second, _ = world.prefetch([(0, 0), (0, 1)], in_background=True)
+
+    for ticket in (second, first):
+        with pytest.raises(OSError, match="fetch failed"):
+            ticket.wait()
+
+    first.release()
+    second.release()
+    ticket, wanted = world.prefetch([(0, 0), (0, 1)])
+    world.require_here(ticket, wanted)
+
+
+def test_a_failed_flush_forgets_nothing():
+    world = World(num_slots=4)
+    moved(world, [(0, 0), (2, 1)])
+    world.store.faults["write_back"] = 1
+
+    with pytest.raises(OSError, match="write_back failed"):
+        world.residency.flush()
+    world.residency.flush()
+
+    world.require_cold()
+
+
+def test_with_too_few_slots_nothing_is_claimed_and_what_would_do_is_told():
+    world = World(num_slots=3)
+    kept, wanted = world.prefetch([(0, 0), (0, 1)])
+
+    with pytest.raises(NotEnoughSlots, match="4"):
+        world.prefetch([(0, 5), (0, 6)])
+
+    assert world.residency.num_claimed == 2
+    world.require_here(kept, wanted)
+    kept.release()
+    world.require_here(*world.prefetch([(0, 5), (0, 6)]))
+
+
+def test_a_value_that_is_no_row_is_named_and_nothing_is_claimed():
+    world = World(num_slots=2)
+
+    with pytest.raises(NoSuchRow, match="1"):
+        world.prefetch([(0, 0), (0, 13)])
+
+    assert world.residency.hot.slots.num_claims.tolist() == [0, 0]
+    world.require_here(*world.prefetch([(0, 0), (0, 12)]))
+
+
+def test_pinned_rows_stay_whatever_else_is_used():
+    world = World(num_slots=4, pinned=[0, 1])
+    for row in range(2, 13):
+        for _ in range(3):
+            world.prefetch([(0, row)])
+        world.prefetch([(0, 0), (0, 1)])
+
+    counts = world.residency.counts
+
+    assert counts.num_fetched == 2 + 11
+
+
+def test_rows_of_a_plan_give_way_to_a_mini_batch_the_least_popular_first():
+    world = World(num_slots=4, pinned=[4, 3, 2, 1])
+    world.prefetch([(0, row) for row in (1, 2, 3, 4)])
+
+    with pytest.warns(UserWarning, match="2 of the plan's are not kept"):
+        world.require_here(*world.prefetch([(0, 7), (0, 8)]))
+
+    world.prefetch([(0, 3), (0, 4)])
+    assert world.residency.counts.num_fetched == 6
+
+
+def test_rows_used_often_stay_without_a_plan():
+    world = World(num_slots=6)
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        world.prefetch([(0, 0), (0, 1), (0, int(rng.integers(2, 13)))])
+
+    assert world.residency.counts.num_fetched < 300 * 9 / 11
+
+
+def test_slots_of_a_ticket_that_nobody_has_any_more_are_free():
+    world = World(num_slots=2)
+    ticket, _ = world.prefetch([(0, 0), (0, 1)])
+
+    del ticket
+
+    world.require_here(*world.prefetch([(0, 5), (0, 6)]))
+
+
+def test_memory_is_what_was_said():
+    hot = World(num_slots=5).residency.hot
+
+    arrays = [*hot.slots, *hot.arrays]
+
+    assert hot.num_bytes == sum(array.nbytes for array in arrays)
