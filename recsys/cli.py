@@ -84,6 +84,21 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("--out", required=True, metavar="FILE", help="a file to be made")
     export.set_defaults(run_command=_export)
 
+    verify = commands.add_parser(
+        "verify", help="training at several budgets equals training with every row resident"
+    )
+    verify.add_argument("data", help="a store, or synthetic:criteo-kaggle")
+    verify.add_argument("--config", type=Path, metavar="FILE.toml")
+    verify.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    verify.add_argument(
+        "--budgets",
+        nargs="+",
+        metavar="BUDGET",
+        help="sizes like 256MiB, or: floor twice-floor half everything (all of these by default)",
+    )
+    verify.add_argument("--steps", type=int, metavar="N", help="at most; default: one epoch")
+    verify.set_defaults(run_command=_verify)
+
     ablate = commands.add_parser("ablate", help="train variations with several seeds, tabulate")
     ablate.add_argument(
         "config", type=Path, metavar="CONFIG.toml", help="a configuration with a table [ablate]"
@@ -230,6 +245,15 @@ def _report(options: argparse.Namespace) -> int:
 
     print(write_report(Path(options.run)))
     return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from recsys.verify_tiers import BUDGETS, format_verification, verify_budgets
+
+    config = load_config(options.config, options.set, data=options.data)
+    found = verify_budgets(config, options.budgets or BUDGETS, options.steps)
+    print(format_verification(found))
+    return 0 if all(each.ok for each in found) else 1
 
 
 def _bench_prepare(options: argparse.Namespace) -> int:

@@ -54,6 +54,7 @@ def test_options_are_these_and_no_others():
             "--set": "",
         },
         "train": {"data": "", "--config": "", "--set": "", "--run": ""},
+        "verify": {"data": "", "--config": "", "--set": "", "--budgets": "", "--steps": ""},
         "ablate": {"config": "", "--set": "", "--run": ""},
         "report": {"run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},

@@ -284,6 +284,38 @@ def count_table(file: str) -> str:
     return _table(caption, header, lines)
 
 
+def tiers_table(file: str) -> str:
+    """`recsys bench tiers`: share of the resident speed at each budget."""
+    record = _read(file)
+    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in record["rows"]):
+        ours = {name: row for (of, by, name), row in cells.items() if of == case and by == "recsys"}
+        lines.append(
+            [
+                _case(case)["share"].replace("floor", "the floor"),
+                f"{100 * ours['budget_share']['median']:.1f} %",
+                f"{ours['budget']['median'] / 2**20:,.0f}",
+                f"{ours['hot_memory']['median'] / 2**20:,.0f}",
+                f"{ours['peak_over_resident']['median'] / 2**20:,.0f}",
+                f"{100 * ours['lookup_hit_rate']['median']:.1f} %",
+                f"{100 * ours['unique_hit_rate']['median']:.1f} %",
+                f"{ours['time']['median']:.1f}",
+                f"{cells[case, 'resident', 'time']['median']:.1f}",
+                _ratio(ours["share_of_resident_speed"], mark="**"),
+            ]
+        )
+    keys = _case(record["rows"][0]["case"])
+    caption = (
+        f"Milliseconds of a training step, B={keys['B']}, D={keys['D']}, {keys['optimizer']}, "
+        f"cold tier {keys['cold_tier']}; median of {record['rows'][0]['num_runs']} rounds in which "
+        f"both took turns; {_machine(record['environment'])}."
+    )
+    header = ["budget", "of all bytes", "MiB", "slots and map, MiB", "peak over resident, MiB"]
+    header += ["lookups hit", "distinct rows hit", "recsys", "resident"]
+    return _table(caption, [*header, "share of resident speed (95 %)"], lines)
+
+
 def rand_em_table(file: str) -> str:
     """`recsys bench rand-em`: how often the truth lies inside of an interval."""
     record = _read(file)
@@ -393,6 +425,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "reference": partial(reference_table, "reference"),
     "step": partial(step_table, "step.json"),
     "synthetic": partial(synthetic_table, "synthetic.json"),
+    "tiers": partial(tiers_table, "tiers.json"),
     "coverage": partial(coverage_table, "synthetic_coverage.json"),
     "continuation": partial(continuation_table, "synthetic_coverage.json"),
     "planted": partial(planted_table, "synthetic_coverage.json"),

@@ -1,0 +1,190 @@
+"""`recsys verify`: training at several budgets beside training with every row resident.
+
+Nothing may differ, not by a bit: the loss of every step, the rows, the optimizer's state and the
+dense part at the end (C2).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from recsys.build import autocast, build_model, compile_kernels, open_source
+from recsys.datasets.loader import BatchLoader
+from recsys.embeddings.hot_tier import map_bytes, row_bytes, slot_bytes
+from recsys.embeddings.providers import row_optimizer
+from recsys.embeddings.tier_report import describe_tiers
+from recsys.errors import ConfigError
+from recsys.machine import set_num_threads
+from recsys.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from recsys.batch import Batch
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["BUDGETS", "BudgetVerification", "format_verification", "verify_budgets"]
+
+BUDGETS = ("floor", "twice-floor", "half", "everything")
+
+
+@dataclass(frozen=True)
+class BudgetVerification:
+    """A run at a budget beside the resident one.
+
+    Attributes:
+        name: Of the budget.
+        budget_bytes: Of fast memory.
+        num_steps: Steps compared.
+        tiers: What the run's record would say of its tiers; None where everything fitted.
+        differing: What is not the same: "loss of step 3", "t_cat_0.weight", ...
+    """
+
+    name: str
+    budget_bytes: int
+    num_steps: int
+    tiers: dict[str, Any] | None
+    differing: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the two are the same to the last bit."""
+        return not self.differing
+
+
+def verify_budgets(
+    config: TrainConfig, budgets: Sequence[str] = BUDGETS, max_steps: int | None = None
+) -> list[BudgetVerification]:
+    """Train with every row resident, then at each budget, and compare everything.
+
+    Args:
+        config: Of the runs; its `budget` is not used, its `plan` is.
+        budgets: Of `BUDGETS`, or sizes like "256MiB". "floor" is the least that the mini-batches
+            of these runs can do with; "half" and "everything" are shares of what rows and their
+            state take.
+        max_steps: At most; one epoch where None.
+
+    Raises:
+        BudgetTooSmall: a size is below the floor.
+        ConfigError: the configuration does not fit the data, or a budget is none.
+    """
+    if config.embeddings != "recsys":
+        raise ConfigError(
+            f"verify compares embeddings 'recsys' with themselves, got {config.embeddings!r}"
+        )
+    set_num_threads(config.num_threads)
+    source = open_source(config)
+    sizes = {name: _budget_bytes(config, source, name, max_steps) for name in budgets}
+    resident = replace(config, budget="", plan="")
+    compile_kernels(resident, source)
+    expected = _Run(resident, source, max_steps)
+    found = []
+    for name, num_bytes in sizes.items():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "budget=")  # of everything, which fits
+            run = _Run(replace(config, budget=str(num_bytes)), source, max_steps)
+        differing = run.differs_from(expected)
+        found.append(BudgetVerification(name, num_bytes, len(run.losses), run.tiers, differing))
+    return found
+
+
+def format_verification(found: Sequence[BudgetVerification]) -> str:
+    """A line per budget."""
+    lines = []
+    for each in found:
+        tiers = "all resident"
+        if each.tiers is not None:
+            tiers = (
+                f"{each.tiers['num_slots']:,} of {each.tiers['num_rows']:,} rows hot, "
+                f"{each.tiers['lookup_hit_rate']:.1%} of lookups hit"
+            )
+        verdict = "equal to the last bit"
+        if not each.ok:
+            more = f" and {len(each.differing) - 3} more" if len(each.differing) > 3 else ""
+            verdict = f"DIFFERS: {', '.join(each.differing[:3])}{more}"
+        size = format_bytes(each.budget_bytes)
+        lines.append(f"{each.name:<12}{size:>10}  {each.num_steps:,} steps, {tiers}: {verdict}")
+    return "\n".join(lines)
+
+
+class _Run:
+    """A run, and what is left of it."""
+
+    def __init__(self, config: TrainConfig, source: SampleSource, max_steps: int | None) -> None:
+        self.model, self.optimizers = build_model(config, source)
+        self.losses: list[float] = []
+        self.model.train()
+        for batch in _batches(config, source, max_steps):
+            with autocast(config):
+                loss, _ = self.model(batch)
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.losses.append(loss.item())
+        self.tiers = describe_tiers(self.model)
+
+    def differs_from(self, other: _Run) -> list[str]:
+        """What is not the same."""
+        pairs = enumerate(zip(other.losses, self.losses, strict=True))
+        differing = [
+            f"loss of step {step}" for step, (a, b) in pairs if a != b and not (a != a and b != b)
+        ]
+        expected, found = other.numbers(), self.numbers()
+        # State of a table that nobody has looked up is made by neither, or by one, as zeros.
+        for name in {**expected, **found}:
+            a, b = expected.get(name), found.get(name)
+            if a is None or b is None:
+                is_same = not torch.count_nonzero(b if a is None else a)  # type: ignore[arg-type]
+            else:
+                is_same = torch.equal(a, b)
+            if not is_same:
+                differing.append(name)
+        return differing
+
+    def numbers(self) -> dict[str, Tensor]:
+        """Parameters by name, and state of the rows."""
+        found = dict(self.model.state_dict())
+        for state in self.optimizers[-1].state_dict()["state"].values():
+            found |= {name: torch.as_tensor(value) for name, value in state.items()}
+        return found
+
+
+def _batches(config: TrainConfig, source: SampleSource, max_steps: int | None) -> Iterator[Batch]:
+    loader = BatchLoader(source, "train", config.batch_size, shuffle=True, seed=config.seed)
+    return islice(loader, max_steps)
+
+
+def _budget_bytes(
+    config: TrainConfig, source: SampleSource, name: str, max_steps: int | None
+) -> int:
+    dim = config.model.embedding_dim
+    state = row_optimizer(config.optimizer).state_sizes(dim)
+    num_rows = sum(source.table_sizes.values())
+    everything = num_rows * row_bytes(dim, torch.float32, state)
+    if name == "half":
+        return everything // 2
+    if name == "everything":
+        return everything
+    if name not in BUDGETS:
+        return parse_bytes(name, "budget")
+    num_slots = max(_num_distinct(batch) for batch in _batches(config, source, max_steps))
+    floor = map_bytes(num_rows) + num_slots * slot_bytes(dim, torch.float32, state)
+    return floor if name == "floor" else 2 * floor
+
+
+def _num_distinct(batch: Batch) -> int:
+    """Distinct rows of a mini-batch with one lookup per feature and sample."""
+    features = batch.sparse_features
+    ids = features.values().numpy().reshape(len(features.keys()), -1)
+    return sum(len(np.unique(each)) for each in ids)
