@@ -1,4 +1,22 @@
-"""Embedding tables and those who look up and update their rows."""
+"""Embedding tables and those who look up and update their rows.
+
+    built by users   bag, collection, table; optimizer: how rows move. abstract, baselines and
+                     providers: the same beside others
+    a lookup         bag_input -> fused_lookup -> kernels/pooled_lookup
+    a gradient       -> the ledger of a table_group; table_parameter shows it to whoever looks,
+                     by sparse_gradients
+    an update        fused_optimizer, or torch's by translate and in_backward
+                     -> row_updater -> group_updater -> kernels/row_update
+    two tiers        budget -> tiers -> residency: rows in slots (hot_tier, kernels/slots), to and
+                     from the cold_store by the queue of transfers (kernels/row_moves)
+    popularity       popularity (row_counts, lookup_blocks, coverage, rand_em, profile_file)
+                     -> plan: which rows stay hot
+    memory           row_space: tables as kernels see them; memory: huge pages
+    accelerate       attach: which updater moves which tables of a model
+
+A resident table takes none of the tiers' path; a tiered one goes through the same kernels, with
+slots for rows.
+"""
 
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection

@@ -407,3 +407,13 @@ def test_what_cannot_be_kept_in_the_budget_leaves_the_model_as_it_was():
         recsys.accelerate(model, optimizer=optimizer, budget=1000)
 
     assert type(model[0]) is nn.EmbeddingBag
+
+
+def test_an_optimizer_that_moves_other_rows_too_is_refused_with_the_way_out():
+    model = nn.ModuleList([nn.EmbeddingBag(300, 4, mode="sum", sparse=True)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    with pytest.raises(ValueError, match="momentum"):
+        recsys.accelerate(model, optimizer=optimizer, budget="4KiB")
+
+    assert type(model[0]) is nn.EmbeddingBag
