@@ -17,6 +17,7 @@ import torch
 from recsys.build import autocast, build_model, compile_kernels, open_source
 from recsys.datasets.loader import BatchLoader
 from recsys.embeddings.hot_tier import map_bytes, row_bytes, slot_bytes
+from recsys.embeddings.plan import HotPlan
 from recsys.embeddings.providers import row_optimizer
 from recsys.embeddings.tier_report import describe_tiers
 from recsys.errors import ConfigError
@@ -69,8 +70,8 @@ def verify_budgets(
     Args:
         config: Of the runs; its `budget` is not used, its `plan` is.
         budgets: Of `BUDGETS`, or sizes like "256MiB". "floor" is the least that the mini-batches
-            of these runs can do with; "half" and "everything" are shares of what rows and their
-            state take.
+            of these runs, or the plan, can do with; "half" and "everything" are shares of what
+            rows and their state take.
         max_steps: At most; one epoch where None.
 
     Raises:
@@ -180,6 +181,8 @@ def _budget_bytes(
         return parse_bytes(name, "budget")
     num_slots = max(_num_distinct(batch) for batch in _batches(config, source, max_steps))
     floor = map_bytes(num_rows) + num_slots * slot_bytes(dim, torch.float32, state)
+    if config.plan:  # it keeps room for mini-batches of which nothing is known
+        floor = max(floor, HotPlan.load(config.plan).floor_bytes)
     return floor if name == "floor" else 2 * floor
 
 

@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from recsys import verify_tiers
+from recsys.build import open_source, table_configs
 from recsys.cli import main
+from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.verify_tiers import format_verification, verify_budgets
 
@@ -20,6 +22,21 @@ def test_every_budget_equals_everything_resident(small_config, name):
     assert all(each.ok for each in found), format_verification(found)
     assert [each.tiers is None for each in found] == [False, False, False, True]
     assert [each.num_steps for each in found] == [15] * 4
+
+
+def test_a_plan_changes_nothing_but_what_is_hot(small_config, tmp_path):
+    config = small_config(TABLES)
+    source = open_source(config)
+    profile = PopularityProfile.count(source, source.splits["train"])
+    tables = table_configs(source.table_sizes, config.model.embedding_dim)
+    plan = plan_hot_rows(profile, tables, "30KiB", window_lookups=config.batch_size)
+    plan.save(tmp_path / "plan.npz")
+
+    found = verify_budgets(small_config(TABLES, f"plan={tmp_path}/plan.npz"), ["floor", "half"])
+
+    assert all(each.ok for each in found), format_verification(found)
+    assert found[0].budget_bytes == plan.floor_bytes
+    assert all(each.tiers is not None for each in found)
 
 
 def test_what_differs_is_named_and_the_command_fails(
