@@ -119,21 +119,11 @@ class HotTier:
         return map_bytes(int(self.first_rows[-1])) + num_slots * of_slot
 
     def pin(self, rows: NDArray[np.int32]) -> None:
-        """Keep a slot for each of these rows, numbered over all tables; no slot may be in use."""
+        """Keep a slot for each of these rows, numbered over all tables; slots must be new."""
         slots = np.arange(len(rows), dtype=np.int32)
         self.slots.row_of_slot[slots] = rows
         self.slots.flags[slots] = PINNED
         self.slots.slot_of_row[rows] = slots + AWAITED
-
-    def empty(self) -> None:
-        """Forget what slots hold; those of pinned rows stay theirs. No ticket may be held."""
-        self.slots.slot_of_row[self.slots.row_of_slot[self.slots.row_of_slot != EMPTY]] = NOWHERE
-        is_pinned = (self.slots.flags & PINNED) > 0
-        pinned = self.slots.row_of_slot[is_pinned].copy()
-        self.slots.row_of_slot.fill(EMPTY)
-        self.slots.num_uses.fill(0)
-        self.slots.flags.fill(0)
-        self.pin(pinned)
 
 
 class _SlotSpace(RowSpace):

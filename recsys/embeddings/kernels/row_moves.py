@@ -40,19 +40,7 @@ def rows_to_slots(
         slots: Of each, (M,).
         target: (S, D), contiguous.
     """
-    _move_kernel(
-        tables.flat,
-        tables.bases,
-        tables.sizes,
-        first_rows,
-        np.uint64(tables.dim),
-        LINE_BYTES // tables.dtype.itemsize,
-        rows,
-        slots,
-        target.reshape(-1),
-        True,
-        num_parts(),
-    )
+    _move(tables, first_rows, rows, slots, target, is_fetch=True)
 
 
 def rows_from_slots(
@@ -71,6 +59,18 @@ def rows_from_slots(
         slots: As above.
         source: (S, D), contiguous.
     """
+    _move(tables, first_rows, rows, slots, source, is_fetch=False)
+
+
+def _move(
+    tables: RowSpace,
+    first_rows: NDArray[np.uint64],
+    rows: NDArray[np.int32],
+    slots: NDArray[np.int32],
+    hot: NDArray[Any],
+    *,
+    is_fetch: bool,
+) -> None:
     _move_kernel(
         tables.flat,
         tables.bases,
@@ -80,8 +80,8 @@ def rows_from_slots(
         LINE_BYTES // tables.dtype.itemsize,
         rows,
         slots,
-        source.reshape(-1),
-        False,
+        hot.reshape(-1),
+        is_fetch,
         num_parts(),
     )
 
