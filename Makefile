@@ -40,8 +40,9 @@ $(STORE): $(wildcard $(DATA)) | setup
 	$(BIN)/recsys prepare criteo-kaggle $(DATA) --out $@
 endif
 
+# A test that takes ten minutes hangs: the run ends then, and prints where.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 stress: setup
 	HYPOTHESIS_PROFILE=stress $(BIN)/python -m pytest

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from recsys.ablate_config import load_ablation
@@ -38,6 +39,19 @@ def _sample(folder, name="train.txt.gz"):
     if not path.is_file():
         pytest.skip(f"RECSYS_DATA has no {folder}/{name}")
     return path
+
+
+@pytest.fixture
+def process_group():
+    """A process group of this process alone.
+
+    Its store is in memory: one of `file://` may wait for its own file for ever (pytorch#31467).
+    """
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """An accelerated model beside the plain one, in all that training may do between two steps."""
 
 import copy
-import socket
 
 import pytest
 import torch
@@ -325,18 +324,6 @@ def test_the_surrounding_model_is_compiled_around_the_lookups():
     train(compiled, mine)
 
     require_equal(runs)
-
-
-@pytest.fixture
-def process_group():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def test_data_parallel_models_are_refused_before_and_after(process_group):

@@ -129,19 +129,14 @@ def test_several_backward_passes_and_one_step_are_one_step_of_the_summed_gradien
     torch.testing.assert_close(own.weight.detach(), expected, **TOLERANCES[torch.float64])
 
 
-def test_rows_shared_out_by_ddp_are_refused_with_an_optimizer_alone(tmp_path):
-    init = f"file://{tmp_path}/group"
-    torch.distributed.init_process_group("gloo", init_method=init, rank=0, world_size=1)
-    try:
-        plain = plain_module(mode="sum")
-        shared = nn.parallel.DistributedDataParallel(ours_like(plain, None))
-        refused = nn.parallel.DistributedDataParallel(ours_like(plain, SGD(lr=1.0)))
+def test_rows_shared_out_by_ddp_are_refused_with_an_optimizer_alone(process_group):
+    plain = plain_module(mode="sum")
+    shared = nn.parallel.DistributedDataParallel(ours_like(plain, None))
+    refused = nn.parallel.DistributedDataParallel(ours_like(plain, SGD(lr=1.0)))
 
-        loss(shared, 0).backward()
-        with pytest.raises(RuntimeError, match="are not shared between processes; build"):
-            refused(*bags(0))
-    finally:
-        torch.distributed.destroy_process_group()
+    loss(shared, 0).backward()
+    with pytest.raises(RuntimeError, match="are not shared between processes; build"):
+        refused(*bags(0))
 
     assert shared.module.weight.grad.abs().max() > 0
 
