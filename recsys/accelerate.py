@@ -21,13 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from recsys.embeddings.attach import Link, NamedTable, attach, choose_mover, require_movable
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
+from recsys.embeddings.cold_files import open_cold_files
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import RowOptimizer
-from recsys.errors import BudgetTooSmall
 from recsys.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     from recsys.embeddings.fused_optimizer import FusedOptimizer
 
@@ -82,6 +83,8 @@ def accelerate(
     *,
     optimizer: torch.optim.Optimizer | RowOptimizer | None = None,
     budget: int | str | None = None,
+    cold_tier: str = "host",
+    cold_path: Path | str | None = None,
 ) -> Accelerated:
     """Exchange a model's embeddings for ours, in place.
 
@@ -109,6 +112,9 @@ def accelerate(
             find them, as a number or like "2GiB". Rows that do not fit wait in the tables, which
             are then the cold store; what is computed is the same to the last bit. It needs
             something that moves rows. None keeps all rows in fast memory.
+        cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
+            disk; then tables and state are moved there, and the memory they took is free.
+        cold_path: That folder; it must not have tables yet.
 
     Returns:
         What was exchanged.
@@ -116,6 +122,7 @@ def accelerate(
     Raises:
         TypeError: `optimizer` is something else.
         BudgetTooSmall: there is no room for what it takes to find rows.
+        ColdTierError: the folder cannot be used, or has tables.
         ValueError: there is nothing to exchange, or something that cannot be.
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer | RowOptimizer):
@@ -129,6 +136,14 @@ def accelerate(
     if budget is not None and mover is None:
         raise ValueError(NEEDS_OPTIMIZER)
     budget_bytes = None if budget is None else parse_bytes(budget, "budget")
+    moved = {} if mover is None else mover.param_groups
+    names = {table.weight: table.name for table in reversed(tables) if id(table.weight) in moved}
+    files = open_cold_files(
+        cold_tier,
+        cold_path,
+        {name: (weight.shape, weight.dtype) for weight, name in names.items()},
+        has_budget=budget is not None,
+    )
     counterparts = {module: _counterpart(module) for module in found}
     link = None if mover is None else attach(mover, list(counterparts.values()))
     if link is not None:
@@ -137,9 +152,15 @@ def accelerate(
         new.__dict__[_KEPT] = _Kept(old, link)
     _exchange(model, counterparts)
     if link is not None and budget_bytes is not None:
+        before = {weight: weight.data for weight in names}
         try:
-            link.updater.tier(budget_bytes)
-        except BudgetTooSmall:
+            if files is not None:
+                for weight, name in names.items():
+                    weight.data = files.begin_with(name, weight.detach())
+            link.updater.tier(budget_bytes, files=files, names=names)
+        except BaseException:
+            for weight, rows in before.items():
+                weight.data = rows
             restore(model)
             raise
     return Accelerated(

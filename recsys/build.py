@@ -96,6 +96,8 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
         device,
         budget=config.budget,
         plan=config.plan,
+        cold_tier=config.cold_tier,
+        cold_path=config.cold_path,
     )
     dlrm = DLRM(
         embeddings,

@@ -12,9 +12,10 @@ from recsys._version import __version__
 from recsys.cli_data import add_data_commands
 from recsys.cli_popularity import add_popularity_commands
 from recsys.config import describe_keys, load_config
-from recsys.errors import RecsysError
+from recsys.errors import ConfigError, RecsysError
 from recsys.export import FORMATS
 from recsys.files import require_place
+from recsys.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -171,11 +172,30 @@ def build_parser() -> argparse.ArgumentParser:
         help="budgets: shares of the bytes of rows and state, or floor; default: floor 0.02 0.05 "
         "0.1 0.2 0.5",
     )
-    bench_tiers.add_argument("--dim", type=int, default=64, metavar="D")
-    bench_tiers.add_argument("--batch-size", type=int, default=2048, metavar="B")
     bench_tiers.add_argument(
-        "--optimizer", default="rowwise_adagrad", choices=("sgd", "rowwise_adagrad")
+        "--dim", type=int, metavar="D", help="default: 64; 128 with --cold-tier file"
     )
+    bench_tiers.add_argument(
+        "--batch-size", type=int, metavar="B", help="default: 2048; 4096 with --cold-tier file"
+    )
+    bench_tiers.add_argument(
+        "--optimizer",
+        default="rowwise_adagrad",
+        choices=("sgd", "rowwise_adagrad"),
+        help="with --cold-tier file it is sgd",
+    )
+    bench_tiers.add_argument("--cold-tier", default="host", choices=("host", "file"))
+    in_files = bench_tiers.add_argument_group("with --cold-tier file")
+    in_files.add_argument(
+        "--cold-path",
+        type=Path,
+        metavar="DIR",
+        help="where the tables are; made, and kept for the next time",
+    )
+    in_files.add_argument(
+        "--times-memory", type=float, default=1.5, metavar="X", help="the tables' bytes"
+    )
+    in_files.add_argument("--budget", default="2GiB", metavar="SIZE")
     bench_tiers.add_argument("--quick", action="store_true", help="small tables, few rounds")
     bench_tiers.set_defaults(run_command=_bench_tiers)
     for benchmark in (
@@ -288,14 +308,43 @@ def _bench_lookup(options: argparse.Namespace) -> int:
     return _show_rows(rows, options)
 
 
+def _bench_file_tier(options: argparse.Namespace) -> int:
+    from recsys.bench.file_tier import (
+        FileTierCase,
+        bench_file_tier,
+        default_table_bytes,
+        scaled_table_sizes,
+    )
+
+    if options.cold_path is None:
+        raise ConfigError("--cold-tier file needs --cold-path, a folder for the tables")
+    parse_bytes(options.budget, "--budget")
+    dim = options.dim or 128
+    case = FileTierCase(
+        table_sizes=(20_000,) * 26
+        if options.quick
+        else scaled_table_sizes(default_table_bytes(options.times_memory), dim),
+        dim=dim,
+        batch_size=options.batch_size or 4096,
+        budget=options.budget,
+        cold_path=options.cold_path,
+        num_rounds=3 if options.quick else 15,
+        num_steps=2 if options.quick else 8,
+        num_fill_steps=5 if options.quick else 600,
+    )
+    return _show_rows(bench_file_tier(case), options)
+
+
 def _bench_tiers(options: argparse.Namespace) -> int:
+    if options.cold_tier == "file":
+        return _bench_file_tier(options)
     from recsys.bench.tiers import SHARES, bench_tiers
     from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
 
     rows = bench_tiers(
         options.shares or (["floor", "0.2"] if options.quick else SHARES),
-        dim=options.dim,
-        batch_size=options.batch_size,
+        dim=options.dim or 64,
+        batch_size=options.batch_size or 2048,
         optimizer=options.optimizer,
         num_rounds=3 if options.quick else 30,
         num_fill_steps=5 if options.quick else 1500,

@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 EMBEDDINGS = ("recsys", "torch", "fbgemm")
+COLD_TIERS = ("host", "file")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
 _DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
 _ADAMS = ("adam", "partial_rowwise_adam")
@@ -246,6 +247,10 @@ class TrainConfig:
     embeddings: str = _key("recsys", "recsys, torch (nn.EmbeddingBag) or fbgemm (TBE)")
     budget: str = _key("", 'of fast memory for rows, as "256MiB"; empty: all are resident')
     plan: str = _key("", "a file of `recsys plan`: rows that never leave fast memory")
+    cold_tier: str = _key("host", "where other rows wait: host, or file for a folder on disk")
+    cold_path: str = _key(
+        "", "that folder, not there yet; empty: one that is deleted behind the run"
+    )
     model: ModelConfig = _key(ModelConfig, "")
     optimizer: OptimizerConfig = _key(OptimizerConfig, "")
     dense_optimizer: OptimizerConfig | None = _key(None, "")
@@ -264,8 +269,13 @@ class TrainConfig:
         _at_least("batch_size", self.batch_size, 1)
         _at_least("num_threads", self.num_threads, 0)
         _at_least("prefetch", self.prefetch, 1)
+        _one_of("cold_tier", self.cold_tier, COLD_TIERS)
         if self.budget:
             parse_bytes(self.budget, "budget")
+        if self.cold_path and self.cold_tier == "host":
+            raise ConfigError(
+                f"cold_path is of cold_tier 'file', got {self.cold_path!r} and 'host'; leave it out"
+            )
         if (self.budget or self.plan) and self.embeddings != "recsys":
             raise ConfigError(
                 f"budget and plan are for embeddings 'recsys', got {self.embeddings!r}; leave them "

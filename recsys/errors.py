@@ -22,6 +22,8 @@ message names the place, the rule, the value found and the way out.
 __all__ = [
     "AlreadyExists",
     "BudgetTooSmall",
+    "ColdTierDirty",
+    "ColdTierError",
     "ConfigError",
     "DatasetFormatError",
     "IdOutOfRange",
@@ -73,6 +75,14 @@ class MalformedBags(RecsysError, ValueError, RuntimeError):
 
 class BudgetTooSmall(RecsysError, ValueError):
     """Fast memory that cannot hold what one mini-batch needs; the message names what would."""
+
+
+class ColdTierError(RecsysError, OSError):
+    """Files of rows that cannot be made, opened, read or written."""
+
+
+class ColdTierDirty(ColdTierError):
+    """Files of rows whose process ended while it moved them."""
 
 
 class TrainingDiverged(RecsysError, ArithmeticError):

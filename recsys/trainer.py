@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from recsys.config import OptimizerConfig, describe_config
 from recsys.curves import plot_curves
 from recsys.datasets.loader import BatchLoader
 from recsys.embeddings.tier_report import describe_tiers
-from recsys.errors import TrainingDiverged
+from recsys.errors import AlreadyExists, TrainingDiverged
 from recsys.machine import describe_environment, set_num_threads, tune_allocator
 from recsys.metrics import Metrics, MetricsAccumulator
 from recsys.progress import STAGES, Progress, StageClock
@@ -31,7 +33,6 @@ from recsys.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from torch import nn
     from torch.optim import Optimizer
@@ -69,10 +70,17 @@ def train(
         TrainingDiverged: the loss is not a number any more. As after any other error, the record is
             written; its `status` is then "diverged", and it has no metrics, or "failed".
     """
+    with _cold_folder(config, run_dir) as cold_path:
+        return _train(config, run_dir, cold_path, show_progress=show_progress)
+
+
+def _train(
+    config: TrainConfig, run_dir: str | Path, cold_path: str, *, show_progress: bool
+) -> dict[str, Any]:
     source = open_source(config)
     set_num_threads(config.num_threads)
     tune_allocator()
-    model, optimizers = build_model(config, source)
+    model, optimizers = build_model(replace(config, cold_path=cold_path), source)
     loader = BatchLoader(
         source,
         "train",
@@ -288,7 +296,13 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metr
     folder = RunFolder.open(run_dir)
     # Rows are only read: plain SGD has no state to make room for.
     config = replace(
-        folder.read_config(), optimizer=OptimizerConfig(), dense_optimizer=None, budget="", plan=""
+        folder.read_config(),
+        optimizer=OptimizerConfig(),
+        dense_optimizer=None,
+        budget="",
+        plan="",
+        cold_tier="host",
+        cold_path="",
     )
     if data is not None:
         config = replace(config, data=data)
@@ -304,6 +318,28 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metr
             split: evaluate_split(model, source, split, config.eval.batch_size)
             for split in ("test", "validation")
         }
+
+
+@contextmanager
+def _cold_folder(config: TrainConfig, run_dir: str | Path) -> Iterator[str]:
+    """Where rows in files are to be: in the configuration's folder, or one for this run alone."""
+    if config.cold_tier == "host" or config.cold_path:
+        if config.cold_path and Path(config.cold_path).exists():
+            raise AlreadyExists(
+                f"cold_path {config.cold_path} exists, and training begins with new rows; choose "
+                "another, or delete it"
+            )
+        yield config.cold_path
+        return
+    own = Path(f"{run_dir}.cold")
+    if own.exists():
+        raise AlreadyExists(
+            f"{own} exists, where rows in files would be; delete it, or say cold_path=DIR"
+        )
+    try:
+        yield str(own)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)  # the run's folder has the model
 
 
 @contextmanager

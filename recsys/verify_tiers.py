@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from itertools import islice
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,7 +69,8 @@ def verify_budgets(
     """Train with every row resident, then at each budget, and compare everything.
 
     Args:
-        config: Of the runs; its `budget` is not used, its `plan` is.
+        config: Of the runs; its `budget` is not used, its `plan` is. With `cold_tier` "file" rows
+            are in a folder under `cold_path`, or where temporary files are, that is deleted.
         budgets: Of `BUDGETS`, or sizes like "256MiB". "floor" is the least that the mini-batches
             of these runs, or the plan, can do with; "half" and "everything" are shares of what
             rows and their state take.
@@ -85,15 +87,20 @@ def verify_budgets(
     set_num_threads(config.num_threads)
     source = open_source(config)
     sizes = {name: _budget_bytes(config, source, name, max_steps) for name in budgets}
-    resident = replace(config, budget="", plan="")
+    resident = replace(config, budget="", plan="", cold_tier="host", cold_path="")
     compile_kernels(resident, source)
     expected = _Run(resident, source, max_steps)
     found = []
     for name, num_bytes in sizes.items():
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            TemporaryDirectory(prefix="recsys-", dir=config.cold_path or None) as folder,
+        ):
             warnings.filterwarnings("ignore", "budget=")  # of everything, which fits
-            run = _Run(replace(config, budget=str(num_bytes)), source, max_steps)
-        differing = run.differs_from(expected)
+            cold_path = f"{folder}/cold" if config.cold_tier == "file" else ""
+            settings = replace(config, budget=str(num_bytes), cold_path=cold_path)
+            run = _Run(settings, source, max_steps)
+            differing = run.differs_from(expected)
         found.append(BudgetVerification(name, num_bytes, len(run.losses), run.tiers, differing))
     return found
 

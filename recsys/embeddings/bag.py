@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from recsys.embeddings.bag_input import BagInput, read_bags
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
+from recsys.embeddings.cold_files import open_cold_files
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
@@ -29,6 +30,9 @@ from recsys.embeddings.table_group import TableGroup
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.tiers import Tiers
@@ -67,12 +71,18 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             them, as a number or like "256MiB". Rows that do not fit wait in `weight`, which is
             then the cold store; what is computed is the same to the last bit. It needs an
             optimizer. None keeps all rows in fast memory.
+        cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
+            disk, for tables that are larger than memory.
+        cold_path: That folder. Made where there is none; one that an earlier module has left whole
+            brings its rows and their state, and what there is of the optimizer's settings is not
+            kept there. `sync`, or the end of the process, leaves it whole.
 
     Attributes:
         row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
 
     Raises:
         AssertionError: `padding_idx` is no row, or `_weight` has another shape.
+        ColdTierError: the folder cannot be used, has another table, or there is no room.
         ValueError: rows are such as an optimizer of ours cannot move.
     """
 
@@ -96,11 +106,20 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
         budget: int | str | None = None,
+        cold_tier: str = "host",
+        cold_path: Path | str | None = None,
     ) -> None:
         if budget is not None and optimizer is None:
             raise ValueError(NEEDS_OPTIMIZER)
         rows = _weight
-        if _weight is None and optimizer is not None:
+        kind = (num_embeddings, embedding_dim), dtype or torch.get_default_dtype()
+        files = open_cold_files(
+            cold_tier, cold_path, {"weight": kind}, has_budget=budget is not None
+        )
+        if files is not None:
+            require_device(device, "rows in files are looked up on the CPU")
+            rows = files.begin_with("weight", _weight)
+        elif _weight is None and optimizer is not None:
             require_device(
                 device, "leave out optimizer=, and an optimizer of torch's moves rows on any device"
             )
@@ -124,7 +143,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             device,
             dtype,
         )
-        if rows is not _weight:
+        if rows is not _weight and (files is None or (files.is_new and _weight is None)):
             self.reset_parameters()
         self.row_optimizer: FusedOptimizer | None = None
         self._updater: RowUpdater | None = None
@@ -137,6 +156,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
                 stochastic_rounding=stochastic_rounding,
                 rounding_seed=rounding_seed,
                 budget=budget,
+                files=files,
             )
 
     def attach(self, updater: RowUpdater, group: TableGroup, table: int) -> None:
@@ -158,6 +178,17 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
     def tiers(self) -> list[Tiers]:
         """Where rows are kept that are not all resident; empty where they are."""
         return [] if self._updater is None else self._updater.tiers()
+
+    def sync(self) -> None:
+        """Write back every row that was moved; what is in files is whole then, on the disk.
+
+        Of a model that was accelerated, all of its tables, whichever is asked.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        if self._updater is not None:
+            self._updater.sync()
 
     def detach(self) -> None:
         """Leave gradients at `weight` again, as `nn.EmbeddingBag` does."""
@@ -343,6 +374,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
         budget: int | str | None = None,
+        files: ColdFiles | None = None,
     ) -> None:
         group = TableGroup([self])
         if not self.weight.is_meta:
@@ -357,7 +389,8 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         )
         self.attach(self.row_optimizer.updater, group, 0)
         if budget is not None:
-            self.row_optimizer.updater.tier(budget)
+            names = {group.weights()[0]: "weight"}
+            self.row_optimizer.updater.tier(budget, files=files, names=names)
 
     def _read(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["BagInput", "read_bags", "require_bounds"]
+    from recsys.batch import Features
+
+__all__ = ["BagInput", "read_bags", "require_bounds", "require_jagged"]
 
 _MODES = ("sum", "mean", "max")
 _ID_TYPES = (torch.int64, torch.int32)
@@ -245,3 +247,33 @@ def _first_nan(weights_N: NDArray[Any]) -> int:
         if np.isnan(weights_N[number]):
             return number
     return -1
+
+
+def require_jagged(features: Features, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Check what a `KeyedJaggedTensor` does not check, and cut off what is in no bag.
+
+    Raises:
+        MalformedBags: its tensors do not fit together.
+    """
+    values, offsets, keys = features.values(), features.offsets(), features.keys()
+    if values.dtype not in (torch.int32, torch.int64) or offsets.dtype not in (
+        torch.int32,
+        torch.int64,
+    ):
+        raise MalformedBags(
+            f"values and offsets must be int64 or int32, got {values.dtype} and {offsets.dtype}"
+        )
+    batch_size = features.stride()
+    if len(offsets) != len(keys) * batch_size + 1:
+        raise MalformedBags(
+            f"{len(keys)} features of {batch_size} samples need {len(keys) * batch_size + 1} "
+            f"offsets, got {len(offsets)}"
+        )
+    if weights is not None and len(weights) != len(values):
+        raise MalformedBags(f"{len(values)} values need as many weights, got {len(weights)}")
+
+    def place(bag: int) -> str:
+        return f"feature {keys[bag // batch_size]!r}, sample {bag % batch_size}"
+
+    end = require_bounds(offsets.numpy(), len(values), place)
+    return values[:end], None if weights is None else weights[:end]

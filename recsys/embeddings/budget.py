@@ -51,7 +51,11 @@ class SpaceSize(NamedTuple):
 
 
 def divide_budget(
-    budget_bytes: int, spaces: Sequence[SpaceSize], least: Sequence[int]
+    budget_bytes: int,
+    spaces: Sequence[SpaceSize],
+    least: Sequence[int],
+    *,
+    may_stay: bool = True,
 ) -> list[int] | None:
     """Slots of each row space; None where all rows fit without any.
 
@@ -59,11 +63,12 @@ def divide_budget(
         budget_bytes: Of fast memory.
         spaces: What is to share it.
         least: Slots that each must have.
+        may_stay: Whether rows that all fit are to stay where they are, without slots.
 
     Raises:
         BudgetTooSmall: there is no room for these and the row maps.
     """
-    if sum(space.resident_bytes for space in spaces) <= budget_bytes:
+    if may_stay and sum(space.resident_bytes for space in spaces) <= budget_bytes:
         return None
     least = [max(1, count) for count in least]
     maps = sum(map_bytes(space.num_rows) for space in spaces)

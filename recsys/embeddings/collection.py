@@ -23,8 +23,9 @@ from recsys.batch import (
     varies_in_batch_size,
 )
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
-from recsys.embeddings.bag_input import require_bounds
+from recsys.embeddings.bag_input import require_jagged
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
+from recsys.embeddings.cold_files import open_cold_files
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
@@ -34,15 +35,17 @@ from recsys.embeddings.row_space import compute_dtype, require_aligned, require_
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
-from recsys.errors import IdOutOfRange, MalformedBags
+from recsys.errors import IdOutOfRange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from torchrec import EmbeddingBagCollection
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recsys.batch import Features, Pooled
+    from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.plan import HotPlan
     from recsys.embeddings.row_updater import RowUpdater
@@ -73,6 +76,11 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             them, as a number or like "256MiB". Rows that do not fit wait in the tables, which are
             then the cold store; what is computed is the same to the last bit. It needs an
             optimizer. None keeps all rows in fast memory, or has that of `plan`.
+        cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
+            disk, for tables that are larger than memory.
+        cold_path: That folder. Made where there is none; one that an earlier module has left whole
+            brings its rows and their state, and what there is of the optimizer's settings is not
+            kept there. `sync`, or the end of the process, leaves it whole.
         plan: Which rows are never to leave fast memory, of these tables, by name; see
             `plan_hot_rows`. Without one, rows that are used often stay by being used.
 
@@ -85,6 +93,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         16 bits too.
 
     Raises:
+        ColdTierError: the folder cannot be used, has other tables, or there is no room.
         ValueError: names are not distinct, a pooling or data type is unknown, or the device is one
             that kernels of ours cannot work on.
     """
@@ -101,16 +110,32 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         rounding_seed: int = 0,
         budget: int | str | None = None,
         plan: HotPlan | None = None,
+        cold_tier: str = "host",
+        cold_path: Path | str | None = None,
         _bags: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
+        if optimizer is None and (budget is not None or plan is not None):
+            raise ValueError(NEEDS_OPTIMIZER)
+        files = open_cold_files(
+            cold_tier,
+            cold_path,
+            {
+                table.name: (
+                    (table.num_embeddings, table.embedding_dim),
+                    DATA_TYPES[data_type_of(table)],
+                )
+                for table in tables
+            },
+            has_budget=budget is not None or plan is not None,
+        )
         if _bags is None:
             require_device(device, "leave tables that are to be there to TorchRec")
         self._is_weighted = is_weighted
         self._updater: RowUpdater | None = None
         self.row_optimizer: FusedOptimizer | None = None
-        self.embedding_bags = self._make_bags(device) if _bags is None else _bags
-        if _bags is None:
+        self.embedding_bags = self._make_bags(device, files) if _bags is None else _bags
+        if _bags is None and (files is None or files.is_new):
             self.reset_parameters()
         self._lay_out(self._own_places())
         if optimizer is not None:
@@ -121,9 +146,8 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                 rounding_seed=rounding_seed,
                 budget=budget,
                 plan=plan,
+                files=files,
             )
-        elif budget is not None or plan is not None:
-            raise ValueError(NEEDS_OPTIMIZER)
 
     @classmethod
     def from_torchrec(
@@ -188,6 +212,15 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
     def tiers(self) -> list[Tiers]:
         """Where rows are kept that are not all resident; empty where they are."""
         return [] if self._updater is None else self._updater.tiers()
+
+    def sync(self) -> None:
+        """Write back every row that was moved; what is in files is whole then, on the disk.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        if self._updater is not None:
+            self._updater.sync()
 
     def detach(self) -> None:
         """Leave gradients at the tables again."""
@@ -255,7 +288,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         positions = self._positions(features)
         values, offsets, batch_size = features.values(), features.offsets(), features.stride()
         if not is_light:
-            values, weights = _require_bags(features, weights)
+            values, weights = require_jagged(features, weights)
         is_one_hot = (
             True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
         )
@@ -282,7 +315,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
 
         return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))
 
-    def _make_bags(self, device: torch.device | None) -> nn.ModuleDict:
+    def _make_bags(self, device: torch.device | None, files: ColdFiles | None) -> nn.ModuleDict:
         return nn.ModuleDict(
             {
                 table.name: nn.EmbeddingBag(
@@ -296,7 +329,9 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                         table.embedding_dim,
                         dtype=DATA_TYPES[data_type_of(table)],
                         device=device,
-                    ),
+                    )
+                    if files is None
+                    else files.begin_with(table.name, None),
                 )
                 for table in self._tables
             }
@@ -350,6 +385,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         rounding_seed: int = 0,
         budget: int | str | None = None,
         plan: HotPlan | None = None,
+        files: ColdFiles | None = None,
     ) -> None:
         self._lay_out(self._own_places(are_moved=True))
         groups = list(dict.fromkeys(layout.group for layout in self._layouts))
@@ -371,9 +407,9 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         if plan is not None:
             plan = plan.of_tables(self._tables, budget)
             pinned = dict(zip(self.table_weights(), plan.pinned_by_table(), strict=True))
-            self._updater.tier(plan.budget_bytes, pinned)
+            self._updater.tier(plan.budget_bytes, pinned, files=files, names=tables)
         elif budget is not None:
-            self._updater.tier(budget)
+            self._updater.tier(budget, files=files, names=tables)
 
     def _lookup_weights(self, features: Features) -> Tensor:
         weights = features.weights_or_none()
@@ -460,33 +496,3 @@ def _require_rows(name: str, weight: torch.Tensor) -> None:
             "table to TorchRec"
         )
     require_aligned(f"table {name!r}: ", weight)
-
-
-def _require_bags(features: Features, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Check what a `KeyedJaggedTensor` does not check, and cut off what is in no bag.
-
-    Raises:
-        MalformedBags: its tensors do not fit together.
-    """
-    values, offsets, keys = features.values(), features.offsets(), features.keys()
-    if values.dtype not in (torch.int32, torch.int64) or offsets.dtype not in (
-        torch.int32,
-        torch.int64,
-    ):
-        raise MalformedBags(
-            f"values and offsets must be int64 or int32, got {values.dtype} and {offsets.dtype}"
-        )
-    batch_size = features.stride()
-    if len(offsets) != len(keys) * batch_size + 1:
-        raise MalformedBags(
-            f"{len(keys)} features of {batch_size} samples need {len(keys) * batch_size + 1} "
-            f"offsets, got {len(offsets)}"
-        )
-    if weights is not None and len(weights) != len(values):
-        raise MalformedBags(f"{len(values)} values need as many weights, got {len(weights)}")
-
-    def place(bag: int) -> str:
-        return f"feature {keys[bag // batch_size]!r}, sample {bag % batch_size}"
-
-    end = require_bounds(offsets.numpy(), len(values), place)
-    return values[:end], None if weights is None else weights[:end]

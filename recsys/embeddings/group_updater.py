@@ -20,7 +20,7 @@ from recsys.embeddings.kernels.row_update import row_update
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import RowSpace, compute_dtype
 from recsys.embeddings.tiers import Tiers
-from recsys.errors import BudgetTooSmall
+from recsys.errors import BudgetTooSmall, ColdTierError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
+    from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.table_group import TableGroup
 
@@ -82,11 +83,14 @@ class GroupUpdater:
         self._states_of: RowSpace | None = None
         self._numbers: list[int] = []
         self.least_slots = 1
+        self._files: ColdFiles | None = None
+        self._names: list[str] = []  # of the tables there
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose memory is elsewhere; see `TableGroup`."""
         stand_ins = [each.weight for each in self.group.stand_ins()]
-        return self.__dict__ | {"_weights": stand_ins, "_states": [], "_states_of": None}
+        own = {"_weights": stand_ins, "_states": [], "_states_of": None, "_files": None}
+        return self.__dict__ | own
 
     def stand_ins(self) -> dict[Tensor, Tensor]:
         """By table: what has its place in copies."""
@@ -159,9 +163,51 @@ class GroupUpdater:
         sizes = [len(weight) for weight in self._weights]
         dtype = self._weights[0].dtype
         states = self._formula_state_sizes()
-        self.group.tiers = Tiers(sizes, self.group.dim, dtype, states, num_slots, pinned)
+        self.group.tiers = Tiers(
+            sizes, self.group.dim, dtype, states, num_slots, pinned, self._files
+        )
         self.follow_state()
         self.group.watch()
+
+    def use_files(self, files: ColdFiles, names: Mapping[nn.Parameter, str]) -> None:
+        """Have state in files from now on, as tables are; what is there goes on.
+
+        Args:
+            files: Have the tables.
+            names: Of all tables, there.
+
+        Raises:
+            ColdTierError: there is state of another optimizer.
+        """
+        self._files = files
+        self._names = [names[weight] for weight in self._weights]
+        own = self._translation.state_names
+        wanted = [own.get(name, name) for name in self._formula_state_sizes()]
+        for weight, name in zip(self._weights, self._names, strict=True):
+            known = files.state_names(name)
+            if known and sorted(known) != sorted(wanted):
+                raise ColdTierError(
+                    f"{files.folder}: table {name!r} has state {known}, and this optimizer's is "
+                    f"{wanted or 'none'}; use the optimizer that it was trained with, or load a "
+                    "checkpoint into a new cold_path"
+                )
+            numbers = files.numbers.get(name, {})
+            if known or numbers:
+                arrays = {each: files.array(name, each) for each in known}
+                self._optimizer.state[weight] = {**arrays, **numbers}
+
+    def numbers(self) -> dict[str, dict[str, float]]:
+        """By table in files: what its state has besides arrays."""
+        found = {}
+        for weight, name in zip(self._weights, self._names, strict=True):
+            state = self._optimizer.state.get(weight, _NO_STATE)
+            arrays = self._files.state_names(name) if self._files is not None else []
+            found[name] = {
+                key: value if isinstance(value, int) else float(value)
+                for key, value in state.items()
+                if key not in arrays
+            }
+        return found
 
     def resize(self, num_slots: int) -> None:
         """Go on with another number of slots.
@@ -315,8 +361,8 @@ class GroupUpdater:
         self, name: str, size: int, moved: Sequence[int], by_table: Sequence[dict[str, Any]]
     ) -> _State:
         arrays = [
-            self._state_of(weight, by_table[table], name, size, is_needed=table in moved)
-            for table, weight in enumerate(self._weights)
+            self._state_of(table, by_table[table], name, size, is_needed=table in moved)
+            for table in range(len(self._weights))
         ]
         self._require_sizes(name, size, arrays)
         return _State(name, [state.get(name) for state in by_table], arrays, RowSpace(arrays))
@@ -337,22 +383,29 @@ class GroupUpdater:
                 )
 
     def _state_of(
-        self, weight: Tensor, state: dict[str, Any], name: str, size: int, *, is_needed: bool
+        self, table: int, state: dict[str, Any], name: str, size: int, *, is_needed: bool
     ) -> Tensor:
         """A table's state array, (E, size) or, of size 1, (E,).
 
         Made where there is none, of a table that moves: as with torch, the others' state is made
         when they do.
         """
+        weight = self._weights[table]
         columns = (size,) if size > 1 else ()
         dtype = compute_dtype(weight.dtype)
         known: Tensor | None = state.get(name)
         if known is None:
             if not is_needed:
                 return weight.new_empty(0, *columns, dtype=dtype)
-            state[name] = known = empty_rows(len(weight), *columns, dtype=dtype).zero_()
+            if self._files is None:
+                known = empty_rows(len(weight), *columns, dtype=dtype).zero_()
+            else:
+                known = self._files.make(self._names[table], name, (len(weight), *columns), dtype)
         elif known.dtype != dtype or not known.is_contiguous():
-            state[name] = known = known.to(dtype).contiguous()
+            known = known.to(dtype).contiguous()
+        if self._files is not None and self._files.find(known) is None and len(known):
+            known = self._files.keep(self._names[table], name, known)
+        state[name] = known
         return known
 
 

@@ -23,10 +23,10 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["advise_huge_pages", "empty_rows"]
+__all__ = ["advise_huge_pages", "advise_random", "empty_rows"]
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-_MADV_HUGEPAGE = 14  # of linux/mman.h
+_MADV_RANDOM, _MADV_HUGEPAGE = 1, 14  # of linux/mman.h
 
 
 def empty_rows(
@@ -60,6 +60,18 @@ def advise_huge_pages(tensor: Tensor) -> bool:
     if end <= first:
         return False
     return _madvise(first, end - first, _MADV_HUGEPAGE)
+
+
+def advise_random(tensor: Tensor) -> bool:
+    """Say of a tensor mapped from a file that its rows are read in no order.
+
+    The system then reads the pages that are asked for, and none ahead.
+
+    Returns:
+        Whether the system agreed.
+    """
+    storage = tensor.untyped_storage()
+    return _madvise(storage.data_ptr(), storage.nbytes(), _MADV_RANDOM)
 
 
 @cache

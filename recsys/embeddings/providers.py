@@ -39,6 +39,8 @@ def build_embeddings(
     *,
     budget: str = "",
     plan: str = "",
+    cold_tier: str = "host",
+    cold_path: str = "",
 ) -> tuple[AbstractEmbeddingBags, torch.optim.Optimizer]:
     """A provider's tables, and the optimizer of their rows.
 
@@ -52,6 +54,8 @@ def build_embeddings(
         device: Where the tables live; "torch" alone has others than the CPU.
         budget: Of fast memory; of "recsys" alone, as is the next. Empty for none.
         plan: File of a plan. Empty for none.
+        cold_tier: "host" or "file"; of "recsys" alone, as is the next.
+        cold_path: Folder of "file".
 
     Raises:
         BudgetTooSmall: there is no room for what it takes to find rows.
@@ -68,6 +72,8 @@ def build_embeddings(
             auto_apply=False,
             budget=budget or None,
             plan=HotPlan.load(plan) if plan else None,
+            cold_tier=cold_tier,
+            cold_path=cold_path or None,
         )
         assert ours.row_optimizer is not None
         return ours, ours.row_optimizer

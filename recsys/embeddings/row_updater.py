@@ -7,8 +7,10 @@ that the user has made already; what is read from it is in a `Translation`.
 
 from __future__ import annotations
 
+import atexit
 import warnings
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
+    from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.group_updater import Translation
     from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.residency import Residency
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["RowUpdater"]
 
 _NO_PASS = -1  # what torch says outside of backward
+_SYNCED_AT_EXIT: WeakSet[RowUpdater] = WeakSet()
 
 
 class RowUpdater:
@@ -65,6 +69,7 @@ class RowUpdater:
         self._auto_apply, self.goes_along = auto_apply, goes_along
         self._queued_for: int | None = None
         self._budget_bytes = 0
+        self._files: ColdFiles | None = None
         # Tables are no inputs of autograd's: a pooled vector asks for a gradient on behalf of all
         # of them by this one.
         self.asks_gradient = torch.empty(0, requires_grad=True)
@@ -74,7 +79,7 @@ class RowUpdater:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which have another graph."""
-        return self.__dict__ | {"_asks_node": None}
+        return self.__dict__ | {"_asks_node": None, "_files": None}
 
     def is_asked(self) -> bool:
         """In backward: whether the pass is about tables; `torch.autograd.grad` may not be."""
@@ -129,35 +134,76 @@ class RowUpdater:
         self,
         budget: int | str,
         pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]] | None = None,
+        *,
+        files: ColdFiles | None = None,
+        names: Mapping[nn.Parameter, str] | None = None,
     ) -> None:
         """Keep rows in slots from now on, and all of them in the cold store, the tables.
 
-        Where all fit, nothing is changed, and a warning says so.
+        Where all fit, and are in memory, nothing is changed, and a warning says so. Where an error
+        is raised, files that were made for this are gone.
 
         Args:
             budget: What slots and row maps may take, in bytes or with a unit.
             pinned: By table: rows to have slots of their own, and how often each is looked up.
+            files: Have the tables, if files do.
+            names: Of the tables there.
 
         Raises:
             BudgetTooSmall: there is not even room for the row maps.
+            ColdTierError: files have another optimizer's state.
             ConfigError: it is no budget.
         """
+        try:
+            self._tier(budget, pinned or {}, files, names or {})
+        except BaseException:
+            if files is not None:
+                files.discard()
+            raise
+
+    def _tier(
+        self,
+        budget: int | str,
+        pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]],
+        files: ColdFiles | None,
+        names: Mapping[nn.Parameter, str],
+    ) -> None:
         sizes = [group.space_size() for group in self._groups]
         self._budget_bytes = parse_bytes(budget, "budget")
-        rows = [group.order_pinned(pinned or {}) for group in self._groups]
+        rows = [group.order_pinned(pinned) for group in self._groups]
+        self._files = files
         try:
-            slots = divide_budget(self._budget_bytes, sizes, [len(each) + 1 for each in rows])
+            slots = self._divide([len(each) + 1 for each in rows])
         except BudgetTooSmall:  # the plan was made for less state, or for more memory
-            slots = divide_budget(self._budget_bytes, sizes, [1] * len(sizes))
+            slots = self._divide([1] * len(sizes))
         if slots is None:
             resident = format_bytes(sum(size.resident_bytes for size in sizes))
             warnings.warn(
                 f"budget={budget!r}: all {resident} of rows and state fit; no cold tier is needed",
-                stacklevel=4,
+                stacklevel=5,
             )
             return
+        if files is not None:
+            for group in self._groups:
+                group.use_files(files, names)
+            _SYNCED_AT_EXIT.add(self)
         for group, num_slots, its_rows in zip(self._groups, slots, rows, strict=True):
             group.tier(num_slots, its_rows[: num_slots - 1])
+
+    def _divide(self, least: Sequence[int]) -> list[int] | None:
+        sizes = [group.space_size() for group in self._groups]
+        return divide_budget(self._budget_bytes, sizes, least, may_stay=self._files is None)
+
+    def sync(self) -> None:
+        """Bring tables and state up to date, and to the disk where they are in files.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        self.flush()
+        if self._files is not None:
+            numbers = [group.numbers() for group in self._groups]
+            self._files.sync({name: known for each in numbers for name, known in each.items()})
 
     def tiers(self) -> list[Tiers]:
         """Those of every group that has some."""
@@ -185,9 +231,7 @@ class RowUpdater:
             if tiers.residency is short:
                 need = num_needed
             group.least_slots = max(group.least_slots, need)
-        sizes = [group.space_size() for group in self._groups]
-        least = [group.least_slots for group in self._groups]
-        slots = divide_budget(self._budget_bytes, sizes, least)
+        slots = self._divide([group.least_slots for group in self._groups])
         assert slots is not None
         for group, num_slots in zip(self._groups, slots, strict=True):
             group.resize(num_slots)
@@ -235,6 +279,20 @@ class RowUpdater:
         return found
 
     def release(self) -> None:
-        """Let go of the tables: they are plain parameters again, collected gradients their grad."""
+        """Let go of the tables: they are plain parameters again, collected gradients their grad.
+
+        What is in files stays there, mapped; nobody can say any more whether it is whole.
+        """
         for group in self._groups:
             group.group.unwatch()
+        if self._files is not None:
+            self._files.mark_dirty()
+            self._files = None
+            _SYNCED_AT_EXIT.discard(self)
+
+
+@atexit.register
+def _sync_all() -> None:
+    """A process that ends as it should leaves files that are whole."""
+    for updater in list(_SYNCED_AT_EXIT):
+        updater.sync()

@@ -32,7 +32,7 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
     num_lookups = sum(count.num_lookups for count in counts)
     num_rows = sum(count.num_rows for count in counts)
     return {
-        "cold_tier": "host",
+        "cold_tier": "host" if all(each.files is None for each in tiers) else "file",
         "hot_bytes": sum(each.hot.num_bytes for each in tiers),
         "num_slots": sum(each.hot.num_slots for each in tiers),
         "num_rows": sum(int(each.hot.first_rows[-1]) for each in tiers),

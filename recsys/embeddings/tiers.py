@@ -4,9 +4,9 @@ A lookup that may move rows gets a ticket: its ids become slot numbers, and the 
 slots as they work on resident tables. One that may not (evaluation) claims no slots: what has been
 moved is written back, and it reads the cold store.
 
-`weight` and the optimizer's state are the cold store. Whoever reads them finds every row's newest
-value, because `TieredParameter` writes back first; who has written to them finds it heeded, because
-the next lookup takes rows anew.
+`weight` and the optimizer's state are the cold store, in memory or mapped from files. Whoever reads
+them finds every row's newest value, because `TieredParameter` writes back first; who has written to
+them finds it heeded, because the next lookup takes rows anew.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from recsys.embeddings.cold_store import HostStore
+from recsys.embeddings.file_store import FileStore
 from recsys.embeddings.hot_tier import HotTier
 from recsys.embeddings.kernels.slots import Requests
 from recsys.embeddings.residency import Residency
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
     from recsys.embeddings.residency import Ticket
 
@@ -57,8 +59,10 @@ class Tiers:
         state_sizes: Numbers per row of every state array, by name.
         num_slots: S.
         pinned: Rows with a slot of their own, counted over all tables, the most popular first.
+        files: Have tables and state, if files do; copies have theirs in memory.
 
     Attributes:
+        files: As given.
         hot: The slots.
         residency: What moves rows between them and the cold store.
     """
@@ -71,11 +75,14 @@ class Tiers:
         state_sizes: Mapping[str, int],
         num_slots: int,
         pinned: NDArray[np.int32],
+        files: ColdFiles | None = None,
     ) -> None:
         self._made_of = sizes, dim, dtype, state_sizes, num_slots, pinned
+        self.files = files
         self.hot = HotTier(sizes, dim, dtype, state_sizes, num_slots)
         self.hot.pin(pinned)
-        self.residency = Residency(self.hot, HostStore(self._spaces))
+        cold = HostStore(self._spaces) if files is None else FileStore(files, self._spaces)
+        self.residency = Residency(self.hot, cold)
         self._tables: RowSpace | None = None
         self._states: Sequence[RowSpace] = [
             RowSpace([torch.empty(0, size) for _ in sizes]) for size in state_sizes.values()
@@ -119,7 +126,7 @@ class Tiers:
         """The same with another number of slots, which are empty; no ticket may be held."""
         self.flush()
         sizes, dim, dtype, state_sizes, _, pinned = self._made_of
-        other = Tiers(sizes, dim, dtype, state_sizes, num_slots, pinned[:num_slots])
+        other = Tiers(sizes, dim, dtype, state_sizes, num_slots, pinned[:num_slots], self.files)
         other._tables, other._states, other._versions = self._tables, self._states, self._versions
         other._is_exposed = self._is_exposed
         other.residency.counts = self.residency.counts
@@ -167,6 +174,8 @@ class Tiers:
     def expose(self) -> None:
         """Somebody gets at the tables' memory: rows are written back, and taken anew next time."""
         self.flush()
+        if self.files is not None:
+            self.files.mark_dirty()
         self._is_exposed = True
 
     def _spaces(self) -> Sequence[RowSpace]:

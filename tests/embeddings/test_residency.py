@@ -1,6 +1,9 @@
 """The residency machine against a dictionary of rows."""
 
+import shutil
+import tempfile
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -8,7 +11,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from recsys.embeddings.cold_files import ColdFiles
 from recsys.embeddings.cold_store import HostStore
+from recsys.embeddings.file_store import FileStore
 from recsys.embeddings.hot_tier import HotTier
 from recsys.embeddings.kernels.slots import Requests
 from recsys.embeddings.residency import NoSuchRow, NotEnoughSlots, Residency
@@ -70,9 +75,19 @@ class OpeningQueue(TransferQueue):
 class World:
     """Tables, their residency, and what each row should be."""
 
-    def __init__(self, num_slots, pinned=()):
+    def __init__(self, num_slots, pinned=(), *, is_in_files=False):
         self.tables = [torch.zeros(size, DIM) for size in SIZES]
         self.state = [torch.zeros(size) for size in SIZES]
+        files = None
+        if is_in_files:
+            folder = tempfile.mkdtemp()
+            weakref.finalize(self, shutil.rmtree, folder)
+            kinds = {str(size): ((size, DIM), torch.float32) for size in SIZES}
+            files = ColdFiles(folder, kinds)
+            self.tables = [files.array(str(size)) for size in SIZES]
+            self.state = [
+                files.make(str(size), "momentum1", (size,), torch.float32) for size in SIZES
+            ]
         self.expected = {}
         for table, row in EVERYTHING:
             self.write(table, row, float(100 * table + row))
@@ -80,7 +95,8 @@ class World:
         hot = HotTier(SIZES, DIM, torch.float32, STATE, num_slots)
         hot.rows.fill_(float("nan"))  # what was never fetched is never right
         hot.pin(np.array(pinned, np.int32))
-        self.store = FaultyStore(HostStore(lambda: spaces))
+        store = HostStore(lambda: spaces) if files is None else FileStore(files, lambda: spaces)
+        self.store = FaultyStore(store)
         self.residency = Residency(hot, self.store)
         self.residency.queue = OpeningQueue(self.store.gate)
 
@@ -139,10 +155,12 @@ class ResidencyMachine(RuleBasedStateMachine):
     has_failed = False  # then tickets may claim slots whose rows never came
 
     @initialize(
-        num_slots=st.integers(1, 24), pinned=st.lists(st.integers(0, 20), unique=True, max_size=6)
+        num_slots=st.integers(1, 24),
+        pinned=st.lists(st.integers(0, 20), unique=True, max_size=6),
+        is_in_files=st.booleans(),
     )
-    def build(self, num_slots, pinned):
-        self.world = World(num_slots, pinned[:num_slots])
+    def build(self, num_slots, pinned, is_in_files):
+        self.world = World(num_slots, pinned[:num_slots], is_in_files=is_in_files)
         self.tickets = []
 
     @rule(wanted=wanted_rows, in_background=st.booleans())

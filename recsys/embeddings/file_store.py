@@ -1,0 +1,153 @@
+"""The cold tier on disk: rows and state in files, read and written by several threads at once.
+
+The system's page cache stands between: rows that lie in it come at the speed of memory, and writing
+returns before the disk has written. Files may be larger than memory all the same, for the cache
+gives way to everything else.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys.embeddings.kernels.file_moves import ALL_MOVED, move_share
+from recsys.errors import ColdTierError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.cold_files import ColdFiles, OpenArray
+    from recsys.embeddings.hot_tier import HotTier
+    from recsys.embeddings.row_space import RowSpace
+
+__all__ = ["FileStore"]
+
+NUM_THREADS = 16
+_LEAST_SHARE = 16  # rows; to wake a thread takes as long as to read some
+
+
+class FileStore:
+    """Tables and state that lie in files.
+
+    Args:
+        files: Has them.
+        spaces: Tells which they are: the tables, then each state array. A state array of no rows is
+            that of a table whose rows have never moved: its state is zeros.
+    """
+
+    def __init__(self, files: ColdFiles, spaces: Callable[[], Sequence[RowSpace]]) -> None:
+        self._files, self._spaces = files, spaces
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="recsys-files")
+
+    def fetch(self, hot: HotTier, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Copy rows and their state into slots; see `ColdStore`."""
+        self._move(hot, rows, slots, is_fetch=True)
+
+    def write_back(self, hot: HotTier, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Copy slots, rows and state, to where the rows lie; see `ColdStore`."""
+        self._files.mark_dirty()
+        self._move(hot, rows, slots, is_fetch=False)
+
+    def _move(
+        self,
+        hot: HotTier,
+        rows: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        *,
+        is_fetch: bool,
+    ) -> None:
+        order = np.argsort(rows)  # rows of one page are read by one thread, one after the other
+        rows, slots = rows[order], slots[order]
+        for space, memory in zip(self._spaces(), hot.arrays, strict=True):
+            arrays = [self._array_of(table) if len(table) else None for table in space.tables]
+            self._move_array(arrays, hot.first_rows, rows, slots, memory, is_fetch=is_fetch)
+
+    def _array_of(self, table: Tensor) -> OpenArray:
+        found = self._files.find(table)
+        if found is None:
+            raise ColdTierError(
+                f"{self._files.folder}: a table or state of shape {tuple(table.shape)} is not in "
+                "its file any more, because it was exchanged for one in memory; copy values "
+                "instead (weight.data.copy_, load_state_dict without assign=True)"
+            )
+        return found
+
+    def _move_array(
+        self,
+        arrays: Sequence[OpenArray | None],
+        first_rows: NDArray[np.uint64],
+        rows: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        memory: NDArray[Any],
+        *,
+        is_fetch: bool,
+    ) -> None:
+        descriptors = np.array(
+            [-1 if each is None else each.descriptor for each in arrays], np.int32
+        )
+        hot = memory.view(np.uint8)
+        num_shares = max(1, min(NUM_THREADS, len(rows) // _LEAST_SHARE))
+        bounds = [len(rows) * share // num_shares for share in range(num_shares + 1)]
+
+        def move(share: int) -> None:
+            begin, end = bounds[share : share + 2]
+            stopped = move_share(descriptors, first_rows, rows, slots, hot, begin, end, is_fetch)
+            while stopped != ALL_MOVED:
+                table = int(np.searchsorted(first_rows, rows[stopped], side="right")) - 1
+                array = arrays[table]
+                assert array is not None
+                row = int(rows[stopped]) - int(first_rows[table])
+                _move_row(array, row, hot[slots[stopped]], is_fetch=is_fetch)
+                stopped = move_share(
+                    descriptors, first_rows, rows, slots, hot, stopped + 1, end, is_fetch
+                )
+
+        others = [self._start(move, share) for share in range(1, num_shares)]
+        try:
+            move(0)
+        finally:
+            wait(others)  # none may go on behind an error
+        for each in others:
+            each.result()
+
+    def _start(self, move: Callable[[int], None], share: int) -> Future[None]:
+        try:
+            return self._threads.submit(move, share)
+        except RuntimeError:  # the process is ending, and wants no thread any more
+            done: Future[None] = Future()
+            try:
+                move(share)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+            return done
+
+
+def _move_row(array: OpenArray, row: int, memory: NDArray[np.uint8], *, is_fetch: bool) -> None:
+    """Move a row that the system did not move before, or say why it cannot be."""
+    place = row * len(memory)
+    try:
+        if is_fetch:
+            found = os.pread(array.descriptor, len(memory), place)
+            moved = len(found)
+            memory[:moved] = np.frombuffer(found, np.uint8)
+        else:
+            moved = os.pwrite(array.descriptor, memory.tobytes(), place)
+    except OSError as error:
+        verb = "read" if is_fetch else "written"
+        raise ColdTierError(
+            error.errno,
+            f"{array.path}: row {row} cannot be {verb} ({error.strerror}); rows in fast memory are "
+            "still there: free the disk, or save them elsewhere",
+        ) from error
+    if moved < len(memory):
+        raise ColdTierError(
+            f"{array.path}: row {row} ends at byte {place + len(memory)}, and the file at "
+            f"{place + moved}: somebody has cut it off; load a checkpoint into new tables"
+        )

@@ -1,0 +1,87 @@
+"""Rows moved between files and slots, without Python's global lock.
+
+Each call moves one share of them, one read or write of the system's a row; several threads with a
+share each keep several of them under way, which is what a disk is fast by.
+
+Letters: T tables, M rows that move, S slots.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numba import types
+
+from recsys.jit import kernel
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["ALL_MOVED", "move_share"]
+
+ALL_MOVED = -1
+
+# Of libc; the offset is 64 bits wide on every system that numba runs on.
+_signature = types.intp(types.int32, types.intp, types.intp, types.int64)
+_pread = types.ExternalFunction("pread", _signature)
+_pwrite = types.ExternalFunction("pwrite", _signature)
+
+
+@kernel
+def move_share(
+    descriptors_T: NDArray[np.int32],
+    first_rows: NDArray[np.uint64],
+    rows_M: NDArray[np.int32],
+    slots_M: NDArray[np.int32],
+    hot: NDArray[Any],
+    begin: int,
+    end: int,
+    is_fetch: bool,
+) -> int:
+    """Copy rows of files into slots, or slots to files.
+
+    Args:
+        descriptors_T: Each table's open file; -1 of a table without one, whose rows are zeros.
+        first_rows: Where each table's rows begin among all, (T + 1,).
+        rows_M: Counted over all tables.
+        slots_M: Of each.
+        hot: Bytes of the slots, (S, bytes per row), contiguous.
+        begin: First of the M that are moved.
+        end: Behind the last.
+        is_fetch: Whether into slots.
+
+    Returns:
+        `ALL_MOVED`, or which of the M the system did not move; those behind it were left.
+    """
+    num_bytes = hot.shape[1]
+    memory = np.intp(hot.ctypes.data)
+    for number in range(begin, end):
+        row = np.uint64(rows_M[number])
+        table, above = 0, len(descriptors_T)
+        while table + 1 < above:
+            middle = (table + above) // 2
+            if first_rows[middle] <= row:
+                table = middle
+            else:
+                above = middle
+        slot = np.int64(slots_M[number])
+        if descriptors_T[table] < 0:
+            if is_fetch:
+                for byte in range(num_bytes):
+                    hot[slot, byte] = 0
+            continue
+        place = np.int64(row - first_rows[table]) * num_bytes
+        address = memory + slot * num_bytes
+        done = 0
+        while done < num_bytes:
+            if is_fetch:
+                moved = _pread(descriptors_T[table], address + done, num_bytes - done, place + done)
+            else:
+                moved = _pwrite(
+                    descriptors_T[table], address + done, num_bytes - done, place + done
+                )
+            if moved <= 0:
+                return number
+            done += moved
+    return ALL_MOVED
