@@ -330,7 +330,7 @@ def _bench_file_tier(options: argparse.Namespace) -> int:
         cold_path=options.cold_path,
         num_rounds=3 if options.quick else 15,
         num_steps=2 if options.quick else 8,
-        num_fill_steps=5 if options.quick else 600,
+        num_fill_steps=5 if options.quick else 700,
     )
     return _show_rows(bench_file_tier(case), options)
 

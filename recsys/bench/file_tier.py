@@ -74,7 +74,7 @@ class FileTierCase:
         cold_path: Folder of the files; made, or found whole.
         num_rounds: Rounds that count.
         num_steps: Of a turn: the first half is not timed.
-        num_fill_steps: Mini-batches whose lookups every provider sees before.
+        num_fill_steps: Mini-batches that every provider trains on before.
     """
 
     table_sizes: tuple[int, ...]
@@ -270,15 +270,12 @@ class _Trainer:
         self._model = DLRMTrain(dlrm)
         dense = [*dlrm.dense_arch.parameters(), *dlrm.over_arch.parameters()]
         self._dense_optimizer = torch.optim.SGD(dense, lr=_LR)
-        self.fill()
+        for _ in range(case.num_fill_steps):
+            self._train([self._batch()])
+        self._num_trained = 0
         gc.disable()  # a turn ends with a collection; what is here now is here to stay
         gc.collect()
         gc.freeze()
-
-    def fill(self) -> None:
-        """See the lookups of mini-batches that are not trained on."""
-        for _ in range(self._case.num_fill_steps):
-            self._embeddings(self._batch().sparse_features)
 
     def turn(self) -> float:
         """Make the next turn's steps; the seconds of a timed one, the mean."""
