@@ -135,6 +135,8 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
             "optimizer.betas must be two numbers in [0, 1), got [0.9, 1.0]",
         ),
         ("optimizer.betas=0.9", "optimizer.betas must be a list of numbers, got 0.9"),
+        ("cold_tier=disk", "cold_tier must be one of 'host', 'file'; got 'disk'"),
+        ("cold_path=rows", "cold_path is of cold_tier 'file', got 'rows' and 'host'"),
         ("budget=much", "budget must be a number of bytes such as 256MiB or 2GiB, got 'much'"),
         ("embeddings=mine", "embeddings must be one of 'recsys', 'torch', 'fbgemm'; got 'mine'"),
         ("device=tpu", "device must be one of"),

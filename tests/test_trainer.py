@@ -90,6 +90,31 @@ def test_a_run_on_a_budget_is_the_resident_run_and_tells_of_its_tiers(small_conf
     assert told["num_slots"] < told["num_rows"] == 2401
 
 
+def test_a_run_with_rows_in_files_is_the_resident_run_and_leaves_no_files(small_config, tmp_path):
+    tables = "synthetic.table_sizes=[900, 700, 1, 800]"
+    resident = run(small_config(tables), tmp_path / "resident")
+
+    tiered = run(small_config(tables, "budget=20KiB", "cold_tier=file"), tmp_path / "tiered")
+
+    assert tiered["metrics"] == resident["metrics"]
+    assert tiered["tiers"]["cold_tier"] == "file"
+    assert tiered["tiers"]["fetched_bytes"] > 0
+    assert {each.name for each in tmp_path.iterdir()} == {"resident", "tiered"}
+
+
+def test_rows_in_files_stay_where_they_were_asked_for_and_are_not_trained_anew(
+    small_config, tmp_path
+):
+    config = small_config("budget=20KiB", "cold_tier=file", f"cold_path={tmp_path / 'rows'}")
+    run(config, tmp_path / "first")
+
+    with pytest.raises(AlreadyExists, match=r"rows exists, and training begins with new rows"):
+        run(config, tmp_path / "second")
+
+    assert list((tmp_path / "rows").glob("*.weight.bin"))
+    assert not (tmp_path / "second").exists()
+
+
 def test_stages_add_up_to_the_time_that_samples_per_second_is_made_of(small_config, tmp_path):
     record = run(small_config(), tmp_path / "run")
 

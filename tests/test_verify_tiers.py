@@ -24,6 +24,16 @@ def test_every_budget_equals_everything_resident(small_config, name):
     assert [each.num_steps for each in found] == [15] * 4
 
 
+def test_rows_in_files_equal_everything_resident_even_where_all_would_fit(small_config, tmp_path):
+    config = small_config(TABLES, "optimizer.name=adam", "cold_tier=file", f"cold_path={tmp_path}")
+
+    found = verify_budgets(config)
+
+    assert all(each.ok for each in found), format_verification(found)
+    assert [each.tiers["cold_tier"] for each in found] == ["file"] * 4
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_plan_changes_nothing_but_what_is_hot(small_config, tmp_path):
     config = small_config(TABLES)
     source = open_source(config)

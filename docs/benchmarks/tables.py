@@ -316,6 +316,58 @@ def tiers_table(file: str) -> str:
     return _table(caption, [*header, "share of resident speed (95 %)"], lines)
 
 
+def tiers_file_table(file: str) -> str:
+    """`recsys bench tiers --cold-tier file`: speed beside mapped files and the disk."""
+    record = _read(file)
+    cells = {(row["provider"], row["metric"]): row for row in record["rows"]}
+    memory = record["environment"]["memory_bytes"]
+    lines = []
+    for provider in ("recsys", "mmap"):
+        start = cells[provider, "anonymous_memory_at_start"]["median"]
+        peak = cells[provider, "peak_anonymous_memory"]["median"]
+        speed = cells[provider, "speed"]
+        lines.append(
+            [
+                provider,
+                f"{speed['median']:,.0f}",
+                f"{speed['p20']:,.0f}-{speed['p80']:,.0f}",
+                _ratio(cells["recsys", "speed_over_mmap"], mark="**")
+                if provider == "recsys"
+                else "",
+                f"{peak / 2**20:,.0f}",
+                f"{(peak - start) / 2**20:,.0f}",
+            ]
+        )
+    keys = _case(record["rows"][0]["case"])
+    num_bytes = cells["disk", "num_bytes"]["median"]
+    reads = {
+        name: cells["disk", name]["median"]
+        for name in (
+            "direct_reads_of_empty_cache",
+            "ordinary_reads_of_empty_cache",
+            "random_reads_of_4096",
+        )
+    }
+    bound = cells["disk", "speed_if_every_fetched_row_were_a_read"]["median"]
+    caption = (
+        f"Training steps with {num_bytes / 2**30:.1f} GiB of tables, "
+        f"{num_bytes / memory:.2f} times memory; B={keys['B']}, D={keys['D']}, "
+        f"SGD, budget {keys['budget']}; median of "
+        f"{cells['recsys', 'speed']['num_runs']} rounds in which all took turns; "
+        f"{_machine(record['environment'])}. Ours fetched "
+        f"{cells['recsys', 'fetched_rows_per_sample']['median']:.2f} rows a sample "
+        f"({100 * cells['recsys', 'lookup_hit_rate']['median']:.1f} % of lookups hit). The disk "
+        f"gave {reads['random_reads_of_4096']:,.0f} random reads of 4 KiB a second in the same "
+        "rounds, "
+        f"enough for {bound:,.0f} samples/s if every fetched row were one; of an empty cache "
+        f"{reads['direct_reads_of_empty_cache']:,.0f} directly and "
+        f"{reads['ordinary_reads_of_empty_cache']:,.0f} by way of it."
+    )
+    header = ["", "samples/s", "20th to 80th percentile", "over mmap (95 %)"]
+    header += ["peak of its own memory, MiB", "of that since the start, MiB"]
+    return _table(caption, header, lines)
+
+
 def rand_em_table(file: str) -> str:
     """`recsys bench rand-em`: how often the truth lies inside of an interval."""
     record = _read(file)
@@ -426,6 +478,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": partial(step_table, "step.json"),
     "synthetic": partial(synthetic_table, "synthetic.json"),
     "tiers": partial(tiers_table, "tiers.json"),
+    "tiers_file": partial(tiers_file_table, "tiers_file.json"),
     "coverage": partial(coverage_table, "synthetic_coverage.json"),
     "continuation": partial(continuation_table, "synthetic_coverage.json"),
     "planted": partial(planted_table, "synthetic_coverage.json"),

@@ -103,6 +103,7 @@ class ColdFiles:
             self.numbers: dict[str, dict[str, float]] = {}
             self._is_dirty = True
             if found is None:
+                self._require_empty()
                 self._make(wanted)
                 self._write_manifest()
             else:
@@ -286,6 +287,15 @@ class ColdFiles:
         opened = OpenArray(path, os.open(path, os.O_RDWR), flat.view(kind.shape))
         os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         self._open[key] = self._by_address[flat.data_ptr()] = opened
+
+    def _require_empty(self) -> None:
+        """Refuse a folder whose files nobody has told of."""
+        unknown = sorted(self.folder.glob("*.bin"))
+        if unknown:
+            raise ColdTierError(
+                f"{self.folder}: has {unknown[0].name} and no {self._manifest.name} that tells of "
+                "it; delete what is there, or choose another cold_path"
+            )
 
     def _require(self, wanted: Mapping[tuple[str, str], _Kind]) -> None:
         """Refuse a folder that is not whole, or has other tables."""

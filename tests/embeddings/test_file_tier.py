@@ -319,11 +319,15 @@ def damaged(tmp_path, damage):
         ),
         (lambda rows: (rows / "arrays.json").write_text("{"), "arrays.json: cannot be read"),
         (
+            lambda rows: (rows / "arrays.json").unlink(),
+            "has goods.momentum1.bin and no arrays.json",
+        ),
+        (
             lambda rows: (rows / "arrays.json").write_text('{"version": 9}'),
             "version 9 is not known, 1 is",
         ),
     ],
-    ids=["truncated", "missing", "damaged", "of another version"],
+    ids=["truncated", "missing", "damaged", "untold", "of another version"],
 )
 def test_files_that_are_not_whole_are_refused_by_name_and_left_alone(damage, message, tmp_path):
     damaged(tmp_path, damage)
