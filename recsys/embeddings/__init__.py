@@ -10,7 +10,7 @@
     two tiers        budget -> tiers -> residency: rows in slots (hot_tier, kernels/slots), to and
                      from the cold_store by the queue of transfers (kernels/row_moves)
     popularity       popularity (row_counts, lookup_blocks, coverage, rand_em, profile_file)
-                     -> plan: which rows stay hot
+                     -> plan: which rows stay hot; model_plan: by which names
     memory           row_space: tables as kernels see them; memory: huge pages
     accelerate       attach: which updater moves which tables of a model
 

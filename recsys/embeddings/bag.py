@@ -30,6 +30,7 @@ from recsys.embeddings.table_parameter import make_plain, require_unmoved
 
 if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.plan import HotPlan
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.tiers import Tiers
 
@@ -39,7 +40,7 @@ _STATE = "_optimizer_state"  # in a pickle: of the table
 
 
 class HotColdEmbeddingBag(nn.EmbeddingBag):
-    """A drop-in for `torch.nn.EmbeddingBag`, resident.
+    """A drop-in for `torch.nn.EmbeddingBag`.
 
     Args:
         num_embeddings: E, rows.
@@ -66,13 +67,16 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         budget: Bytes that rows in fast memory may take, with their state and what it takes to find
             them, as a number or like "256MiB". Rows that do not fit wait in `weight`, which is
             then the cold store; what is computed is the same to the last bit. It needs an
-            optimizer. None keeps all rows in fast memory.
+            optimizer. None keeps all rows in fast memory, or has that of `plan`.
+        plan: Which rows are never to leave fast memory: one of a single table of this size, by any
+            name; see `plan_hot_rows`. Without one, rows that are used often stay by being used.
 
     Attributes:
         row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
 
     Raises:
         AssertionError: `padding_idx` is no row, or `_weight` has another shape.
+        ProfileError: the plan is of other tables.
         ValueError: rows are such as an optimizer of ours cannot move.
     """
 
@@ -96,9 +100,12 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
         budget: int | str | None = None,
+        plan: HotPlan | None = None,
     ) -> None:
-        if budget is not None and optimizer is None:
+        if optimizer is None and (budget is not None or plan is not None):
             raise ValueError(NEEDS_OPTIMIZER)
+        if plan is not None:
+            plan = plan.of_bag(num_embeddings, embedding_dim, budget)
         rows = _weight
         if _weight is None and optimizer is not None:
             require_device(
@@ -137,6 +144,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
                 stochastic_rounding=stochastic_rounding,
                 rounding_seed=rounding_seed,
                 budget=budget,
+                plan=plan,
             )
 
     def attach(self, updater: RowUpdater, group: TableGroup, table: int) -> None:
@@ -343,6 +351,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
         budget: int | str | None = None,
+        plan: HotPlan | None = None,
     ) -> None:
         group = TableGroup([self])
         if not self.weight.is_meta:
@@ -356,7 +365,10 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             rounding_seed=rounding_seed,
         )
         self.attach(self.row_optimizer.updater, group, 0)
-        if budget is not None:
+        if plan is not None:
+            pinned = dict(zip(group.weights(), plan.pinned_by_table(), strict=True))
+            self.row_optimizer.updater.tier(plan.budget_bytes, pinned)
+        elif budget is not None:
             self.row_optimizer.updater.tier(budget)
 
     def _read(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["NEEDS_OPTIMIZER", "SpaceSize", "divide_budget"]
 
 NEEDS_OPTIMIZER = (
-    "budget= keeps some rows in slow memory, where an optimizer of torch's cannot move them; give "
-    "optimizer=, too (recsys.embeddings.SGD, Adagrad, RowWiseAdagrad, ...)"
+    "budget= (or plan=) keeps some rows in slow memory, where an optimizer of torch's cannot move "
+    "them; give optimizer=, too (recsys.embeddings.SGD, Adagrad, RowWiseAdagrad, ...)"
 )
 
 
