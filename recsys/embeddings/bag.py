@@ -473,4 +473,9 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         bad = bags.first_bad(len(self.weight))
         if bad is not None:
             raise bags.id_error(bad, len(self.weight))
-        torch.embedding_renorm_(self.weight.detach(), bags.values, max_norm, self.norm_type)
+        assert self._group is not None
+        if self._group.tiers is None:
+            torch.embedding_renorm_(self.weight.detach(), bags.values, max_norm, self.norm_type)
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # it is us who move the rows
+            self._group.renormalize(self._number(), bags.values, max_norm, self.norm_type)
