@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import numpy as np
 import torch
 
-from recsys.embeddings.hot_tier import map_bytes, slot_bytes
+from recsys.embeddings.hot_tier import floor_bytes, map_bytes, slot_bytes
 from recsys.embeddings.popularity import PopularityProfile
 from recsys.embeddings.profile_file import read_profile, write_profile
 from recsys.embeddings.table import DATA_TYPES, TableConfig, data_type_of
@@ -157,8 +157,10 @@ class HotPlan:
         self._slot_bytes = np.array([table.slot_bytes for table in self.tables.values()], np.int64)
         self._is_pinned = np.zeros(int(self._sizes.sum()), np.bool_)
         self.map_bytes = map_bytes(len(self._is_pinned))
-        self.num_shared_slots, self.shared_bytes = self._shared()
-        self.floor_bytes = self.map_bytes + self.shared_bytes
+        self.num_shared_slots, of_slot = self._shared()
+        slots = [(num, of_slot[space]) for space, num in self.num_shared_slots.items()]
+        self.floor_bytes = floor_bytes(len(self._is_pinned), slots)
+        self.shared_bytes = self.floor_bytes - self.map_bytes
         if self.everything_bytes <= budget_bytes:
             self._is_pinned[:] = True
             self.num_shared_slots, self.shared_bytes = dict.fromkeys(self.num_shared_slots, 0), 0
@@ -348,8 +350,8 @@ class HotPlan:
             f"num_rows={len(self._is_pinned)}, ranking={self.ranking!r})"
         )
 
-    def _shared(self) -> tuple[dict[tuple[int, str], int], int]:
-        """How many slots mini-batches need in each row space, and what they take."""
+    def _shared(self) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], int]]:
+        """How many slots mini-batches need in each row space, and what one takes."""
         wanted: dict[tuple[int, str], int] = {}
         there: dict[tuple[int, str], int] = {}
         of_slot: dict[tuple[int, str], int] = {}
@@ -360,8 +362,7 @@ class HotPlan:
             wanted[space] = wanted.get(space, 0) + most
             there[space] = there.get(space, 0) + size
             of_slot[space] = table.slot_bytes
-        slots = {space: min(num, there[space]) for space, num in wanted.items()}
-        return slots, sum(num * of_slot[space] for space, num in slots.items())
+        return {space: min(num, there[space]) for space, num in wanted.items()}, of_slot
 
     def _require_floor(self) -> None:
         if self.budget_bytes < self.floor_bytes:
