@@ -23,6 +23,7 @@ from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.cold_files import open_cold_files
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.model_plan import plan_of_model, require_arguments
 from recsys.embeddings.optimizer import RowOptimizer
 from recsys.sizes import parse_bytes
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from recsys.embeddings.fused_optimizer import FusedOptimizer
+    from recsys.embeddings.plan import HotPlan
+    from recsys.embeddings.popularity import PopularityProfile
 
 __all__ = ["Accelerated", "Replacement", "accelerate", "restore"]
 
@@ -83,6 +86,8 @@ def accelerate(
     *,
     optimizer: torch.optim.Optimizer | RowOptimizer | None = None,
     budget: int | str | None = None,
+    plan: HotPlan | None = None,
+    profile: PopularityProfile | None = None,
     cold_tier: str = "host",
     cold_path: Path | str | None = None,
 ) -> Accelerated:
@@ -111,7 +116,13 @@ def accelerate(
         budget: Bytes that all rows in fast memory may take, with their state and what it takes to
             find them, as a number or like "2GiB". Rows that do not fit wait in the tables, which
             are then the cold store; what is computed is the same to the last bit. It needs
-            something that moves rows. None keeps all rows in fast memory.
+            something that moves rows. None keeps all rows in fast memory, or has that of `plan`.
+        plan: Which rows are never to leave fast memory, of the tables that are moved. A bag's table
+            is called by the bag's name in the model ("tables.0"), a collection's by its own there;
+            where two have one name, a collection's goes by its place in the model, as
+            "left.embedding_bags.t_0". Without one, rows that are used often stay by being used.
+        profile: Lookups of these tables, or of the features of a collection's: a plan is made of it
+            for `budget`, as by `plan_hot_rows`.
         cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
             disk; then tables and state are moved there, and the memory they took is free.
         cold_path: That folder; it must not have tables yet.
@@ -120,8 +131,9 @@ def accelerate(
         What was exchanged.
 
     Raises:
-        TypeError: `optimizer` is something else.
+        TypeError: `optimizer`, `plan` or `profile` is something else.
         BudgetTooSmall: there is no room for what it takes to find rows.
+        ProfileError: `plan` or `profile` is of other tables.
         ColdTierError: the folder cannot be used, or has tables.
         ValueError: there is nothing to exchange, or something that cannot be.
     """
@@ -130,19 +142,22 @@ def accelerate(
             "optimizer must be a torch.optim.Optimizer, a formula of recsys.embeddings (SGD, "
             f"Adagrad, ...) or None, got {type(optimizer).__name__}"
         )
+    require_arguments(budget, plan, profile)
     found = _find(model)
     tables = _tables(found)
     mover = choose_mover(tables, optimizer)
-    if budget is not None and mover is None:
+    if mover is None and (budget is not None or plan is not None):
         raise ValueError(NEEDS_OPTIMIZER)
     budget_bytes = None if budget is None else parse_bytes(budget, "budget")
+    planned = None if mover is None else plan_of_model(tables, mover, budget, plan, profile)
+    budget_bytes, pinned = (budget_bytes, None) if planned is None else planned
     moved = {} if mover is None else mover.param_groups
     names = {table.weight: table.name for table in reversed(tables) if id(table.weight) in moved}
     files = open_cold_files(
         cold_tier,
         cold_path,
         {name: (weight.shape, weight.dtype) for weight, name in names.items()},
-        has_budget=budget is not None,
+        has_budget=budget_bytes is not None,
     )
     counterparts = {module: _counterpart(module) for module in found}
     link = None if mover is None else attach(mover, list(counterparts.values()))
@@ -157,7 +172,7 @@ def accelerate(
             if files is not None:
                 for weight, name in names.items():
                     weight.data = files.begin_with(name, weight.detach())
-            link.updater.tier(budget_bytes, files=files, names=names)
+            link.updater.tier(budget_bytes, pinned, files=files, names=names)
         except BaseException:
             for weight, rows in before.items():
                 weight.data = rows
@@ -317,11 +332,13 @@ def _tables(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:
 
 def _tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
     if isinstance(module, nn.EmbeddingBag):
-        yield NamedTable(name, f"{name}.weight", "", _weight(module), None)
+        yield NamedTable(name, f"{name}.weight", "", _weight(module), None, name, (name,))
         return
+    configs = {config.name: config for config in cast("Any", module).embedding_bag_configs()}
     for table, bag in cast("nn.ModuleDict", module.embedding_bags).items():
         place = f"{name}.embedding_bags.{table}"
-        yield NamedTable(place, f"{place}.weight", f"{table}.", _weight(bag), name)
+        features = tuple(configs[table].feature_names)
+        yield NamedTable(place, f"{place}.weight", f"{table}.", _weight(bag), name, table, features)
 
 
 def _weight(bag: nn.Module) -> nn.Parameter:

@@ -17,7 +17,7 @@ import torch
 
 from recsys.build import autocast, build_model, compile_kernels, open_source
 from recsys.datasets.loader import BatchLoader
-from recsys.embeddings.hot_tier import map_bytes, row_bytes, slot_bytes
+from recsys.embeddings.hot_tier import floor_bytes, row_bytes, slot_bytes
 from recsys.embeddings.plan import HotPlan
 from recsys.embeddings.providers import row_optimizer
 from recsys.embeddings.tier_report import describe_tiers
@@ -187,7 +187,7 @@ def _budget_bytes(
     if name not in BUDGETS:
         return parse_bytes(name, "budget")
     num_slots = max(_num_distinct(batch) for batch in _batches(config, source, max_steps))
-    floor = map_bytes(num_rows) + num_slots * slot_bytes(dim, torch.float32, state)
+    floor = floor_bytes(num_rows, [(num_slots, slot_bytes(dim, torch.float32, state))])
     if config.plan:  # it keeps room for mini-batches of which nothing is known
         floor = max(floor, HotPlan.load(config.plan).floor_bytes)
     return floor if name == "floor" else 2 * floor

@@ -26,7 +26,7 @@ from recsys.bench.worker import Worker, settle
 from recsys.build import build_model
 from recsys.config import ModelConfig, OptimizerConfig, SyntheticConfig, TrainConfig
 from recsys.datasets.synthetic import SyntheticCriteo
-from recsys.embeddings.hot_tier import map_bytes, row_bytes, slot_bytes
+from recsys.embeddings.hot_tier import floor_bytes, row_bytes, slot_bytes
 from recsys.embeddings.tier_report import describe_tiers
 from recsys.machine import peak_memory_bytes, set_num_threads, tune_allocator
 
@@ -74,7 +74,7 @@ def bench_tiers(
     num_rows = sum(table_sizes)
     everything = num_rows * row_bytes(dim, torch.float32, sizes)
     of_slot = slot_bytes(dim, torch.float32, sizes)
-    floor = map_bytes(num_rows) + plan.most_distinct() * of_slot
+    floor = floor_bytes(num_rows, [(plan.most_distinct(), of_slot)])
     rows: list[Row] = []
     with ExitStack() as stack:
         resident = stack.enter_context(Worker("resident", "", _Trainer, plan, ""))

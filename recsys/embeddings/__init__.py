@@ -8,10 +8,11 @@
     an update        fused_optimizer, or torch's by translate and in_backward
                      -> row_updater -> group_updater -> kernels/row_update
     two tiers        budget -> tiers -> residency: rows in slots (hot_tier, kernels/slots), to and
-                     from the cold_store by the queue of transfers (kernels/row_moves); or from
-                     the file_store, which has them in cold_files (kernels/file_moves)
+                     from the cold_store by the queue of transfers (kernels/row_moves), or from the
+                     file_store, which has them in cold_files (kernels/file_moves); evaluation
+                     reads them where they are (kernels/tiered_lookup)
     popularity       popularity (row_counts, lookup_blocks, coverage, rand_em, profile_file)
-                     -> plan: which rows stay hot
+                     -> plan: which rows stay hot; model_plan: by which names
     memory           row_space: tables as kernels see them; memory: huge pages
     accelerate       attach: which updater moves which tables of a model
 

@@ -45,6 +45,9 @@ class NamedTable:
         state_prefix: What its state's names begin with, as TorchRec's.
         weight: The rows.
         collection: Name of the collection that looks it up together with others; None of a bag.
+        planned_as: What a profile or a plan calls it: a bag's name, or the table's in its
+            collection.
+        features: That look it up, by the names that a profile knows.
     """
 
     name: str
@@ -52,6 +55,8 @@ class NamedTable:
     state_prefix: str
     weight: nn.Parameter
     collection: str | None
+    planned_as: str
+    features: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -90,11 +95,13 @@ class Mover:
 
     Attributes:
         words: What moves the rows, in words.
+        formula: How they are moved, as the settings are now.
         param_groups: By the id of each table that is moved: the number of its param group.
         make: From the groups to what moves them.
     """
 
     words: str
+    formula: RowOptimizer
     param_groups: Mapping[int, int]
     make: Callable[[Sequence[tuple[int, TableGroup]]], Link]
 
@@ -170,7 +177,7 @@ def choose_mover(
         return Link(row_optimizer.updater, row_optimizer, marks)
 
     words = f"rows move at the end of each backward, by {formula}"
-    return Mover(words, {id(table.weight): 0 for table in moved}, make)
+    return Mover(words, formula, {id(table.weight): 0 for table in moved}, make)
 
 
 def attach(mover: Mover, modules: Sequence[_Module]) -> Link:
@@ -245,7 +252,9 @@ def _mover_by_torch(
         return Link(updater)
 
     words = f"rows move in the step of {type(optimizer).__name__}"
-    return Mover(words, {id(table.weight): numbers[id(table.weight)] for table in moved}, make)
+    found = {id(table.weight): numbers[id(table.weight)] for table in moved}
+    formula = translation.formula(optimizer.param_groups[next(iter(found.values()))])
+    return Mover(words, formula, found, make)
 
 
 def _require_whole_collections(tables: Sequence[NamedTable], moved: set[int], rule: str) -> None:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.plan import HotPlan
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.tiers import Tiers
 
@@ -43,7 +44,7 @@ _STATE = "_optimizer_state"  # in a pickle: of the table
 
 
 class HotColdEmbeddingBag(nn.EmbeddingBag):
-    """A drop-in for `torch.nn.EmbeddingBag`, resident.
+    """A drop-in for `torch.nn.EmbeddingBag`.
 
     Args:
         num_embeddings: E, rows.
@@ -70,18 +71,21 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         budget: Bytes that rows in fast memory may take, with their state and what it takes to find
             them, as a number or like "256MiB". Rows that do not fit wait in `weight`, which is
             then the cold store; what is computed is the same to the last bit. It needs an
-            optimizer. None keeps all rows in fast memory.
+            optimizer. None keeps all rows in fast memory, or has that of `plan`.
+        plan: Which rows are never to leave fast memory: one of a single table of this size, by any
+            name; see `plan_hot_rows`. Without one, rows that are used often stay by being used.
         cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
             disk, for tables that are larger than memory.
         cold_path: That folder. Made where there is none; one that an earlier module has left whole
-            brings its rows and their state, and what there is of the optimizer's settings is not
-            kept there. `sync`, or the end of the process, leaves it whole.
+            brings its rows and their state, but no settings of the optimizer. `sync`, or the end of
+            the process, leaves it whole.
 
     Attributes:
         row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
 
     Raises:
         AssertionError: `padding_idx` is no row, or `_weight` has another shape.
+        ProfileError: the plan is of other tables.
         ColdTierError: the folder cannot be used, has another table, or there is no room.
         ValueError: rows are such as an optimizer of ours cannot move.
     """
@@ -106,16 +110,18 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
         budget: int | str | None = None,
+        plan: HotPlan | None = None,
         cold_tier: str = "host",
         cold_path: Path | str | None = None,
     ) -> None:
-        if budget is not None and optimizer is None:
+        if optimizer is None and (budget is not None or plan is not None):
             raise ValueError(NEEDS_OPTIMIZER)
+        if plan is not None:
+            plan = plan.of_bag(num_embeddings, embedding_dim, budget)
         rows = _weight
         kind = (num_embeddings, embedding_dim), dtype or torch.get_default_dtype()
-        files = open_cold_files(
-            cold_tier, cold_path, {"weight": kind}, has_budget=budget is not None
-        )
+        has_budget = budget is not None or plan is not None
+        files = open_cold_files(cold_tier, cold_path, {"weight": kind}, has_budget=has_budget)
         if files is not None:
             require_device(device, "rows in files are looked up on the CPU")
             rows = files.begin_with("weight", _weight)
@@ -156,6 +162,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
                 stochastic_rounding=stochastic_rounding,
                 rounding_seed=rounding_seed,
                 budget=budget,
+                plan=plan,
                 files=files,
             )
 
@@ -374,6 +381,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
         budget: int | str | None = None,
+        plan: HotPlan | None = None,
         files: ColdFiles | None = None,
     ) -> None:
         group = TableGroup([self])
@@ -388,8 +396,11 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             rounding_seed=rounding_seed,
         )
         self.attach(self.row_optimizer.updater, group, 0)
-        if budget is not None:
-            names = {group.weights()[0]: "weight"}
+        names = {group.weights()[0]: "weight"}
+        if plan is not None:
+            pinned = dict(zip(group.weights(), plan.pinned_by_table(), strict=True))
+            self.row_optimizer.updater.tier(plan.budget_bytes, pinned, files=files, names=names)
+        elif budget is not None:
             self.row_optimizer.updater.tier(budget, files=files, names=names)
 
     def _read(
@@ -494,4 +505,9 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         bad = bags.first_bad(len(self.weight))
         if bad is not None:
             raise bags.id_error(bad, len(self.weight))
-        torch.embedding_renorm_(self.weight.detach(), bags.values, max_norm, self.norm_type)
+        assert self._group is not None
+        if self._group.tiers is None:
+            torch.embedding_renorm_(self.weight.detach(), bags.values, max_norm, self.norm_type)
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # it is us who move the rows
+            self._group.renormalize(self._number(), bags.values, max_norm, self.norm_type)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from recsys.embeddings.hot_tier import map_bytes, row_bytes, slot_bytes
+from recsys.embeddings.hot_tier import floor_bytes, map_bytes, row_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["NEEDS_OPTIMIZER", "SpaceSize", "divide_budget"]
 
 NEEDS_OPTIMIZER = (
-    "budget= keeps some rows in slow memory, where an optimizer of torch's cannot move them; give "
-    "optimizer=, too (recsys.embeddings.SGD, Adagrad, RowWiseAdagrad, ...)"
+    "budget= (or plan=) keeps some rows in slow memory, where an optimizer of torch's cannot move "
+    "them; give optimizer=, too (recsys.embeddings.SGD, Adagrad, RowWiseAdagrad, ...)"
 )
 
 
@@ -71,8 +71,10 @@ def divide_budget(
     if may_stay and sum(space.resident_bytes for space in spaces) <= budget_bytes:
         return None
     least = [max(1, count) for count in least]
-    maps = sum(map_bytes(space.num_rows) for space in spaces)
-    floor = maps + sum(count * space.slot_bytes for count, space in zip(least, spaces, strict=True))
+    num_rows = sum(space.num_rows for space in spaces)
+    floor = floor_bytes(
+        num_rows, [(count, space.slot_bytes) for count, space in zip(least, spaces, strict=True)]
+    )
     if budget_bytes < floor:
         rows = ", ".join(
             f"{count} of embedding_dim {space.dim}"
@@ -80,8 +82,8 @@ def divide_budget(
         )
         raise BudgetTooSmall(
             f"budget: the rows that mini-batches under way need together ({rows}), their state and "
-            f"the row map ({maps} bytes) take {floor} bytes, and the budget is {budget_bytes}; "
-            "give that, or make the mini-batch smaller"
+            f"the row map ({map_bytes(num_rows)} bytes) take {floor} bytes, and the budget is "
+            f"{budget_bytes}; give that, or make the mini-batch smaller"
         )
     left, slots = budget_bytes - floor, list(least)
     hungry = [number for number, space in enumerate(spaces) if slots[number] < space.num_rows]

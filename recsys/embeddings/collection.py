@@ -79,8 +79,8 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
             disk, for tables that are larger than memory.
         cold_path: That folder. Made where there is none; one that an earlier module has left whole
-            brings its rows and their state, and what there is of the optimizer's settings is not
-            kept there. `sync`, or the end of the process, leaves it whole.
+            brings its rows and their state, but no settings of the optimizer. `sync`, or the end of
+            the process, leaves it whole.
         plan: Which rows are never to leave fast memory, of these tables, by name; see
             `plan_hot_rows`. Without one, rows that are used often stay by being used.
 

@@ -68,10 +68,18 @@ def fused_lookup(
     """
     with torch._C.DisableTorchFunctionSubclass():  # it is us who read the tables
         may_move = updater is not None and torch.is_grad_enabled()
+        asking = [part.group.asking(part.lookups) if may_move else _NOTHING for part in parts]
+        asks_tables = any(each.distinct_tables for each in asking)
+        if not asks_tables and updater is not None and parts[0].group.tiers is not None:
+            asks_weights = may_move and bag_weights is not None and bag_weights.requires_grad
+            if not asks_weights:
+                return _look_up_where_rows_are(parts, explain)
         calls = None
         while calls is None:
             try:
-                calls = [call for part in parts for call in _calls_of(part, may_move=may_move)]
+                calls = [
+                    call for pair in zip(parts, asking, strict=True) for call in _calls_of(*pair)
+                ]
             except NoSuchRow as error:
                 raise explain(error.position) from None
             except NotEnoughSlots as error:
@@ -83,7 +91,7 @@ def fused_lookup(
         tables: Sequence[Tensor] = ()
         if updater is None:
             tables = [weight for part in parts for weight in part.group.weights()]
-        elif any(asking.distinct_tables for _, asking in calls):
+        elif asks_tables:
             tables = (updater.asks_gradient,)
             if DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
                 raise RuntimeError(
@@ -118,14 +126,37 @@ def _values_of(bags: Bags, position: int) -> NDArray[Any]:
     return bags.values[begin:end]
 
 
-def _calls_of(part: Part, *, may_move: bool) -> list[tuple[Found, Lookups]]:
-    """The kernel calls of a part, and which lookups of each ask for a gradient."""
+def _calls_of(part: Part, asking: Lookups) -> list[tuple[Found, Lookups]]:
+    """The kernel calls of a part, and which lookups of each ask for a gradient.
+
+    Args:
+        part: What is looked up.
+        asking: Of all of them.
+    """
     group, lookups, bags = part
-    asking = group.asking(lookups) if may_move else _NOTHING
     return [
-        (found, asking if found.lookups is lookups or not may_move else group.asking(found.lookups))
-        for found in group.find(lookups, bags, to_move=len(asking.distinct_tables) > 0)
+        (found, asking if found.lookups is lookups else group.asking(found.lookups))
+        for found in group.find(lookups, bags)
     ]
+
+
+def _look_up_where_rows_are(parts: Sequence[Part], explain: Callable[[int], Exception]) -> Tensor:
+    """Of tiered rows, for nobody who would come back to them: no slots, no graph."""
+    result = _empty_result(parts[0].group.weights()[0].dtype, parts[0].bags, parts[0].lookups)
+    for group, lookups, bags in parts:
+        bad = group.look_up(lookups, bags, result)
+        if bad >= 0:
+            raise explain(bad)
+    return result
+
+
+def _empty_result(dtype: torch.dtype, bags: Bags, lookups: Lookups) -> Tensor:
+    """Memory for the pooled rows of tables of a dtype, (B, W)."""
+    computed, shape = compute_dtype(dtype), (bags.batch_size, lookups.width)
+    # glibc asks the system for anything larger anew each time, and small pages of it are handed
+    # out one by one: at 100 MiB that took longer than looking up.
+    is_large = shape[0] * shape[1] * computed.itemsize > _MAX_KEPT_BYTES
+    return (empty_rows if is_large else torch.empty)(*shape, dtype=computed)
 
 
 class _Work(NamedTuple):
@@ -140,12 +171,7 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
         found, _ = work.calls[0]
-        dtype = compute_dtype(found.space.tables[0].dtype)
-        shape = found.bags.batch_size, found.lookups.width
-        # glibc asks the system for anything larger anew each time, and small pages of it are
-        # handed out one by one: at 100 MiB that took longer than looking up.
-        is_large = shape[0] * shape[1] * dtype.itemsize > _MAX_KEPT_BYTES
-        result = (empty_rows if is_large else torch.empty)(*shape, dtype=dtype)
+        result = _empty_result(found.space.tables[0].dtype, found.bags, found.lookups)
         for found, _ in work.calls:
             bad = pooled_lookup(found.space, found.lookups, found.bags, result)
             if bad >= 0:

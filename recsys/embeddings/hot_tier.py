@@ -18,13 +18,13 @@ from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import RowSpace, compute_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["MAX_SLOTS", "HotTier", "map_bytes", "row_bytes", "slot_bytes"]
+__all__ = ["MAX_SLOTS", "HotTier", "floor_bytes", "map_bytes", "row_bytes", "slot_bytes"]
 
 MAX_SLOTS = AWAITED - 1  # a slot's number and one bit more fit 32
 _MAP_BYTES_PER_ROW = 4
@@ -44,6 +44,16 @@ def row_bytes(dim: int, dtype: torch.dtype, state_sizes: Mapping[str, int]) -> i
 def slot_bytes(dim: int, dtype: torch.dtype, state_sizes: Mapping[str, int]) -> int:
     """What one slot takes: a row, its state, and what is known of it."""
     return row_bytes(dim, dtype, state_sizes) + _NOTE_BYTES_PER_SLOT
+
+
+def floor_bytes(num_rows: int, slots: Iterable[tuple[int, int]]) -> int:
+    """The least that tables can do with: the row map, and a slot for every row needed at once.
+
+    Args:
+        num_rows: Of all tables.
+        slots: Of every row space: how many, and what one takes.
+    """
+    return map_bytes(num_rows) + sum(count * num_bytes for count, num_bytes in slots)
 
 
 class HotTier:

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import numpy as np
+import torch
 
-from recsys.embeddings.hot_tier import map_bytes, slot_bytes
+from recsys.embeddings.hot_tier import floor_bytes, map_bytes, slot_bytes
 from recsys.embeddings.popularity import PopularityProfile
 from recsys.embeddings.profile_file import read_profile, write_profile
-from recsys.embeddings.table import DATA_TYPES, data_type_of
+from recsys.embeddings.table import DATA_TYPES, TableConfig, data_type_of
 from recsys.errors import BudgetTooSmall, ConfigError, ProfileError
 from recsys.sizes import format_bytes, parse_bytes
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from recsys.datasets.source import SampleSource
     from recsys.embeddings.coverage import Coverage
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.table import TableConfig
 
 __all__ = ["RANKINGS", "HotPlan", "PlannedTable", "plan_hot_rows"]
 
@@ -50,6 +50,7 @@ __all__ = ["RANKINGS", "HotPlan", "PlannedTable", "plan_hot_rows"]
 RANKINGS = ("lookups_per_byte", "global_topk", "per_table_threshold")
 _SMALL_SHARE = 1 / 1024
 _PRINTED = (0.25, 0.5, 1.0, 2.0, 4.0)
+_DATA_TYPES = DATA_TYPES | {"fp64": torch.float64}  # which no config has, but a model's bag may
 _ARGUMENTS = ("budget_bytes", "ranking", "window_lookups", "small_share")
 
 
@@ -102,8 +103,8 @@ def plan_hot_rows(
     counted = profile.for_tables(tables)
     planned = {}
     for table in tables:
-        data_type = data_type_of(table)
-        dtype = DATA_TYPES[data_type]
+        data_type = data_type_of(table, _DATA_TYPES)
+        dtype = _DATA_TYPES[data_type]
         sizes = {} if optimizer is None else optimizer.state_sizes(table.embedding_dim)
         planned[table.name] = PlannedTable(
             table.embedding_dim,
@@ -156,8 +157,10 @@ class HotPlan:
         self._slot_bytes = np.array([table.slot_bytes for table in self.tables.values()], np.int64)
         self._is_pinned = np.zeros(int(self._sizes.sum()), np.bool_)
         self.map_bytes = map_bytes(len(self._is_pinned))
-        self.num_shared_slots, self.shared_bytes = self._shared()
-        self.floor_bytes = self.map_bytes + self.shared_bytes
+        self.num_shared_slots, of_slot = self._shared()
+        slots = [(num, of_slot[space]) for space, num in self.num_shared_slots.items()]
+        self.floor_bytes = floor_bytes(len(self._is_pinned), slots)
+        self.shared_bytes = self.floor_bytes - self.map_bytes
         if self.everything_bytes <= budget_bytes:
             self._is_pinned[:] = True
             self.num_shared_slots, self.shared_bytes = dict.fromkeys(self.num_shared_slots, 0), 0
@@ -210,16 +213,50 @@ class HotPlan:
         sizes = self.profile.table_sizes
         known = {name: (sizes[name], table.embedding_dim) for name, table in self.tables.items()}
         if list(wanted.items()) != list(known.items()):
-            differing = [
-                name for name in {**wanted, **known} if wanted.get(name) != known.get(name)
-            ]
-            name = differing[0] if differing else next(iter(wanted))
+            lacking = [name for name in wanted if name not in known]
+            added = [name for name in known if name not in wanted]
+            differing = [name for name in wanted if name in known and wanted[name] != known[name]]
+            if lacking:
+                rule = f"{lacking[0]!r} is not in it, which has {list(known)}"
+            elif added:
+                rule = f"its {added[0]!r} is not among those here, {list(wanted)}"
+            elif differing:
+                name = differing[0]
+                rule = (
+                    f"(num_embeddings, embedding_dim) of {name!r} are {known[name]} in the plan "
+                    f"and {wanted[name]} here"
+                )
+            else:
+                rule = f"it has them in the order {list(known)}, and here it is {list(wanted)}"
             raise ProfileError(
-                f"the plan is of other tables: (num_embeddings, embedding_dim) of {name!r} are "
-                f"{known.get(name)} in the plan and {wanted.get(name)} here; plan again for these "
-                "tables, in their order"
+                f"the plan is of other tables: {rule}; plan again for these tables, in their order"
             )
         return self if budget is None else self.retarget(budget)
+
+    def of_bag(
+        self, num_embeddings: int, embedding_dim: int, budget: int | str | None = None
+    ) -> HotPlan:
+        """The plan, if it is one of a single table of this size, whatever its name.
+
+        Args:
+            num_embeddings: E.
+            embedding_dim: D.
+            budget: Another one than the plan's; None for that.
+
+        Raises:
+            ProfileError: it is of several tables, or of one of another size.
+        """
+        if len(self.tables) != 1:
+            raise ProfileError(
+                "a bag is one table, and the plan is of several: "
+                f"{list(self.tables)}; plan for its table alone"
+            )
+        table = TableConfig(
+            name=next(iter(self.tables)),
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+        )
+        return self.of_tables([table], budget)
 
     def coverage(
         self,
@@ -313,8 +350,8 @@ class HotPlan:
             f"num_rows={len(self._is_pinned)}, ranking={self.ranking!r})"
         )
 
-    def _shared(self) -> tuple[dict[tuple[int, str], int], int]:
-        """How many slots mini-batches need in each row space, and what they take."""
+    def _shared(self) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], int]]:
+        """How many slots mini-batches need in each row space, and what one takes."""
         wanted: dict[tuple[int, str], int] = {}
         there: dict[tuple[int, str], int] = {}
         of_slot: dict[tuple[int, str], int] = {}
@@ -325,8 +362,7 @@ class HotPlan:
             wanted[space] = wanted.get(space, 0) + most
             there[space] = there.get(space, 0) + size
             of_slot[space] = table.slot_bytes
-        slots = {space: min(num, there[space]) for space, num in wanted.items()}
-        return slots, sum(num * of_slot[space] for space, num in slots.items())
+        return {space: min(num, there[space]) for space, num in wanted.items()}, of_slot
 
     def _require_floor(self) -> None:
         if self.budget_bytes < self.floor_bytes:

@@ -9,6 +9,9 @@ given to another row; if its row was moved since it came, it is written back fir
 nowhere but in the cold store is fetched by whoever needs it next. Both go through one ordered
 queue, so that no row is fetched before its own write-back.
 
+Who only reads claims nothing: with nothing under way, a row's slot has its newest value, and that
+of a row without one is in the cold store.
+
 Which row has to go is found by a clock's hand: it halves what has been counted of a row's uses
 whenever it passes, and takes the first row of which nothing is left. So rows used often stay,
 without a list in order and whatever the stream is.
@@ -23,6 +26,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from recsys.embeddings.kernels.slots import (
     AWAITED,
@@ -38,15 +42,19 @@ from recsys.embeddings.kernels.slots import (
     resolve,
     take_back,
 )
+from recsys.embeddings.kernels.tiered_lookup import tiered_lookup
+from recsys.embeddings.row_space import RowSpace
 from recsys.embeddings.transfers import TransferQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from recsys.embeddings.cold_store import ColdStore
     from recsys.embeddings.hot_tier import HotTier
+    from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
     from recsys.embeddings.kernels.slots import Requests
 
 __all__ = ["NoSuchRow", "NotEnoughSlots", "Residency", "Ticket", "TierCounts"]
@@ -156,6 +164,7 @@ class Residency:
         # Neither claimed nor pinned.
         self._num_idle = hot.num_slots - int(((hot.slots.flags & PINNED) > 0).sum())
         self._has_warned = False
+        self._both: tuple[RowSpace, RowSpace] | None = None  # the tables, and they with the slots
 
     def prefetch(
         self, requests: Requests, values: NDArray[Any], *, in_background: bool = False
@@ -207,6 +216,48 @@ class Residency:
             ticket.wait()
         return ticket
 
+    def look_up(self, tables: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
+        """Pool rows where they are, in slots or in tables; nothing is claimed, and nothing moves.
+
+        Args:
+            tables: The cold store's, where they lie now.
+            lookups: What is looked up where.
+            bags: The input.
+            result: As for `pooled_lookup`, and so is what is returned.
+        """
+        self._settle()
+        hot = self.hot
+        if self._both is None or self._both[0] is not tables:
+            self._both = tables, RowSpace([*tables.tables, hot.rows])
+        return tiered_lookup(
+            self._both[1], hot.slots.slot_of_row, hot.first_rows, lookups, bags, result
+        )
+
+    def renormalize(
+        self, rows: Tensor, first_row: int, values: Tensor, max_norm: float, norm_type: float
+    ) -> None:
+        """Scale rows down to a norm, each where it is, by `torch.embedding_renorm_`.
+
+        Args:
+            rows: Of the table, in the cold store.
+            first_row: Where they begin among those of all tables.
+            values: Which, (N,).
+            max_norm: At most.
+            norm_type: The p of that norm.
+        """
+        self._settle()
+        slots = self.hot.slots.slot_of_row[values.numpy().astype(np.int64) + first_row]
+        is_here = (slots >= 0) & (slots < AWAITED)
+        here, elsewhere = torch.from_numpy(slots[is_here]), values[torch.from_numpy(~is_here)]
+        torch.embedding_renorm_(self.hot.rows, here, max_norm, norm_type)
+        mark_dirty(self.hot.slots, here.numpy())
+        torch.embedding_renorm_(rows, elsewhere, max_norm, norm_type)
+
+    def _settle(self) -> None:
+        """Wait until nothing is under way, and undo what has failed: slots hold what they say."""
+        with self.waiting():
+            self.queue.settle(is_all=True)
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time spent inside as time spent in waiting for rows."""
@@ -253,6 +304,7 @@ class Residency:
             OSError: they cannot be fetched; call it again.
         """
         self._collect()
+        self._both = None
         self.queue.settle(is_all=True)
         slots = self.hot.slots
         is_claimed = slots.num_claims > 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["DATA_TYPES", "POOLINGS", "TableConfig", "data_type_of", "output_names"]
 
@@ -69,16 +69,20 @@ def output_names(tables: Sequence[Any]) -> list[str]:
     ]
 
 
-def data_type_of(table: Any) -> str:
+def data_type_of(table: Any, known: Mapping[str, torch.dtype] = DATA_TYPES) -> str:
     """What a table's config says, "fp32" where nothing; TorchRec's `DataType` by its value.
 
+    Args:
+        table: `TableConfig` or TorchRec's `EmbeddingBagConfig`.
+        known: The types it may be.
+
     Raises:
-        ValueError: no table of ours can have it.
+        ValueError: it is none of them.
     """
     data_type = getattr(table, "data_type", "fp32")
     found = str(getattr(data_type, "value", data_type)).lower()
-    if found not in DATA_TYPES:
+    if found not in known:
         raise ValueError(
-            f"table {table.name!r}: data_type must be one of {tuple(DATA_TYPES)}, got {found!r}"
+            f"table {table.name!r}: data_type must be one of {tuple(known)}, got {found!r}"
         )
     return found

@@ -145,29 +145,36 @@ class TableGroup:
         self._space = RowSpace(weights)
         return self._space
 
-    def find(self, lookups: Lookups, rows: Bags, *, to_move: bool) -> Sequence[Found]:
-        """Where the rows of a lookup are, as kernel calls.
+    def find(self, lookups: Lookups, rows: Bags) -> Sequence[Found]:
+        """Where the rows of a lookup are that may be moved on its account, as kernel calls.
 
         Args:
             lookups: What is looked up where.
             rows: The input.
-            to_move: Whether rows may be moved on its account.
 
         Raises:
             NoSuchRow: tiered, a value is no row of its table.
             NotEnoughSlots: tiered, there is no room for the rows.
         """
         space = self.space(lookups if self.tiers is None else None)
-        if self.tiers is not None and to_move:
+        if self.tiers is not None:
             return [
                 Found(
                     self, claimed.lookups, rows, self.tiers.hot.space, claimed.bags, claimed.ticket
                 )
                 for claimed in self.tiers.claim(space, lookups, rows)
             ]
-        if self.tiers is not None:
-            self.tiers.flush()
         return (Found(self, lookups, rows, space, rows, None),)
+
+    def look_up(self, lookups: Lookups, rows: Bags, result: Tensor) -> int:
+        """Tiered: pool rows that are not moved on its account; see `Residency.look_up`."""
+        assert self.tiers is not None
+        return self.tiers.look_up(self.space(), lookups, rows, result)
+
+    def renormalize(self, table: int, values: Tensor, max_norm: float, norm_type: float) -> None:
+        """Tiered: scale a table's rows down to a norm, in place; see `Tiers.renormalize`."""
+        assert self.tiers is not None
+        self.tiers.renormalize(self.space(), table, values, max_norm, norm_type)
 
     def forget_space(self) -> None:
         """Look anew where the tables lie: one of them has other memory, or less of it."""
@@ -272,7 +279,7 @@ class TableGroup:
             )
         bags = Bags(rows.numpy(), None, None, len(rows), is_mean=False)
         values = values.to(compute_dtype(values.dtype)).contiguous()
-        [found] = self.find(self._whole_tables[table], bags, to_move=True)
+        [found] = self.find(self._whole_tables[table], bags)
         return LedgerEntry(found.lookups, found.bags, values, (), found.rows, found.ticket)
 
 

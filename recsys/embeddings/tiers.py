@@ -1,8 +1,8 @@
 """The tiers of a table group: which rows of which tables are in which slots, as lookups see it.
 
-A lookup that may move rows gets a ticket: its ids become slot numbers, and the kernels work on the
-slots as they work on resident tables. One that may not (evaluation) claims no slots: what has been
-moved is written back, and it reads the cold store.
+A lookup that backward may come back to gets a ticket: its ids become slot numbers, and the kernels
+work on the slots as they work on resident tables. Any other (evaluation) claims no slots: it reads
+each row where it is.
 
 `weight` and the optimizer's state are the cold store, in memory or mapped from files. Whoever reads
 them finds every row's newest value, because `TieredParameter` writes back first; who has written to
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
@@ -121,6 +122,31 @@ class Tiers:
             ticket = self.residency.prefetch(self._requests_of(layer, bags), bags.values)
             claimed.append(Claimed(layer, bags._replace(values=ticket.slot_of_value), ticket))
         return claimed
+
+    def look_up(self, tables: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
+        """Pool rows where they are; arguments and what is returned as for `Residency.look_up`."""
+        self.heed_others(tables)
+        return self.residency.look_up(tables, lookups, bags, result)
+
+    def renormalize(
+        self, tables: RowSpace, table: int, values: Tensor, max_norm: float, norm_type: float
+    ) -> None:
+        """Scale a table's rows down to a norm, each where it is.
+
+        Args:
+            tables: The cold store, where it lies now.
+            table: Number of the table.
+            values: Its rows, (N,).
+            max_norm: At most.
+            norm_type: The p of that norm.
+        """
+        self.heed_others(tables)
+        if self.files is not None:
+            self.files.mark_dirty()
+        self.residency.renormalize(
+            tables.tables[table], int(self.hot.first_rows[table]), values, max_norm, norm_type
+        )
+        self._versions = _versions(tables)
 
     def resized(self, num_slots: int) -> Tiers:
         """The same with another number of slots, which are empty; no ticket may be held."""

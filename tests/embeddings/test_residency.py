@@ -15,7 +15,8 @@ from recsys.embeddings.cold_files import ColdFiles
 from recsys.embeddings.cold_store import HostStore
 from recsys.embeddings.file_store import FileStore
 from recsys.embeddings.hot_tier import HotTier
-from recsys.embeddings.kernels.slots import Requests
+from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+from recsys.embeddings.kernels.slots import DIRTY, Requests
 from recsys.embeddings.residency import NoSuchRow, NotEnoughSlots, Residency
 from recsys.embeddings.row_space import RowSpace
 from recsys.embeddings.transfers import TransferQueue
@@ -71,6 +72,11 @@ class OpeningQueue(TransferQueue):
         self._gate.set()
         super().wait(number)
 
+    def settle(self, *, is_all=False):
+        if is_all:
+            self._gate.set()
+        super().settle(is_all=is_all)
+
 
 class World:
     """Tables, their residency, and what each row should be."""
@@ -92,6 +98,7 @@ class World:
         for table, row in EVERYTHING:
             self.write(table, row, float(100 * table + row))
         spaces = [RowSpace(self.tables), RowSpace(self.state)]
+        self.space = spaces[0]
         hot = HotTier(SIZES, DIM, torch.float32, STATE, num_slots)
         hot.rows.fill_(float("nan"))  # what was never fetched is never right
         hot.pin(np.array(pinned, np.int32))
@@ -139,6 +146,30 @@ class World:
             hot.rows[slot] += 0.5
             hot.states[0][slot] -= 0.5
         self.residency.mark_moved(ticket)
+
+    def look_up_everything(self):
+        """Every row of every table, without claims: bag r of a feature is row r of its table."""
+        num_bags = max(SIZES)
+        lengths = [row < size for size in SIZES for row in range(num_bags)]
+        lookups = Lookups(
+            tables=np.arange(len(SIZES)).astype(np.uint64),
+            positions=np.arange(len(SIZES)).astype(np.uint64),
+            columns=(DIM * np.arange(len(SIZES))).astype(np.uint64),
+            width=DIM * len(SIZES),
+        )
+        rows = np.array([row for _, row in EVERYTHING], np.int64)
+        offsets = np.cumsum([0, *lengths])
+        bags = Bags(rows, offsets, None, num_bags, is_mean=False)
+        result = torch.full((num_bags, lookups.width), float("nan"))
+        assert self.residency.look_up(self.space, lookups, bags, result) == -1
+        return {
+            (table, row): result[row, DIM * table : DIM * (table + 1)].tolist()
+            for table, row in EVERYTHING
+        }
+
+    def require_readable(self):
+        found = self.look_up_everything()
+        assert found == {key: [value] * DIM for key, value in self.expected.items()}
 
     def require_cold(self):
         for table, row in EVERYTHING:
@@ -213,6 +244,14 @@ class ResidencyMachine(RuleBasedStateMachine):
         except OSError:
             return
         self.world.require_cold()
+
+    @rule()
+    def evaluate(self):
+        slots = self.world.residency.hot.slots
+        counts, num_claimed = self.world.residency.counts, slots.num_claims.tolist()
+        self.world.require_readable()
+        assert self.world.residency.counts == counts
+        assert slots.num_claims.tolist() == num_claimed
 
     @rule(table_and_row=st.sampled_from(EVERYTHING))
     def somebody_else_writes(self, table_and_row):
@@ -304,6 +343,39 @@ def test_a_failed_flush_forgets_nothing():
     world.residency.flush()
 
     world.require_cold()
+
+
+def test_rows_that_were_moved_are_read_from_their_slots_and_stay_there():
+    world = World(num_slots=4, pinned=[4, 12])  # of which one has come
+    moved(world, [(0, 0), (0, 12), (2, 1)])
+
+    world.require_readable()
+
+    assert world.residency.counts.num_written_back == 0
+    assert (world.residency.hot.slots.flags & DIRTY).sum() == 3 * DIRTY
+    assert world.tables[0][0].tolist() != [world.expected[0, 0]] * DIM
+
+
+def test_reading_waits_for_rows_under_way_and_takes_back_those_that_fail():
+    world = World(num_slots=4)
+    moved(world, [(0, 0), (0, 1), (0, 2), (0, 3)])
+    world.store.gate.clear()
+    coming, wanted = world.prefetch([(0, 4), (0, 5)], in_background=True)
+
+    world.require_readable()
+
+    world.require_here(coming, wanted)
+    coming.release()
+    world.store.gate.clear()
+    world.store.faults["write_back"] = 1
+    failing, _ = world.prefetch([(0, 6), (0, 7), (0, 8), (0, 9)], in_background=True)
+
+    world.require_readable()
+
+    with pytest.raises(OSError, match="write_back failed"):
+        failing.wait()
+    assert world.residency.num_claimed == 4
+    world.require_readable()
 
 
 def test_with_too_few_slots_nothing_is_claimed_and_what_would_do_is_told():

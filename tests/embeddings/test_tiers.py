@@ -11,8 +11,8 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
-from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.kernels.slots import DIRTY
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.plan import plan_hot_rows
 from recsys.embeddings.popularity import PopularityProfile
@@ -219,13 +219,111 @@ def test_a_loss_that_is_kept_keeps_no_slots_after_backward():
     assert all(tiers.hot.slots.num_claims.max() <= 1 for tiers in tiers_of(tiered))
 
 
-def test_evaluation_claims_no_slots():
-    _, tiered = pair(SGD(lr=0.1))
+def num_dirty(tiers):
+    return int(((tiers.hot.slots.flags & DIRTY) > 0).sum())
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_evaluation_claims_no_slots_and_writes_nothing_back(off):
+    resident, tiered = pair(SGD(lr=0.5))
+    train([resident, tiered], 20)
+    before = [(tiers.residency.counts, num_dirty(tiers)) for tiers in tiers_of(tiered)]
+    generator = torch.Generator().manual_seed(9)
+
+    with off():
+        for _ in range(5):
+            ids = batch(generator)
+            assert torch.equal(tiered(ids).values(), resident(ids).values())
+
+    assert [(tiers.residency.counts, num_dirty(tiers)) for tiers in tiers_of(tiered)] == before
+    assert all(dirty > 0 for _, dirty in before)
+    train([resident, tiered], 5, seed=1)
+    require_equal(resident, tiered)
+
+
+def test_evaluation_heeds_what_others_have_written_to_rows_in_slots():
+    modules = pair(SGD(lr=0.5))
+    generator = torch.Generator().manual_seed(0)
+    ids = batch(generator)
+    for module in modules:
+        backward(module, ids)
+        for table in module.table_weights():
+            table.detach().numpy()[:] *= 0.5
 
     with torch.no_grad():
-        tiered(batch(torch.Generator().manual_seed(0)))
+        assert torch.equal(*(module(ids).values() for module in modules))
 
-    assert all(tiers.residency.counts.num_rows == 0 for tiers in tiers_of(tiered))
+
+def test_evaluation_may_need_more_rows_than_there_are_slots():
+    resident, tiered = pair(SGD(lr=0.5))
+    train([resident, tiered], 5)
+    ids = JaggedIds.from_one_hot(FEATURES, torch.arange(250).repeat(3, 1))
+
+    with torch.no_grad():
+        assert torch.equal(tiered(ids).values(), resident(ids).values())
+
+
+def test_evaluation_between_forward_and_backward_changes_nothing():
+    modules = pair(Adagrad(lr=0.1))
+    train(modules, 5)
+    generator = torch.Generator().manual_seed(9)
+    ids, others = batch(generator), batch(generator)
+    losses = [module(ids).values().square().sum() for module in modules]
+
+    with torch.no_grad():
+        assert torch.equal(*(module(others).values() for module in modules))
+    for loss in losses:
+        loss.backward()
+
+    with torch.no_grad():
+        assert torch.equal(*(module(ids).values() for module in modules))
+    require_equal(*modules)
+
+
+def test_frozen_tables_take_part_in_training_and_are_read_in_evaluation():
+    modules = pair(Adagrad(lr=0.1))
+    for module in modules:
+        for table in (0, 2):  # of one dim some, of the other all
+            module.table_weights()[table].requires_grad_(False)
+
+    train(modules, 20)
+
+    require_equal(*modules)
+    for module in modules:
+        for table in (1, 3):
+            module.table_weights()[table].requires_grad_(False)
+    ids = batch(torch.Generator().manual_seed(9))
+    counts = [tiers.residency.counts for tiers in tiers_of(modules[1])]
+    pooled = [module(ids).values() for module in modules]
+    assert not pooled[1].requires_grad
+    assert torch.equal(*pooled)
+    assert [tiers.residency.counts for tiers in tiers_of(modules[1])] == counts
+
+
+def test_weights_of_lookups_in_frozen_tables_get_their_gradient():
+    modules = pair(SGD(lr=0.5), is_weighted=True)
+    generator = torch.Generator().manual_seed(0)
+    ids, others = batch(generator), batch(generator)
+    found = []
+    for module in modules:
+        weights = torch.linspace(-1, 2, len(ids.values()), requires_grad=True)
+        weighted = JaggedIds(FEATURES, ids.values(), ids.offsets(), weights)
+        elsewhere = JaggedIds(FEATURES, others.values(), others.offsets(), others.values() / 100)
+        module(weighted).values().sum().backward()
+        weights.grad = None
+        for table in module.table_weights():
+            table.requires_grad_(False)
+        pooled = module(weighted).values()
+        with torch.no_grad():
+            module(elsewhere)
+
+        pooled.square().sum().backward()
+
+        found.append((pooled, weights.grad))
+
+    assert torch.equal(found[1][0], found[0][0])
+    assert torch.equal(found[1][1], found[0][1])
+    require_equal(*modules)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -336,27 +434,6 @@ def test_a_plan_of_other_tables_is_refused_by_name():
             optimizer=SGD(lr=0.1),
             plan=plan,
         )
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_a_bag_with_a_budget_is_that_without(mode):
-    bags = []
-    for budget in (None, 4 * 300 + 40 * 24):
-        torch.manual_seed(0)
-        bags.append(
-            HotColdEmbeddingBag(300, 4, mode=mode, optimizer=RowWiseAdagrad(lr=0.1), budget=budget)
-        )
-    generator = torch.Generator().manual_seed(0)
-
-    for _ in range(30):
-        ids = torch.randint(0, 300, (24,), generator=generator)
-        outputs = [bag(ids, torch.tensor([0, 5, 5, 20])) for bag in bags]
-        assert torch.equal(*outputs)
-        for output in outputs:
-            output.square().sum().backward()
-
-    assert bags[1].tiers()[0].residency.counts.num_written_back > 0
-    assert torch.equal(bags[1].weight, bags[0].weight)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,313 @@
+"""Plans of models and of single bags: whose rows are pinned, by which names."""
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.batch import JaggedIds
+from recsys.embeddings import (
+    SGD,
+    Adagrad,
+    HotColdEmbeddingBag,
+    PopularityProfile,
+    TableConfig,
+    plan_hot_rows,
+)
+from recsys.errors import BudgetTooSmall, ProfileError
+
+MAP_BYTES, SLOT_BYTES = 4, 8
+
+
+def profile_of(popular, sizes):
+    """Every named row was looked up nine times."""
+    profile = PopularityProfile(sizes)
+    rows = [torch.tensor(popular.get(name, ()), dtype=torch.int64).repeat(9) for name in sizes]
+    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    profile.add(JaggedIds(list(sizes), torch.cat(rows), offsets))
+    return profile
+
+
+def bags(*sizes, dim=4, **options):
+    options = {"mode": "sum", "sparse": True} | options
+    return nn.ModuleDict(
+        {"tables": nn.ModuleList(nn.EmbeddingBag(s, dim, **options) for s in sizes)}
+    )
+
+
+def pinned_rows(tiers):
+    """Numbered over all tables of the tier, the first slot's first."""
+    is_pinned = (tiers.hot.slots.flags & 1) > 0
+    return tiers.hot.slots.row_of_slot[is_pinned].tolist()
+
+
+def room_for(num_rows, num_slots, row_bytes):
+    return MAP_BYTES * num_rows + num_slots * (row_bytes + SLOT_BYTES)
+
+
+def planned(profile, budget, optimizer=None, **sizes):
+    tables = [
+        TableConfig(name=name, num_embeddings=size, embedding_dim=4) for name, size in sizes.items()
+    ]
+    return plan_hot_rows(profile, tables, budget, optimizer, window_lookups=8, small_share=0)
+
+
+def test_a_bags_plan_keeps_its_rows_in_their_slots_by_whatever_name():
+    popular = [7, 3, 390]
+    plan = planned(
+        profile_of({"users": popular}, {"users": 400}),
+        room_for(400, 11, 16),
+        SGD(lr=0.1),
+        users=400,
+    )
+    runs = []
+    for options in ({}, {"plan": plan}):
+        torch.manual_seed(0)
+        runs.append(HotColdEmbeddingBag(400, 4, mode="sum", optimizer=SGD(lr=0.1), **options))
+    tiered = runs[1]
+
+    for start in range(0, 320, 8):
+        for bag in runs:
+            bag(torch.arange(start, start + 8).reshape(4, 2)).square().sum().backward()
+    before = tiered.tiers()[0].residency.counts
+    tiered(torch.tensor([popular]))
+    after = tiered.tiers()[0].residency.counts
+
+    assert sorted(pinned_rows(tiered.tiers()[0])) == sorted(popular)
+    assert tiered.tiers()[0].hot.num_slots == 11
+    assert after.num_hits - before.num_hits == 2  # 390 was never here
+    assert torch.equal(tiered.weight, runs[0].weight)
+
+
+def test_a_bags_budget_comes_before_that_of_its_plan():
+    profile = profile_of({"users": range(100)}, {"users": 400})
+    plan = planned(profile, room_for(400, 11, 16), users=400)
+
+    bag = HotColdEmbeddingBag(
+        400, 4, optimizer=SGD(lr=0.1), plan=plan, budget=room_for(400, 20, 16)
+    )
+
+    assert bag.tiers()[0].hot.num_slots == 20
+    assert len(pinned_rows(bag.tiers()[0])) == 12
+
+
+def test_a_plan_of_other_tables_is_no_bags():
+    two = planned(profile_of({}, {"a": 400, "b": 3}), "1MiB", a=400, b=3)
+    other = planned(profile_of({}, {"a": 300}), "1MiB", a=300)
+
+    with pytest.raises(ProfileError, match=r"a bag is one table, and the plan is of several: \['a"):
+        HotColdEmbeddingBag(400, 4, optimizer=SGD(lr=0.1), plan=two)
+    with pytest.raises(ProfileError, match=r"\(300, 4\) in the plan and \(400, 4\) here"):
+        HotColdEmbeddingBag(400, 4, optimizer=SGD(lr=0.1), plan=other)
+    with pytest.raises(ValueError, match="give optimizer=, too"):
+        HotColdEmbeddingBag(300, 4, plan=other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("by", ["profile", "plan"])
+def test_a_models_bags_are_planned_for_by_their_names_in_the_model(by, dtype):
+    popular = {"tables.0": [7, 3], "tables.2": [250]}
+    sizes = {"tables.0": 9000, "tables.1": 200, "tables.2": 8000}
+    profile = profile_of(popular | {"others": [1]}, sizes | {"others": 5})
+    runs, generator = [], torch.Generator().manual_seed(0)
+    row_bytes = 8 * dtype.itemsize  # with Adagrad's state
+    chosen = {"profile": profile, "budget": room_for(17_200, 2048 + 200 + 2048 + 3, row_bytes)}
+    if by == "plan":
+        backwards = dict(reversed(sizes.items()))
+        plan = planned(profile, "1MiB", Adagrad(lr=0.1), **backwards)
+        chosen = {"plan": plan, "budget": room_for(17_200, 27, row_bytes)}
+    for options in ({}, chosen):
+        torch.manual_seed(0)
+        model = bags(*sizes.values(), dtype=dtype)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        recsys.accelerate(model, optimizer=optimizer, **options)
+        runs.append((model, optimizer))
+
+    for _ in range(10):
+        ids = torch.randint(0, 200, (3, 4, 2), generator=generator)
+        for model, optimizer in runs:
+            optimizer.zero_grad()
+            pairs = zip(model["tables"], ids, strict=True)
+            sum(bag(each).square().sum() for bag, each in pairs).backward()
+            optimizer.step()
+
+    [tiers] = runs[1][0]["tables"][0].tiers()
+    assert sorted(pinned_rows(tiers)) == [3, 7, 9200 + 250]
+    for expected, found in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_counts_of_a_stores_columns_get_the_bags_names():
+    columns = profile_of({"cat_1": [5]}, {"cat_0": 9000, "cat_1": 200})
+    names = [
+        TableConfig(
+            name=f"tables.{number}",
+            num_embeddings=size,
+            embedding_dim=4,
+            feature_names=(f"cat_{number}",),
+        )
+        for number, size in enumerate([9000, 200])
+    ]
+    model = bags(9000, 200)
+
+    recsys.accelerate(
+        model,
+        optimizer=SGD(lr=0.1),
+        profile=columns.for_tables(names),
+        budget=room_for(9200, 2249, 16),
+    )
+
+    assert pinned_rows(model["tables"][0].tiers()[0]) == [9005]
+
+
+def test_a_table_that_bags_share_is_planned_for_once_by_its_first_name():
+    model = bags(9000, 9000)
+    model["tables"][1].weight = model["tables"][0].weight
+    profile = profile_of({"tables.0": [9]}, {"tables.0": 9000})
+
+    recsys.accelerate(
+        model, optimizer=SGD(lr=0.1), profile=profile, budget=room_for(9000, 2 * 2048 + 1, 16)
+    )
+
+    [tiers] = model["tables"][1].tiers()
+    assert pinned_rows(tiers)[0] == 9
+
+
+def test_a_frozen_table_that_nobody_moves_is_no_part_of_the_plan():
+    model = bags(9000, 100)
+    model["tables"][1].weight.requires_grad = False
+    optimizer = torch.optim.SGD([model["tables"][0].weight], lr=0.1)
+    profile = profile_of({"tables.0": [9]}, {"tables.0": 9000})
+
+    recsys.accelerate(model, optimizer=optimizer, profile=profile, budget=room_for(9000, 2049, 16))
+
+    assert pinned_rows(model["tables"][0].tiers()[0]) == [9]
+    assert model["tables"][1].tiers() == []
+
+
+def collections(torchrec, *names):
+    """Modules of a collection of two tables, alike but for the values."""
+    return nn.ModuleDict(
+        {
+            name: torchrec.EmbeddingBagCollection(
+                [
+                    torchrec.EmbeddingBagConfig(
+                        name=f"t_{feature}",
+                        num_embeddings=size,
+                        embedding_dim=4,
+                        feature_names=[feature],
+                    )
+                    for feature, size in (("a", 9000), ("b", 200))
+                ]
+            )
+            for name in names
+        }
+    )
+
+
+def test_a_collections_tables_are_planned_for_by_their_own_names_or_their_features():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    budget = room_for(9200, 2249, 16)
+    for prefix in ("", "t_"):
+        model = collections(torchrec, "sparse")
+        sizes = {f"{prefix}a": 9000, f"{prefix}b": 200}
+
+        recsys.accelerate(
+            model,
+            optimizer=SGD(lr=0.1),
+            profile=profile_of({f"{prefix}b": [5]}, sizes),
+            budget=budget,
+        )
+
+        assert pinned_rows(model["sparse"].tiers()[0]) == [9005]
+
+
+def test_tables_of_one_name_go_by_their_places():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    model = collections(torchrec, "left", "right")
+    places = [f"{side}.embedding_bags.t_{table}" for side in ("left", "right") for table in "ab"]
+    sizes = dict(zip(places, [9000, 200, 9000, 200], strict=True))
+    plan = planned(profile_of({places[3]: [5]}, sizes), room_for(18_400, 33, 16), **sizes)
+
+    with pytest.raises(ProfileError, match=r"'left\.embedding_bags\.t_a' is not in it"):
+        recsys.accelerate(
+            model,
+            optimizer=SGD(lr=0.1),
+            plan=planned(profile_of({}, {"t_a": 9000, "t_b": 200}), "1MiB", t_a=9000, t_b=200),
+        )
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), plan=plan)
+
+    assert pinned_rows(model["right"].tiers()[0]) == [18_205]
+
+
+SIZES = {"tables.0": 3000, "tables.1": 200}
+PROFILE = profile_of({}, SIZES)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (
+            {"plan": planned(PROFILE, "1MiB", **SIZES), "profile": PROFILE, "budget": "1MiB"},
+            ValueError,
+            "plan= and profile= exclude each other",
+        ),
+        ({"profile": PROFILE}, ValueError, "profile= needs budget="),
+        (
+            {"profile": "p.npz", "budget": 9},
+            TypeError,
+            r"must be a PopularityProfile, got str",
+        ),
+        ({"plan": "p.npz"}, TypeError, r"must be a HotPlan, got str; HotPlan.load reads a file"),
+        (
+            {"profile": profile_of({}, {"cat_0": 3000, "tables.1": 200}), "budget": "60KiB"},
+            ProfileError,
+            r"'tables.0' .* is not in the profile.*by the bag's name in the model, here are "
+            r"\['tables.0', 'tables.1'\]; profile.for_tables gives counts other names",
+        ),
+        (
+            {"profile": profile_of({}, {"tables.0": 3000, "tables.1": 201}), "budget": "60KiB"},
+            ProfileError,
+            r"'tables.1' has 200 rows, but the profile's 'tables.1' has 201; profile the data",
+        ),
+        (
+            {"plan": planned(profile_of({}, {"tables.0": 3000}), "1MiB", **{"tables.0": 3000})},
+            ProfileError,
+            r"'tables.1' is not in it, which has \['tables.0'\]",
+        ),
+        (
+            {"plan": planned(profile_of({}, SIZES | {"c": 1}), "1MiB", **SIZES, c=1)},
+            ProfileError,
+            r"its 'c' is not among those here, \['tables.0', 'tables.1'\]",
+        ),
+        (
+            {"profile": PROFILE, "budget": "20KiB"},
+            BudgetTooSmall,
+            r"budget must be at least .*plan=plan_hot_rows\(..., window_lookups=...\)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_the_model_left_as_it_was(options, kind, message):
+    model = bags(*SIZES.values())
+
+    with pytest.raises(kind, match=message):
+        recsys.accelerate(model, optimizer=SGD(lr=0.1), **options)
+
+    assert {type(bag) for bag in model["tables"]} == {nn.EmbeddingBag}
+
+
+def test_a_plan_needs_something_that_moves_rows():
+    model = bags(*SIZES.values())
+
+    with pytest.raises(ValueError, match="give optimizer=, too"):
+        recsys.accelerate(model, plan=planned(PROFILE, "1MiB", **SIZES))
+
+
+def test_a_plan_in_another_order_is_no_collections():
+    tables = [
+        TableConfig(name=name, num_embeddings=size, embedding_dim=4) for name, size in SIZES.items()
+    ]
+    plan = planned(PROFILE, "1MiB", **SIZES)
+
+    with pytest.raises(ProfileError, match=r"in the order \['tables.0', .*here it is \['tables.1'"):
+        plan.of_tables(tables[::-1])
