@@ -23,6 +23,7 @@ from urllib.parse import quote
 import torch
 
 from recsys.config import COLD_TIERS
+from recsys.embeddings.memory import advise_random
 from recsys.errors import ColdTierDirty, ColdTierError, ConfigError
 from recsys.sizes import format_bytes
 
@@ -94,6 +95,7 @@ class ColdFiles:
         self.folder = Path(folder)
         self._open: dict[tuple[str, str], OpenArray] = {}
         self._by_address: dict[int, OpenArray] = {}
+        self._expects_lookups = False
         self._lock = _lock(self.folder)
         try:
             wanted = {(name, "weight"): _Kind.of(*kind) for name, kind in tables.items()}
@@ -189,6 +191,18 @@ class ColdFiles:
             self._is_dirty = True
             self._write_manifest()
 
+    def expect(self, *, lookups: bool) -> None:
+        """Say how mapped tensors are read from now on.
+
+        Args:
+            lookups: By rows here and there: reading ahead would bring pages that nobody asks for.
+                Else from the beginning to the end.
+        """
+        if lookups != self._expects_lookups:
+            self._expects_lookups = lookups
+            for each in self._by_address.values():
+                advise_random(each.tensor, is_random=lookups)
+
     def sync(self, numbers: Mapping[str, Mapping[str, float]]) -> None:
         """Bring every byte to the disk; the folder is whole until it is marked dirty again.
 
@@ -249,7 +263,8 @@ class ColdFiles:
                 "another cold_path",
             )
 
-        if wanted > free:  # asked first, so that nobody else finds the disk full meanwhile
+        # Asked first, so that nobody else finds the disk full meanwhile; not every system says.
+        if disk.f_blocks and wanted > free:
             raise refused(errno.ENOSPC)
         made: list[Path] = []
         try:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["advise_huge_pages", "advise_random", "empty_rows"]
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-_MADV_RANDOM, _MADV_HUGEPAGE = 1, 14  # of linux/mman.h
+_MADV_NORMAL, _MADV_RANDOM, _MADV_HUGEPAGE = 0, 1, 14  # of linux/mman.h
 
 
 def empty_rows(
@@ -62,16 +62,21 @@ def advise_huge_pages(tensor: Tensor) -> bool:
     return _madvise(first, end - first, _MADV_HUGEPAGE)
 
 
-def advise_random(tensor: Tensor) -> bool:
+def advise_random(tensor: Tensor, *, is_random: bool = True) -> bool:
     """Say of a tensor mapped from a file that its rows are read in no order.
 
     The system then reads the pages that are asked for, and none ahead.
+
+    Args:
+        tensor: Its whole storage is meant.
+        is_random: Whether that is so from now on; else the system goes on as it does by itself.
 
     Returns:
         Whether the system agreed.
     """
     storage = tensor.untyped_storage()
-    return _madvise(storage.data_ptr(), storage.nbytes(), _MADV_RANDOM)
+    advice = _MADV_RANDOM if is_random else _MADV_NORMAL
+    return _madvise(storage.data_ptr(), storage.nbytes(), advice)
 
 
 @cache

@@ -126,6 +126,8 @@ class Tiers:
     def look_up(self, tables: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
         """Pool rows where they are; arguments and what is returned as for `Residency.look_up`."""
         self.heed_others(tables)
+        if self.files is not None:
+            self.files.expect(lookups=True)
         return self.residency.look_up(tables, lookups, bags, result)
 
     def renormalize(
@@ -202,6 +204,7 @@ class Tiers:
         self.flush()
         if self.files is not None:
             self.files.mark_dirty()
+            self.files.expect(lookups=False)
         self._is_exposed = True
 
     def _spaces(self) -> Sequence[RowSpace]:

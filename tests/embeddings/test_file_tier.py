@@ -12,6 +12,7 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
+from recsys.embeddings import cold_files
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
@@ -143,6 +144,45 @@ def test_whoever_looks_at_a_table_or_loads_one_finds_it_heeded(tmp_path):
     train([resident, tiered], 4, seed=2)
 
     require_equal(resident, tiered)
+
+
+def test_evaluation_in_between_reads_rows_where_they_are_and_nothing_ahead(tmp_path, monkeypatch):
+    resident, tiered = build(Adagrad(lr=0.1)), in_files(Adagrad(lr=0.1), tmp_path)
+    told = []
+    monkeypatch.setattr(
+        cold_files, "advise_random", lambda tensor, is_random: told.append(is_random)
+    )
+    ids = JaggedIds.from_one_hot(["users", "goods"], torch.arange(520).reshape(2, 260) % 260)
+    train([resident, tiered], 8)
+    assert not told
+    num_arrays = 2 * len(TABLES)
+
+    for _ in range(2):
+        with torch.no_grad():
+            pooled = [module(ids).values() for module in (resident, tiered)]
+        assert torch.equal(*pooled)
+        assert told == [True] * num_arrays
+    train([resident, tiered], 8, seed=1)
+    require_equal(resident, tiered)
+
+    assert told == [True] * num_arrays + [False] * num_arrays
+
+
+def test_rows_scaled_to_a_norm_are_scaled_in_the_file_too(tmp_path):
+    rows = torch.randn(NUM_ROWS, DIM)
+    plain = HotColdEmbeddingBag(
+        NUM_ROWS, DIM, max_norm=1.0, _weight=rows.clone(), optimizer=SGD(lr=0.1)
+    )
+    tiered = bag_in_files(tmp_path, max_norm=1.0, _weight=rows, optimizer=SGD(lr=0.1))
+    tiered.sync()
+
+    for first in range(0, NUM_ROWS, 20):
+        for bag in (plain, tiered):
+            with torch.no_grad():
+                bag(torch.arange(first, first + 20)[None])
+            bag(torch.arange(20).add(2 * first)[None] % NUM_ROWS).square().sum().backward()
+
+    assert torch.equal(tiered.weight, plain.weight)
 
 
 def test_rows_given_to_a_bag_are_what_its_file_begins_with(tmp_path):
