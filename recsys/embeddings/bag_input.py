@@ -93,6 +93,7 @@ def read_bags(
     include_last_offset: bool,
     mode: str,
     dtype: torch.dtype,
+    is_deferred: bool = False,
 ) -> BagInput:
     """Read the arguments of `nn.EmbeddingBag.forward`.
 
@@ -103,6 +104,7 @@ def read_bags(
         include_last_offset: Whether `offsets` has the last bag's end, too.
         mode: Of pooling.
         dtype: Of the rows.
+        is_deferred: Whether nothing of their values is read, but later, by kernels on their device.
 
     Shape:
         ids (N,) or (B, L) or nested (B, *); offsets (B,) or (B + 1,); weights as ids.
@@ -140,6 +142,13 @@ def read_bags(
     else:
         raise MalformedBags(f"input must have one or two dimensions, got {ids.dim()}")
     values, bounds = _one_id_type(values, bounds)
+    if is_deferred:
+        return BagInput(
+            values.contiguous(),
+            bounds.contiguous(),
+            None if weights is None else weights.reshape(-1),
+            is_one_hot=ids.dim() == 2 and not ids.is_nested and ids.shape[1] == 1,
+        )
     is_one_hot = len(values) == len(bounds) - 1 and bool(counts_up(bounds.numpy()))
     if not is_one_hot and (ids.dim() == 1 or ids.is_nested):
         end = require_bounds(bounds.numpy(), len(values))
@@ -168,7 +177,7 @@ def _even_bounds(ids: Tensor, offsets: Tensor | None) -> Tensor:
             f"input of shape {tuple(ids.shape)} has no ids; give empty bags as a 1-D input with "
             "offsets"
         )
-    return torch.arange(0, num_bags * length + 1, length, dtype=ids.dtype)
+    return torch.arange(0, num_bags * length + 1, length, dtype=ids.dtype, device=ids.device)
 
 
 def _require_one_dimension(offsets: Tensor | None) -> Tensor:

@@ -25,13 +25,13 @@ from recsys.batch import (
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.bag_input import require_bounds
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
+from recsys.embeddings.device_tables import AbstractTables, empty_tables, require_beside
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
-from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
-from recsys.embeddings.memory import empty_rows
+from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.row_space import compute_dtype, require_aligned, require_device
-from recsys.embeddings.table import DATA_TYPES, data_type_of
+from recsys.embeddings.table import DATA_TYPES
 from recsys.embeddings.table_group import TableGroup
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
 from recsys.errors import IdOutOfRange, MalformedBags
@@ -54,13 +54,14 @@ __all__ = ["HotColdEmbeddingBagCollection"]
 _STATES = "_optimizer_states"  # in a pickle: by table
 
 
-class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
+class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
     """A drop-in for `torchrec.EmbeddingBagCollection`, everything resident.
 
     Args:
         tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s, sum- or mean-pooled.
         is_weighted: Whether every lookup carries a weight.
-        device: Where the tables live; the CPU, or "meta" until `to_empty`.
+        device: Where the tables live; the CPU, CUDA, or "meta" until `to_empty`. On CUDA what is
+            wrong with an input is said by a later call; see `check_input`.
         optimizer: How rows are updated; None leaves sparse gradients to an optimizer of torch's.
         auto_apply: With an optimizer: update at the end of each backward. Where False,
             `row_optimizer.step()` updates, once for all backward passes since the last.
@@ -72,7 +73,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         budget: Bytes that rows in fast memory may take, with their state and what it takes to find
             them, as a number or like "256MiB". Rows that do not fit wait in the tables, which are
             then the cold store; what is computed is the same to the last bit. It needs an
-            optimizer. None keeps all rows in fast memory, or has that of `plan`.
+            optimizer, and the CPU. None keeps all rows in fast memory, or has that of `plan`.
         plan: Which rows are never to leave fast memory, of these tables, by name; see
             `plan_hot_rows`. Without one, rows that are used often stay by being used.
 
@@ -185,6 +186,9 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         self._updater = updater
         self._lay_out(places)
 
+    def _table_groups(self) -> list[TableGroup]:
+        return list(dict.fromkeys(group for group, _ in self._places))
+
     def tiers(self) -> list[Tiers]:
         """Where rows are kept that are not all resident; empty where they are."""
         return [] if self._updater is None else self._updater.tiers()
@@ -234,7 +238,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         `PooledEmbeddings`.
 
         Raises:
-            IdOutOfRange: a value is no row of its table.
+            IdOutOfRange: a value is no row of its table; on CUDA, of features before.
             KeyError: a feature is missing.
             MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together.
             ValueError: weights are missing or not numbers, or features have batch sizes of their
@@ -251,16 +255,20 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         is_light = isinstance(features, JaggedIds)
         if varies_in_batch_size(features):
             features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
-        weights = self._lookup_weights(features) if self._is_weighted else None
+        kernels = self._layouts[0].group.kernels
+        is_deferred = kernels.errors is not None
+        weights = self._lookup_weights(features, is_deferred) if self._is_weighted else None
         positions = self._positions(features)
         values, offsets, batch_size = features.values(), features.offsets(), features.stride()
         if not is_light:
-            values, weights = _require_bags(features, weights)
+            values, weights = _require_bags(features, weights, is_deferred)
+        if is_deferred:
+            require_beside(values, self.table_weights()[0])
         is_one_hot = (
             True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
         )
         bags = {
-            is_mean: Bags.from_tensors(
+            is_mean: kernels.make_bags(
                 values, offsets, weights, batch_size, is_mean=is_mean, is_one_hot=is_one_hot
             )
             for is_mean in self._means
@@ -283,6 +291,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))
 
     def _make_bags(self, device: torch.device | None) -> nn.ModuleDict:
+        rows = empty_tables(self._tables, device)
         return nn.ModuleDict(
             {
                 table.name: nn.EmbeddingBag(
@@ -291,14 +300,9 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                     mode=pooling_of(table),
                     sparse=True,
                     # reset_parameters draws; nn.EmbeddingBag would first draw normal ones.
-                    _weight=empty_rows(
-                        table.num_embeddings,
-                        table.embedding_dim,
-                        dtype=DATA_TYPES[data_type_of(table)],
-                        device=device,
-                    ),
+                    _weight=of_table,
                 )
-                for table in self._tables
+                for table, of_table in zip(self._tables, rows, strict=True)
             }
         )
 
@@ -375,11 +379,11 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         elif budget is not None:
             self._updater.tier(budget)
 
-    def _lookup_weights(self, features: Features) -> Tensor:
+    def _lookup_weights(self, features: Features, is_deferred: bool) -> Tensor:
         weights = features.weights_or_none()
         if weights is None:
             raise ValueError("is_weighted asks for one weight per lookup, the features have none")
-        if weights.isnan().any():
+        if not is_deferred and weights.isnan().any():
             value = int(weights.isnan().nonzero()[0])
             raise ValueError(
                 f"{self._place(features, value)}: the weight of id {int(features.values()[value])} "
@@ -462,7 +466,9 @@ def _require_rows(name: str, weight: torch.Tensor) -> None:
     require_aligned(f"table {name!r}: ", weight)
 
 
-def _require_bags(features: Features, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _require_bags(
+    features: Features, weights: Tensor | None, is_deferred: bool
+) -> tuple[Tensor, Tensor | None]:
     """Check what a `KeyedJaggedTensor` does not check, and cut off what is in no bag.
 
     Raises:
@@ -484,6 +490,8 @@ def _require_bags(features: Features, weights: Tensor | None) -> tuple[Tensor, T
         )
     if weights is not None and len(weights) != len(values):
         raise MalformedBags(f"{len(values)} values need as many weights, got {len(weights)}")
+    if is_deferred:  # kernels will, on their device
+        return values, weights
 
     def place(bag: int) -> str:
         return f"feature {keys[bag // batch_size]!r}, sample {bag % batch_size}"

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from recsys.embeddings.kernels.ledger import LedgerEntry
-from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups, pooled_lookup, row_gradient_dots
+from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.residency import NoSuchRow, NotEnoughSlots
 from recsys.embeddings.row_space import compute_dtype
@@ -145,11 +145,18 @@ class _FusedLookup(torch.autograd.Function):
         # glibc asks the system for anything larger anew each time, and small pages of it are
         # handed out one by one: at 100 MiB that took longer than looking up.
         is_large = shape[0] * shape[1] * dtype.itemsize > _MAX_KEPT_BYTES
-        result = (empty_rows if is_large else torch.empty)(*shape, dtype=dtype)
+        kernels = found.group.kernels
+        if kernels.errors is None:
+            result = (empty_rows if is_large else torch.empty)(*shape, dtype=dtype)
+        else:
+            kernels.errors.poll()
+            result = torch.empty(*shape, dtype=dtype, device=found.space.tables[0].device)
         for found, _ in work.calls:
-            bad = pooled_lookup(found.space, found.lookups, found.bags, result)
+            bad = kernels.pooled_lookup(found.space, found.lookups, found.bags, result)
             if bad >= 0:
                 raise work.explain(bad)
+        if kernels.errors is not None:
+            kernels.errors.report(work.explain)
         ctx.work = work
         ctx.save_for_backward(*work.ids, *(() if bag_weights is None else (bag_weights,)))
         ctx.versions = _versions(work) if ctx.needs_input_grad[1] else None
@@ -172,7 +179,7 @@ class _FusedLookup(torch.autograd.Function):
                 )
             of_weights = gradient.new_zeros(len(work.calls[0][0].bags.values))
             for found, _ in work.calls:
-                row_gradient_dots(
+                found.group.kernels.row_gradient_dots(
                     found.space, found.lookups, found.bags, gradient.contiguous(), of_weights
                 )
         with torch._C.DisableTorchFunctionSubclass():
@@ -203,7 +210,7 @@ def _entries(work: _Work, gradient: Tensor) -> list[tuple[TableGroup, LedgerEntr
         (
             group,
             LedgerEntry(
-                still_asking, _kept(bags), gradient, ids, None if ticket is None else rows, ticket
+                still_asking, bags.kept(), gradient, ids, None if ticket is None else rows, ticket
             ),
         )
         for (group, _, rows, _, bags, ticket), asking in work.calls
@@ -225,10 +232,3 @@ def _with_dense_rows(gradient: Tensor) -> Tensor:
 
 def _versions(work: _Work) -> list[int]:
     return [weight._version for found, _ in work.calls for weight in found.group.weights()]
-
-
-def _kept(bags: Bags) -> Bags:
-    """Bags whose weights stay as they are, though they may be parameters that an optimizer moves
-    before ours moves the rows.
-    """  # noqa: D205  # one sentence
-    return bags if bags.weights is None else bags._replace(weights=bags.weights.copy())

@@ -163,6 +163,12 @@ class Bags(NamedTuple):
             is_mean and not is_one_hot,
         )
 
+    def kept(self) -> Bags:
+        """The same with weights that stay as they are, though they may be parameters that an
+        optimizer moves before ours moves the rows.
+        """  # noqa: D205  # one sentence
+        return self if self.weights is None else self._replace(weights=self.weights.copy())
+
 
 def pooled_lookup_reference(
     weights: Sequence[Tensor],
