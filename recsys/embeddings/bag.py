@@ -10,6 +10,7 @@ one; what it adds is errors that name the sample.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -30,6 +31,8 @@ from recsys.embeddings.table_group import TableGroup
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.tiers import Tiers
@@ -450,13 +453,13 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         assert self._group is not None
         assert self._lookups is not None
 
-        def explain(position: int) -> Exception:
-            bad = bags.first_bad(len(self.weight))
-            # On a device this is asked later, when the ids may be others.
-            return bags.id_error(position if bad is None else bad, len(self.weight))
-
+        explain: Callable[[int], Exception]
+        explain = lambda position: _id_error(bags, len(self.weight), position)  # noqa: E731
         values, offsets, weights, is_one_hot = looked_up
         kernels = self._group.kernels
+        if kernels.errors is not None:
+            # Kept until the device has been heard of: without the module, which may go earlier.
+            explain = partial(_id_error, bags, len(self.weight))
         made = kernels.make_bags(
             values,
             offsets,
@@ -477,3 +480,9 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         if bad is not None:
             raise bags.id_error(bad, len(self.weight))
         torch.embedding_renorm_(self.weight.detach(), bags.values, max_norm, self.norm_type)
+
+
+def _id_error(bags: BagInput, num_rows: int, position: int) -> Exception:
+    bad = bags.first_bad(num_rows)
+    # Where it is asked later, the ids may be others.
+    return bags.id_error(position if bad is None else bad, num_rows)

@@ -10,6 +10,7 @@ Without an optimizer the ledger is not used: backward leaves a sparse gradient a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -23,8 +24,8 @@ from recsys.batch import (
     varies_in_batch_size,
 )
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
-from recsys.embeddings.bag_input import require_bounds
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
+from recsys.embeddings.collection_input import id_error, place_of, require_bags
 from recsys.embeddings.device_tables import AbstractTables, empty_tables, require_beside
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.fused_optimizer import FusedOptimizer
@@ -34,10 +35,9 @@ from recsys.embeddings.row_space import compute_dtype, require_aligned, require_
 from recsys.embeddings.table import DATA_TYPES
 from recsys.embeddings.table_group import TableGroup
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
-from recsys.errors import IdOutOfRange, MalformedBags
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torchrec import EmbeddingBagCollection
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.tiers import Tiers
+    from recsys.errors import IdOutOfRange
 
 __all__ = ["HotColdEmbeddingBagCollection"]
 
@@ -261,9 +262,14 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         positions = self._positions(features)
         values, offsets, batch_size = features.values(), features.offsets(), features.stride()
         if not is_light:
-            values, weights = _require_bags(features, weights, is_deferred)
+            values, weights = require_bags(features, weights, is_deferred)
+        explain: Callable[[int], Exception]
+        explain = lambda value: self._lookup_error(features, value)  # noqa: E731
         if is_deferred:
-            require_beside(values, self.table_weights()[0])
+            weights_T = self.table_weights()
+            require_beside(values, weights_T[0])
+            # Kept until the device has been heard of: without the module, which may go earlier.
+            explain = partial(id_error, features, self._lookups, list(map(len, weights_T)))
         is_one_hot = (
             True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
         )
@@ -282,7 +288,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             weights,
             ids=(values, offsets),
             updater=self._updater,
-            explain=lambda value: self._lookup_error(features, value),
+            explain=explain,
         )
         if is_light:
             return PooledEmbeddings(self._output_keys, self._output_dims, pooled)
@@ -386,25 +392,13 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         if not is_deferred and weights.isnan().any():
             value = int(weights.isnan().nonzero()[0])
             raise ValueError(
-                f"{self._place(features, value)}: the weight of id {int(features.values()[value])} "
+                f"{place_of(features, value)}: the weight of id {int(features.values()[value])} "
                 "is nan; every lookup needs a number"
             )
         return weights.to(compute_dtype(self.table_weights()[0].dtype))
 
-    def _place(self, features: Features, value: int) -> str:
-        bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
-        batch_size = features.stride()
-        return f"feature {features.keys()[bag // batch_size]!r}, sample {bag % batch_size}"
-
     def _lookup_error(self, features: Features, value: int) -> IdOutOfRange:
-        bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
-        feature = features.keys()[bag // features.stride()]
-        weights = self.table_weights()
-        sizes = [len(weights[table]) for table, name in self._lookups if name == feature]
-        return IdOutOfRange(
-            f"{self._place(features, value)}: id {int(features.values()[value])} is not in "
-            f"[0, {min(sizes)}); raise num_embeddings or hash the ids"
-        )
+        return id_error(features, self._lookups, list(map(len, self.table_weights())), value)
 
 
 class _Layout:
@@ -464,37 +458,3 @@ def _require_rows(name: str, weight: torch.Tensor) -> None:
             "table to TorchRec"
         )
     require_aligned(f"table {name!r}: ", weight)
-
-
-def _require_bags(
-    features: Features, weights: Tensor | None, is_deferred: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Check what a `KeyedJaggedTensor` does not check, and cut off what is in no bag.
-
-    Raises:
-        MalformedBags: its tensors do not fit together.
-    """
-    values, offsets, keys = features.values(), features.offsets(), features.keys()
-    if values.dtype not in (torch.int32, torch.int64) or offsets.dtype not in (
-        torch.int32,
-        torch.int64,
-    ):
-        raise MalformedBags(
-            f"values and offsets must be int64 or int32, got {values.dtype} and {offsets.dtype}"
-        )
-    batch_size = features.stride()
-    if len(offsets) != len(keys) * batch_size + 1:
-        raise MalformedBags(
-            f"{len(keys)} features of {batch_size} samples need {len(keys) * batch_size + 1} "
-            f"offsets, got {len(offsets)}"
-        )
-    if weights is not None and len(weights) != len(values):
-        raise MalformedBags(f"{len(values)} values need as many weights, got {len(weights)}")
-    if is_deferred:  # kernels will, on their device
-        return values, weights
-
-    def place(bag: int) -> str:
-        return f"feature {keys[bag // batch_size]!r}, sample {bag % batch_size}"
-
-    end = require_bounds(offsets.numpy(), len(values), place)
-    return values[:end], None if weights is None else weights[:end]

@@ -1,7 +1,9 @@
 """Modules on a device, whose kernels are operations of torch; here the CPU stands in for one."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -143,6 +145,19 @@ def test_a_bag_takes_the_steps_of_embedding_bag_and_torchs_optimizer(
         step.zero_grad()
 
     torch.testing.assert_close(ours.weight, plain.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_what_torchrec_gives_is_looked_up_too(monkeypatch, device):
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    ours, theirs = make_pair(monkeypatch, device, Adagrad(lr=0.1))
+    ids = make_ids(0, longest=3)
+    features = ids.to_torchrec()
+
+    for module, where in ((ours, device), (theirs, "cpu")):
+        assert isinstance(module(features.to(where)), torchrec.KeyedTensor)
+        loss_of(module, features.to(where)).backward()
+
+    assert_same(ours, theirs)
 
 
 def test_gradients_accumulate_until_the_step(monkeypatch, device):
@@ -391,6 +406,23 @@ def test_an_evaluation_ends_with_what_was_wrong_in_it(device):
 
     with pytest.raises(IdOutOfRange, match="sample 1: id 20"):
         check_input(model)
+
+
+@pytest.mark.parametrize("is_collection", [False, True], ids=["bag", "collection"])
+def test_what_is_yet_to_be_said_of_a_lookup_keeps_no_table_alive(device, is_collection):
+    if is_collection:
+        module = HotColdEmbeddingBagCollection(TABLES, device=device, optimizer=SGD(lr=0.1))
+        module(make_ids(0, device=device))
+        gone = weakref.ref(module.table_weights()[0])
+    else:
+        module = HotColdEmbeddingBag(20, 4, mode="sum", device=device, optimizer=SGD(lr=0.1))
+        module(torch.tensor([[3]], device=device))
+        gone = weakref.ref(module.weight)
+
+    del module
+    gc.collect()
+
+    assert gone() is None
 
 
 def test_ids_elsewhere_than_the_tables_are_refused(device):

@@ -103,7 +103,7 @@ class TorchBags(NamedTuple):
         if self.offsets is None:
             return torch.arange(num_values + 1, device=self.values.device)
         bounds = self.offsets.long().clamp(0, num_values).cummax(0).values
-        bounds[:1] = 0
+        bounds[:1].zero_()
         return bounds
 
 
