@@ -370,7 +370,11 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
             self.row_optimizer.updater.tier(budget)
 
     def _read(
-        self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+        self,
+        input: Tensor,
+        offsets: Tensor | None,
+        per_sample_weights: Tensor | None,
+        is_deferred: bool = False,
     ) -> BagInput:
         return read_bags(
             input,
@@ -379,7 +383,7 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
             include_last_offset=self.include_last_offset,
             mode=self.mode,
             dtype=self.weight.dtype,
-            is_deferred=self._group is not None and self._group.kernels.errors is not None,
+            is_deferred=is_deferred,
         )
 
     def _pool_by_torch(self, bags: BagInput, rows: Tensor) -> Tensor:
@@ -406,17 +410,18 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
     def _look_up_fused(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
-        bags = self._read(input, offsets, per_sample_weights)
-        group = self._group
-        assert group is not None
-        is_deferred = group.kernels.errors is not None
+        assert self._group is not None
+        is_deferred = self._group.kernels.errors is not None
+        bags = self._read(input, offsets, per_sample_weights, is_deferred)
         if is_deferred:
             require_beside(bags.values, self.weight)
         if self.mode == "max" and (self.scale_grad_by_freq or self.sparse):
             raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
         if self.max_norm is not None:
             self._renormalize(bags, self.max_norm)
-        if self.padding_idx is not None and not (is_deferred and self._is_pooled_by_us()):
+        # Where the host does not count values, kernels pass over those that are padding.
+        is_passed_over = is_deferred and self.mode != "max" and not self.scale_grad_by_freq
+        if self.padding_idx is not None and not is_passed_over:
             bags = bags.without(self.padding_idx)
         if bags.weights is not None:
             bags = bags._replace(weights=bags.weights.to(compute_dtype(self.weight.dtype)))
@@ -424,7 +429,7 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
 
     def _pool(self, bags: BagInput) -> Tensor:
         """In the dtype that rows are computed in, as the weights are."""
-        if self._is_pooled_by_us():
+        if self.mode != "max" and not self.scale_grad_by_freq:
             return self._fused(bags, bags)
         # Torch pools the distinct rows, and their gradients are the ledger's.
         distinct, numbers, counts = torch.unique(
@@ -444,9 +449,6 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
             per_sample_weights=bags.weights,
             include_last_offset=True,
         )
-
-    def _is_pooled_by_us(self) -> bool:
-        return self.mode != "max" and not self.scale_grad_by_freq
 
     def _fused(self, looked_up: BagInput, bags: BagInput) -> Tensor:
         """Rows of `looked_up`, pooled; `bags` are named in errors."""

@@ -6,7 +6,8 @@ call finds the kernels at the group, so choosing takes no time of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from recsys.embeddings.kernels.pooled_lookup import Bags, pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.row_update import row_update
@@ -30,7 +31,8 @@ __all__ = ["Kernels", "kernels_on"]
 _BY_TORCH = {"cuda"}
 
 
-class Kernels(NamedTuple):
+@dataclass(frozen=True, eq=False)  # attributes of which take half as long as a tuple's
+class Kernels:
     """The functions that work on the tables of a group.
 
     Attributes:

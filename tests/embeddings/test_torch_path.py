@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from recsys.batch import JaggedIds
 from recsys.embeddings import (
@@ -467,30 +466,20 @@ def test_a_kernel_on_the_device_does_not_wait_for_it():
         torch.cuda.set_sync_debug_mode("default")
 
 
-class _NoRoundTrips(TorchDispatchMode):
-    """Refuses what would wait for a device, if there were one."""
-
-    _WAITING = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "repeat_interleave")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert not any(name in func.name() for name in self._WAITING), func.name()
-        if func.name() in ("aten::index.Tensor", "aten::index_put_"):
-            assert not any(each is not None and each.dtype == torch.bool for each in args[1])
-        return func(*args, **kwargs or {})
-
-
 @each_optimizer
 @pytest.mark.parametrize("longest", [None, 3], ids=["one-hot", "jagged"])
-def test_a_step_does_nothing_that_would_wait_for_a_device(monkeypatch, optimizer, longest):
+def test_a_step_does_nothing_that_would_wait_for_a_device(
+    monkeypatch, no_round_trips, optimizer, longest
+):
     monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
     module = HotColdEmbeddingBagCollection(TABLES, optimizer=optimizer)
     ids = make_ids(0, longest=longest)
     before = [table.detach().clone() for table in module.table_weights()]
 
-    with _NoRoundTrips():
+    with no_round_trips:
         for _ in range(2):
             loss_of(module, ids).backward()
 
     assert not any(map(torch.equal, module.table_weights(), before))
-    with pytest.raises(AssertionError, match="nonzero"), _NoRoundTrips():
+    with pytest.raises(AssertionError, match="nonzero"), no_round_trips:
         ids.values().nonzero()
