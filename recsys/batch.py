@@ -114,12 +114,13 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     if missing:
         raise ValueError(f"inverse_indices lack features {missing}; they have {list(known)}")
     offsets = features.offsets()
-    first_bags = torch.tensor([0, *features.stride_per_key()[:-1]]).cumsum(0)
-    rows = torch.tensor([list(known).index(key) for key in keys])
-    bags = (bag_of_FB[rows].long() + first_bags.unsqueeze(1)).flatten()
+    device, first_bags = offsets.device, [0, *features.stride_per_key()[:-1]]
+    rows = torch.tensor([list(known).index(key) for key in keys], device=device)
+    starts = torch.tensor(first_bags, device=device).cumsum(0)
+    bags = (bag_of_FB[rows].long() + starts.unsqueeze(1)).flatten()
     begins, lengths = offsets[bags], offsets[bags + 1] - offsets[bags]
     expanded = torch.cat([offsets.new_zeros(1), lengths.cumsum(0).to(offsets.dtype)])
-    of_values = torch.arange(int(expanded[-1])) + torch.repeat_interleave(
+    of_values = torch.arange(int(expanded[-1]), device=device) + torch.repeat_interleave(
         begins - expanded[:-1], lengths
     )
     weights = features.weights_or_none()

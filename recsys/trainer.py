@@ -24,6 +24,7 @@ from recsys.build import autocast, build_model, compile_kernels, describe_source
 from recsys.config import OptimizerConfig, describe_config
 from recsys.curves import plot_curves
 from recsys.datasets.loader import BatchLoader
+from recsys.embeddings.device_tables import check_input
 from recsys.embeddings.tier_report import describe_tiers
 from recsys.errors import AlreadyExists, TrainingDiverged
 from recsys.machine import describe_environment, set_num_threads, tune_allocator
@@ -260,6 +261,7 @@ def evaluate_split(
         max_samples: Stop behind so many.
 
     Raises:
+        IdOutOfRange: an id was no row of its table, here or in training before.
         TrainingDiverged: a logit is not finite.
     """
     device = next(model.parameters()).device
@@ -279,6 +281,7 @@ def evaluate_split(
             accumulator.add(scores, labels[:wanted].cpu().numpy())
             if accumulator.num_samples == max_samples:
                 break
+    check_input(model)
     model.train(was_training)
     return accumulator.result()
 

@@ -14,6 +14,8 @@
     popularity       popularity (row_counts, lookup_blocks, coverage, rand_em, profile_file)
                      -> plan: which rows stay hot; model_plan: by which names
     memory           row_space: tables as kernels see them; memory: huge pages
+    devices          kernel_choice -> kernels on the CPU, torch_kernels on CUDA; device_tables: how
+                     tables get there
     accelerate       attach: which updater moves which tables of a model
 
 A resident table takes none of the tiers' path; a tiered one goes through the same kernels, with

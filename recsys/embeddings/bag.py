@@ -10,6 +10,7 @@ one; what it adds is errors that name the sample.
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -20,16 +21,18 @@ from torch.nn import functional
 from recsys.embeddings.bag_input import BagInput, read_bags
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.cold_files import open_cold_files
+from recsys.embeddings.device_tables import AbstractTables, require_beside
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
-from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype, require_device
 from recsys.embeddings.table_group import TableGroup
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from recsys.embeddings.cold_files import ColdFiles
@@ -43,7 +46,7 @@ __all__ = ["HotColdEmbeddingBag"]
 _STATE = "_optimizer_state"  # in a pickle: of the table
 
 
-class HotColdEmbeddingBag(nn.EmbeddingBag):
+class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
     """A drop-in for `torch.nn.EmbeddingBag`.
 
     Args:
@@ -57,7 +60,8 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
         include_last_offset: Whether `offsets` has the last bag's end, too.
         padding_idx: A row that counts for nothing wherever it is looked up.
-        device: Where the rows live; with an optimizer the CPU, or "meta" until `to_empty`.
+        device: Where the rows live; with an optimizer the CPU, CUDA, or "meta" until `to_empty`. On
+            CUDA what is wrong with an input is said by a later call; see `check_input`.
         dtype: Of the rows; with an optimizer float32, float64, bfloat16 or float16. Rows of
             the last two are pooled and updated in float32.
         optimizer: How rows are updated; None leaves a gradient to an optimizer of torch's.
@@ -71,7 +75,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         budget: Bytes that rows in fast memory may take, with their state and what it takes to find
             them, as a number or like "256MiB". Rows that do not fit wait in `weight`, which is
             then the cold store; what is computed is the same to the last bit. It needs an
-            optimizer. None keeps all rows in fast memory, or has that of `plan`.
+            optimizer, and the CPU. None keeps all rows in fast memory, or has that of `plan`.
         plan: Which rows are never to leave fast memory: one of a single table of this size, by any
             name; see `plan_hot_rows`. Without one, rows that are used often stay by being used.
         cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
@@ -87,7 +91,8 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         AssertionError: `padding_idx` is no row, or `_weight` has another shape.
         ProfileError: the plan is of other tables.
         ColdTierError: the folder cannot be used, has another table, or there is no room.
-        ValueError: rows are such as an optimizer of ours cannot move.
+        ValueError: rows are such as an optimizer of ours cannot move, or there is a budget and the
+            rows are not on the CPU.
     """
 
     def __init__(
@@ -182,6 +187,9 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             width=self.embedding_dim,
         )
 
+    def _table_groups(self) -> list[TableGroup]:
+        return [] if self._group is None else [self._group]
+
     def tiers(self) -> list[Tiers]:
         """Where rows are kept that are not all resident; empty where they are."""
         return [] if self._updater is None else self._updater.tiers()
@@ -234,10 +242,11 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             input; result (B, D).
 
         Raises:
-            IdOutOfRange: a value is no row.
-            MalformedBags: input, offsets and weights do not make bags.
+            IdOutOfRange: a value is no row; on CUDA, of an input before.
+            MalformedBags: input, offsets and weights do not make bags; offsets as above.
             NotImplementedError: there are weights, and `mode` is not "sum".
-            ValueError: a weight is not a number, or the module's settings exclude each other.
+            ValueError: a weight is not a number, as above; the module's settings exclude each
+                other; or the input is not where the rows are.
         """
         if self._updater is not None:
             if torch.compiler.is_compiling():
@@ -404,7 +413,11 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             self.row_optimizer.updater.tier(budget, files=files, names=names)
 
     def _read(
-        self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+        self,
+        input: Tensor,
+        offsets: Tensor | None,
+        per_sample_weights: Tensor | None,
+        is_deferred: bool = False,
     ) -> BagInput:
         return read_bags(
             input,
@@ -413,6 +426,7 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             include_last_offset=self.include_last_offset,
             mode=self.mode,
             dtype=self.weight.dtype,
+            is_deferred=is_deferred,
         )
 
     def _pool_by_torch(self, bags: BagInput, rows: Tensor) -> Tensor:
@@ -439,12 +453,18 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
     def _look_up_fused(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
-        bags = self._read(input, offsets, per_sample_weights)
+        assert self._group is not None
+        is_deferred = self._group.kernels.errors is not None
+        bags = self._read(input, offsets, per_sample_weights, is_deferred)
+        if is_deferred:
+            require_beside(bags.values, self.weight)
         if self.mode == "max" and (self.scale_grad_by_freq or self.sparse):
             raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
         if self.max_norm is not None:
             self._renormalize(bags, self.max_norm)
-        if self.padding_idx is not None:
+        # Where the host does not count values, kernels pass over those that are padding.
+        is_passed_over = is_deferred and self.mode != "max" and not self.scale_grad_by_freq
+        if self.padding_idx is not None and not is_passed_over:
             bags = bags.without(self.padding_idx)
         if bags.weights is not None:
             bags = bags._replace(weights=bags.weights.to(compute_dtype(self.weight.dtype)))
@@ -458,9 +478,8 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         distinct, numbers, counts = torch.unique(
             bags.values, return_inverse=True, return_counts=True
         )
-        rows = self._fused(
-            BagInput(distinct, torch.arange(len(distinct) + 1), None, is_one_hot=True), bags
-        )
+        bounds = torch.arange(len(distinct) + 1, device=distinct.device)
+        rows = self._fused(BagInput(distinct, bounds, None, is_one_hot=True), bags)
         if self.scale_grad_by_freq and rows.requires_grad:
             rows.register_hook(  # type: ignore[no-untyped-call]
                 lambda gradient: gradient / counts.unsqueeze(1)
@@ -479,24 +498,24 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
         assert self._group is not None
         assert self._lookups is not None
 
-        def explain(_position: int) -> Exception:
-            bad = bags.first_bad(len(self.weight))
-            assert bad is not None
-            return bags.id_error(bad, len(self.weight))
-
+        explain: Callable[[int], Exception]
+        explain = lambda position: _id_error(bags, len(self.weight), position)  # noqa: E731
         values, offsets, weights, is_one_hot = looked_up
-        part = Part(
-            self._group,
-            self._lookups,
-            Bags.from_tensors(
-                values,
-                offsets,
-                weights,
-                len(offsets) - 1,
-                is_mean=self.mode == "mean",
-                is_one_hot=is_one_hot,
-            ),
+        kernels = self._group.kernels
+        if kernels.errors is not None:
+            # Kept until the device has been heard of: without the module, which may go earlier.
+            explain = partial(_id_error, bags, len(self.weight))
+        made = kernels.make_bags(
+            values,
+            offsets,
+            weights,
+            len(offsets) - 1,
+            is_mean=self.mode == "mean",
+            is_one_hot=is_one_hot,
         )
+        if kernels.errors is not None and looked_up is bags:
+            made = made._replace(padding=self.padding_idx)
+        part = Part(self._group, self._lookups, made)
         return fused_lookup(
             [part], weights, ids=(values, offsets), updater=self._updater, explain=explain
         )
@@ -511,3 +530,9 @@ class HotColdEmbeddingBag(nn.EmbeddingBag):
             return
         with torch._C.DisableTorchFunctionSubclass():  # it is us who move the rows
             self._group.renormalize(self._number(), bags.values, max_norm, self.norm_type)
+
+
+def _id_error(bags: BagInput, num_rows: int, position: int) -> Exception:
+    bad = bags.first_bad(num_rows)
+    # Where it is asked later, the ids may be others.
+    return bags.id_error(position if bad is None else bad, num_rows)

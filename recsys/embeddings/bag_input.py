@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from recsys.batch import Features
-
-__all__ = ["BagInput", "read_bags", "require_bounds", "require_jagged"]
+__all__ = ["BagInput", "read_bags", "require_bounds"]
 
 _MODES = ("sum", "mean", "max")
 _ID_TYPES = (torch.int64, torch.int32)
@@ -95,6 +93,7 @@ def read_bags(
     include_last_offset: bool,
     mode: str,
     dtype: torch.dtype,
+    is_deferred: bool = False,
 ) -> BagInput:
     """Read the arguments of `nn.EmbeddingBag.forward`.
 
@@ -105,6 +104,7 @@ def read_bags(
         include_last_offset: Whether `offsets` has the last bag's end, too.
         mode: Of pooling.
         dtype: Of the rows.
+        is_deferred: Whether nothing of their values is read, but later, by kernels on their device.
 
     Shape:
         ids (N,) or (B, L) or nested (B, *); offsets (B,) or (B + 1,); weights as ids.
@@ -142,6 +142,13 @@ def read_bags(
     else:
         raise MalformedBags(f"input must have one or two dimensions, got {ids.dim()}")
     values, bounds = _one_id_type(values, bounds)
+    if is_deferred:
+        return BagInput(
+            values.contiguous(),
+            bounds.contiguous(),
+            None if weights is None else weights.reshape(-1),
+            is_one_hot=ids.dim() == 2 and not ids.is_nested and ids.shape[1] == 1,
+        )
     is_one_hot = len(values) == len(bounds) - 1 and bool(counts_up(bounds.numpy()))
     if not is_one_hot and (ids.dim() == 1 or ids.is_nested):
         end = require_bounds(bounds.numpy(), len(values))
@@ -170,7 +177,7 @@ def _even_bounds(ids: Tensor, offsets: Tensor | None) -> Tensor:
             f"input of shape {tuple(ids.shape)} has no ids; give empty bags as a 1-D input with "
             "offsets"
         )
-    return torch.arange(0, num_bags * length + 1, length, dtype=ids.dtype)
+    return torch.arange(0, num_bags * length + 1, length, dtype=ids.dtype, device=ids.device)
 
 
 def _require_one_dimension(offsets: Tensor | None) -> Tensor:
@@ -247,33 +254,3 @@ def _first_nan(weights_N: NDArray[Any]) -> int:
         if np.isnan(weights_N[number]):
             return number
     return -1
-
-
-def require_jagged(features: Features, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Check what a `KeyedJaggedTensor` does not check, and cut off what is in no bag.
-
-    Raises:
-        MalformedBags: its tensors do not fit together.
-    """
-    values, offsets, keys = features.values(), features.offsets(), features.keys()
-    if values.dtype not in (torch.int32, torch.int64) or offsets.dtype not in (
-        torch.int32,
-        torch.int64,
-    ):
-        raise MalformedBags(
-            f"values and offsets must be int64 or int32, got {values.dtype} and {offsets.dtype}"
-        )
-    batch_size = features.stride()
-    if len(offsets) != len(keys) * batch_size + 1:
-        raise MalformedBags(
-            f"{len(keys)} features of {batch_size} samples need {len(keys) * batch_size + 1} "
-            f"offsets, got {len(offsets)}"
-        )
-    if weights is not None and len(weights) != len(values):
-        raise MalformedBags(f"{len(values)} values need as many weights, got {len(weights)}")
-
-    def place(bag: int) -> str:
-        return f"feature {keys[bag // batch_size]!r}, sample {bag % batch_size}"
-
-    end = require_bounds(offsets.numpy(), len(values), place)
-    return values[:end], None if weights is None else weights[:end]

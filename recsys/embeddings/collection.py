@@ -10,6 +10,7 @@ Without an optimizer the ledger is not used: backward leaves a sparse gradient a
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -23,22 +24,21 @@ from recsys.batch import (
     varies_in_batch_size,
 )
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
-from recsys.embeddings.bag_input import require_jagged
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.cold_files import open_cold_files
+from recsys.embeddings.collection_input import id_error, place_of, require_bags
+from recsys.embeddings.device_tables import AbstractTables, empty_tables, require_beside
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
-from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
-from recsys.embeddings.memory import empty_rows
+from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.row_space import compute_dtype, require_aligned, require_device
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
-from recsys.errors import IdOutOfRange
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torchrec import EmbeddingBagCollection
@@ -51,19 +51,21 @@ if TYPE_CHECKING:
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.tiers import Tiers
+    from recsys.errors import IdOutOfRange
 
 __all__ = ["HotColdEmbeddingBagCollection"]
 
 _STATES = "_optimizer_states"  # in a pickle: by table
 
 
-class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
+class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
     """A drop-in for `torchrec.EmbeddingBagCollection`, everything resident.
 
     Args:
         tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s, sum- or mean-pooled.
         is_weighted: Whether every lookup carries a weight.
-        device: Where the tables live; the CPU, or "meta" until `to_empty`.
+        device: Where the tables live; the CPU, CUDA, or "meta" until `to_empty`. On CUDA what is
+            wrong with an input is said by a later call; see `check_input`.
         optimizer: How rows are updated; None leaves sparse gradients to an optimizer of torch's.
         auto_apply: With an optimizer: update at the end of each backward. Where False,
             `row_optimizer.step()` updates, once for all backward passes since the last.
@@ -75,7 +77,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         budget: Bytes that rows in fast memory may take, with their state and what it takes to find
             them, as a number or like "256MiB". Rows that do not fit wait in the tables, which are
             then the cold store; what is computed is the same to the last bit. It needs an
-            optimizer. None keeps all rows in fast memory, or has that of `plan`.
+            optimizer, and the CPU. None keeps all rows in fast memory, or has that of `plan`.
         cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
             disk, for tables that are larger than memory.
         cold_path: That folder. Made where there is none; one that an earlier module has left whole
@@ -209,6 +211,9 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         self._updater = updater
         self._lay_out(places)
 
+    def _table_groups(self) -> list[TableGroup]:
+        return list(dict.fromkeys(group for group, _ in self._places))
+
     def tiers(self) -> list[Tiers]:
         """Where rows are kept that are not all resident; empty where they are."""
         return [] if self._updater is None else self._updater.tiers()
@@ -267,7 +272,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         `PooledEmbeddings`.
 
         Raises:
-            IdOutOfRange: a value is no row of its table.
+            IdOutOfRange: a value is no row of its table; on CUDA, of features before.
             KeyError: a feature is missing.
             MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together.
             ValueError: weights are missing or not numbers, or features have batch sizes of their
@@ -284,16 +289,25 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         is_light = isinstance(features, JaggedIds)
         if varies_in_batch_size(features):
             features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
-        weights = self._lookup_weights(features) if self._is_weighted else None
+        kernels = self._layouts[0].group.kernels
+        is_deferred = kernels.errors is not None
+        weights = self._lookup_weights(features, is_deferred) if self._is_weighted else None
         positions = self._positions(features)
         values, offsets, batch_size = features.values(), features.offsets(), features.stride()
         if not is_light:
-            values, weights = require_jagged(features, weights)
+            values, weights = require_bags(features, weights, is_deferred)
+        explain: Callable[[int], Exception]
+        explain = lambda value: self._lookup_error(features, value)  # noqa: E731
+        if is_deferred:
+            weights_T = self.table_weights()
+            require_beside(values, weights_T[0])
+            # Kept until the device has been heard of: without the module, which may go earlier.
+            explain = partial(id_error, features, self._lookups, list(map(len, weights_T)))
         is_one_hot = (
             True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
         )
         bags = {
-            is_mean: Bags.from_tensors(
+            is_mean: kernels.make_bags(
                 values, offsets, weights, batch_size, is_mean=is_mean, is_one_hot=is_one_hot
             )
             for is_mean in self._means
@@ -307,7 +321,7 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
             weights,
             ids=(values, offsets),
             updater=self._updater,
-            explain=lambda value: self._lookup_error(features, value),
+            explain=explain,
         )
         if is_light:
             return PooledEmbeddings(self._output_keys, self._output_dims, pooled)
@@ -316,6 +330,10 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))
 
     def _make_bags(self, device: torch.device | None, files: ColdFiles | None) -> nn.ModuleDict:
+        if files is None:
+            rows = empty_tables(self._tables, device)
+        else:
+            rows = [files.begin_with(table.name, None) for table in self._tables]
         return nn.ModuleDict(
             {
                 table.name: nn.EmbeddingBag(
@@ -324,16 +342,9 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
                     mode=pooling_of(table),
                     sparse=True,
                     # reset_parameters draws; nn.EmbeddingBag would first draw normal ones.
-                    _weight=empty_rows(
-                        table.num_embeddings,
-                        table.embedding_dim,
-                        dtype=DATA_TYPES[data_type_of(table)],
-                        device=device,
-                    )
-                    if files is None
-                    else files.begin_with(table.name, None),
+                    _weight=of_table,
                 )
-                for table in self._tables
+                for table, of_table in zip(self._tables, rows, strict=True)
             }
         )
 
@@ -411,32 +422,20 @@ class HotColdEmbeddingBagCollection(AbstractEmbeddingBags):
         elif budget is not None:
             self._updater.tier(budget, files=files, names=tables)
 
-    def _lookup_weights(self, features: Features) -> Tensor:
+    def _lookup_weights(self, features: Features, is_deferred: bool) -> Tensor:
         weights = features.weights_or_none()
         if weights is None:
             raise ValueError("is_weighted asks for one weight per lookup, the features have none")
-        if weights.isnan().any():
+        if not is_deferred and weights.isnan().any():
             value = int(weights.isnan().nonzero()[0])
             raise ValueError(
-                f"{self._place(features, value)}: the weight of id {int(features.values()[value])} "
+                f"{place_of(features, value)}: the weight of id {int(features.values()[value])} "
                 "is nan; every lookup needs a number"
             )
         return weights.to(compute_dtype(self.table_weights()[0].dtype))
 
-    def _place(self, features: Features, value: int) -> str:
-        bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
-        batch_size = features.stride()
-        return f"feature {features.keys()[bag // batch_size]!r}, sample {bag % batch_size}"
-
     def _lookup_error(self, features: Features, value: int) -> IdOutOfRange:
-        bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
-        feature = features.keys()[bag // features.stride()]
-        weights = self.table_weights()
-        sizes = [len(weights[table]) for table, name in self._lookups if name == feature]
-        return IdOutOfRange(
-            f"{self._place(features, value)}: id {int(features.values()[value])} is not in "
-            f"[0, {min(sizes)}); raise num_embeddings or hash the ids"
-        )
+        return id_error(features, self._lookups, list(map(len, self.table_weights())), value)
 
 
 class _Layout:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 from recsys.embeddings.kernels.ledger import LedgerEntry
-from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups, pooled_lookup, row_gradient_dots
+from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.residency import NoSuchRow, NotEnoughSlots
 from recsys.embeddings.row_space import compute_dtype
@@ -171,11 +171,19 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
         found, _ = work.calls[0]
-        result = _empty_result(found.space.tables[0].dtype, found.bags, found.lookups)
+        kernels = found.group.kernels
+        if kernels.errors is None:
+            result = _empty_result(found.space.tables[0].dtype, found.bags, found.lookups)
+        else:
+            kernels.errors.poll()
+            table, shape = found.space.tables[0], (found.bags.batch_size, found.lookups.width)
+            result = torch.empty(*shape, dtype=compute_dtype(table.dtype), device=table.device)
         for found, _ in work.calls:
-            bad = pooled_lookup(found.space, found.lookups, found.bags, result)
+            bad = kernels.pooled_lookup(found.space, found.lookups, found.bags, result)
             if bad >= 0:
                 raise work.explain(bad)
+        if kernels.errors is not None:
+            kernels.errors.report(work.explain)
         ctx.work = work
         ctx.save_for_backward(*work.ids, *(() if bag_weights is None else (bag_weights,)))
         ctx.versions = _versions(work) if ctx.needs_input_grad[1] else None
@@ -198,7 +206,7 @@ class _FusedLookup(torch.autograd.Function):
                 )
             of_weights = gradient.new_zeros(len(work.calls[0][0].bags.values))
             for found, _ in work.calls:
-                row_gradient_dots(
+                found.group.kernels.row_gradient_dots(
                     found.space, found.lookups, found.bags, gradient.contiguous(), of_weights
                 )
         with torch._C.DisableTorchFunctionSubclass():
@@ -229,7 +237,7 @@ def _entries(work: _Work, gradient: Tensor) -> list[tuple[TableGroup, LedgerEntr
         (
             group,
             LedgerEntry(
-                still_asking, _kept(bags), gradient, ids, None if ticket is None else rows, ticket
+                still_asking, bags.kept(), gradient, ids, None if ticket is None else rows, ticket
             ),
         )
         for (group, _, rows, _, bags, ticket), asking in work.calls
@@ -251,10 +259,3 @@ def _with_dense_rows(gradient: Tensor) -> Tensor:
 
 def _versions(work: _Work) -> list[int]:
     return [weight._version for found, _ in work.calls for weight in found.group.weights()]
-
-
-def _kept(bags: Bags) -> Bags:
-    """Bags whose weights stay as they are, though they may be parameters that an optimizer moves
-    before ours moves the rows.
-    """  # noqa: D205  # one sentence
-    return bags if bags.weights is None else bags._replace(weights=bags.weights.copy())

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from recsys.embeddings.budget import SpaceSize
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
-from recsys.embeddings.kernels.row_update import row_update
 from recsys.embeddings.memory import empty_rows
-from recsys.embeddings.row_space import RowSpace, compute_dtype
+from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.tiers import Tiers
 from recsys.errors import BudgetTooSmall, ColdTierError
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.row_space import RowSpace
     from recsys.embeddings.table_group import TableGroup
 
 __all__ = ["GroupUpdater", "Translation"]
@@ -126,7 +126,7 @@ class GroupUpdater:
             # Whoever corrects what was wrong and steps again means these gradients.
             self.group.ledger[:0] = ledger
             raise
-        tiers = self.group.tiers
+        row_update, tiers = self.group.kernels.row_update, self.group.tiers
         if tiers is None:
             row_update(space, states, formula, rates_T2, ledger, keys_T)
         else:
@@ -159,7 +159,16 @@ class GroupUpdater:
         return np.concatenate(rows)[order].astype(np.int32)
 
     def tier(self, num_slots: int, pinned: NDArray[np.int32]) -> None:
-        """Keep rows in as many slots from now on, some of them always."""
+        """Keep rows in as many slots from now on, some of them always.
+
+        Raises:
+            ValueError: rows are on a device, whose kernels know no tiers yet.
+        """
+        if self.group.kernels.errors is not None:
+            raise ValueError(
+                f"budget: rows on '{self._weights[0].device}' cannot be kept in two tiers yet; "
+                "build the module without budget=, or on the CPU"
+            )
         sizes = [len(weight) for weight in self._weights]
         dtype = self._weights[0].dtype
         states = self._formula_state_sizes()
@@ -365,7 +374,8 @@ class GroupUpdater:
             for table in range(len(self._weights))
         ]
         self._require_sizes(name, size, arrays)
-        return _State(name, [state.get(name) for state in by_table], arrays, RowSpace(arrays))
+        space = self.group.kernels.make_space(arrays)
+        return _State(name, [state.get(name) for state in by_table], arrays, space)
 
     def _require_sizes(self, name: str, size: int, states: Sequence[Tensor]) -> None:
         """Refuse state that is another table's or another formula's, before a kernel writes there.
@@ -398,11 +408,11 @@ class GroupUpdater:
             if not is_needed:
                 return weight.new_empty(0, *columns, dtype=dtype)
             if self._files is None:
-                known = empty_rows(len(weight), *columns, dtype=dtype).zero_()
+                known = empty_rows(len(weight), *columns, dtype=dtype, device=weight.device).zero_()
             else:
                 known = self._files.make(self._names[table], name, (len(weight), *columns), dtype)
-        elif known.dtype != dtype or not known.is_contiguous():
-            known = known.to(dtype).contiguous()
+        elif known.dtype != dtype or known.device != weight.device or not known.is_contiguous():
+            known = known.to(weight.device, dtype).contiguous()
         if self._files is not None and self._files.find(known) is None and len(known):
             known = self._files.keep(self._names[table], name, known)
         state[name] = known

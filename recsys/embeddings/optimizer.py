@@ -48,6 +48,7 @@ __all__ = [
     "PartialRowWiseAdam",
     "RowOptimizer",
     "RowWiseAdagrad",
+    "row_steps",
     "update_reference",
 ]
 
@@ -221,41 +222,56 @@ def update_reference(
     distinct, inverse = torch.unique(rows, return_inverse=True)
     summed = gradients.new_zeros(len(distinct), weight.shape[1]).index_add_(0, inverse, gradients)
     rate, eps = optimizer.rate_and_eps(optimizer.lr, step)
+    change, moved = row_steps(optimizer, [state[distinct] for state in states], summed, rate, eps)
+    for state, values in zip(states, moved, strict=True):
+        state[distinct] = values
     weight[distinct] = _stored(
-        weight[distinct].to(summed.dtype) - _change(optimizer, states, distinct, summed, rate, eps),
+        weight[distinct].to(summed.dtype) - change,
         weight.dtype,
         None if key is None else [fold(key, row) for row in distinct.tolist()],
     )
 
 
-def _change(
+def row_steps(
     optimizer: RowOptimizer,
     states: Sequence[Tensor],
-    distinct: Tensor,
     summed: Tensor,
-    rate: float,
-    eps: float,
-) -> Tensor:
-    """What is taken from each row; its state moves."""
+    rate: float | Tensor,
+    eps: float | Tensor,
+) -> tuple[Tensor, list[Tensor]]:
+    """The step of some rows by plain PyTorch: what is taken from each, and its state behind it.
+
+    Args:
+        optimizer: The formula.
+        states: State of the rows, in the order of `state_sizes`.
+        summed: The sum of each row's gradients.
+        rate: Of `rate_and_eps`.
+        eps: Likewise.
+
+    Shape:
+        states (U, size) each; summed (U, D); rate and eps numbers, or (U, 1); results as summed and
+        states.
+    """
     if isinstance(optimizer, SGD):
-        return rate * summed
+        return rate * summed, []
     squares = summed * summed
     if isinstance(optimizer, RowWiseAdagrad | PartialRowWiseAdam):
         squares = squares.mean(1, keepdim=True)
     if isinstance(optimizer, Adagrad | RowWiseAdagrad):
         direction = summed
-        states[0][distinct] += squares
+        moved = [states[0] + squares]
     else:
-        states[0][distinct] += (1 - optimizer.betas[0]) * (summed - states[0][distinct])
-        direction = states[0][distinct]
-        states[1][distinct] += (1 - optimizer.betas[1]) * (squares - states[1][distinct])
-    divisor = states[-1][distinct].sqrt() + eps
+        beta1, beta2 = optimizer.betas
+        direction = states[0] + (1 - beta1) * (summed - states[0])
+        moved = [direction, states[1] + (1 - beta2) * (squares - states[1])]
+    divisor = moved[-1].sqrt() + eps
     # In the kernel's order, so that both give the same bits.
     if isinstance(optimizer, Adagrad):
-        return rate * direction / divisor
+        return rate * direction / divisor, moved
     if isinstance(optimizer, Adam):
-        return rate * (direction / divisor)
-    return torch.full_like(divisor, rate) / divisor * direction
+        return rate * (direction / divisor), moved
+    rates = rate if isinstance(rate, torch.Tensor) else torch.full_like(divisor, rate)
+    return rates / divisor * direction, moved
 
 
 def _stored(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | None) -> Tensor:

@@ -51,7 +51,7 @@ def build_embeddings(
         provider: "recsys", "torch" or "fbgemm".
         tables: All tables, with distinct names.
         optimizer: How rows are updated.
-        device: Where the tables live; "torch" alone has others than the CPU.
+        device: Where the tables live; "fbgemm" has the CPU alone.
         budget: Of fast memory; of "recsys" alone, as is the next. Empty for none.
         plan: File of a plan. Empty for none.
         cold_tier: "host" or "file"; of "recsys" alone, as is the next.
@@ -59,15 +59,21 @@ def build_embeddings(
 
     Raises:
         BudgetTooSmall: there is no room for what it takes to find rows.
-        ConfigError: the provider is unknown or lacks the optimizer.
+        ConfigError: the provider is unknown or lacks the optimizer or the device; or there is a
+            budget, and the device is not the CPU.
         MissingDependency: the provider's package is not installed.
     """
     if provider == "recsys":
-        _require_cpu(provider, device)
-        dims = {table.embedding_dim for table in tables}
-        _compile_kernels(dims, row_optimizer(optimizer), is_tiered=bool(budget or plan))
+        if device is None or device.type == "cpu":
+            dims = {table.embedding_dim for table in tables}
+            _compile_kernels(dims, row_optimizer(optimizer), is_tiered=bool(budget or plan))
+        elif budget or plan:
+            raise ConfigError(
+                f"budget and plan need device 'cpu' as yet, got {device.type!r}; leave them out"
+            )
         ours = HotColdEmbeddingBagCollection(
             tables,
+            device=device,
             optimizer=row_optimizer(optimizer),
             auto_apply=False,
             budget=budget or None,

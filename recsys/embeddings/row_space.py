@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["RowSpace", "compute_dtype", "require_aligned", "require_device"]
+__all__ = ["AbstractRowSpace", "RowSpace", "compute_dtype", "require_aligned", "require_device"]
 
 _address, _numel = torch.Tensor.data_ptr, torch.Tensor.numel
 
@@ -42,8 +42,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return _DTYPES[dtype][1] if dtype in _DTYPES else dtype
 
 
+_DEVICE_TYPES = ("cpu", "cuda")
 # By the device that rows of a module are on.
 _WAYS_OUT = {
+    "cuda": "convert them by .float()",
     "cpu": "convert them by .float()",
     "meta": "give them memory by module.to_empty(device='cpu'), then values by reset_parameters() "
     "or load_state_dict",
@@ -63,7 +65,7 @@ def require_device(device: torch.device | str | None, way_out: str) -> None:
     found = torch.get_default_device() if device is None else torch.device(device)
     if found.type not in _WAYS_OUT:
         raise ValueError(
-            f"device must be 'cpu' or 'meta' (other devices are not supported yet), got "
+            f"device must be 'cpu', 'cuda' or 'meta' (others are not supported yet), got "
             f"'{found}'; {way_out}"
         )
 
@@ -82,25 +84,16 @@ def require_aligned(place: str, table: Tensor) -> None:
         )
 
 
-class RowSpace:
-    """One array over tables that lie anywhere in memory.
+class AbstractRowSpace:
+    """Several tables of one dtype and dim; where they lie, and what is computed in.
 
     Args:
-        tables: On the CPU, contiguous, of one dtype and dim; kept alive.
+        tables: Contiguous; kept alive.
 
     Attributes:
         tables: Views of them, which share their memory and their versions.
         dim: D.
-        dtype: Of `flat`; uint16 for bfloat16, int16 for float16.
-        compute_dtype: What kernels compute in.
         is_narrow: Whether rows are rounded as they are written.
-        flat: Everything from the lowest table's first byte to the highest's last, one-dimensional.
-        bases: Where each table begins in it, (T,) uint64.
-        sizes: E of each table, (T,) uint64.
-        sizes_key: The same, to look something up by.
-        row_names: Which row of all tables lies where, (S,) int32, if others than the tables' own
-            lie here; else empty.
-        first_names: The first row of each table among all, (T + 1,) uint64; empty likewise.
 
     Raises:
         ValueError: the tables are not as above.
@@ -111,38 +104,23 @@ class RowSpace:
         self._given = list(tables)
         self._addresses = [table.data_ptr() for table in tables]
         self._numels = [table.numel() for table in tables]
-        kinds = {(table.dtype, table.shape[1:].numel(), table.device.type) for table in tables}
+        kinds = {(table.dtype, table.shape[1:].numel(), str(table.device)) for table in tables}
         if len(kinds) != 1:
-            raise ValueError(f"tables of one row space must have one dtype and dim, got {kinds}")
-        dtype, self.dim, device_type = kinds.pop()
-        if dtype not in _DTYPES or device_type != "cpu":
+            raise ValueError(
+                f"tables of one row space must have one dtype and dim, on one device, got {kinds}"
+            )
+        dtype, self.dim, _ = kinds.pop()
+        device_type = tables[0].device.type
+        if dtype not in _DTYPES or device_type not in _DEVICE_TYPES:
             way_out = _WAYS_OUT.get(device_type, "move the module by .cpu()")
             raise ValueError(
-                "rows must be float32, float64, bfloat16 or float16 on the CPU, got "
+                "rows must be float32, float64, bfloat16 or float16 on the CPU or on CUDA, got "
                 f"{dtype} on {device_type}; {way_out}"
             )
-        stored, computed = _DTYPES[dtype]
-        self.dtype = np.dtype(stored)
-        self.compute_dtype = np.dtype(_DTYPES[computed][0])
-        self.is_narrow = computed != dtype
-        self.sizes = np.array([len(table) for table in tables], np.uint64)
-        self.sizes_key = self.sizes.tobytes()
-        self.row_names: NDArray[np.int32] = np.empty(0, np.int32)
-        self.first_names: NDArray[np.uint64] = np.empty(0, np.uint64)
+        self.is_narrow = compute_dtype(dtype) != dtype
         for table in tables:
             if not table.is_contiguous():
                 raise ValueError(f"rows must be contiguous, got strides {table.stride()}")
-            require_aligned("", table)
-        held = [table for table in tables if table.numel()]
-        low = min((table.data_ptr() for table in held), default=0)
-        high = max((table.data_ptr() + table.nbytes for table in held), default=0)
-        memory = (ctypes.c_byte * (high - low)).from_address(low)
-        self.flat: NDArray[Any] = np.frombuffer(memory, self.dtype)  # type: ignore[call-overload]  # ctypes arrays are buffers
-        itemsize = self.dtype.itemsize
-        self.bases = np.array(
-            [(table.data_ptr() - low) // itemsize if table.numel() else 0 for table in tables],
-            np.uint64,
-        )
 
     def holds(self, tables: Sequence[Tensor], numbers: Sequence[int] | None = None) -> bool:
         """Whether tables lie where they lay, and others than were given are as long.
@@ -171,3 +149,53 @@ class RowSpace:
         """
         known = self._numels if numbers is None else [self._numels[each] for each in numbers]
         return list(map(_numel, tables)) == known
+
+
+class RowSpace(AbstractRowSpace):
+    """One array over tables that lie anywhere in memory.
+
+    Args:
+        tables: On the CPU, contiguous, of one dtype and dim; kept alive.
+
+    Attributes:
+        dtype: Of `flat`; uint16 for bfloat16, int16 for float16.
+        compute_dtype: What kernels compute in.
+        flat: Everything from the lowest table's first byte to the highest's last, one-dimensional.
+        bases: Where each table begins in it, (T,) uint64.
+        sizes: E of each table, (T,) uint64.
+        sizes_key: The same, to look something up by.
+        row_names: Which row of all tables lies where, (S,) int32, if others than the tables' own
+            lie here; else empty.
+        first_names: The first row of each table among all, (T + 1,) uint64; empty likewise.
+
+    Raises:
+        ValueError: the tables are not as above.
+    """
+
+    def __init__(self, tables: Sequence[Tensor]) -> None:
+        super().__init__(tables)
+        if tables[0].device.type != "cpu":
+            raise ValueError(
+                f"rows must be on the CPU for kernels of the CPU, got {tables[0].device}; move the "
+                "module by .to(), as a whole"
+            )
+        dtype = tables[0].dtype
+        stored, computed = _DTYPES[dtype]
+        self.dtype = np.dtype(stored)
+        self.compute_dtype = np.dtype(_DTYPES[computed][0])
+        self.sizes = np.array([len(table) for table in tables], np.uint64)
+        self.sizes_key = self.sizes.tobytes()
+        self.row_names: NDArray[np.int32] = np.empty(0, np.int32)
+        self.first_names: NDArray[np.uint64] = np.empty(0, np.uint64)
+        for table in tables:
+            require_aligned("", table)
+        held = [table for table in tables if table.numel()]
+        low = min((table.data_ptr() for table in held), default=0)
+        high = max((table.data_ptr() + table.nbytes for table in held), default=0)
+        memory = (ctypes.c_byte * (high - low)).from_address(low)
+        self.flat: NDArray[Any] = np.frombuffer(memory, self.dtype)  # type: ignore[call-overload]  # ctypes arrays are buffers
+        itemsize = self.dtype.itemsize
+        self.bases = np.array(
+            [(table.data_ptr() - low) // itemsize if table.numel() else 0 for table in tables],
+            np.uint64,
+        )

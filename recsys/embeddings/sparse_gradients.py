@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from recsys.embeddings.torch_kernels.bags import TorchBags, by_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +35,11 @@ def sparse_gradients(
                 first = int(entry.lookups.positions[lookup]) * entry.bags.batch_size
                 column = int(entry.lookups.columns[lookup])
                 of_bags = entry.gradient[:, column : column + weight.shape[1]]
-                rows_n, gradients_nD = _by_value(entry.rows or entry.bags, first, of_bags)
+                bags: Any = entry.rows or entry.bags
+                if isinstance(bags, TorchBags):
+                    rows_n, gradients_nD = by_value(bags, first, of_bags, len(weight))
+                else:
+                    rows_n, gradients_nD = _by_value(bags, first, of_bags)
                 rows.append(rows_n)
                 gradients.append(gradients_nD)
         found.append(

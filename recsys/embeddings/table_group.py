@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.kernels.ledger import LedgerEntry
-from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
-from recsys.embeddings.row_space import RowSpace, compute_dtype
+from recsys.embeddings.kernels.pooled_lookup import Lookups
+from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.sparse_gradients import sparse_gradients
 from recsys.embeddings.table_parameter import (
     plain_grad,
@@ -32,7 +33,9 @@ from recsys.embeddings.table_parameter import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from recsys.embeddings.kernels.pooled_lookup import Bags
     from recsys.embeddings.residency import Ticket
+    from recsys.embeddings.row_space import RowSpace
     from recsys.embeddings.tiers import Tiers
 
 __all__ = ["Found", "TableGroup"]
@@ -70,6 +73,7 @@ class TableGroup:
         dim: D.
         ledger: What backward passes have left behind since the last update, in order.
         tiers: Where rows are kept if not all are resident.
+        kernels: What works on them, on the device where they are.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class TableGroup:
         self._whole_tables: dict[int, Lookups] = {}
         self._stand_ins: list[nn.Module] = []
         self._is_watched = False
+        self.kernels = kernels_on(self.weights()[0].device)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: those of a part of a model have the part's tables alone.
@@ -98,6 +103,7 @@ class TableGroup:
             "_parameters": [each._parameters for each in self.stand_ins()],
             "_twins": [],
             "_space": None,
+            "kernels": None,
             "ledger": [],
             "_whole_tables": {},
         }
@@ -110,6 +116,7 @@ class TableGroup:
 
     def take_in(self, holder: nn.Module, table: int) -> None:
         """Let a module that was copied along bring its table."""
+        self.kernels = kernels_on(cast("nn.Parameter", holder.weight).device)
         known = self._holders[table]
         if isinstance(known, _StandIn):
             self._holders[table], self._parameters[table] = holder, holder._parameters
@@ -142,8 +149,8 @@ class TableGroup:
         self._require_twins(weights)
         if self._is_watched:
             self.watch()
-        self._space = RowSpace(weights)
-        return self._space
+        self._space = space = self.kernels.make_space(weights)
+        return cast("RowSpace", space)
 
     def find(self, lookups: Lookups, rows: Bags) -> Sequence[Found]:
         """Where the rows of a lookup are that may be moved on its account, as kernel calls.
@@ -179,6 +186,7 @@ class TableGroup:
     def forget_space(self) -> None:
         """Look anew where the tables lie: one of them has other memory, or less of it."""
         self._space = None
+        self.kernels = kernels_on(self.weights()[0].device)
 
     def _require_twins(self, weights: Sequence[nn.Parameter]) -> None:
         for holder, table in self._twins:
@@ -269,7 +277,7 @@ class TableGroup:
         if gradient.is_sparse:
             rows, values = gradient._indices()[0], gradient._values()
         else:
-            rows, values = torch.arange(len(gradient)), gradient
+            rows, values = torch.arange(len(gradient), device=gradient.device), gradient
         if table not in self._whole_tables:
             self._whole_tables[table] = Lookups(
                 tables=np.array([table], np.uint64),
@@ -277,7 +285,7 @@ class TableGroup:
                 columns=np.zeros(1, np.uint64),
                 width=self.dim,
             )
-        bags = Bags(rows.numpy(), None, None, len(rows), is_mean=False)
+        bags = self.kernels.make_bags(rows, rows, None, len(rows), is_mean=False, is_one_hot=True)
         values = values.to(compute_dtype(values.dtype)).contiguous()
         [found] = self.find(self._whole_tables[table], bags)
         return LedgerEntry(found.lookups, found.bags, values, (), found.rows, found.ticket)
@@ -290,7 +298,9 @@ class _StandIn(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(0, weight.shape[1], dtype=weight.dtype))
+        self.weight = nn.Parameter(
+            torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        )
 
 
 def _added(known: Tensor, more: Tensor) -> Tensor:

@@ -238,7 +238,9 @@ def test_half_precision_is_torchs_without_an_optimizer(dtype):
 
 
 def test_rows_that_kernels_do_not_know_are_refused_with_an_optimizer():
-    with pytest.raises(ValueError, match=r"or float16 on the CPU, got torch\.complex64 on cpu"):
+    with pytest.raises(
+        ValueError, match=r"or float16 on the CPU or on CUDA, got torch\.complex64 on cpu"
+    ):
         HotColdEmbeddingBag(NUM_ROWS, 3, dtype=torch.complex64, optimizer=SGD(lr=1.0))
 
 

@@ -311,6 +311,19 @@ def test_a_weight_that_is_no_number_names_feature_sample_and_id():
         module(ids)
 
 
+def test_weights_of_averaged_bags_get_their_share_of_the_gradient():
+    table = TableConfig(name="a", num_embeddings=9, embedding_dim=4, pooling="mean")
+    module = HotColdEmbeddingBagCollection([table], is_weighted=True)
+    [rows] = [weight.detach() for weight in module.table_weights()]
+    weights = torch.rand(5, requires_grad=True)
+    ids = torch.tensor([1, 2, 3, 4, 5])
+
+    module(JaggedIds(["a"], ids, torch.tensor([0, 2, 5]), weights)).values().sum().backward()
+
+    expected = rows[ids].sum(1) / torch.tensor([2, 2, 3, 3, 3])
+    torch.testing.assert_close(weights.grad, expected)
+
+
 def test_sums_and_means_stand_side_by_side():
     torch.manual_seed(0)
     tables = [*TABLES, dataclasses.replace(TABLES[0], name="averages", pooling="mean")]

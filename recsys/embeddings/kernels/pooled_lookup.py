@@ -163,6 +163,12 @@ class Bags(NamedTuple):
             is_mean and not is_one_hot,
         )
 
+    def kept(self) -> Bags:
+        """The same with weights that stay as they are, though they may be parameters that an
+        optimizer moves before ours moves the rows.
+        """  # noqa: D205  # one sentence
+        return self if self.weights is None else self._replace(weights=self.weights.copy())
+
 
 def pooled_lookup_reference(
     weights: Sequence[Tensor],
@@ -245,7 +251,7 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
 def row_gradient_dots(
     space: RowSpace, lookups: Lookups, bags: Bags, gradient: Tensor, result: Tensor
 ) -> None:
-    """The gradient of every value's weight: its row times its bag's gradient.
+    """The gradient of every value's weight: its row times its bag's gradient, shared out by a mean.
 
     Args:
         space: The tables.
@@ -260,6 +266,7 @@ def row_gradient_dots(
         lookups.placed_in(space),
         bags.values,
         _offsets_of(bags),
+        bags.is_mean,
         gradient.numpy(),
         bags.batch_size,
         lookups.width,
@@ -420,6 +427,7 @@ def _dots_kernel(
     lookups_4L: NDArray[np.uint64],
     values_N: NDArray[Any],
     offsets: NDArray[Any],
+    is_mean: bool,
     gradient_BW: NDArray[Any],
     num_samples: int,
     width: int,
@@ -436,10 +444,13 @@ def _dots_kernel(
             first = position * np.uint64(num_samples)
             of_bag = begin * np.uint64(width) + column
             for bag in range(first + begin, first + end):
-                for place in range(np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])):
+                first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
+                for place in range(first_place, end_place):
                     source = base + np.uint64(values_N[place]) * dim
                     dot = result_N.dtype.type(0)
                     for d in range(dim):
                         dot += widen(flat[source + d]) * gradient[of_bag + d]
+                    if is_mean:
+                        dot /= result_N.dtype.type(end_place - first_place)
                     result_N[place] += dot
                 of_bag += np.uint64(width)

@@ -40,6 +40,7 @@ __all__ = [
     "fold",
     "key_of_row",
     "narrow",
+    "round_by",
     "round_reference",
     "table_key",
     "widen",
@@ -96,6 +97,25 @@ def round_reference(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | No
     Shape:
         values (N, D) float32; keys (N,); result (N, D).
     """
+    chance = None
+    if keys is not None:
+        columns = range(values.shape[1])
+        hashes = [[fold(key, column) >> 32 for column in columns] for key in keys]
+        chance = torch.tensor(hashes, dtype=torch.int64).view(values.shape)
+    return round_by(values, dtype, chance)
+
+
+def round_by(values: Tensor, dtype: torch.dtype, chance: Tensor | None) -> Tensor:
+    """Round by what chance has drawn, in plain PyTorch.
+
+    Args:
+        values: Any numbers.
+        dtype: bfloat16 or float16.
+        chance: Integers of 32 bits; None rounds to nearest.
+
+    Shape:
+        values (N, D) float32; chance (N, D) int64; result (N, D).
+    """
     bits = values.contiguous().view(torch.int32).long()
     magnitude = bits & 0x7FFFFFFF
     if dtype == torch.bfloat16:
@@ -108,18 +128,15 @@ def round_reference(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | No
             (magnitude - _REBIAS) << 19,
         )
         largest, quiet = _LARGEST_FLOAT16, 0x7E00
-    if keys is None:
+    if chance is None:
         chance = 0x7FFFFFFF + ((fixed >> 32) & 1)
-    else:
-        columns = range(values.shape[1])
-        hashes = [[fold(key, column) >> 32 for column in columns] for key in keys]
-        chance = torch.tensor(hashes, dtype=torch.int64).view(values.shape)
     chance = torch.where(magnitude > largest, 1 << 31, chance)
     stored = (fixed + chance) >> 32
     if dtype == torch.float16:
         stored = stored.clamp(max=0x7C00)
     stored = torch.where(magnitude > _INFINITY, quiet, stored) | ((bits >> 16) & 0x8000)
-    return stored.to(torch.uint16).view(dtype)
+    # By int16: not every device knows uint16.
+    return torch.where(stored > 0x7FFF, stored - 0x10000, stored).to(torch.int16).view(dtype)
 
 
 def widen(stored: Any) -> Any:

@@ -1,0 +1,126 @@
+"""Tables on a device: where they get memory, how they move there, and what is checked behind.
+
+Devices differ in what works on the rows (`kernel_choice`). A module of ours is a module like any
+other: `device=` builds it on a device, `.to()` moves it there and back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor, nn
+
+from recsys.embeddings.abstract import pooling_of
+from recsys.embeddings.kernel_choice import kernels_on
+from recsys.embeddings.memory import empty_rows
+from recsys.embeddings.table import DATA_TYPES, data_type_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from recsys.embeddings.table import TableConfig
+    from recsys.embeddings.table_group import TableGroup
+
+__all__ = ["AbstractTables", "check_input", "empty_tables", "require_beside"]
+
+
+class AbstractTables(nn.Module, ABC):
+    """A module with tables that kernels of ours work on."""
+
+    @abstractmethod
+    def _table_groups(self) -> Sequence[TableGroup]:
+        """Those of its tables; each once."""
+
+    def check_input(self) -> None:
+        """Raise what has been wrong with the input of lookups so far; wait for the device to know.
+
+        On a CUDA device a lookup does not wait to know whether ids are rows: a later lookup or
+        update says that they were not, and no row moves meanwhile. On the CPU nothing is left to
+        say.
+
+        Raises:
+            IdOutOfRange: a value was no row of its table.
+            MalformedBags: offsets did not make bags.
+            ValueError: a weight was not a number.
+        """
+        for group in self._table_groups():
+            if group.kernels.errors is not None:
+                group.kernels.errors.check()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """By this `.to()` and the like move a module, and here what belongs to its tables.
+
+        Gradients collected go along as `grad` of the tables; the state of their optimizer follows
+        in its next step.
+
+        Raises:
+            ValueError: rows are kept in two tiers, and `fn` moves them off the CPU.
+        """
+        groups = self._table_groups()
+        if any(group.tiers is not None for group in groups):
+            found = fn(torch.empty(0)).device
+            if found.type != "cpu":
+                raise ValueError(
+                    f"rows in two tiers stay on the CPU, and cannot be moved to '{found}'; build "
+                    "the module without budget=, or leave it where it is"
+                )
+        for group in groups:
+            group.open_ledger()
+        module: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for group in groups:
+            group.forget_space()
+        return module
+
+
+def check_input(model: nn.Module) -> None:
+    """`check_input` of every module of ours in a model.
+
+    Raises:
+        IdOutOfRange: as there, and so are the others.
+        MalformedBags: likewise.
+        ValueError: likewise.
+    """
+    for module in model.modules():
+        if isinstance(module, AbstractTables):
+            module.check_input()
+
+
+def empty_tables(tables: Sequence[TableConfig], device: torch.device | str | None) -> list[Tensor]:
+    """Memory for tables; on a device in one piece for those that will be looked up together.
+
+    Args:
+        tables: Of a collection.
+        device: As for `torch.empty`.
+    """
+    found = torch.get_default_device() if device is None else torch.device(device)
+    dtypes = [DATA_TYPES[data_type_of(table)] for table in tables]
+    if kernels_on(found).errors is None:
+        return [
+            empty_rows(table.num_embeddings, table.embedding_dim, dtype=dtype, device=found)
+            for table, dtype in zip(tables, dtypes, strict=True)
+        ]
+    together: dict[tuple[int, str, torch.dtype], list[int]] = {}
+    for number, (table, dtype) in enumerate(zip(tables, dtypes, strict=True)):
+        kind = table.embedding_dim, pooling_of(table), dtype
+        together.setdefault(kind, []).append(number)
+    rows: dict[int, Tensor] = {}
+    for (dim, _, dtype), numbers in together.items():
+        sizes = [tables[number].num_embeddings for number in numbers]
+        piece = torch.empty(sum(sizes), dim, dtype=dtype, device=found)
+        rows.update(zip(numbers, torch.split(piece, sizes), strict=True))
+    return [rows[number] for number in range(len(tables))]
+
+
+def require_beside(values: Tensor, table: Tensor) -> None:
+    """Check that ids are where the table is.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if values.device != table.device:
+        raise ValueError(
+            f"ids must be on the device of the tables, {table.device}, got {values.device}; move "
+            f"them by .to('{table.device}')"
+        )

@@ -1,0 +1,23 @@
+"""What tests of embeddings share."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class NoRoundTrips(TorchDispatchMode):
+    """Refuses what would wait for a device, if there were one."""
+
+    _WAITING = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "repeat_interleave")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert not any(name in func.name() for name in self._WAITING), func.name()
+        if func.name() in ("aten::index.Tensor", "aten::index_put_"):
+            assert not any(each is not None and each.dtype == torch.bool for each in args[1])
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def no_round_trips():
+    """A context in which no operation of torch may wait for a device."""
+    return NoRoundTrips()

@@ -1,0 +1,173 @@
+"""Slots against those of the kernels for the CPU, and against a dictionary of rows."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.embeddings.kernels import slots as numba
+from recsys.embeddings.kernels.slots import AWAITED, DIRTY, NOWHERE, PINNED
+from recsys.embeddings.torch_kernels.slots import (
+    TorchSlots,
+    claim,
+    distinct_rows,
+    fetch,
+    mark_dirty,
+    release,
+    write_back,
+)
+
+CPU = torch.device("cpu")
+NUM_ROWS = 14
+batches = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=7),
+        st.booleans(),  # whether its rows are moved
+        st.integers(0, 2),  # how many later batches it is held for
+    ),
+    max_size=12,
+)
+
+
+class BothSlots:
+    """The same claims by numba, which gets distinct rows in ascending order, and by torch."""
+
+    def __init__(self, num_slots, num_pinned=0):
+        self.ours = TorchSlots.empty(NUM_ROWS, num_slots, CPU)
+        self.theirs = numba.SlotArrays(
+            np.full(NUM_ROWS, NOWHERE, np.int32),
+            np.full(num_slots, NOWHERE, np.int32),
+            np.zeros(num_slots, np.uint16),
+            np.zeros(num_slots, np.uint8),
+            np.zeros(num_slots, np.uint8),
+        )
+        for slot in range(num_pinned):
+            row = NUM_ROWS - 1 - slot
+            for slots in (self.ours, self.theirs):
+                slots.slot_of_row[row] = slot + AWAITED
+                slots.row_of_slot[slot], slots.flags[slot] = row, PINNED
+        self.hand, self.num_pinned = 0, num_pinned
+
+    def claim(self, rows):
+        slot_U, transfer = claim(self.ours, distinct_rows(torch.tensor(rows)))
+        slots, values = self.theirs, np.unique(rows)
+        ends = np.array([len(values)])
+        first_rows = np.array([0, NUM_ROWS], np.uint64)
+        requests = numba.Requests.sort([0], np.array([0]), ends, first_rows)
+        slot_of_value, found, _ = numba.claim_rows(slots, requests, values)
+        num_free = int(((slots.num_claims == 0) & (slots.flags & PINNED == 0)).sum())
+        if found.num_missing[0] > num_free:
+            numba.take_back(slots, found)
+            assert not transfer.is_enough
+            assert (slot_U == NOWHERE).all()
+            return slot_U, transfer
+        missing, written_slots, written_rows, self.hand = numba.place_rows(slots, found, self.hand)
+        numba.resolve(slots, requests, found, slot_of_value, missing)
+        assert transfer.is_enough
+        assert slot_U[slot_U != NOWHERE].tolist() == slot_of_value.tolist()
+        for ours, theirs in (
+            (transfer.written_slots, written_slots),
+            (transfer.written_rows, written_rows),
+        ):
+            assert ours[ours != NOWHERE].tolist() == theirs.tolist()
+        fetched = transfer.fetched_rows[transfer.fetched_rows != NOWHERE].tolist()
+        awaited = slots.row_of_slot[found.awaited[: found.num_awaited[0]]]
+        assert fetched == sorted([*found.missing[: found.num_missing[0]], *awaited])
+        return slot_U, transfer
+
+    def require_same(self):
+        ours, theirs = self.ours, self.theirs
+        pairs = zip(ours[:5], theirs, strict=True)
+        for name, (found, expected) in zip(theirs._fields, pairs, strict=True):
+            assert found[:-1].tolist() == expected.tolist(), name
+        assert int(ours.hand) == self.hand
+
+
+@given(batches=batches, num_slots=st.integers(1, 10), num_pinned=st.integers(0, 3))
+def test_slots_are_taken_as_by_the_kernels_for_the_cpu(batches, num_slots, num_pinned):
+    both = BothSlots(num_slots, min(num_pinned, num_slots))
+    held = []
+
+    for rows, is_moved, _ in batches:
+        slot_U, transfer = both.claim(rows)
+        both.require_same()
+        held.append(slot_U)
+        if is_moved and transfer.is_enough:
+            mark_dirty(both.ours, slot_U)
+            numba.mark_dirty(both.theirs, slot_U[slot_U != NOWHERE].numpy())
+        if len(held) > 1:
+            given_back = held.pop(0)
+            release(both.ours, given_back)
+            numba.release_slots(both.theirs, given_back[given_back != NOWHERE].int().numpy())
+        both.require_same()
+
+
+@given(batches=batches, num_slots=st.integers(1, 10))
+def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(batches, num_slots):
+    slots = TorchSlots.empty(NUM_ROWS, num_slots, CPU)
+    cold = torch.arange(NUM_ROWS, dtype=torch.float64).view(-1, 1)
+    hot = torch.full((num_slots, 1), torch.nan, dtype=torch.float64)
+    expected, held, places = dict(enumerate(cold.flatten().tolist())), [], []
+
+    for number, (rows, is_moved, length) in enumerate(batches):
+        for end, slot_U in [each for each in held if each[0] <= number]:
+            held.remove((end, slot_U))
+            release(slots, slot_U)
+        rows_U = distinct_rows(torch.tensor(rows))
+        slot_U, transfer = claim(slots, rows_U)
+        if not transfer.is_enough:
+            assert len(set(rows)) > num_slots - sum(len(set(each.tolist())) for _, each in held)
+            continue
+        held.append((number + 1 + length, slot_U))
+        write_back(cold, hot, transfer.written_rows, transfer.written_slots)
+        fetch(cold, hot, transfer.fetched_rows, transfer.fetched_slots)
+        places = dict(zip(rows_U.tolist(), slot_U.tolist(), strict=True))
+        for row in set(rows):
+            assert hot[places[row]].item() == expected[row]
+            if is_moved:
+                expected[row] += 100
+                hot[places[row]] += 100
+        if is_moved:
+            mark_dirty(slots, slot_U)
+
+    for row, value in expected.items():
+        slot = int(slots.slot_of_row[row])
+        assert (cold[row] if slot == NOWHERE else hot[slot]).item() == value
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [([5, 2, 5, 2, 9], [2, 5, 9, -1, -1]), ([-1, 3, -1], [3, -1, -1]), ([], [])],
+    ids=str,
+)
+def test_distinct_rows_come_first_and_in_order(rows, expected):
+    assert distinct_rows(torch.tensor(rows, dtype=torch.int64)).tolist() == expected
+
+
+def test_a_claim_does_nothing_that_would_wait_for_a_device(no_round_trips):
+    slots = TorchSlots.empty(NUM_ROWS, 4, CPU)
+    mini_batches = torch.tensor([[1, 2, 2], [5, 5, 9], [2, 1, 7]])
+    held = []
+
+    with no_round_trips:
+        for rows in mini_batches:
+            held.append(claim(slots, distinct_rows(rows))[0])
+            mark_dirty(slots, held[-1])
+            release(slots, held[-1])
+
+    assert [slot_U.tolist() for slot_U in held] == [[0, 1, -1], [2, 3, -1], [0, 1, 2]]
+
+
+def test_a_claim_that_finds_too_few_slots_changes_nothing():
+    slots = TorchSlots.empty(NUM_ROWS, 3, CPU)
+    held, _ = claim(slots, torch.tensor([4, 7]))
+    mark_dirty(slots, held)
+    before = [each.clone() for each in slots]
+
+    slot_U, transfer = claim(slots, torch.tensor([1, 4, 5]))
+
+    assert not transfer.is_enough
+    assert slot_U.tolist() == [NOWHERE] * 3
+    assert all(torch.equal(*pair) for pair in zip(slots, before, strict=True))
+    assert int((slots.flags & DIRTY).sum()) == 2 * DIRTY
