@@ -10,7 +10,6 @@ one; what it adds is errors that name the sample.
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -19,20 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recsys.embeddings.bag_input import BagInput, read_bags
+from recsys.embeddings.bag_lookup import BagPlace, pool_fused
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.cold_files import open_cold_files
-from recsys.embeddings.device_tables import AbstractTables, require_beside
-from recsys.embeddings.fused_lookup import Part, fused_lookup
+from recsys.embeddings.device_tables import AbstractTables
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.memory import empty_rows
-from recsys.embeddings.row_space import compute_dtype, require_device
+from recsys.embeddings.row_space import require_device
 from recsys.embeddings.table_group import TableGroup
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from recsys.embeddings.cold_files import ColdFiles
@@ -454,85 +452,8 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
         assert self._group is not None
+        assert self._lookups is not None
         is_deferred = self._group.kernels.errors is not None
         bags = self._read(input, offsets, per_sample_weights, is_deferred)
-        if is_deferred:
-            require_beside(bags.values, self.weight)
-        if self.mode == "max" and (self.scale_grad_by_freq or self.sparse):
-            raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
-        if self.max_norm is not None:
-            self._renormalize(bags, self.max_norm)
-        # Where the host does not count values, kernels pass over those that are padding.
-        is_passed_over = is_deferred and self.mode != "max" and not self.scale_grad_by_freq
-        if self.padding_idx is not None and not is_passed_over:
-            bags = bags.without(self.padding_idx)
-        if bags.weights is not None:
-            bags = bags._replace(weights=bags.weights.to(compute_dtype(self.weight.dtype)))
-        return self._pool(bags).to(self.weight.dtype)
-
-    def _pool(self, bags: BagInput) -> Tensor:
-        """In the dtype that rows are computed in, as the weights are."""
-        if self.mode != "max" and not self.scale_grad_by_freq:
-            return self._fused(bags, bags)
-        # Torch pools the distinct rows, and their gradients are the ledger's.
-        distinct, numbers, counts = torch.unique(
-            bags.values, return_inverse=True, return_counts=True
-        )
-        bounds = torch.arange(len(distinct) + 1, device=distinct.device)
-        rows = self._fused(BagInput(distinct, bounds, None, is_one_hot=True), bags)
-        if self.scale_grad_by_freq and rows.requires_grad:
-            rows.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: gradient / counts.unsqueeze(1)
-            )
-        return functional.embedding_bag(
-            numbers,
-            rows,
-            bags.offsets,
-            mode=self.mode,
-            per_sample_weights=bags.weights,
-            include_last_offset=True,
-        )
-
-    def _fused(self, looked_up: BagInput, bags: BagInput) -> Tensor:
-        """Rows of `looked_up`, pooled; `bags` are named in errors."""
-        assert self._group is not None
-        assert self._lookups is not None
-
-        explain: Callable[[int], Exception]
-        explain = lambda position: _id_error(bags, len(self.weight), position)  # noqa: E731
-        values, offsets, weights, is_one_hot = looked_up
-        kernels = self._group.kernels
-        if kernels.errors is not None:
-            # Kept until the device has been heard of: without the module, which may go earlier.
-            explain = partial(_id_error, bags, len(self.weight))
-        made = kernels.make_bags(
-            values,
-            offsets,
-            weights,
-            len(offsets) - 1,
-            is_mean=self.mode == "mean",
-            is_one_hot=is_one_hot,
-        )
-        if kernels.errors is not None and looked_up is bags:
-            made = made._replace(padding=self.padding_idx)
-        part = Part(self._group, self._lookups, made)
-        return fused_lookup(
-            [part], weights, ids=(values, offsets), updater=self._updater, explain=explain
-        )
-
-    def _renormalize(self, bags: BagInput, max_norm: float) -> None:
-        bad = bags.first_bad(len(self.weight))
-        if bad is not None:
-            raise bags.id_error(bad, len(self.weight))
-        assert self._group is not None
-        if self._group.tiers is None:
-            torch.embedding_renorm_(self.weight.detach(), bags.values, max_norm, self.norm_type)
-            return
-        with torch._C.DisableTorchFunctionSubclass():  # it is us who move the rows
-            self._group.renormalize(self._number(), bags.values, max_norm, self.norm_type)
-
-
-def _id_error(bags: BagInput, num_rows: int, position: int) -> Exception:
-    bad = bags.first_bad(num_rows)
-    # Where it is asked later, the ids may be others.
-    return bags.id_error(position if bad is None else bad, num_rows)
+        place = BagPlace(self._group, self._lookups, self._updater)
+        return pool_fused(self, place, bags).to(self.weight.dtype)

@@ -1,0 +1,132 @@
+"""The lookup of a bag whose rows an optimizer of ours moves.
+
+sum, mean            rows pooled by one kernel
+max, or gradients    distinct rows from the kernel, which torch pools: their gradients are the
+shared by counts     ledger's
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from recsys.embeddings.bag_input import BagInput
+from recsys.embeddings.device_tables import require_beside
+from recsys.embeddings.fused_lookup import Part, fused_lookup
+from recsys.embeddings.row_space import compute_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from recsys.embeddings.kernels.pooled_lookup import Lookups
+    from recsys.embeddings.row_updater import RowUpdater
+    from recsys.embeddings.table_group import TableGroup
+
+__all__ = ["BagPlace", "pool_fused"]
+
+
+class BagPlace(NamedTuple):
+    """Where a bag's table is, and what moves it.
+
+    Attributes:
+        group: Has the table.
+        lookups: The one of this table.
+        updater: Of the group; None where gradients are left to torch.
+    """
+
+    group: TableGroup
+    lookups: Lookups
+    updater: RowUpdater | None
+
+
+def pool_fused(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Tensor:
+    """Look up and pool, in the dtype that rows are computed in.
+
+    Args:
+        bag: Its settings and its table.
+        place: Where that is.
+        bags: The input.
+
+    Raises:
+        IdOutOfRange: a value is no row.
+        ValueError: settings exclude each other, or ids are on another device.
+    """
+    is_deferred = place.group.kernels.errors is not None
+    if is_deferred:
+        require_beside(bags.values, bag.weight)
+    is_max, divides = bag.mode == "max", bag.scale_grad_by_freq
+    if is_max and (divides or bag.sparse):
+        raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
+    if bag.max_norm is not None:
+        _renormalize(bag, place, bags, bag.max_norm)
+    # Where the host does not count values, kernels pass over those that are padding.
+    is_passed_over = is_deferred and not is_max and not divides
+    if bag.padding_idx is not None and not is_passed_over:
+        bags = bags.without(bag.padding_idx)
+    if bags.weights is not None:
+        bags = bags._replace(weights=bags.weights.to(compute_dtype(bag.weight.dtype)))
+    if not is_max and not divides:
+        return _look_up(bag, place, bags, bags)
+    distinct, numbers, counts = torch.unique(bags.values, return_inverse=True, return_counts=True)
+    bounds = torch.arange(len(distinct) + 1, device=distinct.device)
+    rows = _look_up(bag, place, BagInput(distinct, bounds, None, is_one_hot=True), bags)
+    if divides and rows.requires_grad:
+        rows.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: gradient / counts.unsqueeze(1)
+        )
+    return functional.embedding_bag(
+        numbers,
+        rows,
+        bags.offsets,
+        mode=bag.mode,
+        per_sample_weights=bags.weights,
+        include_last_offset=True,
+    )
+
+
+def _look_up(bag: nn.EmbeddingBag, place: BagPlace, looked_up: BagInput, bags: BagInput) -> Tensor:
+    """Rows of `looked_up`, pooled; `bags` are named in errors."""
+    weight, kernels = bag.weight, place.group.kernels
+    explain: Callable[[int], Exception]
+    explain = lambda position: _id_error(bags, len(weight), position)  # noqa: E731
+    values, offsets, weights, is_one_hot = looked_up
+    if kernels.errors is not None:
+        # Kept until the device has been heard of: without the module, which may go earlier.
+        explain = partial(_id_error, bags, len(weight))
+    made = kernels.make_bags(
+        values,
+        offsets,
+        weights,
+        len(offsets) - 1,
+        is_mean=bag.mode == "mean",
+        is_one_hot=is_one_hot,
+    )
+    if kernels.errors is not None and looked_up is bags:
+        made = made._replace(padding=bag.padding_idx)
+    part = Part(place.group, place.lookups, made)
+    return fused_lookup(
+        [part], weights, ids=(values, offsets), updater=place.updater, explain=explain
+    )
+
+
+def _renormalize(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput, max_norm: float) -> None:
+    bad = bags.first_bad(len(bag.weight))
+    if bad is not None:
+        raise bags.id_error(bad, len(bag.weight))
+    if place.group.tiers is None:
+        torch.embedding_renorm_(bag.weight.detach(), bags.values, max_norm, bag.norm_type)
+        return
+    with torch._C.DisableTorchFunctionSubclass():  # it is us who move the rows
+        [table] = place.lookups.distinct_tables
+        place.group.renormalize(table, bags.values, max_norm, bag.norm_type)
+
+
+def _id_error(bags: BagInput, num_rows: int, position: int) -> Exception:
+    bad = bags.first_bad(num_rows)
+    # Where it is asked later, the ids may be others.
+    return bags.id_error(position if bad is None else bad, num_rows)
