@@ -6,7 +6,8 @@
 The whole training step of the default model. Each has a process of its own, which take turns. A
 budget is a share of what the rows and their state take; `floor` is the least that the mini-batches
 at hand can do with. Before its first turn a tier sees the lookups of mini-batches that are not
-trained on, as it would have in training: what is measured is not how a tier is filled.
+trained on, as it would have in training: what is measured is not how a tier is filled. The resident
+module makes the same lookups, so that the memory of the two differs by the tiers alone.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def bench_tiers(
         batch_size: B.
         optimizer: Of the rows: "sgd" or "rowwise_adagrad".
         num_rounds: Rounds that count.
-        num_fill_steps: Mini-batches whose lookups a tier sees before.
+        num_fill_steps: Mini-batches that are looked up before, which fills a tier.
         table_sizes: Rows per table.
     """
     config = _config(dim, batch_size, optimizer, table_sizes)
@@ -204,10 +205,9 @@ class _Trainer:
         self._model, self._optimizers = build_model(
             replace(run.config, budget=budget), self._source
         )
-        if budget:
-            dlrm = cast("DLRM", self._model.model)
-            for number in range(run.num_fill_steps):
-                dlrm.sparse_arch(run.batch(self._source, number).sparse_features)
+        dlrm = cast("DLRM", self._model.model)
+        for number in range(run.num_fill_steps):
+            dlrm.sparse_arch(run.batch(self._source, number).sparse_features)
         gc.disable()  # a turn ends with a collection; what is here now is here to stay
         gc.collect()
         gc.freeze()

@@ -5,6 +5,10 @@
 
 The row map answers in one step whether a row is here; it is what a budget has to pay before the
 first row.
+
+Not among these bytes, as a mini-batch's ids and pooled vectors are not: a ticket's slot numbers, 4
+bytes a lookup and 4 a row; and while slots are claimed at most 20 bytes a lookup and 32 a row in
+all, which are gone before anything is computed.
 """
 
 from __future__ import annotations

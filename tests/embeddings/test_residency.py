@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 import threading
+import tracemalloc
 import weakref
 
 import numpy as np
@@ -440,6 +441,32 @@ def test_slots_of_a_ticket_that_nobody_has_any_more_are_free():
     del ticket
 
     world.require_here(*world.prefetch([(0, 5), (0, 6)]))
+
+
+def test_claiming_takes_what_was_said_beside_the_slots():
+    num_lookups, num_rows = 40_000, 10_000
+    hot = HotTier([30_000], 1, torch.float32, {}, num_rows)
+    space = RowSpace([torch.zeros(30_000, 1)])
+    residency = Residency(hot, HostStore(lambda: [space]))
+    requests = Requests.sort([0], np.array([0]), np.array([num_lookups]), hot.first_rows)
+    residency.prefetch(requests, np.zeros(num_lookups, np.int64))  # compiles, or loads, kernels
+    tickets, peaks = [], []
+    tracemalloc.start()
+    try:
+        for first in (0, 0, 20_000):  # rows that are not here, that are, and for which others go
+            values = np.arange(num_lookups) % num_rows + first
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            tickets.append(residency.prefetch(requests, values))
+            peaks.append(tracemalloc.get_traced_memory()[1] - before)
+            residency.mark_moved(tickets[-1])
+            tickets[-1].release()
+    finally:
+        tracemalloc.stop()
+
+    assert residency.counts.num_written_back == num_rows
+    assert max(peaks) <= 20 * num_lookups + 32 * num_rows + 10_000
+    assert tickets[0].slot_of_value.nbytes == 4 * num_lookups
 
 
 def test_memory_is_what_was_said():
