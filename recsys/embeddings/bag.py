@@ -415,6 +415,8 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         bags = self._read(input, offsets, per_sample_weights, is_deferred)
         if is_deferred:
             require_beside(bags.values, self.weight)
+            if self.mode == "max" or self.scale_grad_by_freq or self.max_norm is not None:
+                bags = bags.checked()  # operations of torch's, which wait, and do not check
         if self.mode == "max" and (self.scale_grad_by_freq or self.sparse):
             raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
         if self.max_norm is not None:
