@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import recsys
-from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection, group_updater
+from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
+from recsys.embeddings.kernel_choice import NUMBA
 
 INDICES, OFFSETS = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 2, 2])
 
@@ -351,7 +352,7 @@ def test_tables_of_one_dim_and_param_group_are_updated_in_one_call(monkeypatch):
     optimizer = torch.optim.SGD(groups)
     recsys.accelerate(model, optimizer=optimizer)
     calls = []
-    monkeypatch.setattr(group_updater, "row_update", lambda space, *_: calls.append(space.sizes))
+    monkeypatch.setattr(NUMBA, "row_update", lambda space, *_: calls.append(space.sizes))
 
     ids = torch.tensor([0, 2])
     sum(each(ids, torch.tensor([0])).sum() for each in model.many).backward()

@@ -8,7 +8,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.functional import mse_loss
 
 import recsys
-from recsys.embeddings import SGD, group_updater
+from recsys.embeddings import SGD
+from recsys.embeddings.kernel_choice import NUMBA
 from recsys.verify import Difference
 
 
@@ -120,12 +121,12 @@ def test_no_more_batches_are_taken_than_steps_are_asked_for():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_that_move_otherwise_are_found_and_named(monkeypatch, dtype):
     model, optimizer = build("sgd", dtype)
-    right = group_updater.row_update
+    right = NUMBA.row_update
 
     def wrong(space, states, formula, rates_T2, ledger, *keys):
         right(space, states, formula, rates_T2 * 1.01, ledger, *keys)
 
-    monkeypatch.setattr(group_updater, "row_update", wrong)
+    monkeypatch.setattr(NUMBA, "row_update", wrong)
 
     report = recsys.verify(model, batches(dtype=dtype), loss=loss_of, optimizer=optimizer)
 
@@ -149,13 +150,13 @@ def test_a_row_that_should_not_have_moved_is_found(monkeypatch):
     model, optimizer = build("sgd")
     model.bags[1].weight.data = torch.cat([model.bags[1].weight.data, torch.ones(1, 4)])
     model.bags[1].num_embeddings = 6
-    right = group_updater.row_update
+    right = NUMBA.row_update
 
     def wrong(space, states, formula, rates_T2, ledger, *keys):
         right(space, states, formula, rates_T2, ledger, *keys)
         space.tables[1][5, 2] += 0.5
 
-    monkeypatch.setattr(group_updater, "row_update", wrong)
+    monkeypatch.setattr(NUMBA, "row_update", wrong)
 
     report = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
 
@@ -165,13 +166,13 @@ def test_a_row_that_should_not_have_moved_is_found(monkeypatch):
 
 def test_state_is_compared_although_it_is_set_back_at_every_step(monkeypatch):
     model, optimizer = build("adagrad")
-    right = group_updater.row_update
+    right = NUMBA.row_update
 
     def wrong(space, states, formula, rates_T2, ledger, *keys):
         right(space, states, formula, rates_T2, ledger, *keys)
         states[0].tables[0][ledger[0].bags.values[0]] += 1
 
-    monkeypatch.setattr(group_updater, "row_update", wrong)
+    monkeypatch.setattr(NUMBA, "row_update", wrong)
 
     report = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
 
@@ -186,9 +187,7 @@ def test_what_is_no_number_on_both_sides_is_equal_and_on_one_side_infinitely_wro
         model.bags[1].weight[2] = float("nan")
 
     both = recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)
-    monkeypatch.setattr(
-        group_updater, "row_update", lambda space, *_: space.tables[0].fill_(float("nan"))
-    )
+    monkeypatch.setattr(NUMBA, "row_update", lambda space, *_: space.tables[0].fill_(float("nan")))
     model, optimizer = build("sgd")
     one = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
 

@@ -52,6 +52,20 @@ class BagInput(NamedTuple):
             is_one_hot=False,
         )
 
+    def checked(self) -> BagInput:
+        """The same bags on a device, checked by the host, which waits for them.
+
+        Raises:
+            MalformedBags: these are no bags.
+            ValueError: a weight is not a number.
+        """
+        end = require_bounds(self.offsets.cpu().numpy(), len(self.values))
+        weights = None if self.weights is None else self.weights[:end]
+        bags = self._replace(values=self.values[:end], weights=weights)
+        if weights is not None:
+            bags._replace(weights=weights.cpu()).require_numbers()
+        return bags
+
     def first_bad(self, num_rows: int) -> int | None:
         """The position of the first value that is no row."""
         bad = ((self.values < 0) | (self.values >= num_rows)).nonzero()
@@ -143,6 +157,7 @@ def read_bags(
         raise MalformedBags(f"input must have one or two dimensions, got {ids.dim()}")
     values, bounds = _one_id_type(values, bounds)
     if is_deferred:
+        _require_an_end(bounds)
         return BagInput(
             values.contiguous(),
             bounds.contiguous(),
@@ -200,6 +215,11 @@ def _one_id_type(values: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(both), bounds.to(both)
 
 
+def _require_an_end(bounds: Tensor | NDArray[Any]) -> None:
+    if not len(bounds):
+        raise MalformedBags("with include_last_offset, offsets must have at least one, got none")
+
+
 def require_bounds(
     bounds: NDArray[Any], num_values: int, place: Callable[[int], str] = "sample {}".format
 ) -> int:
@@ -216,8 +236,7 @@ def require_bounds(
     Raises:
         MalformedBags: they do not.
     """
-    if not len(bounds):
-        raise MalformedBags("with include_last_offset, offsets must have at least one, got none")
+    _require_an_end(bounds)
     bad = int(_first_bad_bound(bounds, num_values))
     if bad < 0:
         return int(bounds[-1])

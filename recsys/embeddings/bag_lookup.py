@@ -54,12 +54,15 @@ def pool_fused(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Tensor:
 
     Raises:
         IdOutOfRange: a value is no row.
+        MalformedBags: on a device, these are no bags.
         ValueError: settings exclude each other, or ids are on another device.
     """
     is_deferred = place.group.kernels.errors is not None
+    is_max, divides = bag.mode == "max", bag.scale_grad_by_freq
     if is_deferred:
         require_beside(bags.values, bag.weight)
-    is_max, divides = bag.mode == "max", bag.scale_grad_by_freq
+        if is_max or divides or bag.max_norm is not None:
+            bags = bags.checked()  # operations of torch's, which wait, and do not check
     if is_max and (divides or bag.sparse):
         raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
     if bag.max_norm is not None:

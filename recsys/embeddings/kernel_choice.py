@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.torch_kernels.errors import DeferredErrors
 
-__all__ = ["Kernels", "kernels_on"]
+__all__ = ["NUMBA", "Kernels", "kernels_on"]
 
 # Tests let the CPU be one of them.
 _BY_TORCH = {"cuda"}
 
 
-@dataclass(frozen=True, eq=False)  # attributes of which take half as long as a tuple's
+@dataclass(eq=False)  # attributes of which take half as long as a tuple's
 class Kernels:
     """The functions that work on the tables of a group.
 
@@ -52,13 +52,13 @@ class Kernels:
     errors: DeferredErrors | None
 
 
-_NUMBA = Kernels(RowSpace, Bags.from_tensors, pooled_lookup, row_gradient_dots, row_update, None)
+NUMBA = Kernels(RowSpace, Bags.from_tensors, pooled_lookup, row_gradient_dots, row_update, None)
 
 
 def kernels_on(device: torch.device) -> Kernels:
     """Those for tables on a device."""
     if device.type not in _BY_TORCH:
-        return _NUMBA
+        return NUMBA
     return Kernels(
         TorchRowSpace,
         TorchBags.from_tensors,

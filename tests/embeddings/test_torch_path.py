@@ -318,6 +318,39 @@ def test_offsets_that_make_no_bags_are_said_later(device):
         module.check_input()
 
 
+@pytest.mark.parametrize("settings", [{"mode": "max"}, {"mode": "sum", "max_norm": 0.5}], ids=str)
+def test_offsets_are_checked_at_once_where_torch_would_read_beside_the_input(device, settings):
+    module = HotColdEmbeddingBag(20, 4, device=device, optimizer=SGD(lr=0.1), **settings)
+
+    with pytest.raises(MalformedBags, match="sample 1: offsets must not decrease, got 1 after 3"):
+        module(torch.tensor([1, 2, 3], device=device), torch.tensor([0, 3, 1], device=device))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_ids_behind_the_last_offset_belong_to_no_bag(device, mode):
+    settings = {"mode": mode, "include_last_offset": True}
+    plain = nn.EmbeddingBag(20, 4, device=device, **settings)
+    ours = HotColdEmbeddingBag(20, 4, device=device, optimizer=SGD(lr=0.1), **settings)
+    ours.load_state_dict(plain.state_dict())
+    ids, offsets = torch.tensor([3, 5, 7, 9], device=device), torch.tensor([0, 1, 3], device=device)
+
+    for module, values in ((ours, ids), (plain, ids[:3])):
+        module(values, offsets).square().sum().backward()
+    torch.optim.SGD([plain.weight], lr=0.1).step()
+
+    torch.testing.assert_close(ours.weight, plain.weight)
+
+
+def test_offsets_without_an_end_are_refused(device):
+    module = HotColdEmbeddingBag(
+        20, 4, device=device, optimizer=SGD(lr=0.1), include_last_offset=True
+    )
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+
+    with pytest.raises(MalformedBags, match="offsets must have at least one, got none"):
+        module(nothing, nothing)
+
+
 def test_copies_and_pickles_train_on(device):
     module = HotColdEmbeddingBagCollection(TABLES, device=device, optimizer=Adagrad(lr=0.1))
     loss_of(module, make_ids(0, device=device)).backward()

@@ -76,7 +76,7 @@ class DeferredErrors:
             explain: From the position of a value that is no row to the error that says so.
         """
         if self._first.is_cuda:
-            first = torch.empty((), dtype=torch.int64, pin_memory=True)
+            first = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
             first.copy_(self._first, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
