@@ -2,7 +2,8 @@
 
     built by users   bag, collection, table; optimizer: how rows move. abstract, baselines and
                      providers: the same beside others
-    a lookup         bag_input -> fused_lookup -> kernels/pooled_lookup
+    a lookup         bag_input (bag_lookup, collection_input) -> fused_lookup
+                     -> kernels/pooled_lookup
     a gradient       -> the ledger of a table_group; table_parameter shows it to whoever looks,
                      by sparse_gradients
     an update        fused_optimizer, or torch's by translate and in_backward
