@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 __all__ = ["FileTierCase", "bench_file_tier", "default_table_bytes", "scaled_table_sizes"]
 
 _PAGE = 4096
-_DISK_SECONDS = 1.0
 _LR = 0.01
 _NUM_WARM_UP_ROUNDS = 2
 
@@ -75,6 +74,7 @@ class FileTierCase:
         num_rounds: Rounds that count.
         num_steps: Of a turn: the first half is not timed.
         num_fill_steps: Mini-batches that every provider trains on before.
+        disk_seconds: How long a turn of nothing but reads takes.
     """
 
     table_sizes: tuple[int, ...]
@@ -85,6 +85,7 @@ class FileTierCase:
     num_rounds: int
     num_steps: int
     num_fill_steps: int
+    disk_seconds: float = 1.0
 
     def __str__(self) -> str:
         return (
@@ -360,7 +361,7 @@ class _Disk:
 
     def __init__(self, case: FileTierCase, *, is_direct: bool) -> None:
         path = max(case.cold_path.glob("*.bin"), key=lambda each: each.stat().st_size)
-        self._num_pages = path.stat().st_size // _PAGE
+        self._num_pages, self._seconds = path.stat().st_size // _PAGE, case.disk_seconds
         how = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
         self._descriptor = np.array([os.open(path, how)], np.int32)
         os.posix_fadvise(int(self._descriptor[0]), 0, 0, os.POSIX_FADV_RANDOM)
@@ -376,7 +377,7 @@ class _Disk:
         # No page may be cached by an earlier turn.
         os.posix_fadvise(int(self._descriptor[0]), 0, 0, os.POSIX_FADV_DONTNEED)
         slots = np.zeros(pages.shape[1], np.int32)
-        end = time.perf_counter() + _DISK_SECONDS
+        end = time.perf_counter() + self._seconds
 
         def read(thread: int) -> None:
             hot, mine = self._memory[thread].reshape(1, _PAGE), pages[thread]

@@ -19,6 +19,7 @@ def case(tmp_path, **changed):
         "num_rounds": 2,
         "num_steps": 2,
         "num_fill_steps": 3,
+        "disk_seconds": 0.01,
     }
     return FileTierCase(**(values | changed))
 
