@@ -58,6 +58,7 @@ bench: setup
 	$(BIN)/recsys bench step --json docs/benchmarks/step.json
 	$(BIN)/recsys bench lookup --json docs/benchmarks/lookup.json
 	$(BIN)/recsys bench synthetic --json docs/benchmarks/generator.json
+	$(BIN)/recsys bench tiers --json docs/benchmarks/tiers.json
 	$(BIN)/recsys bench count --json docs/benchmarks/count.json
 	$(BIN)/recsys bench rand-em --json docs/benchmarks/rand_em.json
 
