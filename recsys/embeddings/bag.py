@@ -20,7 +20,7 @@ from torch.nn import functional
 from recsys.embeddings.bag_input import BagInput, read_bags
 from recsys.embeddings.bag_lookup import BagPlace, pool_fused
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.cold_files import open_cold_files
+from recsys.embeddings.cold_files import open_cold_files, require_cpu
 from recsys.embeddings.device_tables import AbstractTables
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
@@ -124,9 +124,10 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         rows = _weight
         kind = (num_embeddings, embedding_dim), dtype or torch.get_default_dtype()
         has_budget = budget is not None or plan is not None
+        if cold_tier == "file":
+            require_cpu(device)
         files = open_cold_files(cold_tier, cold_path, {"weight": kind}, has_budget=has_budget)
         if files is not None:
-            require_device(device, "rows in files are looked up on the CPU")
             rows = files.begin_with("weight", _weight)
         elif _weight is None and optimizer is not None:
             require_device(

@@ -19,8 +19,6 @@ from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.row_space import compute_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor, nn
 
     from recsys.embeddings.kernels.pooled_lookup import Lookups
@@ -95,12 +93,9 @@ def pool_fused(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Tensor:
 def _look_up(bag: nn.EmbeddingBag, place: BagPlace, looked_up: BagInput, bags: BagInput) -> Tensor:
     """Rows of `looked_up`, pooled; `bags` are named in errors."""
     weight, kernels = bag.weight, place.group.kernels
-    explain: Callable[[int], Exception]
-    explain = lambda position: _id_error(bags, len(weight), position)  # noqa: E731
     values, offsets, weights, is_one_hot = looked_up
-    if kernels.errors is not None:
-        # Kept until the device has been heard of: without the module, which may go earlier.
-        explain = partial(_id_error, bags, len(weight))
+    # It may be kept until a device has been heard of: without the module, which may go earlier.
+    explain = partial(_id_error, bags, len(weight))
     made = kernels.make_bags(
         values,
         offsets,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["ColdFiles", "OpenArray", "open_cold_files"]
+__all__ = ["ColdFiles", "OpenArray", "open_cold_files", "require_cpu"]
 
 _VERSION = 1
 _DTYPES = {
@@ -75,6 +75,9 @@ class OpenArray:
 class ColdFiles:
     """The arrays of one folder, locked and open.
 
+    Files that were made for a module whose construction was refused go with it: they stay from
+    `take_over` on.
+
     Args:
         folder: Made where there is none. Of one that has tables, these must be the ones.
         tables: Shape and dtype of every table, by name.
@@ -95,7 +98,7 @@ class ColdFiles:
         self.folder = Path(folder)
         self._open: dict[tuple[str, str], OpenArray] = {}
         self._by_address: dict[int, OpenArray] = {}
-        self._expects_lookups = False
+        self._expects_lookups = self._is_taken_over = False
         self._lock = _lock(self.folder)
         try:
             wanted = {(name, "weight"): _Kind.of(*kind) for name, kind in tables.items()}
@@ -234,6 +237,10 @@ class ColdFiles:
             os.close(self._lock)
             self._lock = -1
 
+    def take_over(self) -> None:
+        """Somebody keeps rows here from now on."""
+        self._is_taken_over = True
+
     def discard(self) -> None:
         """Delete the files if they were made just now, and let go of them."""
         paths = [self._path_of(key) for key in self._kinds]
@@ -243,7 +250,9 @@ class ColdFiles:
                 path.unlink(missing_ok=True)
 
     def __del__(self) -> None:
-        if hasattr(self, "_lock"):
+        if getattr(self, "is_new", False) and not self._is_taken_over and self._lock >= 0:
+            self.discard()
+        elif hasattr(self, "_lock"):
             self.close()
 
     def _path_of(self, key: tuple[str, str]) -> Path:
@@ -413,6 +422,20 @@ def open_cold_files(
             "optimizer= that moves them"
         )
     return ColdFiles(cold_path, tables)
+
+
+def require_cpu(device: torch.device | str | None) -> None:
+    """Check that a module with rows in files is to be on the CPU, before files are made.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    found = torch.get_default_device() if device is None else torch.device(device)
+    if found.type != "cpu":
+        raise ConfigError(
+            f"cold_tier='file' is for device 'cpu', got '{found}'; leave device= out, or keep rows "
+            "in memory"
+        )
 
 
 def _lock(folder: Path) -> int:

@@ -25,7 +25,7 @@ from recsys.batch import (
 )
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.cold_files import open_cold_files
+from recsys.embeddings.cold_files import open_cold_files, require_cpu
 from recsys.embeddings.collection_input import id_error, place_of, require_bags
 from recsys.embeddings.device_tables import AbstractTables, empty_tables, require_beside
 from recsys.embeddings.fused_lookup import Part, fused_lookup
@@ -119,6 +119,10 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
         if optimizer is None and (budget is not None or plan is not None):
             raise ValueError(NEEDS_OPTIMIZER)
+        if cold_tier == "file":
+            require_cpu(device)
+        if plan is not None:
+            plan = plan.of_tables(tables, budget)
         files = open_cold_files(
             cold_tier,
             cold_path,
@@ -296,8 +300,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         values, offsets, batch_size = features.values(), features.offsets(), features.stride()
         if not is_light:
             values, weights = require_bags(features, weights, is_deferred)
-        explain: Callable[[int], Exception]
-        explain = lambda value: self._lookup_error(features, value)  # noqa: E731
+        explain: Callable[[int], Exception] = partial(self._lookup_error, features)
         if is_deferred:
             weights_T = self.table_weights()
             require_beside(values, weights_T[0])
@@ -416,7 +419,6 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         )
         self._updater = self.row_optimizer.updater
         if plan is not None:
-            plan = plan.of_tables(self._tables, budget)
             pinned = dict(zip(self.table_weights(), plan.pinned_by_table(), strict=True))
             self._updater.tier(plan.budget_bytes, pinned, files=files, names=tables)
         elif budget is not None:

@@ -189,6 +189,8 @@ class RowUpdater:
             _SYNCED_AT_EXIT.add(self)
         for group, num_slots, its_rows in zip(self._groups, slots, rows, strict=True):
             group.tier(num_slots, its_rows[: num_slots - 1])
+        if files is not None:
+            files.take_over()
 
     def _divide(self, least: Sequence[int]) -> list[int] | None:
         sizes = [group.space_size() for group in self._groups]
@@ -294,5 +296,11 @@ class RowUpdater:
 @atexit.register
 def _sync_all() -> None:
     """A process that ends as it should leaves files that are whole."""
+    errors = []
     for updater in list(_SYNCED_AT_EXIT):
-        updater.sync()
+        try:
+            updater.sync()
+        except Exception as error:  # the others' rows are none of its business
+            errors.append(error)
+    if errors:
+        raise ExceptionGroup("files of rows were not synced, and are left as by a crash", errors)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
-from recsys.embeddings import cold_files
+from recsys.embeddings import cold_files, row_updater
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
@@ -272,6 +273,55 @@ def test_an_accelerated_model_moves_into_files_and_stays_what_it_was(make, tmp_p
     train_model(model, optimizers[1], 2)
     for own, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(other, own)
+
+
+def refuse(**options):
+    """Build a bag that cannot be, and let go of the error."""
+    try:
+        HotColdEmbeddingBag(NUM_ROWS, DIM, optimizer=SGD(lr=1.0), cold_tier="file", **options)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding_idx": NUM_ROWS}, "padding_idx must be within"),
+        ({"_weight": torch.zeros(3, 3)}, "must match"),
+        ({"device": "meta"}, "is for device 'cpu', got 'meta'"),
+        ({"budget": 10}, "budget"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_module_that_is_refused_leaves_no_files_in_the_way_of_a_right_one(
+    options, message, tmp_path
+):
+    said = refuse(**{"budget": 8000, "cold_path": tmp_path / "rows"} | options)
+    gc.collect()
+
+    assert message in said
+    assert not list(tmp_path.glob("rows/*.bin"))
+    assert bag_in_files(tmp_path, optimizer=SGD(lr=1.0)).weight.abs().max() > 0
+
+
+def test_a_folder_that_cannot_be_synced_at_the_end_does_not_keep_others_from_it(
+    tmp_path, monkeypatch
+):
+    bags = [bag_in_files(tmp_path / name, optimizer=SGD(lr=1.0)) for name in ("a", "b")]
+    broken = bags[0].row_optimizer.updater
+
+    def fail():
+        raise OSError("no")
+
+    monkeypatch.setattr(broken, "sync", fail)
+    monkeypatch.setattr(row_updater, "_SYNCED_AT_EXIT", [broken, bags[1].row_optimizer.updater])
+
+    with pytest.raises(ExceptionGroup, match="not synced"):
+        row_updater._sync_all()
+
+    manifests = [tmp_path / name / "rows" / "arrays.json" for name in ("a", "b")]
+    assert [json.loads(file.read_text())["is_dirty"] for file in manifests] == [True, False]
 
 
 def test_a_model_that_does_not_fit_is_left_as_it_was_without_files(tmp_path):
