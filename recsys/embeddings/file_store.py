@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.cold_files import ColdFiles, OpenArray
-    from recsys.embeddings.hot_tier import HotTier
+    from recsys.embeddings.cold_store import RowMemory
     from recsys.embeddings.row_space import RowSpace
 
 __all__ = ["FileStore"]
@@ -45,18 +45,18 @@ class FileStore:
         self._files, self._spaces = files, spaces
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="recsys-files")
 
-    def fetch(self, hot: HotTier, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+    def fetch(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Copy rows and their state into slots; see `ColdStore`."""
         self._move(hot, rows, slots, is_fetch=True)
 
-    def write_back(self, hot: HotTier, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+    def write_back(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Copy slots, rows and state, to where the rows lie; see `ColdStore`."""
         self._files.mark_dirty()
         self._move(hot, rows, slots, is_fetch=False)
 
     def _move(
         self,
-        hot: HotTier,
+        hot: RowMemory,
         rows: NDArray[np.int32],
         slots: NDArray[np.int32],
         *,

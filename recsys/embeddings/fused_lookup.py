@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
-from recsys.embeddings.residency import NoSuchRow, NotEnoughSlots
+from recsys.embeddings.residency import NotEnoughSlots
 from recsys.embeddings.row_space import compute_dtype
+from recsys.embeddings.slot_map import NoSuchRow
 from recsys.embeddings.sparse_gradients import sparse_gradients
 
 if TYPE_CHECKING:

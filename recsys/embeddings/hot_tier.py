@@ -13,22 +13,37 @@ all, which are gone before anything is computed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from recsys.embeddings.kernels.slots import AWAITED, EMPTY, NOWHERE, PINNED, SlotArrays
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import RowSpace, compute_dtype
+from recsys.embeddings.slot_map import HostSlotMap
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["MAX_SLOTS", "HotTier", "floor_bytes", "map_bytes", "row_bytes", "slot_bytes"]
+    from recsys.embeddings.cold_store import ColdStore
+    from recsys.embeddings.slot_map import SlotMap
+
+__all__ = [
+    "MAX_SLOTS",
+    "AbstractHotTier",
+    "HotTier",
+    "floor_bytes",
+    "map_bytes",
+    "row_bytes",
+    "slot_bytes",
+]
 
 MAX_SLOTS = AWAITED - 1  # a slot's number and one bit more fit 32
 _MAP_BYTES_PER_ROW = 4
@@ -60,7 +75,7 @@ def floor_bytes(num_rows: int, slots: Iterable[tuple[int, int]]) -> int:
     return map_bytes(num_rows) + sum(count * num_bytes for count, num_bytes in slots)
 
 
-class HotTier:
+class AbstractHotTier(ABC):
     """Slots for some rows of a row space.
 
     Args:
@@ -71,16 +86,78 @@ class HotTier:
         num_slots: S.
 
     Attributes:
+        num_slots: S.
         rows: (S, D); a slot's row is undefined where it has none.
         states: (S, size) of each state array.
         slots: Which row is where.
         first_rows: Where each table's rows begin among all, (T + 1,).
-        arrays: The same as arrays of numpy, in one list: rows, then state.
         space: The slots as kernels see them: every table begins at slot 0.
         state_spaces: The same of each state array.
 
     Raises:
         ValueError: there are more rows, or slots, than 32 bits can number.
+    """
+
+    rows: Tensor
+    states: Sequence[Tensor]
+    slots: Any
+    space: Any
+    state_spaces: Sequence[Any]
+
+    def __init__(self, sizes: Sequence[int], num_slots: int) -> None:
+        self.first_rows: NDArray[np.uint64] = np.cumsum([0, *sizes]).astype(np.uint64)
+        num_rows = int(self.first_rows[-1])
+        if num_rows >= AWAITED * 2 or num_slots > MAX_SLOTS:
+            raise ValueError(
+                f"a row space has at most {AWAITED * 2 - 1} rows and {MAX_SLOTS} slots, got "
+                f"{num_rows} and {num_slots}; give tables to several modules"
+            )
+        self.num_slots = num_slots
+
+    @abstractmethod
+    def make_map(self) -> SlotMap:
+        """What says which row is in which slot; one for all."""
+
+    @abstractmethod
+    def pin(self, rows: NDArray[np.int32]) -> None:
+        """Keep a slot for each of these rows, numbered over all tables; slots must be new."""
+
+    @abstractmethod
+    def fetch(self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Copy rows and their state from the cold store into slots; see `ColdStore.fetch`."""
+
+    @abstractmethod
+    def write_back(
+        self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]
+    ) -> None:
+        """Copy slots to the cold store; see `ColdStore.write_back`."""
+
+    @abstractmethod
+    def in_order(self) -> AbstractContextManager[Any]:
+        """A context in which what is done to the slots comes behind all that has been done now."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What all of it takes."""
+        return self.bytes_with(self.num_slots)
+
+    @property
+    def row_bytes(self) -> int:
+        """What moves with a row: itself and its state."""
+        return sum(each.itemsize * each.shape[1] for each in (self.rows, *self.states))
+
+    def bytes_with(self, num_slots: int) -> int:
+        """What it would take with another number of slots."""
+        sizes = {str(number): state.shape[1] for number, state in enumerate(self.states)}
+        of_slot = slot_bytes(self.rows.shape[1], self.rows.dtype, sizes)
+        return map_bytes(int(self.first_rows[-1])) + num_slots * of_slot
+
+
+class HotTier(AbstractHotTier):
+    """Slots in the CPU's memory; see `AbstractHotTier`.
+
+    Attributes:
+        arrays: Rows and states as arrays of numpy.
     """
 
     def __init__(
@@ -91,20 +168,13 @@ class HotTier:
         state_sizes: Mapping[str, int],
         num_slots: int,
     ) -> None:
-        self.first_rows: NDArray[np.uint64] = np.cumsum([0, *sizes]).astype(np.uint64)
-        num_rows = int(self.first_rows[-1])
-        if num_rows >= AWAITED * 2 or num_slots > MAX_SLOTS:
-            raise ValueError(
-                f"a row space has at most {AWAITED * 2 - 1} rows and {MAX_SLOTS} slots, got "
-                f"{num_rows} and {num_slots}; give tables to several modules"
-            )
-        self.num_slots = num_slots
+        super().__init__(sizes, num_slots)
         self.rows = empty_rows(num_slots, dim, dtype=dtype)
         self.states = [
             empty_rows(num_slots, size, dtype=compute_dtype(dtype)) for size in state_sizes.values()
         ]
         self.slots = SlotArrays(
-            np.full(num_rows, NOWHERE, np.int32),
+            np.full(int(self.first_rows[-1]), NOWHERE, np.int32),
             np.full(num_slots, EMPTY, np.int32),
             np.zeros(num_slots, np.uint16),
             np.zeros(num_slots, np.uint8),
@@ -116,28 +186,30 @@ class HotTier:
         spaces = [self.space, *self.state_spaces]
         self.arrays = [space.flat.reshape(num_slots, space.dim) for space in spaces]
 
-    @property
-    def num_bytes(self) -> int:
-        """What all of it takes."""
-        return self.bytes_with(self.num_slots)
-
-    @property
-    def row_bytes(self) -> int:
-        """What moves with a row: itself and its state."""
-        return sum(array.itemsize * array.shape[1] for array in self.arrays)
-
-    def bytes_with(self, num_slots: int) -> int:
-        """What it would take with another number of slots."""
-        sizes = {str(number): state.shape[1] for number, state in enumerate(self.states)}
-        of_slot = slot_bytes(self.rows.shape[1], self.rows.dtype, sizes)
-        return map_bytes(int(self.first_rows[-1])) + num_slots * of_slot
+    def make_map(self) -> HostSlotMap:
+        """See `AbstractHotTier`."""
+        return HostSlotMap(self)
 
     def pin(self, rows: NDArray[np.int32]) -> None:
-        """Keep a slot for each of these rows, numbered over all tables; slots must be new."""
+        """See `AbstractHotTier`."""
         slots = np.arange(len(rows), dtype=np.int32)
         self.slots.row_of_slot[slots] = rows
         self.slots.flags[slots] = PINNED
         self.slots.slot_of_row[rows] = slots + AWAITED
+
+    def fetch(self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """See `AbstractHotTier`."""
+        cold.fetch(self, rows, slots)
+
+    def write_back(
+        self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]
+    ) -> None:
+        """See `AbstractHotTier`."""
+        cold.write_back(self, rows, slots)
+
+    def in_order(self) -> AbstractContextManager[Any]:
+        """See `AbstractHotTier`; on the CPU everything is done when it returns."""
+        return nullcontext()
 
 
 class _SlotSpace(RowSpace):

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from recsys.embeddings.cold_store import HostStore
 from recsys.embeddings.file_store import FileStore
 from recsys.embeddings.hot_tier import HotTier
-from recsys.embeddings.kernels.slots import Requests
 from recsys.embeddings.residency import Residency
 from recsys.embeddings.row_space import RowSpace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -91,7 +90,6 @@ class Tiers:
         self._versions: list[int] = []
         self._is_exposed = False
         self._layers: dict[Lookups, list[Lookups]] = {}
-        self._requests: dict[tuple[Lookups, int], Requests] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which begin with empty slots: the tables have all rows."""
@@ -119,7 +117,7 @@ class Tiers:
         self.heed_others(tables)
         claimed = []
         for layer in self._layers_of(lookups):
-            ticket = self.residency.prefetch(self._requests_of(layer, bags), bags.values)
+            ticket = self.residency.prefetch(layer, bags)
             claimed.append(Claimed(layer, bags._replace(values=ticket.slot_of_value), ticket))
         return claimed
 
@@ -236,21 +234,6 @@ class Tiers:
                 lookups if len(layers) == 1 else lookups.of_tables(tables) for tables, _ in layers
             ]
         return self._layers[lookups]
-
-    def _requests_of(self, lookups: Lookups, bags: Bags) -> Requests:
-        firsts = lookups.positions.astype(np.int64) * bags.batch_size
-        tables, first_rows = lookups.tables.tolist(), self.hot.first_rows
-        if bags.offsets is not None:
-            begins, ends = bags.offsets[firsts], bags.offsets[firsts + bags.batch_size]
-            return Requests.sort(tables, begins, ends, first_rows)
-        key = lookups, bags.batch_size
-        if key not in self._requests:
-            if len(self._requests) > _MOST_KEPT:
-                self._requests.clear()
-            self._requests[key] = Requests.sort(
-                tables, firsts, firsts + bags.batch_size, first_rows
-            )
-        return self._requests[key]
 
 
 _MOST_KEPT = 64

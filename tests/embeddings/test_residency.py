@@ -17,14 +17,21 @@ from recsys.embeddings.cold_store import HostStore
 from recsys.embeddings.file_store import FileStore
 from recsys.embeddings.hot_tier import HotTier
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
-from recsys.embeddings.kernels.slots import DIRTY, Requests
-from recsys.embeddings.residency import NoSuchRow, NotEnoughSlots, Residency
+from recsys.embeddings.kernels.slots import DIRTY
+from recsys.embeddings.residency import NotEnoughSlots, Residency
 from recsys.embeddings.row_space import RowSpace
+from recsys.embeddings.slot_map import NoSuchRow
 from recsys.embeddings.transfers import TransferQueue
 
 DIM = 3
 SIZES = (13, 1, 7)
 STATE = {"momentum1": 1}
+LOOKUPS = Lookups(
+    tables=np.arange(len(SIZES)).astype(np.uint64),
+    positions=np.arange(len(SIZES)).astype(np.uint64),
+    columns=(DIM * np.arange(len(SIZES))).astype(np.uint64),
+    width=DIM * len(SIZES),
+)
 EVERYTHING = [(table, row) for table, size in enumerate(SIZES) for row in range(size)]
 
 
@@ -118,12 +125,10 @@ class World:
         """A ticket of rows of tables, and these."""
         wanted = sorted(wanted, key=lambda pair: pair[0])  # runs of a table are one run
         tables = np.array([table for table, _ in wanted])
-        runs = [np.flatnonzero(tables == table) for table in range(len(SIZES))]
-        begins = np.array([run[0] if len(run) else 0 for run in runs])
-        ends = np.array([run[-1] + 1 if len(run) else 0 for run in runs])
-        requests = Requests.sort(range(len(SIZES)), begins, ends, self.residency.hot.first_rows)
+        offsets = np.searchsorted(tables, np.arange(len(SIZES) + 1))
         values = np.array([row for _, row in wanted], np.int64)
-        return self.residency.prefetch(requests, values, **options), wanted
+        bags = Bags(values, offsets, None, 1, is_mean=False)
+        return self.residency.prefetch(LOOKUPS, bags, **options), wanted
 
     def let_transfers_run(self):
         """As far as they come: to the last one, or to one that fails."""
@@ -152,17 +157,11 @@ class World:
         """Every row of every table, without claims: bag r of a feature is row r of its table."""
         num_bags = max(SIZES)
         lengths = [row < size for size in SIZES for row in range(num_bags)]
-        lookups = Lookups(
-            tables=np.arange(len(SIZES)).astype(np.uint64),
-            positions=np.arange(len(SIZES)).astype(np.uint64),
-            columns=(DIM * np.arange(len(SIZES))).astype(np.uint64),
-            width=DIM * len(SIZES),
-        )
         rows = np.array([row for _, row in EVERYTHING], np.int64)
         offsets = np.cumsum([0, *lengths])
         bags = Bags(rows, offsets, None, num_bags, is_mean=False)
-        result = torch.full((num_bags, lookups.width), float("nan"))
-        assert self.residency.look_up(self.space, lookups, bags, result) == -1
+        result = torch.full((num_bags, LOOKUPS.width), float("nan"))
+        assert self.residency.look_up(self.space, LOOKUPS, bags, result) == -1
         return {
             (table, row): result[row, DIM * table : DIM * (table + 1)].tolist()
             for table, row in EVERYTHING
@@ -448,8 +447,13 @@ def test_claiming_takes_what_was_said_beside_the_slots():
     hot = HotTier([30_000], 1, torch.float32, {}, num_rows)
     space = RowSpace([torch.zeros(30_000, 1)])
     residency = Residency(hot, HostStore(lambda: [space]))
-    requests = Requests.sort([0], np.array([0]), np.array([num_lookups]), hot.first_rows)
-    residency.prefetch(requests, np.zeros(num_lookups, np.int64))  # compiles, or loads, kernels
+    lookups = LOOKUPS.of_tables({0})
+
+    def prefetch(values):
+        bags = Bags(values, None, None, num_lookups, is_mean=False)
+        return residency.prefetch(lookups, bags)
+
+    prefetch(np.zeros(num_lookups, np.int64))  # compiles, or loads, kernels
     tickets, peaks = [], []
     tracemalloc.start()
     try:
@@ -457,7 +461,7 @@ def test_claiming_takes_what_was_said_beside_the_slots():
             values = np.arange(num_lookups) % num_rows + first
             before, _ = tracemalloc.get_traced_memory()
             tracemalloc.reset_peak()
-            tickets.append(residency.prefetch(requests, values))
+            tickets.append(prefetch(values))
             peaks.append(tracemalloc.get_traced_memory()[1] - before)
             residency.mark_moved(tickets[-1])
             tickets[-1].release()
