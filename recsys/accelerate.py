@@ -28,7 +28,7 @@ from recsys.embeddings.optimizer import RowOptimizer
 from recsys.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from recsys.embeddings.fused_optimizer import FusedOptimizer
@@ -103,7 +103,7 @@ def accelerate(
     to whoever steps, as in plain PyTorch.
 
     Args:
-        model: Its tables on the CPU; not wrapped by `DistributedDataParallel`.
+        model: Its tables on the CPU or on CUDA; not wrapped by `DistributedDataParallel`.
         optimizer: What moves the rows.
             An optimizer of torch's (SGD, Adagrad, SparseAdam, TorchRec's RowWiseAdagrad; without
             momentum and weight decay): its `step` moves them, by its `param_groups` and with its
@@ -117,6 +117,8 @@ def accelerate(
             find them, as a number or like "2GiB". Rows that do not fit wait in the tables, which
             are then the cold store; what is computed is the same to the last bit. It needs
             something that moves rows. None keeps all rows in fast memory, or has that of `plan`.
+            Tables on a device, and their state, are in the host's memory from then on, for good;
+            rows in fast memory are on the device. `model.to(device)` moves these alone.
         plan: Which rows are never to leave fast memory, of the tables that are moved. A bag's table
             is called by the bag's name in the model ("tables.0"), a collection's by its own there;
             where two have one name, a collection's goes by its place in the model, as
@@ -151,6 +153,7 @@ def accelerate(
     budget_bytes = None if budget is None else parse_bytes(budget, "budget")
     planned = None if mover is None else plan_of_model(tables, mover, budget, plan, profile)
     budget_bytes, pinned = (budget_bytes, None) if planned is None else planned
+    device = None if budget_bytes is None else _device_of(tables)
     moved = {} if mover is None else mover.param_groups
     names = {table.weight: table.name for table in reversed(tables) if id(table.weight) in moved}
     files = open_cold_files(
@@ -172,7 +175,7 @@ def accelerate(
             if files is not None:
                 for weight, name in names.items():
                     weight.data = files.begin_with(name, weight.detach())
-            link.updater.tier(budget_bytes, pinned, files=files, names=names)
+            link.updater.tier(budget_bytes, pinned, files=files, names=names, device=device)
         except BaseException:
             for weight, rows in before.items():
                 weight.data = rows
@@ -339,6 +342,22 @@ def _tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
         place = f"{name}.embedding_bags.{table}"
         features = tuple(configs[table].feature_names)
         yield NamedTable(place, f"{place}.weight", f"{table}.", _weight(bag), name, table, features)
+
+
+def _device_of(tables: Sequence[NamedTable]) -> torch.device:
+    """Where all tables are.
+
+    Raises:
+        ValueError: they are in several places.
+    """
+    devices = {table.weight.device: table.name for table in tables}
+    if len(devices) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"budget: tables that share it must be on one device, got {places}; move the model by "
+            ".to(), or leave out budget="
+        )
+    return next(iter(devices))
 
 
 def _weight(bag: nn.Module) -> nn.Parameter:

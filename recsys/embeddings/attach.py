@@ -1,7 +1,7 @@
 """Who moves the rows of a model's tables, and in which groups.
 
-All tables of one dim, dtype and param group are a `TableGroup`, in whatever modules they are: one
-ledger, one kernel call per update. A table that several modules share is in it once.
+All tables of one dim, dtype, device and param group are a `TableGroup`, in whatever modules they
+are: one ledger, one kernel call per update. A table that several modules share is in it once.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Link", "Mover", "NamedTable", "attach", "choose_mover", "require_movable"]
 
 _Module = HotColdEmbeddingBag | HotColdEmbeddingBagCollection
+_Kind = tuple[int, int, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,10 +121,10 @@ def require_movable(table: NamedTable) -> None:
             f"{place}: weight must be a plain Parameter, got {type(weight).__name__}; remove "
             "parametrizations (weight_norm, ...) first"
         )
-    if weight.device.type != "cpu":
+    if weight.device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"{place}: rows must be on the CPU, got {weight.device}; move the module by .cpu() "
-            "(other devices are not supported yet)"
+            f"{place}: rows must be on the CPU or on CUDA, got {weight.device}; move the module by "
+            ".cpu() (other devices are not supported yet)"
         )
     dtypes = [torch.float32] if table.collection is not None else [torch.float32, torch.float64]
     if weight.dtype not in dtypes:
@@ -182,9 +183,9 @@ def choose_mover(
 
 def attach(mover: Mover, modules: Sequence[_Module]) -> Link:
     """Let a mover move the rows of modules of ours."""
-    members: dict[tuple[int, int, torch.dtype], list[nn.Module]] = {}
-    twins: dict[tuple[int, int, torch.dtype], list[tuple[nn.Module, int]]] = {}
-    places: dict[int, tuple[tuple[int, int, torch.dtype], int]] = {}
+    members: dict[_Kind, list[nn.Module]] = {}
+    twins: dict[_Kind, list[tuple[nn.Module, int]]] = {}
+    places: dict[int, tuple[_Kind, int]] = {}
     for module in modules:
         for holder in _holders(module):
             weight = cast("nn.Parameter", holder.weight)
@@ -192,7 +193,8 @@ def attach(mover: Mover, modules: Sequence[_Module]) -> Link:
                 first, number = places[id(weight)]
                 twins.setdefault(first, []).append((holder, number))
             elif id(weight) in mover.param_groups:
-                kind = (mover.param_groups[id(weight)], weight.shape[1], weight.dtype)
+                number = mover.param_groups[id(weight)]
+                kind = (number, weight.shape[1], weight.dtype, weight.device)
                 others = members.setdefault(kind, [])
                 places[id(weight)] = kind, len(others)
                 others.append(holder)

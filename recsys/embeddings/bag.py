@@ -20,8 +20,8 @@ from torch.nn import functional
 from recsys.embeddings.bag_input import BagInput, read_bags
 from recsys.embeddings.bag_lookup import BagPlace, pool_fused
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.cold_files import open_cold_files, require_cpu
-from recsys.embeddings.device_tables import AbstractTables
+from recsys.embeddings.cold_files import open_cold_files, require_memory
+from recsys.embeddings.device_tables import AbstractTables, slot_device, table_device
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.kernels.pooled_lookup import Lookups
@@ -58,8 +58,9 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
         include_last_offset: Whether `offsets` has the last bag's end, too.
         padding_idx: A row that counts for nothing wherever it is looked up.
-        device: Where the rows live; with an optimizer the CPU, CUDA, or "meta" until `to_empty`. On
-            CUDA what is wrong with an input is said by a later call; see `check_input`.
+        device: Where the rows live, or with a budget those in fast memory; with an optimizer the
+            CPU, CUDA, or "meta" until `to_empty`. On CUDA what is wrong with an input is said by a
+            later call; see `check_input`.
         dtype: Of the rows; with an optimizer float32, float64, bfloat16 or float16. Rows of
             the last two are pooled and updated in float32.
         optimizer: How rows are updated; None leaves a gradient to an optimizer of torch's.
@@ -73,7 +74,7 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         budget: Bytes that rows in fast memory may take, with their state and what it takes to find
             them, as a number or like "256MiB". Rows that do not fit wait in `weight`, which is
             then the cold store; what is computed is the same to the last bit. It needs an
-            optimizer, and the CPU. None keeps all rows in fast memory, or has that of `plan`.
+            optimizer. None keeps all rows in fast memory, or has that of `plan`.
         plan: Which rows are never to leave fast memory: one of a single table of this size, by any
             name; see `plan_hot_rows`. Without one, rows that are used often stay by being used.
         cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
@@ -89,8 +90,7 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         AssertionError: `padding_idx` is no row, or `_weight` has another shape.
         ProfileError: the plan is of other tables.
         ColdTierError: the folder cannot be used, has another table, or there is no room.
-        ValueError: rows are such as an optimizer of ours cannot move, or there is a budget and the
-            rows are not on the CPU.
+        ValueError: rows are such as an optimizer of ours cannot move.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         kind = (num_embeddings, embedding_dim), dtype or torch.get_default_dtype()
         has_budget = budget is not None or plan is not None
         if cold_tier == "file":
-            require_cpu(device)
+            require_memory(device)
         files = open_cold_files(cold_tier, cold_path, {"weight": kind}, has_budget=has_budget)
         if files is not None:
             rows = files.begin_with("weight", _weight)
@@ -137,7 +137,7 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
                 num_embeddings,
                 embedding_dim,
                 dtype=dtype or torch.get_default_dtype(),
-                device=None if device is None else torch.device(device),
+                device=table_device(device, has_budget=has_budget),
             )
         super().__init__(
             num_embeddings,
@@ -168,6 +168,7 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
                 budget=budget,
                 plan=plan,
                 files=files,
+                device=device,
             )
 
     def attach(self, updater: RowUpdater, group: TableGroup, table: int) -> None:
@@ -188,6 +189,10 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
 
     def _table_groups(self) -> list[TableGroup]:
         return [] if self._group is None else [self._group]
+
+    def _move_slots(self, device: torch.device) -> None:
+        assert self._updater is not None
+        self._updater.move_slots(device)
 
     def tiers(self) -> list[Tiers]:
         """Where rows are kept that are not all resident; empty where they are."""
@@ -391,6 +396,7 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         budget: int | str | None = None,
         plan: HotPlan | None = None,
         files: ColdFiles | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         group = TableGroup([self])
         if not self.weight.is_meta:
@@ -404,12 +410,18 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
             rounding_seed=rounding_seed,
         )
         self.attach(self.row_optimizer.updater, group, 0)
-        names = {group.weights()[0]: "weight"}
+        pinned = None
         if plan is not None:
             pinned = dict(zip(group.weights(), plan.pinned_by_table(), strict=True))
-            self.row_optimizer.updater.tier(plan.budget_bytes, pinned, files=files, names=names)
-        elif budget is not None:
-            self.row_optimizer.updater.tier(budget, files=files, names=names)
+            budget = plan.budget_bytes
+        if budget is not None:
+            self.row_optimizer.updater.tier(
+                budget,
+                pinned,
+                files=files,
+                names={group.weights()[0]: "weight"},
+                device=slot_device(device),
+            )
 
     def _read(
         self,

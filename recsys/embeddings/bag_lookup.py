@@ -58,7 +58,7 @@ def pool_fused(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Tensor:
     is_deferred = place.group.kernels.errors is not None
     is_max, divides = bag.mode == "max", bag.scale_grad_by_freq
     if is_deferred:
-        require_beside(bags.values, bag.weight)
+        require_beside(bags.values, place.group.device)
         if is_max or divides or bag.max_norm is not None:
             bags = bags.checked()  # operations of torch's, which wait, and do not check
     if is_max and (divides or bag.sparse):

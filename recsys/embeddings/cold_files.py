@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["ColdFiles", "OpenArray", "open_cold_files", "require_cpu"]
+__all__ = ["ColdFiles", "OpenArray", "open_cold_files", "require_memory"]
 
 _VERSION = 1
 _DTYPES = {
@@ -424,17 +424,17 @@ def open_cold_files(
     return ColdFiles(cold_path, tables)
 
 
-def require_cpu(device: torch.device | str | None) -> None:
-    """Check that a module with rows in files is to be on the CPU, before files are made.
+def require_memory(device: torch.device | str | None) -> None:
+    """Check that a module with rows in files is not without memory, before files are made.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is.
     """
     found = torch.get_default_device() if device is None else torch.device(device)
-    if found.type != "cpu":
+    if found.type == "meta":
         raise ConfigError(
-            f"cold_tier='file' is for device 'cpu', got '{found}'; leave device= out, or keep rows "
-            "in memory"
+            "cold_tier='file' is for device 'cpu' or 'cuda', got 'meta'; leave device= out, or "
+            "keep rows in memory"
         )
 
 

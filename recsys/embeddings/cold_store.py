@@ -26,7 +26,7 @@ class RowMemory(Protocol):
 
     @property
     def arrays(self) -> Sequence[NDArray[Any]]:
-        """Rows and each state, (S, D) and (S, size)."""
+        """Of rows and each state, (S, D) and (S, size), or of rows alone."""
 
     @property
     def first_rows(self) -> NDArray[np.uint64]:
@@ -66,10 +66,10 @@ class HostStore:
 
     def fetch(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Copy rows and their state into slots; see `ColdStore`."""
-        for space, target in zip(self._spaces(), hot.arrays, strict=True):
+        for space, target in zip(self._spaces(), hot.arrays, strict=False):
             rows_to_slots(space, hot.first_rows, rows, slots, target)
 
     def write_back(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Copy slots, rows and state, to where the rows lie; see `ColdStore`."""
-        for space, source in zip(self._spaces(), hot.arrays, strict=True):
+        for space, source in zip(self._spaces(), hot.arrays, strict=False):
             rows_from_slots(space, hot.first_rows, rows, slots, source)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,16 +24,22 @@ from recsys.batch import (
 )
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.cold_files import open_cold_files, require_cpu
+from recsys.embeddings.cold_files import open_cold_files, require_memory
 from recsys.embeddings.collection_input import id_error, place_of, require_bags
-from recsys.embeddings.device_tables import AbstractTables, empty_tables, require_beside
+from recsys.embeddings.device_tables import (
+    AbstractTables,
+    empty_tables,
+    require_beside,
+    slot_device,
+    table_device,
+)
 from recsys.embeddings.fused_lookup import Part, fused_lookup
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
-from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.row_space import compute_dtype, require_aligned, require_device
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup
+from recsys.embeddings.table_layout import TableLayout
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
 
 if TYPE_CHECKING:
@@ -59,13 +64,14 @@ _STATES = "_optimizer_states"  # in a pickle: by table
 
 
 class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
-    """A drop-in for `torchrec.EmbeddingBagCollection`, everything resident.
+    """A drop-in for `torchrec.EmbeddingBagCollection`.
 
     Args:
         tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s, sum- or mean-pooled.
         is_weighted: Whether every lookup carries a weight.
-        device: Where the tables live; the CPU, CUDA, or "meta" until `to_empty`. On CUDA what is
-            wrong with an input is said by a later call; see `check_input`.
+        device: Where the tables live, or with a budget their rows in fast memory; the CPU, CUDA, or
+            "meta" until `to_empty`. On CUDA what is wrong with an input is said by a later call;
+            see `check_input`.
         optimizer: How rows are updated; None leaves sparse gradients to an optimizer of torch's.
         auto_apply: With an optimizer: update at the end of each backward. Where False,
             `row_optimizer.step()` updates, once for all backward passes since the last.
@@ -77,7 +83,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         budget: Bytes that rows in fast memory may take, with their state and what it takes to find
             them, as a number or like "256MiB". Rows that do not fit wait in the tables, which are
             then the cold store; what is computed is the same to the last bit. It needs an
-            optimizer, and the CPU. None keeps all rows in fast memory, or has that of `plan`.
+            optimizer. None keeps all rows in fast memory, or has that of `plan`.
         cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
             disk, for tables that are larger than memory.
         cold_path: That folder. Made where there is none; one that an earlier module has left whole
@@ -119,10 +125,11 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
         if optimizer is None and (budget is not None or plan is not None):
             raise ValueError(NEEDS_OPTIMIZER)
-        if cold_tier == "file":
-            require_cpu(device)
         if plan is not None:
             plan = plan.of_tables(tables, budget)
+        has_budget = budget is not None or plan is not None
+        if cold_tier == "file":
+            require_memory(device)
         files = open_cold_files(
             cold_tier,
             cold_path,
@@ -133,14 +140,18 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
                 )
                 for table in tables
             },
-            has_budget=budget is not None or plan is not None,
+            has_budget=has_budget,
         )
         if _bags is None:
             require_device(device, "leave tables that are to be there to TorchRec")
         self._is_weighted = is_weighted
         self._updater: RowUpdater | None = None
         self.row_optimizer: FusedOptimizer | None = None
-        self.embedding_bags = self._make_bags(device, files) if _bags is None else _bags
+        self.embedding_bags = (
+            self._make_bags(table_device(device, has_budget=has_budget), files)
+            if _bags is None
+            else _bags
+        )
         if _bags is None and (files is None or files.is_new):
             self.reset_parameters()
         self._lay_out(self._own_places())
@@ -153,6 +164,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
                 budget=budget,
                 plan=plan,
                 files=files,
+                device=device,
             )
 
     @classmethod
@@ -171,16 +183,16 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         `recsys.accelerate` has a way back, `recsys.restore`.
 
         Args:
-            collection: On the CPU, not sharded. It may be used on, on the same rows.
+            collection: On the CPU or on CUDA, not sharded. It may be used on, on the same rows.
             optimizer: How rows are updated. None takes what `apply_optimizer_in_backward` has
                 marked the tables with, its state too; where it has not, gradients are left to an
                 optimizer of torch's, dense as TorchRec's are.
             auto_apply: As for the class.
 
         Raises:
-            ValueError: rows are not float32, bfloat16 or float16 on the CPU, or an optimizer of
-                ours moves them already; or tables are marked, and with an optimizer that has no
-                formula here, or not all alike, or although `optimizer` is given.
+            ValueError: rows are not float32, bfloat16 or float16 on the CPU or on CUDA, or an
+                optimizer of ours moves them already; or tables are marked, and with an optimizer
+                that has no formula here, or not all alike, or although `optimizer` is given.
         """
         for name, bag in collection.embedding_bags.items():
             require_unmoved(f"table {name!r}", bag.weight)
@@ -217,6 +229,10 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     def _table_groups(self) -> list[TableGroup]:
         return list(dict.fromkeys(group for group, _ in self._places))
+
+    def _move_slots(self, device: torch.device) -> None:
+        assert self._updater is not None
+        self._updater.move_slots(device)
 
     def tiers(self) -> list[Tiers]:
         """Where rows are kept that are not all resident; empty where they are."""
@@ -268,8 +284,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     @property
     def device(self) -> torch.device:
-        """Where the tables live."""
-        return self.table_weights()[0].device
+        """Where the tables live, or their rows in fast memory: where ids go and pooled rows are."""
+        return self._layouts[0].group.device
 
     def forward(self, features: Features) -> Pooled:
         """Look up and pool; a `KeyedJaggedTensor` gives a `KeyedTensor`, `JaggedIds` give
@@ -302,10 +318,10 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             values, weights = require_bags(features, weights, is_deferred)
         explain: Callable[[int], Exception] = partial(self._lookup_error, features)
         if is_deferred:
-            weights_T = self.table_weights()
-            require_beside(values, weights_T[0])
+            require_beside(values, self.device)
             # Kept until the device has been heard of: without the module, which may go earlier.
-            explain = partial(id_error, features, self._lookups, list(map(len, weights_T)))
+            sizes = list(map(len, self.table_weights()))
+            explain = partial(id_error, features, self._lookups, sizes)
         is_one_hot = (
             True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
         )
@@ -385,7 +401,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         self._places = list(places)
         numbers = [number for _, number in places]
         self._layouts = [
-            _Layout(self, group, pooling == "mean", tables, numbers)
+            TableLayout(self._output_dims, self._lookups, group, pooling == "mean", tables, numbers)
             for (group, pooling), tables in members.items()
         ]
         self._means = {layout.is_mean for layout in self._layouts}
@@ -400,6 +416,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         budget: int | str | None = None,
         plan: HotPlan | None = None,
         files: ColdFiles | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._lay_out(self._own_places(are_moved=True))
         groups = list(dict.fromkeys(layout.group for layout in self._layouts))
@@ -418,11 +435,14 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             rounding_seed=rounding_seed,
         )
         self._updater = self.row_optimizer.updater
+        pinned = None
         if plan is not None:
             pinned = dict(zip(self.table_weights(), plan.pinned_by_table(), strict=True))
-            self._updater.tier(plan.budget_bytes, pinned, files=files, names=tables)
-        elif budget is not None:
-            self._updater.tier(budget, files=files, names=tables)
+            budget = plan.budget_bytes
+        if budget is not None:
+            self._updater.tier(
+                budget, pinned, files=files, names=tables, device=slot_device(device)
+            )
 
     def _lookup_weights(self, features: Features, is_deferred: bool) -> Tensor:
         weights = features.weights_or_none()
@@ -440,59 +460,10 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         return id_error(features, self._lookups, list(map(len, self.table_weights())), value)
 
 
-class _Layout:
-    """Tables of one group and pooling, and where their results go.
-
-    Args:
-        collection: Has the tables.
-        group: Has them, too.
-        is_mean: Whether bags are averaged.
-        members: Which tables of the collection.
-        numbers: Of each of the collection's tables in its group.
-    """
-
-    def __init__(
-        self,
-        collection: HotColdEmbeddingBagCollection,
-        group: TableGroup,
-        is_mean: bool,
-        members: Sequence[int],
-        numbers: Sequence[int],
-    ) -> None:
-        self.group, self.is_mean = group, is_mean
-        starts = np.cumsum([0, *collection._output_dims])
-        chosen = [
-            (numbers[table], lookup)
-            for lookup, (table, _) in enumerate(collection._lookups)
-            if table in members
-        ]
-        self._numbers = [lookup for _, lookup in chosen]
-        self._positions: Sequence[int] = ()
-        self._lookups = Lookups(
-            tables=np.array([table for table, _ in chosen], np.uint64),
-            positions=np.zeros(len(chosen), np.uint64),
-            columns=np.array([starts[lookup] for _, lookup in chosen], np.uint64),
-            width=int(starts[-1]),
-        )
-
-    def lookups(self, positions: Sequence[int]) -> Lookups:
-        """The lookups, for features that stand at these positions of the input."""
-        if positions is not self._positions:
-            known = self._lookups
-            self._positions = positions
-            self._lookups = Lookups(
-                tables=known.tables,
-                positions=np.array([positions[lookup] for lookup in self._numbers], np.uint64),
-                columns=known.columns,
-                width=known.width,
-            )
-        return self._lookups
-
-
 def _require_rows(name: str, weight: torch.Tensor) -> None:
-    if weight.dtype not in DATA_TYPES.values() or weight.device.type != "cpu":
+    if weight.dtype not in DATA_TYPES.values() or weight.device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"table {name!r}: rows must be float32, bfloat16 or float16 on the CPU, got "
+            f"table {name!r}: rows must be float32, bfloat16 or float16 on the CPU or on CUDA, got "
             f"{weight.dtype} on {weight.device}; convert them by .float() and .cpu(), or leave the "
             "table to TorchRec"
         )

@@ -16,6 +16,7 @@ from recsys.embeddings.abstract import pooling_of
 from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.table import DATA_TYPES, data_type_of
+from recsys.embeddings.table_parameter import plain_grad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.table_group import TableGroup
 
-__all__ = ["AbstractTables", "check_input", "empty_tables", "require_beside"]
+__all__ = [
+    "AbstractTables",
+    "check_input",
+    "empty_tables",
+    "require_beside",
+    "slot_device",
+    "table_device",
+]
 
 
 class AbstractTables(nn.Module, ABC):
@@ -53,25 +61,48 @@ class AbstractTables(nn.Module, ABC):
         """By this `.to()` and the like move a module, and here what belongs to its tables.
 
         Gradients collected go along as `grad` of the tables; the state of their optimizer follows
-        in its next step.
+        in its next step. Of rows in two tiers, those in fast memory are on the device from then on;
+        all wait in the host's memory, or in files, as before.
 
         Raises:
-            ValueError: rows are kept in two tiers, and `fn` moves them off the CPU.
+            ValueError: rows are in two tiers, and those in fast memory are in use, or `fn` is about
+                their dtype.
         """
         groups = self._table_groups()
-        if any(group.tiers is not None for group in groups):
-            found = fn(torch.empty(0)).device
-            if found.type != "cpu":
-                raise ValueError(
-                    f"rows in two tiers stay on the CPU, and cannot be moved to '{found}'; build "
-                    "the module without budget=, or leave it where it is"
-                )
         for group in groups:
             group.open_ledger()
+        if any(group.tiers is not None for group in groups):
+            fn = self._move_tiers(fn)
         module: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for group in groups:
             group.forget_space()
         return module
+
+    @abstractmethod
+    def _move_slots(self, device: torch.device) -> None:
+        """Have the slots of rows in two tiers on a device from now on."""
+
+    def _move_tiers(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Do what `fn` means for slots; what it is to do with everything else."""
+        weights = [weight for group in self._table_groups() for weight in group.weights()]
+        for dtype in {weight.dtype for weight in weights}:
+            found = fn(torch.empty(0, dtype=dtype))
+            if found.device.type not in ("cpu", "cuda") or found.dtype != dtype:
+                raise ValueError(
+                    f"rows in two tiers are looked up on the CPU or on CUDA, as {dtype}, and "
+                    f"cannot be made {found.dtype} on '{found.device}'; build the module so, or "
+                    "without budget="
+                )
+        self._move_slots(found.device)
+        # Gradients stay beside their tables; the list keeps them what they are.
+        staying = [each for weight in weights for each in (weight, plain_grad(weight))]
+        numbers = {id(each) for each in staying}
+
+        def move(tensor: Tensor) -> Tensor:
+            is_left = found.device.type != "cpu" and id(tensor) in numbers
+            return tensor if is_left else fn(tensor)
+
+        return move
 
 
 def check_input(model: nn.Module) -> None:
@@ -113,14 +144,28 @@ def empty_tables(tables: Sequence[TableConfig], device: torch.device | str | Non
     return [rows[number] for number in range(len(tables))]
 
 
-def require_beside(values: Tensor, table: Tensor) -> None:
-    """Check that ids are where the table is.
+def table_device(device: torch.device | str | None, *, has_budget: bool) -> torch.device | None:
+    """Where tables get their memory: with a budget that of the host, where all rows wait."""
+    slots = slot_device(device)
+    if slots is None:
+        return None if device is None else torch.device(device)
+    return torch.device("cpu") if has_budget else slots
+
+
+def slot_device(device: torch.device | str | None) -> torch.device | None:
+    """Where slots are, if not beside the tables."""
+    found = torch.get_default_device() if device is None else torch.device(device)
+    return found if found.type == "cuda" else None
+
+
+def require_beside(values: Tensor, device: torch.device) -> None:
+    """Check that ids are where rows are looked up.
 
     Raises:
         ValueError: they are not.
     """
-    if values.device != table.device:
+    if values.device != device:
         raise ValueError(
-            f"ids must be on the device of the tables, {table.device}, got {values.device}; move "
-            f"them by .to('{table.device}')"
+            f"ids must be on the device where rows are looked up, {device}, got {values.device}; "
+            f"move them by .to('{device}')"
         )

@@ -64,7 +64,7 @@ class FileStore:
     ) -> None:
         order = np.argsort(rows)  # rows of one page are read by one thread, one after the other
         rows, slots = rows[order], slots[order]
-        for space, memory in zip(self._spaces(), hot.arrays, strict=True):
+        for space, memory in zip(self._spaces(), hot.arrays, strict=False):
             arrays = [self._array_of(table) if len(table) else None for table in space.tables]
             self._move_array(arrays, hot.first_rows, rows, slots, memory, is_fetch=is_fetch)
 

@@ -21,8 +21,6 @@ from recsys.embeddings.sparse_gradients import sparse_gradients
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import NDArray
-
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table_group import Found, TableGroup
 
@@ -114,17 +112,10 @@ def _count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
     for table_group, lookups, bags in parts:
         for table in lookups.distinct_tables:
             of_table = lookups.of_tables({table}).positions.tolist()
-            runs = [_values_of(bags, position) for position in of_table]
+            runs = [bags.values_of(position) for position in of_table]
             count = len(np.unique(np.concatenate(runs)))
             found[table_group] = found.get(table_group, 0) + count
     return found
-
-
-def _values_of(bags: Bags, position: int) -> NDArray[Any]:
-    begin, end = position * bags.batch_size, (position + 1) * bags.batch_size
-    if bags.offsets is not None:
-        begin, end = int(bags.offsets[begin]), int(bags.offsets[end])
-    return bags.values[begin:end]
 
 
 def _calls_of(part: Part, asking: Lookups) -> list[tuple[Found, Lookups]]:
@@ -143,21 +134,27 @@ def _calls_of(part: Part, asking: Lookups) -> list[tuple[Found, Lookups]]:
 
 def _look_up_where_rows_are(parts: Sequence[Part], explain: Callable[[int], Exception]) -> Tensor:
     """Of tiered rows, for nobody who would come back to them: no slots, no graph."""
-    result = _empty_result(parts[0].group.weights()[0].dtype, parts[0].bags, parts[0].lookups)
+    errors = parts[0].group.kernels.errors
+    if errors is not None:
+        errors.poll()
+    dtype, device = parts[0].group.weights()[0].dtype, parts[0].group.device
+    result = _empty_result(dtype, device, parts[0].bags, parts[0].lookups)
     for group, lookups, bags in parts:
         bad = group.look_up(lookups, bags, result)
         if bad >= 0:
             raise explain(bad)
+    if errors is not None:
+        errors.report(explain)
     return result
 
 
-def _empty_result(dtype: torch.dtype, bags: Bags, lookups: Lookups) -> Tensor:
+def _empty_result(dtype: torch.dtype, device: torch.device, bags: Bags, lookups: Lookups) -> Tensor:
     """Memory for the pooled rows of tables of a dtype, (B, W)."""
     computed, shape = compute_dtype(dtype), (bags.batch_size, lookups.width)
     # glibc asks the system for anything larger anew each time, and small pages of it are handed
     # out one by one: at 100 MiB that took longer than looking up.
     is_large = shape[0] * shape[1] * computed.itemsize > _MAX_KEPT_BYTES
-    return (empty_rows if is_large else torch.empty)(*shape, dtype=computed)
+    return (empty_rows if is_large else torch.empty)(*shape, dtype=computed, device=device)
 
 
 class _Work(NamedTuple):
@@ -173,12 +170,10 @@ class _FusedLookup(torch.autograd.Function):
     def forward(ctx: Any, work: _Work, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
         found, _ = work.calls[0]
         kernels = found.group.kernels
-        if kernels.errors is None:
-            result = _empty_result(found.space.tables[0].dtype, found.bags, found.lookups)
-        else:
+        if kernels.errors is not None:
             kernels.errors.poll()
-            table, shape = found.space.tables[0], (found.bags.batch_size, found.lookups.width)
-            result = torch.empty(*shape, dtype=compute_dtype(table.dtype), device=table.device)
+        table = found.space.tables[0]
+        result = _empty_result(table.dtype, table.device, found.bags, found.lookups)
         for found, _ in work.calls:
             bad = kernels.pooled_lookup(found.space, found.lookups, found.bags, result)
             if bad >= 0:

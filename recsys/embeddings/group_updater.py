@@ -18,6 +18,7 @@ from recsys.embeddings.budget import SpaceSize
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
+from recsys.embeddings.table_parameter import move_table
 from recsys.embeddings.tiers import Tiers
 from recsys.errors import BudgetTooSmall, ColdTierError
 
@@ -158,25 +159,51 @@ class GroupUpdater:
         order = np.argsort(-np.concatenate(counts), kind="stable")
         return np.concatenate(rows)[order].astype(np.int32)
 
-    def tier(self, num_slots: int, pinned: NDArray[np.int32]) -> None:
+    def tier(self, num_slots: int, pinned: NDArray[np.int32], device: torch.device | None) -> None:
         """Keep rows in as many slots from now on, some of them always.
 
-        Raises:
-            ValueError: rows are on a device, whose kernels know no tiers yet.
+        Tables on a device wait in the host's memory from now on, and so does their state.
+
+        Args:
+            num_slots: S.
+            pinned: Rows with a slot of their own, counted over all tables.
+            device: Where slots are to be; None for where the tables are.
         """
-        if self.group.kernels.errors is not None:
-            raise ValueError(
-                f"budget: rows on '{self._weights[0].device}' cannot be kept in two tiers yet; "
-                "build the module without budget=, or on the CPU"
-            )
         sizes = [len(weight) for weight in self._weights]
         dtype = self._weights[0].dtype
         states = self._formula_state_sizes()
-        self.group.tiers = Tiers(
-            sizes, self.group.dim, dtype, states, num_slots, pinned, self._files
+        device = self._weights[0].device if device is None else device
+        self.move_tables(torch.device("cpu"))
+        self.group.keep_in(
+            Tiers(sizes, self.group.dim, dtype, states, num_slots, pinned, device, self._files)
         )
         self.follow_state()
         self.group.watch()
+
+    def move_tables(self, device: torch.device) -> None:
+        """Have the tables elsewhere from now on; state follows in the next step."""
+        for weight in self._weights:
+            move_table(weight, device)
+        self.group.forget_space()
+
+    def move_slots(self, device: torch.device) -> None:
+        """Have the slots on another device from now on.
+
+        Raises:
+            ValueError: slots are in use.
+        """
+        tiers = self.group.tiers
+        assert tiers is not None
+        if tiers.device == device:
+            return
+        num_claimed = tiers.residency.num_claimed
+        if num_claimed:
+            raise ValueError(
+                f"rows in fast memory on '{tiers.device}' cannot be moved to '{device}' while "
+                f"{num_claimed} of them are in use; let go of what was computed before (its loss "
+                "and outputs)"
+            )
+        self.group.keep_in(tiers.on_device(device))
 
     def use_files(self, files: ColdFiles, names: Mapping[nn.Parameter, str]) -> None:
         """Have state in files from now on, as tables are; what is there goes on.
@@ -235,7 +262,7 @@ class GroupUpdater:
                 f"{self.group.dim}, and {num_claimed} of them are in use; give a larger budget, or "
                 "let go of what was computed before (its loss and outputs)"
             )
-        self.group.tiers = tiers.resized(num_slots)
+        self.group.keep_in(tiers.resized(num_slots))
 
     def follow_state(self) -> None:
         """Find state that others have put into the optimizer."""
@@ -374,7 +401,7 @@ class GroupUpdater:
             for table in range(len(self._weights))
         ]
         self._require_sizes(name, size, arrays)
-        space = self.group.kernels.make_space(arrays)
+        space = self.group.make_space(arrays)
         return _State(name, [state.get(name) for state in by_table], arrays, space)
 
     def _require_sizes(self, name: str, size: int, states: Sequence[Tensor]) -> None:

@@ -8,7 +8,9 @@ first row.
 
 Not among these bytes, as a mini-batch's ids and pooled vectors are not: a ticket's slot numbers, 4
 bytes a lookup and 4 a row; and while slots are claimed at most 20 bytes a lookup and 32 a row in
-all, which are gone before anything is computed.
+all, which are gone before anything is computed. On a device that is more, for operations of torch
+make an array each, but in proportion to the lookups, too; and a piece of at most 16 MiB is on its
+way there.
 """
 
 from __future__ import annotations

@@ -59,18 +59,13 @@ def build_embeddings(
 
     Raises:
         BudgetTooSmall: there is no room for what it takes to find rows.
-        ConfigError: the provider is unknown or lacks the optimizer or the device; or there is a
-            budget, and the device is not the CPU.
+        ConfigError: the provider is unknown or lacks the optimizer or the device.
         MissingDependency: the provider's package is not installed.
     """
     if provider == "recsys":
         if device is None or device.type == "cpu":
             dims = {table.embedding_dim for table in tables}
             _compile_kernels(dims, row_optimizer(optimizer), is_tiered=bool(budget or plan))
-        elif budget or plan:
-            raise ConfigError(
-                f"budget and plan need device 'cpu' as yet, got {device.type!r}; leave them out"
-            )
         ours = HotColdEmbeddingBagCollection(
             tables,
             device=device,

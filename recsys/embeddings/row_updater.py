@@ -137,6 +137,7 @@ class RowUpdater:
         *,
         files: ColdFiles | None = None,
         names: Mapping[nn.Parameter, str] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Keep rows in slots from now on, and all of them in the cold store, the tables.
 
@@ -148,6 +149,7 @@ class RowUpdater:
             pinned: By table: rows to have slots of their own, and how often each is looked up.
             files: Have the tables, if files do.
             names: Of the tables there.
+            device: Where rows are to be looked up; None for where the tables are.
 
         Raises:
             BudgetTooSmall: there is not even room for the row maps.
@@ -155,7 +157,7 @@ class RowUpdater:
             ConfigError: it is no budget.
         """
         try:
-            self._tier(budget, pinned or {}, files, names or {})
+            self._tier(budget, pinned or {}, files, names or {}, device)
         except BaseException:
             if files is not None:
                 files.discard()
@@ -167,6 +169,7 @@ class RowUpdater:
         pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]],
         files: ColdFiles | None,
         names: Mapping[nn.Parameter, str],
+        device: torch.device | None,
     ) -> None:
         sizes = [group.space_size() for group in self._groups]
         self._budget_bytes = parse_bytes(budget, "budget")
@@ -182,19 +185,31 @@ class RowUpdater:
                 f"budget={budget!r}: all {resident} of rows and state fit; no cold tier is needed",
                 stacklevel=5,
             )
+            if device is not None:
+                for group in self._groups:
+                    group.move_tables(device)
             return
         if files is not None:
             for group in self._groups:
                 group.use_files(files, names)
             _SYNCED_AT_EXIT.add(self)
         for group, num_slots, its_rows in zip(self._groups, slots, rows, strict=True):
-            group.tier(num_slots, its_rows[: num_slots - 1])
+            group.tier(num_slots, its_rows[: num_slots - 1], device)
         if files is not None:
             files.take_over()
 
     def _divide(self, least: Sequence[int]) -> list[int] | None:
         sizes = [group.space_size() for group in self._groups]
         return divide_budget(self._budget_bytes, sizes, least, may_stay=self._files is None)
+
+    def move_slots(self, device: torch.device) -> None:
+        """Have the slots of all tables on another device from now on.
+
+        Raises:
+            ValueError: slots are in use.
+        """
+        for group in self._groups:
+            group.move_slots(device)
 
     def sync(self) -> None:
         """Bring tables and state up to date, and to the disk where they are in files.

@@ -44,8 +44,8 @@ def sparse_gradients(
                 gradients.append(gradients_nD)
         found.append(
             torch.sparse_coo_tensor(
-                torch.cat(rows).unsqueeze(0),
-                torch.cat(gradients).to(weight.dtype),
+                torch.cat(rows).unsqueeze(0).to(weight.device),
+                torch.cat(gradients).to(weight.device, weight.dtype),
                 weight.shape,
                 check_invariants=False,
             )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Lookups
-from recsys.embeddings.row_space import compute_dtype
+from recsys.embeddings.row_space import RowSpace, compute_dtype
 from recsys.embeddings.sparse_gradients import sparse_gradients
 from recsys.embeddings.table_parameter import (
     plain_grad,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.kernels.pooled_lookup import Bags
     from recsys.embeddings.residency import Ticket
-    from recsys.embeddings.row_space import RowSpace
     from recsys.embeddings.tiers import Tiers
 
 __all__ = ["Found", "TableGroup"]
@@ -90,7 +89,7 @@ class TableGroup:
         self._whole_tables: dict[int, Lookups] = {}
         self._stand_ins: list[nn.Module] = []
         self._is_watched = False
-        self.kernels = kernels_on(self.weights()[0].device)
+        self.kernels = kernels_on(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: those of a part of a model have the part's tables alone.
@@ -116,12 +115,12 @@ class TableGroup:
 
     def take_in(self, holder: nn.Module, table: int) -> None:
         """Let a module that was copied along bring its table."""
-        self.kernels = kernels_on(cast("nn.Parameter", holder.weight).device)
         known = self._holders[table]
         if isinstance(known, _StandIn):
             self._holders[table], self._parameters[table] = holder, holder._parameters
         elif known._parameters is not holder._parameters:
             self._twins.append((holder, table))
+        self.kernels = kernels_on(self.device)
 
     def weights(self) -> list[nn.Parameter]:
         """The tables, (E, D) each."""
@@ -149,8 +148,8 @@ class TableGroup:
         self._require_twins(weights)
         if self._is_watched:
             self.watch()
-        self._space = space = self.kernels.make_space(weights)
-        return cast("RowSpace", space)
+        self._space = space = self.make_space(weights)
+        return space
 
     def find(self, lookups: Lookups, rows: Bags) -> Sequence[Found]:
         """Where the rows of a lookup are that may be moved on its account, as kernel calls.
@@ -186,7 +185,22 @@ class TableGroup:
     def forget_space(self) -> None:
         """Look anew where the tables lie: one of them has other memory, or less of it."""
         self._space = None
-        self.kernels = kernels_on(self.weights()[0].device)
+        self.kernels = kernels_on(self.device)
+
+    def keep_in(self, tiers: Tiers | None) -> None:
+        """Keep rows in slots from now on, or in others; None for all where the tables are."""
+        self.tiers = tiers
+        self.forget_space()
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows are looked up: that of the slots, of tables that wait in slower memory."""
+        return self.weights()[0].device if self.tiers is None else self.tiers.device
+
+    def make_space(self, tables: Sequence[Tensor]) -> RowSpace:
+        """Tables, or their state, as kernels take them; those of a cold store are the CPU's."""
+        space = self.kernels.make_space(tables) if self.tiers is None else RowSpace(tables)
+        return cast("RowSpace", space)
 
     def _require_twins(self, weights: Sequence[nn.Parameter]) -> None:
         for holder, table in self._twins:
@@ -214,7 +228,7 @@ class TableGroup:
         self.open_ledger()
         if self.tiers is not None:
             self.tiers.flush()
-            self.tiers = None
+            self.keep_in(None)
         self._is_watched = False
         for weight in self.weights():
             unwatch(weight)
@@ -285,8 +299,9 @@ class TableGroup:
                 columns=np.zeros(1, np.uint64),
                 width=self.dim,
             )
+        rows = rows.to(self.device)
         bags = self.kernels.make_bags(rows, rows, None, len(rows), is_mean=False, is_one_hot=True)
-        values = values.to(compute_dtype(values.dtype)).contiguous()
+        values = values.to(self.device, compute_dtype(values.dtype)).contiguous()
         [found] = self.find(self._whole_tables[table], bags)
         return LedgerEntry(found.lookups, found.bags, values, (), found.rows, found.ticket)
 

@@ -24,6 +24,7 @@ __all__ = [
     "LedgerParameter",
     "TieredParameter",
     "make_plain",
+    "move_table",
     "plain_grad",
     "require_unmoved",
     "requires_grad",
@@ -161,6 +162,15 @@ def make_plain(weight: nn.Parameter) -> None:
     """Make a plain parameter of a table that no group has (any more)."""
     if isinstance(weight, LedgerParameter) and _group_of(weight) is None:
         _set_class(weight, nn.Parameter)
+
+
+def move_table(weight: nn.Parameter, device: torch.device) -> None:
+    """Move a table and its gradient to another device; it stays the object that it is."""
+    if weight.device != device:
+        gradient = plain_grad(weight)
+        set_plain_grad(weight, None)
+        weight.data = weight.data.to(device)
+        set_plain_grad(weight, None if gradient is None else gradient.to(device))
 
 
 def _group_of(weight: Tensor) -> TableGroup | None:

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from recsys.embeddings.cold_store import HostStore
+from recsys.embeddings.device_slots import DeviceHotTier
 from recsys.embeddings.file_store import FileStore
 from recsys.embeddings.hot_tier import HotTier
+from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.residency import Residency
 from recsys.embeddings.row_space import RowSpace
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.cold_files import ColdFiles
+    from recsys.embeddings.hot_tier import AbstractHotTier
     from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
     from recsys.embeddings.residency import Ticket
 
@@ -49,6 +52,18 @@ class Claimed(NamedTuple):
     ticket: Ticket
 
 
+class _Recipe(NamedTuple):
+    """What tiers are made of; arguments as for `Tiers`."""
+
+    sizes: Sequence[int]
+    dim: int
+    dtype: torch.dtype
+    state_sizes: Mapping[str, int]
+    num_slots: int
+    pinned: NDArray[np.int32]
+    device: torch.device
+
+
 class Tiers:
     """The tiers of one table group.
 
@@ -59,10 +74,13 @@ class Tiers:
         state_sizes: Numbers per row of every state array, by name.
         num_slots: S.
         pinned: Rows with a slot of their own, counted over all tables, the most popular first.
+        device: Where slots are, and rows are looked up. All rows wait in the host's memory, or in
+            files, wherever that is.
         files: Have tables and state, if files do; copies have theirs in memory.
 
     Attributes:
         files: As given.
+        device: Where the slots are.
         hot: The slots.
         residency: What moves rows between them and the cold store.
     """
@@ -75,11 +93,13 @@ class Tiers:
         state_sizes: Mapping[str, int],
         num_slots: int,
         pinned: NDArray[np.int32],
+        device: torch.device,
         files: ColdFiles | None = None,
     ) -> None:
-        self._made_of = sizes, dim, dtype, state_sizes, num_slots, pinned
+        self._made_of = _Recipe(sizes, dim, dtype, state_sizes, num_slots, pinned, device)
         self.files = files
-        self.hot = HotTier(sizes, dim, dtype, state_sizes, num_slots)
+        self.hot = _make_hot_tier(self._made_of)
+        self.device = self.hot.rows.device
         self.hot.pin(pinned)
         cold = HostStore(self._spaces) if files is None else FileStore(files, self._spaces)
         self.residency = Residency(self.hot, cold)
@@ -118,7 +138,7 @@ class Tiers:
         claimed = []
         for layer in self._layers_of(lookups):
             ticket = self.residency.prefetch(layer, bags)
-            claimed.append(Claimed(layer, bags._replace(values=ticket.slot_of_value), ticket))
+            claimed.append(Claimed(layer, bags.at_slots(ticket.slot_of_value), ticket))
         return claimed
 
     def look_up(self, tables: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
@@ -150,9 +170,16 @@ class Tiers:
 
     def resized(self, num_slots: int) -> Tiers:
         """The same with another number of slots, which are empty; no ticket may be held."""
+        pinned = self._made_of.pinned[:num_slots]
+        return self._remade(self._made_of._replace(num_slots=num_slots, pinned=pinned))
+
+    def on_device(self, device: torch.device) -> Tiers:
+        """The same with slots on another device, which are empty; no ticket may be held."""
+        return self._remade(self._made_of._replace(device=device))
+
+    def _remade(self, made_of: _Recipe) -> Tiers:
         self.flush()
-        sizes, dim, dtype, state_sizes, _, pinned = self._made_of
-        other = Tiers(sizes, dim, dtype, state_sizes, num_slots, pinned[:num_slots], self.files)
+        other = Tiers(*made_of, self.files)
         other._tables, other._states, other._versions = self._tables, self._states, self._versions
         other._is_exposed = self._is_exposed
         other.residency.counts = self.residency.counts
@@ -237,6 +264,13 @@ class Tiers:
 
 
 _MOST_KEPT = 64
+
+
+def _make_hot_tier(made_of: _Recipe) -> AbstractHotTier:
+    sizes, dim, dtype, state_sizes, num_slots, _, device = made_of
+    if kernels_on(device).errors is None:
+        return HotTier(sizes, dim, dtype, state_sizes, num_slots)
+    return DeviceHotTier(sizes, dim, dtype, state_sizes, num_slots, device)
 
 
 def _versions(tables: RowSpace) -> list[int]:

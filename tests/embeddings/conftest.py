@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recsys.embeddings import kernel_choice
+from recsys.embeddings.torch_kernels.errors import errors_on
+
 
 class NoRoundTrips(TorchDispatchMode):
     """Refuses what would wait for a device, if there were one."""
@@ -21,3 +24,14 @@ class NoRoundTrips(TorchDispatchMode):
 def no_round_trips():
     """A context in which no operation of torch may wait for a device."""
     return NoRoundTrips()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """One that works through operations of torch; the CPU stands in for a real one."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    found = torch.device(request.param, *([0] if request.param == "cuda" else []))
+    yield found
+    errors_on(found).forget()

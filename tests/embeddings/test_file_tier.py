@@ -289,7 +289,7 @@ def refuse(**options):
     [
         ({"padding_idx": NUM_ROWS}, "padding_idx must be within"),
         ({"_weight": torch.zeros(3, 3)}, "must match"),
-        ({"device": "meta"}, "is for device 'cpu', got 'meta'"),
+        ({"device": "meta"}, "is for device 'cpu' or 'cuda', got 'meta'"),
         ({"budget": 10}, "budget"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from recsys.embeddings.cold_files import ColdFiles
 from recsys.embeddings.cold_store import HostStore
+from recsys.embeddings.device_slots import DeviceHotTier
 from recsys.embeddings.file_store import FileStore
 from recsys.embeddings.hot_tier import HotTier
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
@@ -21,6 +22,7 @@ from recsys.embeddings.kernels.slots import DIRTY
 from recsys.embeddings.residency import NotEnoughSlots, Residency
 from recsys.embeddings.row_space import RowSpace
 from recsys.embeddings.slot_map import NoSuchRow
+from recsys.embeddings.torch_kernels.bags import TorchBags
 from recsys.embeddings.transfers import TransferQueue
 
 DIM = 3
@@ -89,7 +91,7 @@ class OpeningQueue(TransferQueue):
 class World:
     """Tables, their residency, and what each row should be."""
 
-    def __init__(self, num_slots, pinned=(), *, is_in_files=False):
+    def __init__(self, num_slots, pinned=(), *, is_in_files=False, is_on_device=False):
         self.tables = [torch.zeros(size, DIM) for size in SIZES]
         self.state = [torch.zeros(size) for size in SIZES]
         files = None
@@ -107,7 +109,9 @@ class World:
             self.write(table, row, float(100 * table + row))
         spaces = [RowSpace(self.tables), RowSpace(self.state)]
         self.space = spaces[0]
-        hot = HotTier(SIZES, DIM, torch.float32, STATE, num_slots)
+        kind = SIZES, DIM, torch.float32, STATE, num_slots
+        self.is_on_device = is_on_device
+        hot = DeviceHotTier(*kind, torch.device("cpu")) if is_on_device else HotTier(*kind)
         hot.rows.fill_(float("nan"))  # what was never fetched is never right
         hot.pin(np.array(pinned, np.int32))
         store = HostStore(lambda: spaces) if files is None else FileStore(files, lambda: spaces)
@@ -127,8 +131,14 @@ class World:
         tables = np.array([table for table, _ in wanted])
         offsets = np.searchsorted(tables, np.arange(len(SIZES) + 1))
         values = np.array([row for _, row in wanted], np.int64)
-        bags = Bags(values, offsets, None, 1, is_mean=False)
+        bags = self.bags(values, offsets, 1)
         return self.residency.prefetch(LOOKUPS, bags, **options), wanted
+
+    def bags(self, values, offsets, batch_size):
+        if self.is_on_device:
+            tensors = torch.from_numpy(values), torch.from_numpy(offsets)
+            return TorchBags(*tensors, None, batch_size, is_mean=False)
+        return Bags(values, offsets, None, batch_size, is_mean=False)
 
     def let_transfers_run(self):
         """As far as they come: to the last one, or to one that fails."""
@@ -159,7 +169,7 @@ class World:
         lengths = [row < size for size in SIZES for row in range(num_bags)]
         rows = np.array([row for _, row in EVERYTHING], np.int64)
         offsets = np.cumsum([0, *lengths])
-        bags = Bags(rows, offsets, None, num_bags, is_mean=False)
+        bags = self.bags(rows, offsets, num_bags)
         result = torch.full((num_bags, LOOKUPS.width), float("nan"))
         assert self.residency.look_up(self.space, LOOKUPS, bags, result) == -1
         return {
@@ -189,9 +199,12 @@ class ResidencyMachine(RuleBasedStateMachine):
         num_slots=st.integers(1, 24),
         pinned=st.lists(st.integers(0, 20), unique=True, max_size=6),
         is_in_files=st.booleans(),
+        is_on_device=st.booleans(),
     )
-    def build(self, num_slots, pinned, is_in_files):
-        self.world = World(num_slots, pinned[:num_slots], is_in_files=is_in_files)
+    def build(self, num_slots, pinned, is_in_files, is_on_device):
+        self.world = World(
+            num_slots, pinned[:num_slots], is_in_files=is_in_files, is_on_device=is_on_device
+        )
         self.tickets = []
 
     @rule(wanted=wanted_rows, in_background=st.booleans())
@@ -249,7 +262,10 @@ class ResidencyMachine(RuleBasedStateMachine):
     def evaluate(self):
         slots = self.world.residency.hot.slots
         counts, num_claimed = self.world.residency.counts, slots.num_claims.tolist()
-        self.world.require_readable()
+        try:
+            self.world.require_readable()
+        except OSError:  # on a device, rows are copied from the cold store to be read
+            assert self.world.is_on_device
         assert self.world.residency.counts == counts
         assert slots.num_claims.tolist() == num_claimed
 
@@ -277,7 +293,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         slots = self.world.residency.hot.slots
         for slot, row in enumerate(slots.row_of_slot.tolist()):
             if row >= 0:
-                assert slots.slot_of_row[row] & ~(1 << 30) == slot
+                assert int(slots.slot_of_row[row]) & ~(1 << 30) == slot
         held = [slot for slot in slots.slot_of_row.tolist() if slot >= 0]
         assert len(held) == int((slots.row_of_slot >= 0).sum())
 

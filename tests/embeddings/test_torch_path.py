@@ -18,7 +18,6 @@ from recsys.embeddings import (
 )
 from recsys.embeddings.device_tables import check_input
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.torch_kernels.errors import errors_on
 from recsys.errors import IdOutOfRange, MalformedBags
 
 OPTIMIZERS = [
@@ -39,17 +38,6 @@ TABLES = [
     TableConfig(name="d", num_embeddings=7, embedding_dim=6, feature_names=("k",), pooling="mean"),
 ]
 FEATURES = {"g": 9, "f": 11, "k": 7, "h": 5}  # and how many rows all of their tables have
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch):
-    """One that works through operations of torch."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
-    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
-    found = torch.device(request.param, *([0] if request.param == "cuda" else []))
-    yield found
-    errors_on(found).forget()
 
 
 def by_numba(monkeypatch):
@@ -424,11 +412,6 @@ def test_a_module_without_memory_gets_it_on_the_device(device):
     assert not any(map(torch.equal, module.table_weights(), before))
 
 
-def test_a_budget_is_refused(device):
-    with pytest.raises(ValueError, match=r"budget: rows on .* cannot be kept in two tiers yet"):
-        HotColdEmbeddingBagCollection(TABLES, device=device, optimizer=SGD(lr=0.1), budget=500)
-
-
 def test_an_evaluation_ends_with_what_was_wrong_in_it(device):
     model = nn.Sequential(
         HotColdEmbeddingBag(20, 4, mode="sum", device=device, optimizer=SGD(lr=0.1))
@@ -460,7 +443,9 @@ def test_what_is_yet_to_be_said_of_a_lookup_keeps_no_table_alive(device, is_coll
 def test_ids_elsewhere_than_the_tables_are_refused(device):
     module = HotColdEmbeddingBag(20, 4, mode="sum", device=device, optimizer=SGD(lr=0.1))
 
-    with pytest.raises(ValueError, match=r"ids must be on the device of the tables, .* got meta"):
+    with pytest.raises(
+        ValueError, match=r"ids must be on the device where rows are looked up, .* got meta"
+    ):
         module(torch.zeros(2, 1, dtype=torch.int64, device="meta"))
 
 

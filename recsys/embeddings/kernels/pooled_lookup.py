@@ -163,6 +163,17 @@ class Bags(NamedTuple):
             is_mean and not is_one_hot,
         )
 
+    def at_slots(self, slot_of_value: NDArray[np.int32]) -> Bags:
+        """The same with slots in place of rows."""
+        return self._replace(values=slot_of_value)
+
+    def values_of(self, feature: int) -> NDArray[Any]:
+        """The rows of one feature."""
+        begin, end = feature * self.batch_size, (feature + 1) * self.batch_size
+        if self.offsets is not None:
+            begin, end = int(self.offsets[begin]), int(self.offsets[end])
+        return self.values[begin:end]
+
     def kept(self) -> Bags:
         """The same with weights that stay as they are, though they may be parameters that an
         optimizer moves before ours moves the rows.

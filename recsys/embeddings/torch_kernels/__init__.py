@@ -8,7 +8,8 @@ stand in for it in turn. They run on tensors of any device, so the CPU tests the
     pooled_lookup   rows of every bag, added up; the gradient of bags' weights
     row_update      gradients of equal rows added up, each row moved once
     rounding        rows of 16 bits
-    slots           rows to slots, and which have to go: for tiers, which no module has here yet
+    slots           rows to slots, and which have to go
+    slot_rows       rows in slots, and rows wherever they are
     errors          what is wrong with an input, said later
 
 None waits for the device. So no array's size may depend on values: where a list of distinct rows

@@ -10,20 +10,22 @@ Letters: B samples, F features, L lookups (a feature in a table), N values, D di
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from recsys.embeddings.kernels.slots import NOWHERE
 from recsys.embeddings.torch_kernels.errors import BAD_BOUND, BAD_WEIGHT, NO_ROW
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.kernels.pooled_lookup import Lookups
-    from recsys.embeddings.torch_kernels.row_space import TorchRowSpace
+    from recsys.embeddings.torch_kernels.row_space import RowNumbers
 
 __all__ = [
     "Layer",
@@ -36,6 +38,7 @@ __all__ = [
     "locate_one_hot",
     "note_bad_rows",
     "note_errors",
+    "rows_of",
 ]
 
 _MOST_KEPT = 64
@@ -85,6 +88,21 @@ class TorchBags(NamedTuple):
     def kept(self) -> TorchBags:
         """The same with weights that stay as they are, though they may be parameters that move."""
         return self if self.weights is None else self._replace(weights=self.weights.clone())
+
+    def at_slots(self, slot_of_value: Tensor) -> TorchBags:
+        """The same with slots in place of rows; none, which is below 0, counts for nothing."""
+        padding = None if self.padding is None else NOWHERE
+        return self._replace(values=slot_of_value, padding=padding)
+
+    def values_of(self, feature: int) -> NDArray[Any]:
+        """The rows of one feature, on the host, which waits for them."""
+        begin, end = feature * self.batch_size, (feature + 1) * self.batch_size
+        if self.offsets is not None:
+            begin, end = self.bounds()[[begin, end]].tolist()
+        values = self.values[begin:end]
+        if self.padding is not None:
+            values = values[values != self.padding]
+        return values.cpu().numpy()
 
     @property
     def is_plain(self) -> bool:
@@ -145,9 +163,7 @@ class Located(NamedTuple):
     scales: Tensor | None
 
 
-def layers_of(
-    space: TorchRowSpace, lookups: Lookups, num_features: int
-) -> tuple[Layer, list[Layer]]:
+def layers_of(space: RowNumbers, lookups: Lookups, num_features: int) -> tuple[Layer, list[Layer]]:
     """All lookups as one layer, as one-hot bags need them, and in layers, as others do.
 
     Kept with the row space: making them takes a way to the device.
@@ -167,14 +183,14 @@ def layers_of(
     return known[key]
 
 
-def locate_one_hot(space: TorchRowSpace, layer: Layer, bags: TorchBags) -> Tensor:
+def locate_one_hot(space: RowNumbers, layer: Layer, bags: TorchBags) -> Tensor:
     """The row of every lookup, (L, B); R of a value that is no row of its table."""
     values_LB = bags.values.view(-1, bags.batch_size).index_select(0, layer.positions).long()
     is_row = (values_LB >= 0) & (values_LB < layer.sizes[:-1].unsqueeze(1))
-    return torch.where(is_row, values_LB + layer.first_rows[:-1].unsqueeze(1), len(space.rows))
+    return torch.where(is_row, values_LB + layer.first_rows[:-1].unsqueeze(1), space.num_rows)
 
 
-def locate(space: TorchRowSpace, layer: Layer, bags: TorchBags) -> Located:
+def locate(space: RowNumbers, layer: Layer, bags: TorchBags) -> Located:
     """The row of every value, and its factor."""
     bag_N, lookup_N, is_row = _rows_of_values(layer, bags)
     num_lookups, sample_N = len(layer.positions), bag_N % max(bags.batch_size, 1)
@@ -185,7 +201,7 @@ def locate(space: TorchRowSpace, layer: Layer, bags: TorchBags) -> Located:
         shares = 1 if scales is None else scales
         scales = shares / torch.cat([lengths, lengths.new_ones(1)])[bag_N]
     return Located(
-        torch.where(is_row, rows_N, len(space.rows)),
+        torch.where(is_row, rows_N, space.num_rows),
         torch.where(lookup_N < num_lookups, sample_N * num_lookups + lookup_N, 0),
         scales,
     )
@@ -200,25 +216,32 @@ def lengths_of(bags: TorchBags) -> Tensor:
     return torch.cat([counting.new_zeros(1), counting])[bounds].diff()
 
 
-def note_bad_rows(space: TorchRowSpace, layer: Layer, bags: TorchBags, rows_LB: Tensor) -> None:
+def note_bad_rows(space: RowNumbers, layer: Layer, bags: TorchBags, rows_LB: Tensor) -> None:
     """Note which values of one-hot bags are no rows; `locate_one_hot` has found them."""
     samples = torch.arange(bags.batch_size, device=rows_LB.device)
     places = layer.positions.unsqueeze(1) * bags.batch_size + samples
-    space.errors.note(NO_ROW, rows_LB == len(space.rows), places)
+    space.errors.note(NO_ROW, rows_LB == space.num_rows, places)
 
 
-def note_errors(space: TorchRowSpace, layer: Layer, bags: TorchBags) -> None:
+def note_errors(space: RowNumbers, layer: Layer, bags: TorchBags) -> None:
     """Find values that are no rows, offsets that make no bags, weights that are no numbers."""
     errors = space.errors
     if bags.offsets is not None:
         errors.note(BAD_BOUND, bags.bounds() != bags.offsets)
     if bags.weights is not None:
         errors.note(BAD_WEIGHT, bags.weights.isnan())
+    errors.note(NO_ROW, rows_of(space, layer, bags)[1])
+
+
+def rows_of(space: RowNumbers, layer: Layer, bags: TorchBags) -> tuple[Tensor, Tensor]:
+    """The row of every value; and which values are looked up, and are no rows.
+
+    Shape:
+        results (N,) int64, R for none, and (N,) bool.
+    """
     _, lookup_N, is_row = _rows_of_values(layer, bags)
-    is_wanted = lookup_N < len(layer.positions)
-    if bags.padding is not None:
-        is_wanted = is_wanted & (bags.values != bags.padding)
-    errors.note(NO_ROW, is_wanted & ~is_row)
+    rows_N = torch.where(is_row, bags.values.long() + layer.first_rows[lookup_N], space.num_rows)
+    return rows_N, _is_wanted(layer, bags, lookup_N) & ~is_row
 
 
 def by_value(
@@ -265,6 +288,14 @@ def _rows_of_values(layer: Layer, bags: TorchBags) -> tuple[Tensor, Tensor, Tens
     return bag_N, lookup_N, is_row
 
 
+def _is_wanted(layer: Layer, bags: TorchBags, lookup_N: Tensor) -> Tensor:
+    """Of which values there must be a row."""
+    is_wanted = lookup_N < len(layer.positions)
+    if bags.padding is not None:
+        is_wanted = is_wanted & (bags.values != bags.padding)
+    return is_wanted
+
+
 def _apart(lookups: Lookups) -> list[list[int]]:
     """Numbers of lookups such that no feature comes twice; all of a table stay together."""
     features_of: dict[int, set[int]] = {}
@@ -286,7 +317,7 @@ def _apart(lookups: Lookups) -> list[list[int]]:
 
 
 def _make_layer(
-    space: TorchRowSpace, lookups: Lookups, numbers: Sequence[int], num_features: int
+    space: RowNumbers, lookups: Lookups, numbers: Sequence[int], num_features: int
 ) -> Layer:
     tables = [int(lookups.tables[number]) for number in numbers]
     positions = [int(lookups.positions[number]) for number in numbers]

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.kernels.pooled_lookup import Lookups
     from recsys.embeddings.torch_kernels.bags import Layer, TorchBags
-    from recsys.embeddings.torch_kernels.row_space import TorchRowSpace
+    from recsys.embeddings.torch_kernels.row_space import TorchRows
+    from recsys.embeddings.torch_kernels.slot_rows import TieredRows
 
 __all__ = ["pooled_lookup", "row_gradient_dots"]
 
 
-def pooled_lookup(space: TorchRowSpace, lookups: Lookups, bags: TorchBags, result: Tensor) -> int:
+def pooled_lookup(
+    space: TorchRows | TieredRows, lookups: Lookups, bags: TorchBags, result: Tensor
+) -> int:
     """Write the pooled rows of every lookup into its columns.
 
     Args:
@@ -58,7 +61,7 @@ def pooled_lookup(space: TorchRowSpace, lookups: Lookups, bags: TorchBags, resul
 
 
 def row_gradient_dots(
-    space: TorchRowSpace, lookups: Lookups, bags: TorchBags, gradient: Tensor, result: Tensor
+    space: TorchRows, lookups: Lookups, bags: TorchBags, gradient: Tensor, result: Tensor
 ) -> None:
     """The gradient of every value's weight: its row times its bag's gradient, shared out by a mean.
 
@@ -78,16 +81,16 @@ def row_gradient_dots(
         dots_N = (space.read(rows_N) * gradients_ND).sum(1)
         if scales_N is not None:
             dots_N = dots_N * scales_N
-        result += torch.where(rows_N < len(space.rows), dots_N, 0)
+        result += torch.where(rows_N < space.num_rows, dots_N, 0)
 
 
-def _pool(space: TorchRowSpace, layer: Layer, bags: TorchBags) -> Tensor:
+def _pool(space: TorchRows | TieredRows, layer: Layer, bags: TorchBags) -> Tensor:
     """(B * L, D)."""
     rows_N, _, _ = locate(space, layer, bags._replace(is_mean=False))
     rows_ND = space.read(rows_N)
     if bags.weights is not None:
         rows_ND = rows_ND * bags.weights.to(rows_ND.dtype).unsqueeze(1)
-    rows_ND = torch.where((rows_N < len(space.rows)).unsqueeze(1), rows_ND, 0)
+    rows_ND = torch.where((rows_N < space.num_rows).unsqueeze(1), rows_ND, 0)
     pooled = torch.segment_reduce(
         rows_ND, "sum", offsets=bags.bounds(), axis=0, unsafe=True, initial=0
     )

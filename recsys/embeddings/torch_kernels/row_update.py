@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.torch_kernels.row_space import TorchRowSpace
+    from recsys.embeddings.torch_kernels.row_space import TorchRows
 
 __all__ = ["Merged", "merge_by_row", "row_update"]
 
@@ -52,8 +52,8 @@ class Merged(NamedTuple):
 
 
 def row_update(
-    space: TorchRowSpace,
-    states: Sequence[TorchRowSpace],
+    space: TorchRows,
+    states: Sequence[TorchRows],
     optimizer: RowOptimizer,
     rates_T2: NDArray[np.float64],
     ledger: Sequence[LedgerEntry],
@@ -100,7 +100,7 @@ def row_update(
     space.rows.index_copy_(0, rows_U, torch.where(is_moved, new, old))
 
 
-def merge_by_row(space: TorchRowSpace, ledger: Sequence[LedgerEntry]) -> Merged | None:
+def merge_by_row(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Merged | None:
     """The sum of each row's gradients; None where nothing was looked up.
 
     Args:
@@ -108,7 +108,7 @@ def merge_by_row(space: TorchRowSpace, ledger: Sequence[LedgerEntry]) -> Merged 
         ledger: As for `row_update`.
     """
     rows, sources, scales, gradients = _joined(space, list(_parts(space, ledger)))
-    num_rows, num_places = len(space.rows), len(rows)
+    num_rows, num_places = space.num_rows, len(rows)
     if not num_places or not num_rows:
         return None
     rows_N, order_N = rows.sort(stable=True)
@@ -131,7 +131,7 @@ def merge_by_row(space: TorchRowSpace, ledger: Sequence[LedgerEntry]) -> Merged 
     )
 
 
-def _parts(space: TorchRowSpace, ledger: Sequence[LedgerEntry]) -> Iterator[tuple[Located, Tensor]]:
+def _parts(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Iterator[tuple[Located, Tensor]]:
     """Every entry's lookups, and the gradients that their sources number."""
     for lookups, any_bags, gradient, *_ in ledger:
         bags: Any = any_bags  # `TorchBags`
@@ -151,7 +151,7 @@ def _parts(space: TorchRowSpace, ledger: Sequence[LedgerEntry]) -> Iterator[tupl
 
 
 def _joined(
-    space: TorchRowSpace, parts: Sequence[tuple[Located, Tensor]]
+    space: TorchRows, parts: Sequence[tuple[Located, Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """All parts as one: rows, sources, scales, gradients."""
     if not parts:
@@ -181,7 +181,7 @@ def _joined(
 
 
 def _rates(
-    space: TorchRowSpace, rates_T2: NDArray[np.float64], tables: Sequence[int], rows: Tensor
+    space: TorchRows, rates_T2: NDArray[np.float64], tables: Sequence[int], rows: Tensor
 ) -> tuple[float | Tensor, float | Tensor]:
     """Rate and eps: numbers where all tables have the same, as they nearly always do."""
     of_moved = rates_T2[list(tables)]

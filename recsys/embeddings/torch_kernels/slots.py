@@ -1,24 +1,26 @@
 """Which slot holds which row, in operations of torch: claiming the rows of a mini-batch.
 
-The arrays of `kernels.slots` and their meaning, all of int64, with one place more than there are
+The arrays of `kernels.slots`, their dtypes and their meaning, with one place more than there are
 rows or slots: what has none points there. Row numbers count over all tables.
 
     distinct_rows   the rows of a mini-batch, each once
     claim           counts a ticket into the slots of its rows, finds slots for rows that have none,
                     and says what has to be copied: all or nothing
-    fetch, write_back   copy it
     mark_dirty, release
+    unpin           makes room where pinned rows leave too little
 
 A clock's hand, which halves what was counted of a slot's uses whenever it passes and takes the
 first slot of which nothing is left, comes to a slot of u uses for the last time in the round whose
 number is the bits of u. So slots are taken in the order (round, distance from the hand), one sort
-for all rows of a mini-batch, and the slots taken are those that `kernels.slots` takes.
+for all rows of a mini-batch. Where all slots are looked at, those are taken that `kernels.slots`
+takes. Where fewer are, the hand goes round among these: a claim's time and memory then do not grow
+with the number of slots.
 
 Every array has a place for each lookup, `NOWHERE` in those that have no row, so nobody waits for
-the device but who copies from and to the host's memory. Whether there were slots enough is a number
-on the device, too.
+the device but who wants to know what to copy. Whether there were slots enough is a number on the
+device, too.
 
-Letters: R rows, S slots, N lookups, U places for distinct rows (N of them).
+Letters: R rows, S slots, W slots looked at, N lookups, U places for distinct rows (N of them).
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ __all__ = [
     "Transfer",
     "claim",
     "distinct_rows",
-    "fetch",
     "mark_dirty",
+    "num_needed",
     "release",
-    "write_back",
+    "slots_of",
+    "unpin",
 ]
 
 _MOST_USES = 255
@@ -50,11 +53,11 @@ class TorchSlots(NamedTuple):
     """Slots and what they hold.
 
     Attributes:
-        slot_of_row: (R + 1,) int64.
-        row_of_slot: (S + 1,) int64.
-        num_claims: (S + 1,) int64.
-        num_uses: (S + 1,) int64.
-        flags: (S + 1,) int64.
+        slot_of_row: (R + 1,) int32.
+        row_of_slot: (S + 1,) int32.
+        num_claims: (S + 1,) int16.
+        num_uses: (S + 1,) uint8.
+        flags: (S + 1,) uint8.
         hand: The slot that is looked at first, () int64.
     """
 
@@ -69,12 +72,17 @@ class TorchSlots(NamedTuple):
     def empty(cls, num_rows: int, num_slots: int, device: torch.device) -> TorchSlots:
         """No slot holds a row."""
 
-        def full(size: int, value: int) -> Tensor:
-            return torch.full((size,), value, dtype=torch.int64, device=device)
+        def full(size: int, value: int, dtype: torch.dtype) -> Tensor:
+            return torch.full((size,), value, dtype=dtype, device=device)
 
-        num_claims, num_uses, flags = (full(num_slots + 1, 0) for _ in range(3))
-        slot_of_row, row_of_slot = full(num_rows + 1, NOWHERE), full(num_slots + 1, EMPTY)
-        return cls(slot_of_row, row_of_slot, num_claims, num_uses, flags, full(1, 0).view(()))
+        return cls(
+            full(num_rows + 1, NOWHERE, torch.int32),
+            full(num_slots + 1, EMPTY, torch.int32),
+            full(num_slots + 1, 0, torch.int16),
+            full(num_slots + 1, 0, torch.uint8),
+            full(num_slots + 1, 0, torch.uint8),
+            torch.zeros((), dtype=torch.int64, device=device),
+        )
 
     @property
     def num_rows(self) -> int:
@@ -121,12 +129,25 @@ def distinct_rows(rows: Tensor) -> Tensor:
     return torch.where(found == last, NOWHERE, found)
 
 
-def claim(slots: TorchSlots, rows_U: Tensor) -> tuple[Tensor, Transfer]:
+def slots_of(slots: TorchSlots, rows: Tensor) -> Tensor:
+    """The slot that each row is in, `NOWHERE` of one that is in none.
+
+    Shape:
+        rows (M,) int64, R for no row; result (M,) int64.
+    """
+    found = slots.slot_of_row[rows].long()
+    return torch.where(found < AWAITED, found, NOWHERE)
+
+
+def claim(
+    slots: TorchSlots, rows_U: Tensor, num_looked_at: int | None = None
+) -> tuple[Tensor, Transfer]:
     """Give every row a slot, and count a ticket into all of them; all or nothing.
 
     Args:
         slots: Changed in place; at least one.
         rows_U: Of `distinct_rows`.
+        num_looked_at: W: from the hand on, so many slots may be taken; None for all.
 
     Returns:
         The slot of each row, (U,), `NOWHERE` where there is no row, or not enough slots; and what
@@ -134,31 +155,39 @@ def claim(slots: TorchSlots, rows_U: Tensor) -> tuple[Tensor, Transfer]:
     """
     num_rows, num_slots = slots.num_rows, slots.num_slots
     is_row = rows_U >= 0
-    known_U = slots.slot_of_row[torch.where(is_row, rows_U, num_rows)]
+    known_U = slots.slot_of_row[torch.where(is_row, rows_U, num_rows)].long()
     is_missing = is_row & (known_U == NOWHERE)
     is_held = is_row & ~is_missing
     is_awaited = is_held & (known_U >= AWAITED)
     known_U = torch.where(is_awaited, known_U - AWAITED, known_U)
-    order_S, rounds_S, is_free_S = _by_the_hand(slots, torch.where(is_held, known_U, num_slots))
+    # Counted at once, so that the hand passes over them; taken back if the rest is not enough.
+    known_U = torch.where(is_held, known_U, num_slots)
+    _add(slots.num_claims, known_U, 1)
+    looked_at_W = torch.arange(min(num_looked_at or num_slots, num_slots), device=rows_U.device)
+    looked_at_W = (looked_at_W + slots.hand) % num_slots
+    order_W, rounds_W, is_free_W = _by_the_hand(slots, looked_at_W)
     num_missing = is_missing.sum()
-    is_enough = num_missing <= is_free_S.sum()
+    is_enough = num_missing <= is_free_W.sum()
+    _add(slots.num_claims, known_U, torch.where(is_enough, 0, -1))
     # The k-th row that lacks a slot takes the k-th slot.
-    taken_U = order_S[(is_missing.cumsum(0) - 1).clamp(0, num_slots - 1)]
+    number_U = (is_missing.cumsum(0) - 1).clamp(0, len(looked_at_W) - 1)
+    taken_U = looked_at_W[order_W[number_U]]
     is_placed = is_missing & is_enough
     place_U = torch.where(is_placed, taken_U, num_slots)
-    old_U = slots.row_of_slot[place_U]  # EMPTY at the place of none
+    old_U = slots.row_of_slot[place_U].long()  # EMPTY at the place of none
     is_written = (old_U != EMPTY) & ((slots.flags[place_U] & DIRTY) > 0)
-    _move_the_hand(slots, order_S, rounds_S, is_free_S, num_missing, is_enough)
+    _move_the_hand(slots, looked_at_W, order_W, rounds_W, is_free_W, num_missing, is_enough)
     slots.slot_of_row.index_fill_(0, torch.where(old_U == EMPTY, num_rows, old_U), NOWHERE)
-    slots.row_of_slot.index_copy_(0, place_U, rows_U)
+    slots.row_of_slot.index_copy_(0, place_U, rows_U.int())
     slots.num_uses.index_fill_(0, place_U, 0)
     slots.flags.index_fill_(0, place_U, 0)
+    slots.num_claims.index_fill_(0, place_U, 1)
     slot_U = torch.where(is_missing, taken_U, known_U)
     slot_U = torch.where(is_row & is_enough, slot_U, NOWHERE)
     held_U = torch.where(slot_U == NOWHERE, num_slots, slot_U)
-    slots.slot_of_row.index_copy_(0, torch.where(slot_U == NOWHERE, num_rows, rows_U), held_U)
-    slots.num_claims.index_copy_(0, held_U, slots.num_claims[held_U] + 1)
-    slots.num_uses.index_copy_(0, held_U, (slots.num_uses[held_U] + 1).clamp(max=_MOST_USES))
+    slots.slot_of_row.index_copy_(0, torch.where(slot_U == NOWHERE, num_rows, rows_U), held_U.int())
+    uses_U = (slots.num_uses[held_U].long() + 1).clamp(max=_MOST_USES)
+    slots.num_uses.index_copy_(0, held_U, uses_U.to(torch.uint8))
     _clear_last_places(slots)
     is_fetched = is_placed | (is_awaited & is_enough)
     return slot_U, Transfer(
@@ -179,78 +208,90 @@ def mark_dirty(slots: TorchSlots, slot_U: Tensor) -> None:
 
 def release(slots: TorchSlots, slot_U: Tensor) -> None:
     """Count a ticket out of its slots, as from `claim`."""
-    held_U = torch.where(slot_U == NOWHERE, slots.num_slots, slot_U)
-    slots.num_claims.index_copy_(0, held_U, slots.num_claims[held_U] - 1)
+    _add(slots.num_claims, torch.where(slot_U == NOWHERE, slots.num_slots, slot_U), -1)
     _clear_last_places(slots)
 
 
-def fetch(cold_RD: Tensor, hot_SD: Tensor, rows_U: Tensor, slots_U: Tensor) -> None:
-    """Copy rows into slots; waits until the host knows which.
+def num_needed(slots: TorchSlots, rows_U: Tensor) -> int:
+    """How many slots tickets and rows of `distinct_rows` need together; waits for the device."""
+    is_missing, is_needed = _needs(slots, rows_U)
+    return int(is_missing.sum() + is_needed.sum())
+
+
+def unpin(slots: TorchSlots, rows_U: Tensor) -> int:
+    """Let go of as many pinned rows as make room for others, the least popular first.
 
     Args:
-        cold_RD: Every row, in the host's memory.
-        hot_SD: The slots.
-        rows_U: Of a `Transfer`.
-        slots_U: Of each.
+        slots: Changed in place.
+        rows_U: Of `distinct_rows`, which are to stay.
+
+    Returns:
+        How many it were; the host waits for that.
     """
-    rows, slots = _on_the_host(rows_U, slots_U)
-    moved = cold_RD.index_select(0, rows)
-    hot_SD.index_copy_(0, slots.to(hot_SD.device), moved.to(hot_SD.device))
+    is_missing, is_needed = _needs(slots, rows_U)
+    is_pinned = ((slots.flags & PINNED) > 0)[:-1]
+    num_idle = (~is_needed & ~is_pinned).sum()
+    num_lacking = max(0, int(is_missing.sum() - num_idle))
+    pinned = (is_pinned & ~is_needed).nonzero().flatten()
+    given_up = pinned[len(pinned) - min(num_lacking, len(pinned)) :]
+    slots.flags[given_up] &= 255 - PINNED
+    rows = slots.row_of_slot[given_up].long()
+    is_empty = slots.slot_of_row[rows] >= AWAITED
+    slots.slot_of_row[rows[is_empty]] = NOWHERE
+    slots.row_of_slot[given_up[is_empty]] = EMPTY
+    return len(given_up)
 
 
-def write_back(cold_RD: Tensor, hot_SD: Tensor, rows_U: Tensor, slots_U: Tensor) -> None:
-    """Copy slots to where their rows lie; arguments as for `fetch`, waits as it does."""
-    rows, slots = _on_the_host(rows_U, slots_U)
-    moved = hot_SD.index_select(0, slots.to(hot_SD.device))
-    cold_RD.index_copy_(0, rows, moved.to(cold_RD.device))
+def _needs(slots: TorchSlots, rows_U: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows are in no slot, (U,); which slots are needed, by tickets or by the rows, (S,)."""
+    is_row = rows_U >= 0
+    known_U = slots.slot_of_row[torch.where(is_row, rows_U, slots.num_rows)].long()
+    is_missing = is_row & (known_U == NOWHERE)
+    held_U = torch.where(known_U >= AWAITED, known_U - AWAITED, known_U)
+    is_needed = slots.num_claims > 0
+    is_needed.index_fill_(0, torch.where(known_U == NOWHERE, slots.num_slots, held_U), True)
+    return is_missing, is_needed[:-1]
 
 
-def _on_the_host(rows_U: Tensor, slots_U: Tensor) -> tuple[Tensor, Tensor]:
-    """Both without the places that have no row."""
-    rows, slots = torch.stack([rows_U, slots_U]).cpu()
-    is_row = rows != NOWHERE
-    return rows[is_row], slots[is_row]
+def _add(counts: Tensor, places_U: Tensor, number: int | Tensor) -> None:
+    """To distinct places; at the last place, which is none, anything may come out."""
+    counts.index_copy_(0, places_U, (counts[places_U] + number).to(counts.dtype))
 
 
-def _by_the_hand(slots: TorchSlots, needed_U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All slots in the order in which the hand takes them, those that it may not take behind; in
-    which round it takes each; which it may take.
+def _by_the_hand(slots: TorchSlots, looked_at_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The order in which the hand takes slots, those that it may not take behind; in which round
+    it takes each; which it may take.
     """  # noqa: D205  # one sentence
-    num_slots = slots.num_slots
-    is_needed = torch.zeros(num_slots + 1, dtype=torch.bool, device=needed_U.device)
-    is_needed.index_fill_(0, needed_U, True)
-    is_claimed = is_needed | (slots.num_claims > 0) | ((slots.flags & PINNED) > 0)
-    is_free_S = ~is_claimed[:-1]
-    rounds = torch.frexp(slots.num_uses.double()).exponent.long()  # bits of a number
-    rounds_S = torch.where(slots.row_of_slot == EMPTY, 0, rounds)[:-1]
-    turn_S = rounds_S * num_slots + _distances(slots)
+    num_looked_at = len(looked_at_W)
+    flags_W, uses_W = slots.flags[looked_at_W], slots.num_uses[looked_at_W]
+    is_free_W = (slots.num_claims[looked_at_W] == 0) & ((flags_W & PINNED) == 0)
+    rounds_W = torch.frexp(uses_W.float()).exponent.long()  # bits of a number
+    rounds_W = torch.where(slots.row_of_slot[looked_at_W] == EMPTY, 0, rounds_W)
+    turn_W = rounds_W * num_looked_at + torch.arange(num_looked_at, device=looked_at_W.device)
     last = torch.iinfo(torch.int64).max
-    return torch.where(is_free_S, turn_S, last).argsort(stable=True), rounds_S, is_free_S
+    return torch.where(is_free_W, turn_W, last).argsort(stable=True), rounds_W, is_free_W
 
 
 def _move_the_hand(
     slots: TorchSlots,
-    order_S: Tensor,
-    rounds_S: Tensor,
-    is_free_S: Tensor,
+    looked_at_W: Tensor,
+    order_W: Tensor,
+    rounds_W: Tensor,
+    is_free_W: Tensor,
     num_taken: Tensor,
     is_enough: Tensor,
 ) -> None:
     """Behind the last slot taken; what it has passed has as many uses less."""
     has_moved = is_enough & (num_taken > 0)
     # Not by brackets, which would wait to read a single number.
-    last = order_S.take((num_taken - 1).clamp(0, slots.num_slots - 1))
-    distance_S = _distances(slots)
-    passes_S = rounds_S.take(last) + (distance_S <= distance_S.take(last)).long()
-    uses_S = slots.num_uses[:-1]
-    uses_S.copy_(torch.where(is_free_S & has_moved, uses_S >> passes_S, uses_S))
-    slots.hand.copy_(torch.where(has_moved, (last + 1) % slots.num_slots, slots.hand))
-
-
-def _distances(slots: TorchSlots) -> Tensor:
-    """From the hand, (S,)."""
-    numbers = torch.arange(slots.num_slots, device=slots.hand.device)
-    return (numbers - slots.hand) % slots.num_slots
+    last = order_W.take((num_taken - 1).clamp(0, len(looked_at_W) - 1))
+    numbers_W = torch.arange(len(looked_at_W), device=looked_at_W.device)
+    passes_W = rounds_W.take(last) + (numbers_W <= last).long()
+    uses_W = slots.num_uses[looked_at_W].long()
+    left_W = torch.where(is_free_W & has_moved, uses_W >> passes_W, uses_W)
+    slots.num_uses.index_copy_(0, looked_at_W, left_W.to(torch.uint8))
+    behind = (looked_at_W.take(last) + 1) % slots.num_slots
+    slots.hand.copy_(torch.where(has_moved, behind, slots.hand))
 
 
 def _clear_last_places(slots: TorchSlots) -> None:

@@ -12,10 +12,9 @@ from recsys.embeddings.torch_kernels.slots import (
     TorchSlots,
     claim,
     distinct_rows,
-    fetch,
     mark_dirty,
+    num_needed,
     release,
-    write_back,
 )
 
 CPU = torch.device("cpu")
@@ -103,8 +102,20 @@ def test_slots_are_taken_as_by_the_kernels_for_the_cpu(batches, num_slots, num_p
         both.require_same()
 
 
-@given(batches=batches, num_slots=st.integers(1, 10))
-def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(batches, num_slots):
+def copy(target, source, targets, sources):
+    """As a transfer says."""
+    is_row = sources != NOWHERE
+    target[targets[is_row]] = source[sources[is_row]]
+
+
+@given(
+    batches=batches,
+    num_slots=st.integers(1, 10),
+    num_looked_at=st.one_of(st.none(), st.integers(1, 12)),
+)
+def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(
+    batches, num_slots, num_looked_at
+):
     slots = TorchSlots.empty(NUM_ROWS, num_slots, CPU)
     cold = torch.arange(NUM_ROWS, dtype=torch.float64).view(-1, 1)
     hot = torch.full((num_slots, 1), torch.nan, dtype=torch.float64)
@@ -115,13 +126,21 @@ def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(batches
             held.remove((end, slot_U))
             release(slots, slot_U)
         rows_U = distinct_rows(torch.tensor(rows))
-        slot_U, transfer = claim(slots, rows_U)
+        before = [each.clone() for each in slots]
+        slot_U, transfer = claim(slots, rows_U, num_looked_at)
         if not transfer.is_enough:
-            assert len(set(rows)) > num_slots - sum(len(set(each.tolist())) for _, each in held)
+            is_all = num_looked_at is None or num_looked_at >= num_slots
+            assert all(map(torch.equal, slots, before))
+            too_many = num_needed(slots, rows_U) > num_slots
+            assert too_many or not is_all
+            assert too_many == (
+                len(set(rows) | {r for _, s in held for r in slots.row_of_slot[s[s >= 0]].tolist()})
+                > num_slots
+            )
             continue
         held.append((number + 1 + length, slot_U))
-        write_back(cold, hot, transfer.written_rows, transfer.written_slots)
-        fetch(cold, hot, transfer.fetched_rows, transfer.fetched_slots)
+        copy(cold, hot, transfer.written_rows, transfer.written_slots)
+        copy(hot, cold, transfer.fetched_slots, transfer.fetched_rows)
         places = dict(zip(rows_U.tolist(), slot_U.tolist(), strict=True))
         for row in set(rows):
             assert hot[places[row]].item() == expected[row]

@@ -1,0 +1,101 @@
+"""Rows on their way between a cold store and slots on a device: some memory of the host's.
+
+A store reads and writes the host's memory, many small places of it; a device copies one large piece
+from there, or to it, fastest where the system cannot move it away (pinned). So rows are gathered
+here, piece by piece.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from recsys.embeddings.row_space import RowSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.cold_store import ColdStore
+
+__all__ = ["Staging"]
+
+STAGED_BYTES = 16 * 2**20
+
+
+class Staging:
+    """Places for some rows, and their state, in the host's memory.
+
+    Args:
+        memories: What is on the device: rows, then each state array, (S, D) and (S, size).
+        first_rows: Where each table's rows begin among all, (T + 1,).
+
+    Attributes:
+        arrays: The places as a store takes them: of rows, and each state.
+        first_rows: As given.
+        num_places: How many there are.
+    """
+
+    def __init__(self, memories: Sequence[Tensor], first_rows: NDArray[np.uint64]) -> None:
+        self._memories = list(memories)
+        row_bytes = sum(memory[:1].nbytes for memory in memories)
+        is_pinned = memories[0].is_cuda
+        self.first_rows = first_rows
+        self.num_places = min(len(memories[0]), max(1, STAGED_BYTES // row_bytes))
+        self._buffers = [
+            torch.empty(self.num_places, memory.shape[1], dtype=memory.dtype, pin_memory=is_pinned)
+            for memory in memories
+        ]
+        self.arrays: list[NDArray[Any]] = [
+            RowSpace([buffer]).flat.reshape(buffer.shape) for buffer in self._buffers
+        ]
+        self._places = np.arange(self.num_places, dtype=np.int32)
+
+    def fetch(self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Copy rows and their state into slots; see `ColdStore.fetch`."""
+        for rows_P, places_P, slots_P in self._pieces(rows, slots):
+            cold.fetch(self, rows_P, places_P)
+            for buffer, memory in zip(self._buffers, self._memories, strict=True):
+                # A copy that the host waits for: the places are used again at once.
+                memory.index_copy_(0, slots_P, buffer[: len(rows_P)].to(memory.device))
+
+    def write_back(
+        self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]
+    ) -> None:
+        """Copy slots to where their rows lie; see `ColdStore.write_back`."""
+        for rows_P, places_P, slots_P in self._pieces(rows, slots):
+            for buffer, memory in zip(self._buffers, self._memories, strict=True):
+                buffer[: len(rows_P)].copy_(memory.index_select(0, slots_P))
+            cold.write_back(self, rows_P, places_P)
+
+    def read(self, cold: ColdStore, rows: NDArray[np.int32]) -> Tensor:
+        """Copies of rows, without their state, on the device, (M, D); no slot has to do with it."""
+        buffer, device = self._buffers[0], self._memories[0].device
+        copies = torch.empty(len(rows), buffer.shape[1], dtype=buffer.dtype, device=device)
+        memory = _RowsAlone(self.arrays[:1], self.first_rows)
+        for begin in range(0, len(rows), self.num_places):
+            rows_P = rows[begin : begin + self.num_places]
+            cold.fetch(memory, rows_P, self._places[: len(rows_P)])
+            copies[begin : begin + len(rows_P)].copy_(buffer[: len(rows_P)])
+        return copies
+
+    def _pieces(
+        self, rows: NDArray[np.int32], slots: NDArray[np.int32]
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32], Tensor]]:
+        """As many rows as there are places: the rows, their places, and their slots."""
+        device = self._memories[0].device
+        for begin in range(0, len(rows), self.num_places):
+            rows_P, slots_P = (each[begin : begin + self.num_places] for each in (rows, slots))
+            on_device = torch.from_numpy(slots_P.astype(np.int64)).to(device)
+            yield rows_P, self._places[: len(rows_P)], on_device
+
+
+class _RowsAlone(NamedTuple):
+    """The places of rows, without those of their state."""
+
+    arrays: Sequence[NDArray[Any]]
+    first_rows: NDArray[np.uint64]
