@@ -3,8 +3,13 @@
 import os
 import runpy
 import signal
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
+
+# Threads that spin while they wait for the next parallel loop take the cores from each other where
+# there are few. OpenMP reads it once, when torch brings it in; processes that tests start have it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
@@ -126,6 +131,28 @@ def raw_line():
         return "\t".join([label, *integers, *categories])
 
     return build
+
+
+@pytest.fixture
+def whole_pictures():
+    """Pictures are drawn as they are for users."""
+
+
+@pytest.fixture(autouse=True)
+def quick_pictures(request, monkeypatch):
+    """Pictures are coarse and not laid out, or most of a short run would go into its curves.
+
+    Not where a test asks for `whole_pictures`, nor in processes that tests start.
+    """
+
+    def as_png(figure):
+        out = BytesIO()
+        figure.set_layout_engine("none")
+        figure.savefig(out, format="png", dpi=20)
+        return out.getvalue()
+
+    if "whole_pictures" not in request.fixturenames:
+        monkeypatch.setattr("recsys.curves._as_png", as_png)
 
 
 @pytest.fixture(autouse=True, scope="session")

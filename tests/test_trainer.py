@@ -30,6 +30,7 @@ def history(folder):
     return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("whole_pictures")
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_run_leaves_its_whole_record(small_config, tmp_path, provider):
     need(provider)
