@@ -3,7 +3,6 @@
 import os
 import runpy
 import signal
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from recsys.ablate_config import load_ablation
 from recsys.config import load_config
 from recsys.datasets.criteo import prepare_criteo_kaggle
+from recsys.datasets.synthetic_parameters import calibrate
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_COMMON)
@@ -135,24 +135,33 @@ def raw_line():
 
 @pytest.fixture
 def whole_pictures():
-    """Pictures are drawn as they are for users."""
+    """Pictures are made as they are for users."""
 
 
 @pytest.fixture(autouse=True)
 def quick_pictures(request, monkeypatch):
-    """Pictures are coarse and not laid out, or most of a short run would go into its curves.
+    """Of pictures everything is made but the pixels, or short runs would take twice as long.
 
     Not where a test asks for `whole_pictures`, nor in processes that tests start.
     """
-
-    def as_png(figure):
-        out = BytesIO()
-        figure.set_layout_engine("none")
-        figure.savefig(out, format="png", dpi=20)
-        return out.getvalue()
-
     if "whole_pictures" not in request.fixturenames:
-        monkeypatch.setattr("recsys.curves._as_png", as_png)
+        monkeypatch.setattr("recsys.curves._as_png", lambda _: b"\x89PNG")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def calibrated_once():
+    """The same scores have the same gain and bias, which take most of a small source's making."""
+    known = {}
+
+    def calibrate_once(scores):
+        key = scores.tobytes()
+        if key not in known:
+            known[key] = calibrate(scores)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recsys.datasets.synthetic.calibrate", calibrate_once)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -183,6 +183,7 @@ def test_the_page_of_an_ablation_states_the_interval_that_was_used(small_setting
         ("[1, 3]", "; one is made every 3,600 samples, but in 1 of 2 cells the last one alone. "),
     ],
 )
+@pytest.mark.usefixtures("whole_pictures")
 def test_cells_too_short_to_be_evaluated_on_the_way_are_told(
     small_settings, tmp_path, epochs, expected
 ):

@@ -163,6 +163,7 @@ def test_a_run_is_evaluated_ten_times_an_epoch_unless_told_otherwise(
     assert evaluated[-1] == 45 * epochs
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_an_epoch_of_fewer_than_ten_steps_is_evaluated_behind_each(small_config, tmp_path):
     run(small_config("batch_size=600", "epochs=2"), tmp_path / "run")
 
@@ -313,6 +314,7 @@ def test_evaluation_stops_behind_the_samples_asked_for(small_config):
     assert model.training
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_a_loss_that_is_no_number_stops_with_a_record(small_config, tmp_path):
     config = small_config("optimizer.lr=1e30")
 
@@ -417,6 +419,7 @@ def test_a_run_that_fails_says_so_in_its_record(small_config, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("moment", ["save_model", "write_history"])
+@pytest.mark.usefixtures("whole_pictures")
 def test_a_second_ctrl_c_keeps_what_was_measured(small_config, tmp_path, monkeypatch, moment):
     def interrupt_twice(*_):
         signal.raise_signal(signal.SIGINT)
