@@ -4,6 +4,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+
+OPTIMIZERS = [
+    SGD(lr=0.5),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    PartialRowWiseAdam(lr=0.1),
+]
+
 
 class NoRoundTrips(TorchDispatchMode):
     """Refuses what would wait for a device, if there were one."""
@@ -21,3 +31,15 @@ class NoRoundTrips(TorchDispatchMode):
 def no_round_trips():
     """A context in which no operation of torch may wait for a device."""
     return NoRoundTrips()
+
+
+@pytest.fixture(params=OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+def optimizer(request):
+    """Each of our optimizers in turn, for tests that name none."""
+    return request.param
+
+
+@pytest.fixture(params=OPTIMIZERS[1:], ids=lambda optimizer: type(optimizer).__name__)
+def optimizer_with_state(request):
+    """Each that keeps state by the row."""
+    return request.param
