@@ -245,6 +245,7 @@ def test_a_rate_that_has_fallen_to_nothing_moves_nothing(small_config, tmp_path,
 def test_bf16_learns_as_fp32_does_and_evaluates_as_it_trained(small_config, tmp_path, provider):
     need(provider)
     settings = [f"embeddings={provider}", "synthetic.num_samples=30000", "optimizer.lr=0.05"]
+    settings += ["eval.max_samples=500"]  # on the way
     fp32 = run(small_config(*settings), tmp_path / "fp32")
 
     bf16 = run(small_config(*settings, "precision=bf16"), tmp_path / "bf16")
@@ -526,6 +527,7 @@ def test_training_learns_what_synthetic_data_plants(small_config, tmp_path):
         "model.over_arch=[16, 1]",
         "optimizer.name=adagrad",
         "optimizer.lr=0.05",
+        "eval.max_samples=500",
     )
 
     record = run(config, tmp_path / "run")

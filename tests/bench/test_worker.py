@@ -25,11 +25,15 @@ def is_running(process_id):
     return True
 
 
-def test_a_worker_keeps_its_object_between_calls_in_another_process():
+@pytest.mark.usefixtures("quick_workers")
+def test_a_worker_keeps_its_object_between_calls():
     with Worker("ours", CASE, deque, [1]) as worker:
         worker.call("append", 2)
 
         assert worker.call("count", 1) == worker.call("count", 2) == 1
+
+
+def test_a_workers_object_is_in_another_process():
     with Worker("ours", CASE, partial(__import__, "os")) as worker:
         assert worker.call("getpid") != os.getpid()
 
