@@ -6,6 +6,10 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
+# Threads that spin while they wait for the next parallel loop take the cores from each other where
+# there are few. OpenMP reads it once, when torch brings it in; processes that tests start have it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -13,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from recsys.ablate_config import load_ablation
 from recsys.config import load_config
 from recsys.datasets.criteo import prepare_criteo_kaggle
+from recsys.datasets.synthetic_parameters import calibrate
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_COMMON)
@@ -126,6 +131,37 @@ def raw_line():
         return "\t".join([label, *integers, *categories])
 
     return build
+
+
+@pytest.fixture
+def whole_pictures():
+    """Pictures are made as they are for users."""
+
+
+@pytest.fixture(autouse=True)
+def quick_pictures(request, monkeypatch):
+    """Of pictures everything is made but the pixels, or short runs would take twice as long.
+
+    Not where a test asks for `whole_pictures`, nor in processes that tests start.
+    """
+    if "whole_pictures" not in request.fixturenames:
+        monkeypatch.setattr("recsys.curves._as_png", lambda _: b"\x89PNG")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def calibrated_once():
+    """The same scores have the same gain and bias, which take most of a small source's making."""
+    known = {}
+
+    def calibrate_once(scores):
+        key = scores.tobytes()
+        if key not in known:
+            known[key] = calibrate(scores)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("recsys.datasets.synthetic.calibrate", calibrate_once)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

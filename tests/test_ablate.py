@@ -188,6 +188,7 @@ def test_a_record_with_a_key_that_is_no_more_is_refused_by_name(ablation, run_he
         run_here(config)
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_the_table_and_the_page_are_there_behind_every_cell(ablation, run_here, tmp_path):
     config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
     found = []
@@ -254,6 +255,7 @@ def test_numbers_of_the_table_are_those_of_the_cells(ablation, run_here, tmp_pat
             assert line.endswith("2 of 2")
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_a_target_that_is_never_reached_is_null_and_counted(ablation, run_here):
     config = ablation(
         "[ablate]\nseeds = [0, 1]\ntarget_auc = 0.999\neval_every_samples = 256\n"
@@ -332,6 +334,7 @@ def test_the_first_evaluation_at_the_target_counts():
     assert seconds_to_auc(history, "validation", 0.7) == (1.0, 10)
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_a_cell_that_diverges_is_an_outcome_and_the_others_go_on(ablation, run_here, capsys):
     config = ablation("[ablate]\nseeds = [0]\n[ablate.grid]\noptimizer.lr = [1e30, 0.1]")
 
@@ -367,6 +370,7 @@ def test_what_a_cell_measured_before_it_diverged_is_in_no_row(ablation, run_here
         assert row["values"] == [row["mean"], None]
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_ctrl_c_keeps_what_was_measured_and_running_again_does_the_rest(ablation, run_here):
     config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}")
 

@@ -57,6 +57,7 @@ def check_self_contained(page):
     assert b64decode(content).startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_the_page_of_a_run_holds_all_of_its_record_and_needs_no_other_file(
     small_config, tmp_path, capsys
 ):
@@ -111,6 +112,7 @@ def test_what_a_record_says_cannot_become_markup(small_config, tmp_path):
     assert "b" not in page.tags
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_a_run_that_diverged_at_once_has_a_page(small_config, tmp_path):
     with pytest.raises(ArithmeticError):
         train(small_config("optimizer.lr=1e30"), tmp_path / "run", show_progress=False)
@@ -181,6 +183,7 @@ def test_the_page_of_an_ablation_states_the_interval_that_was_used(small_setting
         ("[1, 3]", "; one is made every 3,600 samples, but in 1 of 2 cells the last one alone. "),
     ],
 )
+@pytest.mark.usefixtures("whole_pictures")
 def test_cells_too_short_to_be_evaluated_on_the_way_are_told(
     small_settings, tmp_path, epochs, expected
 ):
@@ -198,6 +201,7 @@ def test_cells_too_short_to_be_evaluated_on_the_way_are_told(
     assert expected in "".join(Page(tmp_path / "out" / "report.html").text)
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(
     small_settings, tmp_path
 ):

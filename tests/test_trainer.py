@@ -30,6 +30,7 @@ def history(folder):
     return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("whole_pictures")
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_run_leaves_its_whole_record(small_config, tmp_path, provider):
     need(provider)
@@ -162,6 +163,7 @@ def test_a_run_is_evaluated_ten_times_an_epoch_unless_told_otherwise(
     assert evaluated[-1] == 45 * epochs
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_an_epoch_of_fewer_than_ten_steps_is_evaluated_behind_each(small_config, tmp_path):
     run(small_config("batch_size=600", "epochs=2"), tmp_path / "run")
 
@@ -243,6 +245,7 @@ def test_a_rate_that_has_fallen_to_nothing_moves_nothing(small_config, tmp_path,
 def test_bf16_learns_as_fp32_does_and_evaluates_as_it_trained(small_config, tmp_path, provider):
     need(provider)
     settings = [f"embeddings={provider}", "synthetic.num_samples=30000", "optimizer.lr=0.05"]
+    settings += ["eval.max_samples=500"]  # on the way
     fp32 = run(small_config(*settings), tmp_path / "fp32")
 
     bf16 = run(small_config(*settings, "precision=bf16"), tmp_path / "bf16")
@@ -312,6 +315,7 @@ def test_evaluation_stops_behind_the_samples_asked_for(small_config):
     assert model.training
 
 
+@pytest.mark.usefixtures("whole_pictures")
 def test_a_loss_that_is_no_number_stops_with_a_record(small_config, tmp_path):
     config = small_config("optimizer.lr=1e30")
 
@@ -416,6 +420,7 @@ def test_a_run_that_fails_says_so_in_its_record(small_config, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("moment", ["save_model", "write_history"])
+@pytest.mark.usefixtures("whole_pictures")
 def test_a_second_ctrl_c_keeps_what_was_measured(small_config, tmp_path, monkeypatch, moment):
     def interrupt_twice(*_):
         signal.raise_signal(signal.SIGINT)
@@ -522,6 +527,7 @@ def test_training_learns_what_synthetic_data_plants(small_config, tmp_path):
         "model.over_arch=[16, 1]",
         "optimizer.name=adagrad",
         "optimizer.lr=0.05",
+        "eval.max_samples=500",
     )
 
     record = run(config, tmp_path / "run")

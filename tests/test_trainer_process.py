@@ -51,7 +51,7 @@ def start_ablation(tmp_path, small_settings):
 
 
 def test_an_ablation_that_is_killed_goes_on_where_it_was(start_ablation):
-    process, config, folder = start_ablation(70_000)
+    process, config, folder = start_ablation(35_000)
     short, long = (folder / "cells" / cell.name for cell in config.cells())
 
     process.kill()
@@ -71,7 +71,7 @@ def test_an_ablation_that_is_killed_goes_on_where_it_was(start_ablation):
     assert record["status"] == "finished"
     assert [cell["run"]["throughput"]["num_samples"] for cell in record["cells"]] == [
         1800,
-        60_000,
+        30_000,
     ]
 
 

@@ -33,6 +33,7 @@ def can_read_directly(folder):
     return True
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_ours_is_measured_beside_mapped_files_and_the_disk_and_leaves_them_whole(tmp_path):
     if not can_read_directly(tmp_path):
         pytest.skip(f"{tmp_path} has no direct reads")

@@ -62,6 +62,7 @@ def cells(rows):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
 def test_providers_in_processes_of_their_own_are_measured():
     pytest.importorskip("fbgemm_gpu")
 
@@ -254,12 +255,14 @@ def test_a_turn_moves_the_rows_looked_up(in_this_process, name, optimizer):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
 def test_a_provider_that_cannot_have_such_tables_says_so_with_its_case():
     with pytest.raises((ConfigError, MissingDependency), match=r"^provider 'fbgemm', case D=6,"):
         bench_lookup([4], [6], ["rowwise_adagrad"], num_rounds=1, table_sizes=[5])
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
 def test_a_worker_that_fails_ends_the_benchmark_with_its_place_and_traceback(monkeypatch):
     monkeypatch.setattr(lookup, "_Provider", operator.index)  # takes no tables
 

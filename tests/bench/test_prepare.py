@@ -1,6 +1,6 @@
 import pytest
 
-from recsys.bench import prepare
+from recsys.bench import harness, prepare
 from recsys.bench.harness import ratio
 from recsys.datasets.criteo import prepare_criteo_kaggle
 
@@ -28,7 +28,8 @@ def test_the_long_text_has_as_many_ids_as_asked_for(raw_line, tmp_path):
     assert report.num_rows == 300
 
 
-def test_both_providers_are_measured_into_rows(raw_line, tmp_path):
+def test_both_providers_are_measured_into_rows(raw_line, tmp_path, forking, monkeypatch):
+    monkeypatch.setattr(harness, "multiprocessing", forking)
     raw = tmp_path / "raw.txt"
     raw.write_text("".join(raw_line(categories=[f"{n:08x}"] * 26) + "\n" for n in range(50)))
 

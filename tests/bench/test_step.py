@@ -15,7 +15,18 @@ def threads_as_before():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def short_turns(monkeypatch):
+    """An untimed step before a timed one, where a small mini-batch has sixteen."""
+    monkeypatch.setattr(step, "_num_before", lambda _: 1)
+
+
+def test_the_smaller_a_mini_batch_the_more_untimed_steps_come_before_a_timed_one():
+    assert [step._num_before(size) for size in (4, 1024, 8192, 10_000)] == [16, 8, 1, 1]
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_turns")
 def test_every_provider_is_measured_in_every_case():
     pytest.importorskip("torchrec", exc_type=ImportError)
 
@@ -108,6 +119,7 @@ def test_dense_steps_multiply_in_their_precision_and_update(precision):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_turns")
 def test_a_batch_size_leaves_no_tables_behind_for_the_next(monkeypatch):
     pytest.importorskip("torchrec", exc_type=ImportError)
     whole_steps, made, held = step._whole_steps, [], []

@@ -1,9 +1,11 @@
+import pytest
 import torch
 
 from recsys.bench.tiers import bench_tiers
 from recsys.embeddings.hot_tier import map_bytes, row_bytes, slot_bytes
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_budgets_are_measured_beside_everything_resident(capsys):
     rows = bench_tiers(
         ["floor", "0.001", "0.5"],

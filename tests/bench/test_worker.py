@@ -25,15 +25,20 @@ def is_running(process_id):
     return True
 
 
-def test_a_worker_keeps_its_object_between_calls_in_another_process():
+@pytest.mark.usefixtures("quick_workers")
+def test_a_worker_keeps_its_object_between_calls():
     with Worker("ours", CASE, deque, [1]) as worker:
         worker.call("append", 2)
 
         assert worker.call("count", 1) == worker.call("count", 2) == 1
+
+
+def test_a_workers_object_is_in_another_process():
     with Worker("ours", CASE, partial(__import__, "os")) as worker:
         assert worker.call("getpid") != os.getpid()
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_an_error_in_a_worker_names_provider_and_case_and_carries_its_traceback():
     with Worker("ours", CASE, deque) as worker:
         worker.case = "B=3,D=4"
@@ -48,6 +53,7 @@ def test_an_error_in_a_worker_names_provider_and_case_and_carries_its_traceback(
         assert worker.call("popleft") == 5
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_an_error_of_ours_keeps_its_kind_and_says_where():
     with (
         Worker("ours", CASE, partial(SyntheticCriteo, num_samples=0)) as worker,
@@ -73,6 +79,7 @@ def test_a_worker_that_dies_is_named_with_its_exit_code(end, code, hint):
         worker.call("run")
 
 
+@pytest.mark.usefixtures("quick_workers")
 def test_a_worker_ends_with_its_block_in_the_middle_of_whatever_it_does():
     worker = Worker("ours", CASE, queue.Queue)
     with worker:

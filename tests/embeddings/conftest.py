@@ -5,7 +5,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recsys.embeddings import kernel_choice
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.torch_kernels.errors import errors_on
+
+OPTIMIZERS = [
+    SGD(lr=0.5),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    PartialRowWiseAdam(lr=0.1),
+]
 
 
 class NoRoundTrips(TorchDispatchMode):
@@ -35,3 +44,15 @@ def device(request, monkeypatch):
     found = torch.device(request.param, *([0] if request.param == "cuda" else []))
     yield found
     errors_on(found).forget()
+
+
+@pytest.fixture(params=OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
+def optimizer(request):
+    """Each of our optimizers in turn, for tests that name none."""
+    return request.param
+
+
+@pytest.fixture(params=OPTIMIZERS[1:], ids=lambda optimizer: type(optimizer).__name__)
+def optimizer_with_state(request):
+    """Each that keeps state by the row."""
+    return request.param

@@ -13,7 +13,6 @@ from recsys.embeddings.optimizer import (
     Adagrad,
     Adam,
     PartialRowWiseAdam,
-    RowWiseAdagrad,
     update_reference,
 )
 from recsys.embeddings.table_group import TableGroup
@@ -23,15 +22,7 @@ TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-7},
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
 }
-OPTIMIZERS = [
-    SGD(lr=0.5),
-    Adagrad(lr=0.1),
-    RowWiseAdagrad(lr=0.1),
-    Adam(lr=0.1),
-    PartialRowWiseAdam(lr=0.1),
-]
 by_name = {"ids": lambda value: type(value).__name__ if hasattr(value, "lr") else str(value)}
-each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, **by_name)
 COPIES = [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
 
 
@@ -115,7 +106,6 @@ def reference_step(plain, optimizer, seeds):
     return weight
 
 
-@each_optimizer
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_several_backward_passes_and_one_step_are_one_step_of_the_summed_gradient(mode, optimizer):
     plain = plain_module(torch.float64, mode=mode)
@@ -141,7 +131,6 @@ def test_rows_shared_out_by_ddp_are_refused_with_an_optimizer_alone(process_grou
     assert shared.module.weight.grad.abs().max() > 0
 
 
-@each_optimizer
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_two_lookups_in_one_backward_are_one_step_of_the_summed_gradient(mode, optimizer):
     plain = plain_module(torch.float64, mode=mode)
@@ -382,7 +371,6 @@ def sharing(optimizer, modes):
     return members, row_optimizer
 
 
-@each_optimizer
 def test_bags_of_several_modes_share_one_update(optimizer):
     modes = ["sum", "mean", "max", "mean"]
     members, row_optimizer = sharing(optimizer, modes)

@@ -16,19 +16,11 @@ from recsys.batch import JaggedIds
 from recsys.embeddings import cold_files, row_updater
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam
 from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tier_report import describe_tiers
 from recsys.errors import BudgetTooSmall, ColdTierDirty, ColdTierError, ConfigError
 
-OPTIMIZERS = [
-    SGD(lr=0.5),
-    Adagrad(lr=0.1),
-    RowWiseAdagrad(lr=0.1),
-    Adam(lr=0.1),
-    PartialRowWiseAdam(lr=0.1),
-]
-each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 TABLES = [
     TableConfig(name="users/all", num_embeddings=300, embedding_dim=4, feature_names=("users",)),
     TableConfig(name="goods", num_embeddings=260, embedding_dim=4),
@@ -81,7 +73,6 @@ def let_go(module):
     gc.collect()
 
 
-@each_optimizer
 def test_a_run_is_that_in_memory_and_goes_on_from_the_files(optimizer, tmp_path):
     resident, first = build(optimizer), in_files(optimizer, tmp_path)
     train([resident, first], 12)

@@ -13,14 +13,6 @@ TABLES = [
     TableConfig(name="goods", num_embeddings=5, embedding_dim=8),
 ]
 IDS = JaggedIds.from_one_hot(["users", "goods"], torch.tensor([[0, 8, 3, 3], [4, 4, 0, 2]]))
-OPTIMIZERS = [
-    SGD(lr=0.5),
-    Adagrad(lr=0.1),
-    RowWiseAdagrad(lr=0.1),
-    Adam(lr=0.1),
-    PartialRowWiseAdam(lr=0.1),
-]
-each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 
 
 def build(optimizer, auto_apply=False):
@@ -33,7 +25,6 @@ def step(module):
     module.row_optimizer.step()
 
 
-@each_optimizer
 def test_a_run_goes_on_from_its_weights_and_its_optimizers_state(optimizer):
     module, other = build(optimizer), build(optimizer)
     for _ in range(3):
@@ -134,7 +125,6 @@ def test_a_closure_is_called_before_rows_move():
     assert torch.equal(module.table_weights()[0], expected.table_weights()[0])
 
 
-@each_optimizer
 def test_what_is_done_to_a_shown_gradient_counts(optimizer):
     module, expected = build(optimizer), build(optimizer)
     (0.5 * expected(IDS).values().square().sum()).backward()

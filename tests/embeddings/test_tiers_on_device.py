@@ -20,17 +20,6 @@ from recsys.embeddings.plan import plan_hot_rows
 from recsys.embeddings.popularity import PopularityProfile
 from recsys.errors import BudgetTooSmall, IdOutOfRange
 
-each_optimizer = pytest.mark.parametrize(
-    "optimizer",
-    [
-        SGD(lr=0.5),
-        Adagrad(lr=0.1),
-        RowWiseAdagrad(lr=0.1),
-        Adam(lr=0.1),
-        PartialRowWiseAdam(lr=0.1),
-    ],
-    ids=lambda optimizer: type(optimizer).__name__,
-)
 # A feature looked up in three tables, a table by two features; two dims.
 TABLES = [
     TableConfig(name="users", num_embeddings=300, embedding_dim=4),
@@ -90,7 +79,6 @@ def require_equal(resident, tiered):
             assert torch.equal(found, torch.as_tensor(value).cpu())
 
 
-@each_optimizer
 @pytest.mark.parametrize("is_one_hot", [True, False])
 def test_a_run_is_that_of_the_resident_module_to_the_last_bit(device, optimizer, is_one_hot):
     modules = pair(device, optimizer)

@@ -1,0 +1,35 @@
+"""What tests of benchmarks share."""
+
+import gc
+import multiprocessing
+from types import SimpleNamespace
+
+import pytest
+
+from recsys.bench import worker
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_of_other_tests_is_let_be():
+    """Benchmarks collect garbage again and again; what was here before takes most of that time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def forking():
+    """Processes of their own that need not import anew: forks of one that has imported, no more."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        pytest.skip("needs fork")
+    context = multiprocessing.get_context("forkserver")
+    benchmarks = [f"recsys.bench.{name}" for name in ("lookup", "tiers", "file_tier", "prepare")]
+    context.set_forkserver_preload([*benchmarks, "fbgemm_gpu"])
+    return SimpleNamespace(get_context=lambda _: context)
+
+
+@pytest.fixture
+def quick_workers(forking, monkeypatch):
+    """Workers whose processes fork; those of `test_worker.py` are started as they are for users."""
+    monkeypatch.setattr(worker, "multiprocessing", forking)
