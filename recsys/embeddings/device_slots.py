@@ -24,6 +24,7 @@ from recsys.embeddings.torch_kernels.slots import (
     TorchSlots,
     claim,
     distinct_rows,
+    first_unpinned,
     mark_dirty,
     num_needed,
     release,
@@ -117,6 +118,7 @@ class DeviceSlotMap:
     def __init__(self, hot: DeviceHotTier) -> None:
         self._hot, self._slots = hot, hot.slots
         self.num_unpinned = 0
+        self._first_slot = first_unpinned(hot.slots)
 
     @property
     def num_claimed(self) -> int:
@@ -139,6 +141,7 @@ class DeviceSlotMap:
             slot_U, listed = self._try(rows_U, numbers, slots.num_slots)
         if not listed.is_enough:
             self.num_unpinned += unpin(slots, rows_U)
+            self._first_slot = first_unpinned(slots)
             slot_U, listed = self._try(rows_U, numbers, slots.num_slots)
         if listed.first_bad != _NO_PLACE:
             raise NoSuchRow(listed.first_bad)
@@ -232,7 +235,8 @@ class DeviceSlotMap:
 
     def _try(self, rows_U: Tensor, numbers: Tensor, num_looked_at: int) -> tuple[Tensor, _Listed]:
         """Claim, and tell the host of it in one piece."""
-        slot_U, transfer = claim(self._slots, rows_U, max(1, num_looked_at))
+        num_looked_at = max(1, num_looked_at)
+        slot_U, transfer = claim(self._slots, rows_U, num_looked_at, first_slot=self._first_slot)
         *moves, has_found = transfer
         listed = torch.cat([has_found.long().view(1), numbers, *moves]).cpu().numpy()
         known, moved = listed[: 1 + len(numbers)], listed[1 + len(numbers) :].astype(np.int32)

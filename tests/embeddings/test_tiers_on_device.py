@@ -241,6 +241,18 @@ def test_an_id_that_is_no_row_is_named_at_once_and_nothing_is_claimed(device):
     assert [each.residency.num_claimed for each in tiered.tiers()] == [0, 0]
 
 
+def test_a_mini_batch_without_lookups_needs_no_slots(device):
+    modules = pair(device, SGD(lr=0.5))
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    ids = JaggedIds(FEATURES, none, torch.zeros(7, dtype=torch.int64, device=device))
+
+    for module in modules:
+        module(ids).values().square().sum().backward()
+    train(modules, device)
+
+    require_equal(*modules)
+
+
 def test_a_mini_batch_that_does_not_fit_is_too_small_a_budget(device):
     _, tiered = pair(device, SGD(lr=0.5))
     ids = JaggedIds.from_one_hot(FEATURES, torch.arange(250).repeat(3, 1).to(device))

@@ -39,6 +39,7 @@ __all__ = [
     "Transfer",
     "claim",
     "distinct_rows",
+    "first_unpinned",
     "mark_dirty",
     "num_needed",
     "release",
@@ -140,7 +141,7 @@ def slots_of(slots: TorchSlots, rows: Tensor) -> Tensor:
 
 
 def claim(
-    slots: TorchSlots, rows_U: Tensor, num_looked_at: int | None = None
+    slots: TorchSlots, rows_U: Tensor, num_looked_at: int | None = None, *, first_slot: int = 0
 ) -> tuple[Tensor, Transfer]:
     """Give every row a slot, and count a ticket into all of them; all or nothing.
 
@@ -148,6 +149,7 @@ def claim(
         slots: Changed in place; at least one.
         rows_U: Of `distinct_rows`.
         num_looked_at: W: from the hand on, so many slots may be taken; None for all.
+        first_slot: All slots before are known to be pinned, and not looked at.
 
     Returns:
         The slot of each row, (U,), `NOWHERE` where there is no row, or not enough slots; and what
@@ -163,8 +165,10 @@ def claim(
     # Counted at once, so that the hand passes over them; taken back if the rest is not enough.
     known_U = torch.where(is_held, known_U, num_slots)
     _add(slots.num_claims, known_U, 1)
-    looked_at_W = torch.arange(min(num_looked_at or num_slots, num_slots), device=rows_U.device)
-    looked_at_W = (looked_at_W + slots.hand) % num_slots
+    num_others = num_slots - first_slot
+    looked_at_W = torch.arange(min(num_looked_at or num_others, num_others), device=rows_U.device)
+    hand = slots.hand.clamp(min=first_slot) - first_slot
+    looked_at_W = first_slot + (looked_at_W + hand) % num_others
     order_W, rounds_W, is_free_W = _by_the_hand(slots, looked_at_W)
     num_missing = is_missing.sum()
     is_enough = num_missing <= is_free_W.sum()
@@ -216,6 +220,12 @@ def num_needed(slots: TorchSlots, rows_U: Tensor) -> int:
     """How many slots tickets and rows of `distinct_rows` need together; waits for the device."""
     is_missing, is_needed = _needs(slots, rows_U)
     return int(is_missing.sum() + is_needed.sum())
+
+
+def first_unpinned(slots: TorchSlots) -> int:
+    """The first slot that is not pinned, or the last of all; the host waits for it."""
+    is_pinned = (slots.flags & PINNED) > 0
+    return min(int(is_pinned.long().cumprod(0).sum()), slots.num_slots - 1)
 
 
 def unpin(slots: TorchSlots, rows_U: Tensor) -> int:

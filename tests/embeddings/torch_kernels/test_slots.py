@@ -12,6 +12,7 @@ from recsys.embeddings.torch_kernels.slots import (
     TorchSlots,
     claim,
     distinct_rows,
+    first_unpinned,
     mark_dirty,
     num_needed,
     release,
@@ -49,7 +50,10 @@ class BothSlots:
         self.hand, self.num_pinned = 0, num_pinned
 
     def claim(self, rows):
-        slot_U, transfer = claim(self.ours, distinct_rows(torch.tensor(rows)))
+        rows_U = distinct_rows(torch.tensor(rows))
+        first_slot = first_unpinned(self.ours)
+        assert first_slot == min(self.num_pinned, self.ours.num_slots - 1)
+        slot_U, transfer = claim(self.ours, rows_U, first_slot=first_slot)
         slots, values = self.theirs, np.unique(rows)
         ends = np.array([len(values)])
         first_rows = np.array([0, NUM_ROWS], np.uint64)
