@@ -6,13 +6,12 @@ numbers. A loader's state counts the batches handed out, never those read ahead.
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import islice
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys.datasets.read_ahead import ReadAhead
 from recsys.datasets.source import SPLITS
 from recsys.errors import ConfigError
 
@@ -38,8 +37,6 @@ class BatchLoader:
 
     An iteration left early goes on where it stopped when the loader is iterated again. There is one
     position, so there is one iteration at a time.
-
-    Owner of the reading thread: the running iteration; it ends with it.
 
     Args:
         source: Where samples come from.
@@ -86,7 +83,7 @@ class BatchLoader:
         self.epoch = 0
         self._samples = source.splits[split]
         self._next_sample = 0
-        self._ahead: deque[Future[Batch]] = deque()
+        self._reader = ReadAhead(source, prefetch)
         self._is_iterating = False
         self._num_used = len(self._samples)
         if drop_last:
@@ -99,24 +96,15 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         self._require_idle("iterated")
         order = self._order()
-        starts = iter(range(self._next_sample, self._num_used, self.batch_size))
-        reader = ThreadPoolExecutor(1, "recsys-load")
-
-        def read(start: int) -> Future[Batch]:
-            samples = order[start : min(start + self.batch_size, self._num_used)]
-            return reader.submit(self.source.read, samples.astype(np.int64))
-
+        starts = range(self._next_sample, self._num_used, self.batch_size)
+        parts = (order[start : min(start + self.batch_size, self._num_used)] for start in starts)
         self._is_iterating = True
         try:
-            ahead = self._ahead = deque(map(read, islice(starts, self.prefetch)))
-            while ahead:
-                batch = ahead.popleft().result()
-                ahead.extend(map(read, islice(starts, 1)))
-                self._next_sample = min(self._next_sample + self.batch_size, self._num_used)
-                yield batch
+            with closing(self._reader.read(parts)) as batches:
+                for batch in batches:
+                    self._next_sample = min(self._next_sample + self.batch_size, self._num_used)
+                    yield batch
         finally:
-            reader.shutdown(cancel_futures=True)
-            self._ahead = deque()
             self._is_iterating = False
         self.epoch += 1
         self._next_sample = 0
@@ -126,7 +114,7 @@ class BatchLoader:
 
         For who stops a clock in the middle of an iteration.
         """
-        wait(self._ahead)
+        self._reader.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """The next sample of the current epoch and what its order rests on, in JSON types."""

@@ -1,0 +1,122 @@
+"""FAE's shuffle scheduler: how long training stays with cold mini-batches, and then with hot ones.
+
+    rate = percent of the cold mini-batches, then of the hot ones, that come before the next swap
+
+A rate near 100 trains on all cold samples, then on all hot ones; near 1 it is close to a random
+order, at the price of more swaps. After each swap the loss on other samples is looked at: where it
+rises the rate is divided, where it falls several times running it is multiplied.
+
+The rule is a reconstruction: the paper tells its purpose, and the code that was published has no
+scheduler. So every constant is a field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, isfinite
+from typing import Any
+
+from recsys.errors import ConfigError
+
+__all__ = ["FAE", "ShuffleScheduler"]
+
+
+@dataclass(frozen=True)
+class FAE:
+    """Hot samples, all of whose rows are pinned, and cold ones in mini-batches of their own.
+
+    The order of samples changes with it, and so do losses and rows: a run is, to the last bit, a
+    plain one over the samples in that order.
+
+    Args:
+        rate: Percent at the beginning.
+        is_adaptive: Whether losses change it.
+        min_rate: At least.
+        max_rate: At most.
+        patience: How many times running the loss must fall for the rate to be multiplied.
+        factor: By what.
+
+    Raises:
+        ConfigError: a constant is out of range.
+    """
+
+    rate: float = 50.0
+    is_adaptive: bool = True
+    min_rate: float = 1.0
+    max_rate: float = 100.0
+    patience: int = 4
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_rate <= self.rate <= self.max_rate <= 100:
+            raise ConfigError(
+                "FAE: rates are percentages with 0 < min_rate <= rate <= max_rate <= 100, got "
+                f"{self.min_rate}, {self.rate} and {self.max_rate}"
+            )
+        if self.patience < 1 or not (isfinite(self.factor) and self.factor > 1):
+            raise ConfigError(
+                "FAE: patience must be at least 1 and factor above 1, got "
+                f"{self.patience} and {self.factor}"
+            )
+
+
+class ShuffleScheduler:
+    """The rate, as losses make it.
+
+    Args:
+        fae: Its constants.
+
+    Attributes:
+        rate: Percent, now.
+        num_swaps: Losses seen.
+    """
+
+    def __init__(self, fae: FAE) -> None:
+        self._fae = fae
+        self.rate, self.num_swaps = float(fae.rate), 0
+        self._last_loss: float | None = None
+        self._num_falls = 0
+
+    def share_of(self, num_batches: int) -> int:
+        """How many of so many mini-batches come before the next swap: at least one, if any."""
+        return min(num_batches, max(1, ceil(num_batches * self.rate / 100)))
+
+    def observe(self, loss: float) -> None:
+        """Take note of the loss behind a swap; one that is no number changes nothing."""
+        last, self._last_loss = self._last_loss, loss
+        self.num_swaps += 1
+        if not self._fae.is_adaptive or last is None:
+            return
+        if loss > last:
+            self.rate = max(self._fae.min_rate, self.rate / self._fae.factor)
+            self._num_falls = 0
+        elif loss < last:
+            self._num_falls += 1
+            if self._num_falls == self._fae.patience:
+                self.rate = min(self._fae.max_rate, self.rate * self._fae.factor)
+                self._num_falls = 0
+        else:
+            self._num_falls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next rates rest on, in JSON types."""
+        return {
+            "rate": self.rate,
+            "num_swaps": self.num_swaps,
+            "last_loss": self._last_loss,
+            "num_falls": self._num_falls,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            ConfigError: it is no such state.
+        """
+        if set(state) != set(self.state_dict()):
+            raise ConfigError(
+                f"shuffle scheduler: keys of a state must be {sorted(self.state_dict())}, got "
+                f"{sorted(state)}; use what state_dict returned"
+            )
+        self.rate, self.num_swaps = state["rate"], state["num_swaps"]
+        self._last_loss, self._num_falls = state["last_loss"], state["num_falls"]
