@@ -137,7 +137,9 @@ class Ticket:
             self._residency.released.append(held)
 
     def __del__(self) -> None:
-        self.release()
+        held, self.held = self.held, None  # no call that Ctrl-C could come in
+        if held is not None:
+            self._residency.released.append(held)
 
 
 class Residency:
@@ -167,7 +169,12 @@ class Residency:
         self._both: tuple[RowSpace, RowSpace] | None = None  # the tables, and they with the slots
 
     def prefetch(
-        self, requests: Requests, values: NDArray[Any], *, in_background: bool = False
+        self,
+        requests: Requests,
+        values: NDArray[Any],
+        *,
+        in_background: bool = False,
+        may_unpin: bool = True,
     ) -> Ticket:
         """Claim a slot for every row of a mini-batch, and have those fetched that are not here.
 
@@ -175,6 +182,7 @@ class Residency:
             requests: Which values are rows of which table.
             values: Rows of tables, (N,) int32 or int64.
             in_background: Whether to return before the rows are here.
+            may_unpin: Whether rows of a plan may be given up for it.
 
         Raises:
             NoSuchRow: a value is no row of its table; nothing has been claimed.
@@ -189,7 +197,7 @@ class Residency:
         if bad >= 0:
             take_back(hot.slots, claim)
             raise NoSuchRow(bad)
-        if num_missing > self._num_idle - num_woken:
+        if may_unpin and num_missing > self._num_idle - num_woken:
             self._unpin(num_missing + num_woken - self._num_idle)
         if num_missing > self._num_idle - num_woken:
             num_needed = int((hot.slots.num_claims > 0).sum()) + num_missing

@@ -207,6 +207,11 @@ class RowUpdater:
             numbers = [group.numbers() for group in self._groups]
             self._files.sync({name: known for each in numbers for name, known in each.items()})
 
+    @property
+    def budget_bytes(self) -> int:
+        """Of fast memory; 0 where there is none."""
+        return self._budget_bytes
+
     def tiers(self) -> list[Tiers]:
         """Those of every group that has some."""
         found = [group.group.tiers for group in self._groups]
@@ -226,6 +231,8 @@ class RowUpdater:
             BudgetTooSmall: there is no room for all; or slots that would have to be given up are
                 needed by other mini-batches under way.
         """
+        for each in self.tiers():
+            each.ahead.give_up_all()
         for group in self._groups:
             tiers = group.group.tiers
             assert tiers is not None

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from recsys.embeddings.ahead import AheadClaim, AheadClaims
 from recsys.embeddings.cold_store import HostStore
 from recsys.embeddings.file_store import FileStore
 from recsys.embeddings.hot_tier import HotTier
+from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.slots import Requests
-from recsys.embeddings.residency import Residency
+from recsys.embeddings.residency import NotEnoughSlots, Residency
 from recsys.embeddings.row_space import RowSpace
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class Tiers:
         files: As given.
         hot: The slots.
         residency: What moves rows between them and the cold store.
+        ahead: Claims of lookups to come.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Tiers:
         self.hot.pin(pinned)
         cold = HostStore(self._spaces) if files is None else FileStore(files, self._spaces)
         self.residency = Residency(self.hot, cold)
+        self.ahead = AheadClaims()
         self._tables: RowSpace | None = None
         self._states: Sequence[RowSpace] = [
             RowSpace([torch.empty(0, size) for _ in sizes]) for size in state_sizes.values()
@@ -116,12 +120,70 @@ class Tiers:
             NoSuchRow: a value is no row of its table.
             NotEnoughSlots: there are not.
         """
-        self.heed_others(tables)
-        claimed = []
-        for layer in self._layers_of(lookups):
-            ticket = self.residency.prefetch(self._requests_of(layer, bags), bags.values)
-            claimed.append(Claimed(layer, bags._replace(values=ticket.slot_of_value), ticket))
-        return claimed
+        with interrupts_held_back():
+            self.heed_others(tables)
+            tickets = self.ahead.take(lookups, bags)
+            if tickets is None:
+                tickets = self._claim_now(lookups, bags)
+        for ticket in tickets:
+            ticket.wait()
+        return [
+            Claimed(layer, bags._replace(values=ticket.slot_of_value), ticket)
+            for layer, ticket in zip(self._layers_of(lookups), tickets, strict=True)
+        ]
+
+    def claim_ahead(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> AheadClaim:
+        """Claim slots for what will be looked up, and have the rows come in the background.
+
+        `claim` of the very same ids takes the claim; other lookups do not.
+
+        Args:
+            tables: As for `claim`, and so are the others.
+            lookups: Likewise.
+            bags: Likewise.
+
+        Raises:
+            NoSuchRow: a value is no row of its table.
+            NotEnoughSlots: there are not; no row of a plan has been given up.
+        """
+        with interrupts_held_back():
+            is_exposed = self._is_exposed
+            self.heed_others(tables)
+            # Whoever has looked at the tables may write to them until the lookup comes.
+            self._is_exposed = is_exposed
+            tickets = [
+                self.residency.prefetch(
+                    self._requests_of(layer, bags),
+                    bags.values,
+                    in_background=True,
+                    may_unpin=False,
+                )
+                for layer in self._layers_of(lookups)
+            ]
+            claim = AheadClaim(lookups, bags, tickets)
+            self.ahead.add(claim)
+        return claim
+
+    def settle(self) -> None:
+        """Leave nothing under way: claims made ahead are given up, transfers waited for."""
+        self.ahead.give_up_all()
+        self.residency.queue.settle(is_all=True)
+
+    def _claim_now(self, lookups: Lookups, bags: Bags) -> Sequence[Ticket]:
+        """Claim slots, if need be those of lookups to come, then those of a plan's rows."""
+        while True:
+            has_others = bool(self.ahead)
+            try:
+                return [
+                    self.residency.prefetch(
+                        self._requests_of(layer, bags), bags.values, may_unpin=not has_others
+                    )
+                    for layer in self._layers_of(lookups)
+                ]
+            except NotEnoughSlots:
+                if not has_others:
+                    raise
+            self.ahead.give_up_last()
 
     def look_up(self, tables: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
         """Pool rows where they are; arguments and what is returned as for `Residency.look_up`."""
@@ -152,6 +214,7 @@ class Tiers:
 
     def resized(self, num_slots: int) -> Tiers:
         """The same with another number of slots, which are empty; no ticket may be held."""
+        assert not self.ahead
         self.flush()
         sizes, dim, dtype, state_sizes, _, pinned = self._made_of
         other = Tiers(sizes, dim, dtype, state_sizes, num_slots, pinned[:num_slots], self.files)
@@ -168,11 +231,16 @@ class Tiers:
             tables: Where they lie now.
         """
         versions = _versions(tables)
-        is_other = self._is_exposed or tables is not self._tables or versions != self._versions
-        was_known = self._tables is not None
+        if not self._is_exposed and tables is self._tables and versions == self._versions:
+            return
+        if self._tables is not None:
+            self._is_exposed = True  # until it has been done
+            with interrupts_held_back():
+                # What is under way goes to and comes from the tables that were.
+                self.residency.queue.settle(is_all=True)
+                self._tables = tables
+                self.residency.reload()
         self._tables, self._versions, self._is_exposed = tables, versions, False
-        if is_other and was_known:
-            self.residency.reload()
 
     def note_moved(self, tickets: Iterable[Ticket | None], tables: RowSpace) -> None:
         """Rows of tickets have been moved, and their tables' versions raised, by us."""
