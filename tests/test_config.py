@@ -241,5 +241,5 @@ def test_a_schedule_that_is_none_is_refused(setting, message):
 
 
 def test_a_depth_without_looking_ahead_is_refused():
-    with pytest.raises(ConfigError, match="schedule.depth means nothing with name 'sequential'"):
+    with pytest.raises(ConfigError, match=r"schedule\.depth means nothing with name 'sequential'"):
         load_config(None, ["schedule.name=sequential", "schedule.depth=3"])

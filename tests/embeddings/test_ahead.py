@@ -346,6 +346,25 @@ def test_rows_on_their_way_out_go_to_the_table_that_they_are_of():
     require_equal(*modules)
 
 
+def test_tables_that_could_not_be_read_anew_are_read_by_the_next_lookup():
+    modules = pair(Adagrad(lr=0.5))
+    stores = gated(modules[1])
+    for module in modules:
+        step(module, some_ids(1))
+    modules[1].prefetch(some_ids(2))
+    with torch.no_grad():
+        for module in modules:
+            module.table_weights()[0].mul_(0.5)
+    stores[0].num_faults = 1
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        modules[1](some_ids(2))
+
+    losses = [step(module, some_ids(2)) for module in modules]
+    assert losses[0] == losses[1]
+    require_equal(*modules)
+
+
 def users(size, **options):
     """One table, and what its slots take beside the row map."""
     tables = [TableConfig(name="users", num_embeddings=size, embedding_dim=4)]
