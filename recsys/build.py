@@ -16,23 +16,32 @@ from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
 from recsys.models.dlrm import DLRM, DLRMTrain, initialize_classic
 from recsys.models.interaction import InteractionArch
+from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from recsys.batch import Batch
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
+    from recsys.pipeline.schedule import Schedule
+    from recsys.pipeline.stalls import StageClock
 
 __all__ = [
     "autocast",
     "build_model",
+    "build_pipeline",
     "compile_kernels",
+    "describe_schedule",
     "describe_source",
     "open_source",
     "table_configs",
 ]
+
+_DEFAULT_DEPTH = 2
 
 
 def open_source(config: TrainConfig) -> SampleSource:
@@ -127,6 +136,47 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
             dense_parameters, lr=dense.lr, eps=dense.eps, fused=device.type == "cpu" or None
         )
     return DLRMTrain(dlrm).to(device), [dense_optimizer, row_optimizer]
+
+
+def build_pipeline(
+    model: nn.Module, optimizers: Sequence[Optimizer], config: TrainConfig, clock: StageClock
+) -> TrainPipeline:
+    """What makes the steps of a run.
+
+    Args:
+        model: From `build_model`.
+        optimizers: Likewise.
+        config: Of the run.
+        clock: Told of every stage.
+    """
+
+    def forward(batch: Batch) -> tuple[Tensor, Any]:
+        with autocast(config):
+            found: tuple[Tensor, Any] = model(batch)
+        return found
+
+    schedule: Schedule | None = None  # by the tiers
+    if config.schedule.name == "sequential":
+        schedule = Sequential()
+    elif config.schedule.name or config.schedule.depth:
+        schedule = LookAhead(config.schedule.depth or _DEFAULT_DEPTH)
+    return TrainPipeline(
+        model, optimizers, config.device, schedule=schedule, custom_model_fwd=forward, clock=clock
+    )
+
+
+def describe_schedule(pipeline: TrainPipeline) -> dict[str, Any]:
+    """What a run record says of what ran when.
+
+    `mean_depth` is of how many mini-batches ahead rows had room, on average.
+    """
+    if not isinstance(pipeline.schedule, LookAhead):
+        return {"name": "sequential"}
+    return {
+        "name": "lookahead",
+        "depth": pipeline.schedule.depth,
+        "mean_depth": pipeline.mean_depth,
+    }
 
 
 def compile_kernels(config: TrainConfig, source: SampleSource) -> None:

@@ -5,6 +5,7 @@
     |-- optimizer: OptimizerConfig          of embedding rows
     |-- dense_optimizer: OptimizerConfig    of everything else; what is not set is as for the rows
     |-- lr_schedule: LearningRateConfig     of both
+    |-- schedule: ScheduleConfig            what runs when
     |-- eval: EvalConfig
     `-- synthetic: SyntheticConfig          used where `data` is synthetic
 
@@ -36,6 +37,7 @@ __all__ = [
     "LearningRateConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ScheduleConfig",
     "SyntheticConfig",
     "TrainConfig",
     "build_config",
@@ -50,6 +52,7 @@ __all__ = [
 EMBEDDINGS = ("recsys", "torch", "fbgemm")
 COLD_TIERS = ("host", "file")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
+_SCHEDULES = ("", "sequential", "lookahead")
 _DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
 _ADAMS = ("adam", "partial_rowwise_adam")
 _SYNTHETIC_SPLITS = ("chronological", "random")
@@ -189,6 +192,24 @@ class LearningRateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """What runs when; it changes no number."""
+
+    name: str = _key("", "sequential or lookahead; empty: lookahead where rows are in two tiers")
+    depth: int = _key(0, "mini-batches whose rows are fetched ahead, with lookahead; 0: two")
+
+    def __post_init__(self) -> None:
+        if self.name not in _SCHEDULES:
+            _one_of("name", self.name, _SCHEDULES[1:])
+        _at_least("depth", self.depth, 0)
+        if self.depth and self.name == "sequential":
+            raise ConfigError(
+                f"depth means nothing with name 'sequential', got {self.depth}; set name to "
+                "'lookahead', or drop the key"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """When quality is measured during training; the last evaluation is always over everything."""
 
@@ -255,6 +276,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = _key(OptimizerConfig, "")
     dense_optimizer: OptimizerConfig | None = _key(None, "")
     lr_schedule: LearningRateConfig = _key(LearningRateConfig, "")
+    schedule: ScheduleConfig = _key(ScheduleConfig, "")
     eval: EvalConfig = _key(EvalConfig, "")
     synthetic: SyntheticConfig = _key(SyntheticConfig, "")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,43 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.metrics import Metrics
+    from recsys.pipeline.stalls import StageClock
     from recsys.run_folder import RunFolder
 
-__all__ = ["STAGES", "Progress", "StageClock"]
-
-STAGES = ("load", "forward", "backward", "update", "evaluate", "other")
-
-
-class StageClock:
-    """Books every instant since `start` to one stage.
-
-        load        waiting for the next mini-batch
-        forward, backward
-        update      optimizer steps (fused optimizers update within backward)
-        evaluate    left out of `train_seconds`
-        other       reports and the progress bar
-
-    On a CUDA device a stage holds the time to queue its work, not to do it.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(STAGES, 0.0)
-        self.start()
-
-    def start(self) -> None:
-        """What went before is booked to no stage."""
-        self._last = time.perf_counter()
-
-    def mark(self, stage: str) -> None:
-        """The time since the last mark was spent on `stage`."""
-        now = time.perf_counter()
-        self.seconds[stage] += now - self._last
-        self._last = now
-
-    @property
-    def train_seconds(self) -> float:
-        """All stages but evaluation."""
-        return sum(self.seconds.values()) - self.seconds["evaluate"]
+__all__ = ["Progress"]
 
 
 class Progress:

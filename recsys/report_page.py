@@ -43,7 +43,7 @@ table { border-collapse: collapse; } td, th { padding: .2rem .8rem .2rem 0; vert
 .legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; }
 .scroll { overflow-x: auto; }
 """
-_COLORS = ("#4878d0", "#ee854a", "#6acc64", "#956cb4", "#b8b8b8", "#d65f5f")
+_COLORS = ("#4878d0", "#82c6e2", "#ee854a", "#6acc64", "#956cb4", "#b8b8b8", "#d65f5f")
 
 
 def write_report(folder: Path) -> Path:
@@ -184,7 +184,7 @@ def _stage_bar(stalls: Mapping[str, float]) -> str:
     if not total:
         return "<p>No step was made.</p>"
     pieces, legend = [], []
-    for color, (key, seconds) in zip(_COLORS, stalls.items(), strict=True):
+    for color, (key, seconds) in zip(_COLORS, stalls.items(), strict=False):
         stage, share = key.removesuffix("_seconds"), seconds / total
         pieces.append(f'<div style="width:{share:.2%};background:{color}"></div>')
         text = f"{stage} {seconds:.2f} s, {share:.0%}"

@@ -20,7 +20,15 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from recsys.build import autocast, build_model, compile_kernels, describe_source, open_source
+from recsys.build import (
+    autocast,
+    build_model,
+    build_pipeline,
+    compile_kernels,
+    describe_schedule,
+    describe_source,
+    open_source,
+)
 from recsys.config import OptimizerConfig, describe_config
 from recsys.curves import plot_curves
 from recsys.datasets.loader import BatchLoader
@@ -29,7 +37,8 @@ from recsys.embeddings.tier_report import describe_tiers
 from recsys.errors import AlreadyExists, TrainingDiverged
 from recsys.machine import describe_environment, set_num_threads, tune_allocator
 from recsys.metrics import Metrics, MetricsAccumulator
-from recsys.progress import STAGES, Progress, StageClock
+from recsys.pipeline.stalls import STAGES, StageClock
+from recsys.progress import Progress
 from recsys.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -40,6 +49,7 @@ if TYPE_CHECKING:
 
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
+    from recsys.pipeline import TrainPipeline
 
 __all__ = ["evaluate_run", "evaluate_split", "train"]
 
@@ -94,6 +104,7 @@ def _train(
     compile_kernels(config, source)
     folder = RunFolder.create(run_dir, config)
     clock = StageClock()
+    pipeline = build_pipeline(model, optimizers, config, clock)
     num_samples = config.epochs * len(source.splits["train"])
     progress = Progress(folder, clock, num_samples, config.eval.split, show=show_progress)
     metrics: dict[str, Any] = {"test": None, "validation": None}
@@ -107,7 +118,7 @@ def _train(
     try:
         with _interrupts() as interrupted:
             with progress:
-                _fit(model, optimizers, loader, config, progress, clock, interrupted)
+                _fit(pipeline, model, optimizers, loader, config, progress, interrupted)
             metrics[config.eval.split] = progress.last_evaluation
             is_whole = progress.num_samples == num_samples
             if config.save_model:
@@ -133,6 +144,7 @@ def _train(
         record |= {
             "throughput": progress.throughput(),
             "stalls": {f"{stage}_seconds": clock.seconds[stage] for stage in STAGES},
+            "schedule": describe_schedule(pipeline),
             "tiers": describe_tiers(model),
             "skipped": None,
             "peak_memory_bytes": progress.peak_memory_bytes,
@@ -143,12 +155,12 @@ def _train(
 
 
 def _fit(
+    pipeline: TrainPipeline,
     model: nn.Module,
     optimizers: list[Optimizer],
     loader: BatchLoader,
     config: TrainConfig,
     progress: Progress,
-    clock: StageClock,
     interrupted: threading.Event,
 ) -> None:
     """The training loop: returns when all epochs are done or `interrupted` is set.
@@ -156,7 +168,7 @@ def _fit(
     Raises:
         TrainingDiverged: the loss is not a number any more.
     """
-    num_steps = config.epochs * len(loader)
+    clock, num_steps = pipeline.clock, config.epochs * len(loader)
     schedulers = []
     if not config.lr_schedule.is_constant:
         schedulers = [
@@ -166,23 +178,12 @@ def _fit(
     model.train()
     clock.start()
     for epoch in range(config.epochs):
-        for batch in loader:
-            batch = batch.to(config.device)  # noqa: PLW2901  # the host's copy is not needed again
-            clock.mark("load")
-            with autocast(config):
-                loss, (_, logits, labels) = model(batch)
-            clock.mark("forward")
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss.backward()
-            clock.mark("backward")
-            for optimizer in optimizers:
-                optimizer.step()
+        for loss, (_, logits, labels) in pipeline.steps(loader):
             for scheduler in schedulers:
                 scheduler.step()
             clock.mark("update")
 
-            progress.add(loss.detach(), logits, labels)
+            progress.add(loss, logits, labels)
             step = progress.num_steps
             if step < num_steps and _is_evaluation_due(step, num_steps, config):
                 clock.mark("other")
@@ -205,6 +206,7 @@ def _fit(
                     raise TrainingDiverged(f"by step {step} the loss is {mean_loss}; {_LOWER_LR}")
             clock.mark("other")
             if interrupted.is_set():
+                pipeline.detach()
                 return
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recsys.build import autocast, build_model, compile_kernels, open_source
+from recsys.build import build_model, build_pipeline, compile_kernels, open_source
+from recsys.config import ScheduleConfig
 from recsys.datasets.loader import BatchLoader
 from recsys.embeddings.hot_tier import floor_bytes, row_bytes, slot_bytes
 from recsys.embeddings.plan import HotPlan
@@ -23,6 +24,7 @@ from recsys.embeddings.providers import row_optimizer
 from recsys.embeddings.tier_report import describe_tiers
 from recsys.errors import ConfigError
 from recsys.machine import set_num_threads
+from recsys.pipeline.stalls import StageClock
 from recsys.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -87,7 +89,9 @@ def verify_budgets(
     set_num_threads(config.num_threads)
     source = open_source(config)
     sizes = {name: _budget_bytes(config, source, name, max_steps) for name in budgets}
-    resident = replace(config, budget="", plan="", cold_tier="host", cold_path="")
+    resident = replace(
+        config, budget="", plan="", cold_tier="host", cold_path="", schedule=ScheduleConfig()
+    )
     compile_kernels(resident, source)
     expected = _Run(resident, source, max_steps)
     found = []
@@ -97,6 +101,7 @@ def verify_budgets(
             TemporaryDirectory(prefix="recsys-", dir=config.cold_path or None) as folder,
         ):
             warnings.filterwarnings("ignore", "budget=")  # of everything, which fits
+            warnings.filterwarnings("ignore", "schedule=")  # of the floor, with nothing ahead
             cold_path = f"{folder}/cold" if config.cold_tier == "file" else ""
             settings = replace(config, budget=str(num_bytes), cold_path=cold_path)
             run = _Run(settings, source, max_steps)
@@ -131,15 +136,10 @@ class _Run:
         self.model, self.optimizers = build_model(config, source)
         self.losses: list[float] = []
         self.model.train()
-        for batch in _batches(config, source, max_steps):
-            with autocast(config):
-                loss, _ = self.model(batch)
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
-            loss.backward()
-            for optimizer in self.optimizers:
-                optimizer.step()
+        pipeline = build_pipeline(self.model, self.optimizers, config, StageClock())
+        for loss, _ in pipeline.steps(_batches(config, source, max_steps)):
             self.losses.append(loss.item())
+        pipeline.detach()
         self.tiers = describe_tiers(self.model)
 
     def differs_from(self, other: _Run) -> list[str]:

@@ -226,3 +226,20 @@ def test_every_key_is_described():
     assert "optimizer.lr" in keys
     assert "model.dense_arch" in keys
     assert all(keys.values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("schedule.name=hotline", "schedule.name must be one of 'sequential', 'lookahead'; got"),
+        ("schedule.depth=-1", "schedule.depth must be at least 0, got -1"),
+    ],
+)
+def test_a_schedule_that_is_none_is_refused(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [setting])
+
+
+def test_a_depth_without_looking_ahead_is_refused():
+    with pytest.raises(ConfigError, match=r"schedule\.depth means nothing with name 'sequential'"):
+        load_config(None, ["schedule.name=sequential", "schedule.depth=3"])

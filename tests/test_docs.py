@@ -341,7 +341,7 @@ def test_kept_results_are_of_a_commit(pytestconfig):
         assert environment["dirty"] is False, record
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/popularity.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/popularity.md", "docs/schedules.md"])
 def test_python_snippets_run(pytestconfig, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(

@@ -8,6 +8,7 @@ import recsys
 import recsys.datasets
 import recsys.embeddings
 import recsys.models
+import recsys.pipeline
 
 
 def test_public_names_are_these_and_no_others():
@@ -16,6 +17,7 @@ def test_public_names_are_these_and_no_others():
         "recsys.datasets": recsys.datasets.__all__,
         "recsys.embeddings": recsys.embeddings.__all__,
         "recsys.models": recsys.models.__all__,
+        "recsys.pipeline": recsys.pipeline.__all__,
     } == {
         "recsys": [
             "DLRM",
@@ -50,8 +52,9 @@ def test_public_names_are_these_and_no_others():
             "plan_hot_rows",
         ],
         "recsys.models": ["DLRM", "DLRMTrain"],
+        "recsys.pipeline": ["LookAhead", "Sequential", "TrainPipeline"],
     }
-    for module in (recsys, recsys.datasets, recsys.embeddings, recsys.models):
+    for module in (recsys, recsys.datasets, recsys.embeddings, recsys.models, recsys.pipeline):
         assert all(hasattr(module, name) for name in module.__all__)
 
 

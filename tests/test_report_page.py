@@ -10,7 +10,7 @@ from recsys.ablate_config import load_ablation
 from recsys.ablate_table import format_ablation
 from recsys.cli import main
 from recsys.errors import ConfigError
-from recsys.progress import STAGES
+from recsys.pipeline.stalls import STAGES
 from recsys.report import format_metrics
 from recsys.report_page import write_report
 from recsys.run_folder import RunFolder

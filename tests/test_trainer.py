@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from recsys.build import autocast, build_model, open_source
 from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
-from recsys.progress import STAGES
+from recsys.pipeline.stalls import STAGES
 from recsys.run_folder import RunFolder
 from recsys.trainer import evaluate_run, evaluate_split, train
 
@@ -89,6 +89,38 @@ def test_a_run_on_a_budget_is_the_resident_run_and_tells_of_its_tiers(small_conf
     assert 0 < told["unique_hit_rate"] < told["lookup_hit_rate"] < 1
     assert min(told["fetched_bytes"], told["written_back_bytes"]) > 0
     assert told["num_slots"] < told["num_rows"] == 2401
+    assert tiered["stalls"]["fetch_seconds"] > 0
+    assert resident["schedule"] == {"name": "sequential"}
+    assert tiered["schedule"]["name"] == "lookahead"
+    assert tiered["schedule"]["depth"] == 2
+    assert 0 < tiered["schedule"]["mean_depth"] <= 2
+
+
+@pytest.mark.parametrize("cold_tier", ["host", "file"])
+def test_a_schedule_changes_when_rows_come_and_no_number(small_config, tmp_path, cold_tier):
+    settings = ["synthetic.table_sizes=[900, 700, 1, 800]", "budget=24KiB", "batch_size=32"]
+    settings += ["eval.every_steps=5", f"cold_tier={cold_tier}"]
+    records = [
+        run(small_config(*settings, *schedule), tmp_path / str(number))
+        for number, schedule in enumerate(
+            [["schedule.name=sequential"], ["schedule.depth=4"], ["schedule.name=lookahead"]]
+        )
+    ]
+
+    assert [record["schedule"]["name"] for record in records] == [
+        "sequential",
+        "lookahead",
+        "lookahead",
+    ]
+    assert [record["schedule"]["depth"] for record in records[1:]] == [4, 2]
+    assert records[0]["metrics"] == records[1]["metrics"] == records[2]["metrics"]
+    losses = [
+        [entry["train_loss"] for entry in history(tmp_path / str(number)) if "train_loss" in entry]
+        for number in range(3)
+    ]
+    assert losses[0] == losses[1] == losses[2]
+    models = [(tmp_path / str(number) / "model.safetensors").read_bytes() for number in range(3)]
+    assert models[0] == models[1] == models[2]
 
 
 def test_a_run_with_rows_in_files_is_the_resident_run_and_leaves_no_files(small_config, tmp_path):
@@ -121,7 +153,8 @@ def test_stages_add_up_to_the_time_that_samples_per_second_is_made_of(small_conf
 
     stages = {key: value for key, value in record["stalls"].items() if key != "evaluate_seconds"}
     assert set(record["stalls"]) == {f"{stage}_seconds" for stage in STAGES}
-    assert min(record["stalls"].values()) > 0
+    assert record["stalls"]["fetch_seconds"] == 0  # every row is resident
+    assert sorted(record["stalls"].values())[1] > 0
     throughput = record["throughput"]
     assert sum(stages.values()) == pytest.approx(throughput["train_seconds"])
     assert throughput["samples_per_second"] == pytest.approx(1800 / throughput["train_seconds"])
@@ -358,7 +391,7 @@ def test_the_clock_leaves_evaluations_out(small_config, tmp_path, monkeypatch):
 
     real_time = time.perf_counter
     monkeypatch.setattr("recsys.trainer.evaluate_split", evaluate_for_an_hour)
-    monkeypatch.setattr("recsys.progress.time.perf_counter", lambda: real_time() + now[0])
+    monkeypatch.setattr("recsys.pipeline.stalls.time.perf_counter", lambda: real_time() + now[0])
 
     record = run(small_config("eval.every_steps=4"), tmp_path / "run")
 

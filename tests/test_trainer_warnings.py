@@ -28,3 +28,12 @@ def test_what_would_come_behind_the_last_step_is_warned_of(small_config, tmp_pat
         run(small_config(f"{key}=16"), tmp_path / "late")
 
     run(small_config(f"{key}=15"), tmp_path / "in_time")
+
+
+def test_looking_ahead_over_resident_rows_is_warned_of(small_config, tmp_path):
+    with pytest.warns(UserWarning, match=r"schedule=LookAhead\(depth=2\) has no effect"):
+        run(small_config("schedule.name=lookahead"), tmp_path / "named")
+
+    record = run(small_config(), tmp_path / "left_out")
+
+    assert record["schedule"] == {"name": "sequential"}

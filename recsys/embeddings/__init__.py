@@ -11,7 +11,8 @@
     two tiers        budget -> tiers -> residency: rows in slots (hot_tier, kernels/slots), to and
                      from the cold_store by the queue of transfers (kernels/row_moves), or from the
                      file_store, which has them in cold_files (kernels/file_moves); evaluation
-                     reads them where they are (kernels/tiered_lookup)
+                     reads them where they are (kernels/tiered_lookup); ahead: what is fetched for
+                     lookups to come; interrupts: Ctrl-C kept out of what belongs together
     popularity       popularity (row_counts, lookup_blocks, coverage, rand_em, profile_file)
                      -> plan: which rows stay hot; model_plan: by which names
     memory           row_space: tables as kernels see them; memory: huge pages

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recsys.embeddings.ahead import Prefetched
 from recsys.embeddings.bag_input import BagInput, read_bags
-from recsys.embeddings.bag_lookup import BagPlace, pool_fused
+from recsys.embeddings.bag_lookup import BagPlace, pool_fused, prefetch_bags
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.cold_files import open_cold_files, require_memory
 from recsys.embeddings.device_tables import AbstractTables, slot_device, table_device
@@ -267,6 +268,31 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
                 raise
             raise bags.id_error(bad, len(self.weight)) from error
 
+    def prefetch(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Prefetched:
+        """Have the rows of a lookup to come fetched in the background.
+
+        The next forward of the very same ids that backward may come back to has them claimed then;
+        any other is right all the same, and where slots are scarce, the claim made last goes first.
+        `TrainPipeline` calls it. Where every row is resident, it does nothing.
+
+        Shape:
+            As for `forward`.
+
+        Raises:
+            IdOutOfRange: as for `forward`, and so are the others.
+            MalformedBags: likewise.
+            NotImplementedError: likewise.
+            ValueError: likewise.
+        """
+        if not self.tiers():
+            return Prefetched(())
+        return prefetch_bags(self, self._place(), self._read(input, offsets, per_sample_weights))
+
     @classmethod
     def from_pretrained(
         cls,
@@ -464,9 +490,12 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
     def _look_up_fused(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
+        place = self._place()
+        is_deferred = place.group.kernels.errors is not None
+        bags = self._read(input, offsets, per_sample_weights, is_deferred)
+        return pool_fused(self, place, bags).to(self.weight.dtype)
+
+    def _place(self) -> BagPlace:
         assert self._group is not None
         assert self._lookups is not None
-        is_deferred = self._group.kernels.errors is not None
-        bags = self._read(input, offsets, per_sample_weights, is_deferred)
-        place = BagPlace(self._group, self._lookups, self._updater)
-        return pool_fused(self, place, bags).to(self.weight.dtype)
+        return BagPlace(self._group, self._lookups, self._updater)

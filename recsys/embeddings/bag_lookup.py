@@ -8,24 +8,25 @@ shared by counts     ledger's
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from recsys.embeddings.bag_input import BagInput
 from recsys.embeddings.device_tables import require_beside
-from recsys.embeddings.fused_lookup import Part, fused_lookup
+from recsys.embeddings.fused_lookup import Part, fused_lookup, prefetch_parts
 from recsys.embeddings.row_space import compute_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from recsys.embeddings.ahead import Prefetched
     from recsys.embeddings.kernels.pooled_lookup import Lookups
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table_group import TableGroup
 
-__all__ = ["BagPlace", "pool_fused"]
+__all__ = ["BagPlace", "pool_fused", "prefetch_bags"]
 
 
 class BagPlace(NamedTuple):
@@ -65,17 +66,13 @@ def pool_fused(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Tensor:
         raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
     if bag.max_norm is not None:
         _renormalize(bag, place, bags, bag.max_norm)
-    # Where the host does not count values, kernels pass over those that are padding.
-    is_passed_over = is_deferred and not is_max and not divides
-    if bag.padding_idx is not None and not is_passed_over:
-        bags = bags.without(bag.padding_idx)
+    bags = _without_padding(bag, place, bags)
     if bags.weights is not None:
         bags = bags._replace(weights=bags.weights.to(compute_dtype(bag.weight.dtype)))
     if not is_max and not divides:
         return _look_up(bag, place, bags, bags)
     distinct, numbers, counts = torch.unique(bags.values, return_inverse=True, return_counts=True)
-    bounds = torch.arange(len(distinct) + 1, device=distinct.device)
-    rows = _look_up(bag, place, BagInput(distinct, bounds, None, is_one_hot=True), bags)
+    rows = _look_up(bag, place, _one_by_one(distinct), bags)
     if divides and rows.requires_grad:
         rows.register_hook(  # type: ignore[no-untyped-call]
             lambda gradient: gradient / counts.unsqueeze(1)
@@ -90,25 +87,59 @@ def pool_fused(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Tensor:
     )
 
 
+def prefetch_bags(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Prefetched:
+    """Have the rows fetched that `pool_fused` of the same input will need; arguments as there.
+
+    Raises:
+        IdOutOfRange: a value is no row.
+    """
+    bags = looked_up = _without_padding(bag, place, bags)
+    if bag.mode == "max" or bag.scale_grad_by_freq:
+        looked_up = _one_by_one(torch.unique(bags.values))
+    return prefetch_parts(
+        [Part(place.group, place.lookups, _made(bag, place, looked_up))],
+        partial(_id_error, bags, len(bag.weight)),
+    )
+
+
+def _without_padding(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> BagInput:
+    # Where the host does not count values, kernels pass over those that are padding.
+    is_deferred = place.group.kernels.errors is not None
+    is_passed_over = is_deferred and bag.mode != "max" and not bag.scale_grad_by_freq
+    if bag.padding_idx is None or is_passed_over:
+        return bags
+    return bags.without(bag.padding_idx)
+
+
+def _one_by_one(distinct: Tensor) -> BagInput:
+    bounds = torch.arange(len(distinct) + 1, device=distinct.device)
+    return BagInput(distinct, bounds, None, is_one_hot=True)
+
+
 def _look_up(bag: nn.EmbeddingBag, place: BagPlace, looked_up: BagInput, bags: BagInput) -> Tensor:
     """Rows of `looked_up`, pooled; `bags` are named in errors."""
     weight, kernels = bag.weight, place.group.kernels
-    values, offsets, weights, is_one_hot = looked_up
+    values, offsets, weights, _ = looked_up
     # It may be kept until a device has been heard of: without the module, which may go earlier.
     explain = partial(_id_error, bags, len(weight))
-    made = kernels.make_bags(
+    made = _made(bag, place, looked_up)
+    if kernels.errors is not None and looked_up is bags:
+        made = made._replace(padding=bag.padding_idx)
+    part = Part(place.group, place.lookups, made)
+    return fused_lookup(
+        [part], weights, ids=(values, offsets), updater=place.updater, explain=explain
+    )
+
+
+def _made(bag: nn.EmbeddingBag, place: BagPlace, looked_up: BagInput) -> Any:
+    values, offsets, weights, is_one_hot = looked_up
+    return place.group.kernels.make_bags(
         values,
         offsets,
         weights,
         len(offsets) - 1,
         is_mean=bag.mode == "mean",
         is_one_hot=is_one_hot,
-    )
-    if kernels.errors is not None and looked_up is bags:
-        made = made._replace(padding=bag.padding_idx)
-    part = Part(place.group, place.lookups, made)
-    return fused_lookup(
-        [part], weights, ids=(values, offsets), updater=place.updater, explain=explain
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -99,6 +100,9 @@ class ColdFiles:
         self._open: dict[tuple[str, str], OpenArray] = {}
         self._by_address: dict[int, OpenArray] = {}
         self._expects_lookups = self._is_taken_over = False
+        # Rows are written back in the background, arrays made in the foreground: who writes the
+        # manifest, or relies on its being written, has this.
+        self._guard = threading.RLock()
         self._lock = _lock(self.folder)
         try:
             wanted = {(name, "weight"): _Kind.of(*kind) for name, kind in tables.items()}
@@ -160,10 +164,11 @@ class ColdFiles:
         Raises:
             ColdTierError: there is no room for it.
         """
-        self.mark_dirty()
         key = table, name
-        self._make({key: _Kind.of(shape, dtype)})
-        self._write_manifest()
+        with self._guard:
+            self.mark_dirty()
+            self._make({key: _Kind.of(shape, dtype)})
+            self._write_manifest()
         return self._open[key].tensor
 
     def keep(self, table: str, name: str, values: Tensor) -> Tensor:
@@ -189,10 +194,14 @@ class ColdFiles:
         return self._by_address.get(tensor.data_ptr())
 
     def mark_dirty(self) -> None:
-        """Rows are about to be newer here than there."""
-        if not self._is_dirty:
-            self._is_dirty = True
-            self._write_manifest()
+        """Rows are about to be newer here than there.
+
+        Raises:
+            OSError: it cannot be noted; none may be then.
+        """
+        with self._guard:
+            if not self._is_dirty:
+                self._set_dirty(True)
 
     def expect(self, *, lookups: bool) -> None:
         """Say how mapped tensors are read from now on.
@@ -220,13 +229,9 @@ class ColdFiles:
             return  # of a folder that was deleted nobody expects anything
         for each in self._open.values():
             os.fsync(each.descriptor)
-        self.numbers = {table: dict(known) for table, known in numbers.items()}
-        self._is_dirty = False
-        try:
-            self._write_manifest()
-        except BaseException:
-            self._is_dirty = True
-            raise
+        with self._guard:
+            self.numbers = {table: dict(known) for table, known in numbers.items()}
+            self._set_dirty(False)
 
     def close(self) -> None:
         """Let go of files and lock; tensors stay mapped as long as somebody has them."""
@@ -340,6 +345,14 @@ class ColdFiles:
     @property
     def _manifest(self) -> Path:
         return self.folder / "arrays.json"
+
+    def _set_dirty(self, is_dirty: bool) -> None:
+        before, self._is_dirty = self._is_dirty, is_dirty
+        try:
+            self._write_manifest()
+        except BaseException:
+            self._is_dirty = before
+            raise
 
     def _write_manifest(self) -> None:
         """In one step: a reader finds the old one or the new one, whole."""

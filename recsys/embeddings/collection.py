@@ -23,9 +23,11 @@ from recsys.batch import (
     varies_in_batch_size,
 )
 from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
+from recsys.embeddings.ahead import Prefetched
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.cold_files import open_cold_files, require_memory
 from recsys.embeddings.collection_input import id_error, place_of, require_bags
+from recsys.embeddings.collection_layout import Layout
 from recsys.embeddings.device_tables import (
     AbstractTables,
     empty_tables,
@@ -33,13 +35,12 @@ from recsys.embeddings.device_tables import (
     slot_device,
     table_device,
 )
-from recsys.embeddings.fused_lookup import Part, fused_lookup
+from recsys.embeddings.fused_lookup import Part, fused_lookup, prefetch_parts
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.row_space import compute_dtype, require_aligned, require_device
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup
-from recsys.embeddings.table_layout import TableLayout
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
 
 if TYPE_CHECKING:
@@ -301,6 +302,27 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         look_up = self._break_graph if torch.compiler.is_compiling() else self._look_up
         return cast("Pooled", look_up(features))
 
+    def prefetch(self, features: Features) -> Prefetched:
+        """Have the rows of a lookup to come fetched in the background.
+
+        The next forward of the very same ids that backward may come back to has them claimed then;
+        any other is right all the same, and where slots are scarce, the claim made last goes first.
+        `TrainPipeline` calls it. Where every row is resident, it does nothing.
+
+        Raises:
+            IdOutOfRange: as for `forward`, and so are the others.
+            KeyError: likewise.
+            MalformedBags: likewise.
+            ValueError: likewise.
+        """
+        if not self.tiers():
+            return Prefetched(())
+        is_light = isinstance(features, JaggedIds)
+        if varies_in_batch_size(features):
+            features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
+        parts, _, _ = self._read(features, None, is_light=is_light)
+        return prefetch_parts(parts, partial(self._lookup_error, features))
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _break_graph(self, features: Features) -> Pooled:
         return self._look_up(features)
@@ -309,19 +331,39 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         is_light = isinstance(features, JaggedIds)
         if varies_in_batch_size(features):
             features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
+        is_deferred = self._layouts[0].group.kernels.errors is not None
+        weights = self._lookup_weights(features, is_deferred) if self._is_weighted else None
+        parts, weights, ids = self._read(features, weights, is_light=is_light)
+        explain: Callable[[int], Exception] = partial(self._lookup_error, features)
+        if is_deferred:
+            weights_T = self.table_weights()
+            # Kept until the device has been heard of: without the module, which may go earlier.
+            explain = partial(id_error, features, self._lookups, list(map(len, weights_T)))
+        pooled = fused_lookup(
+            parts,
+            weights,
+            ids=ids,
+            updater=self._updater,
+            explain=explain,
+        )
+        if is_light:
+            return PooledEmbeddings(self._output_keys, self._output_dims, pooled)
+        from torchrec.sparse.jagged_tensor import KeyedTensor
+
+        return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))
+
+    def _read(
+        self, features: Features, weights: Tensor | None, *, is_light: bool
+    ) -> tuple[list[Part], Tensor | None, tuple[Tensor, Tensor]]:
+        """What the kernels look up, the weights of what is in bags, and the ids."""
         kernels = self._layouts[0].group.kernels
         is_deferred = kernels.errors is not None
-        weights = self._lookup_weights(features, is_deferred) if self._is_weighted else None
         positions = self._positions(features)
         values, offsets, batch_size = features.values(), features.offsets(), features.stride()
         if not is_light:
             values, weights = require_bags(features, weights, is_deferred)
-        explain: Callable[[int], Exception] = partial(self._lookup_error, features)
         if is_deferred:
             require_beside(values, self.device)
-            # Kept until the device has been heard of: without the module, which may go earlier.
-            sizes = list(map(len, self.table_weights()))
-            explain = partial(id_error, features, self._lookups, sizes)
         is_one_hot = (
             True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
         )
@@ -335,18 +377,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             Part(layout.group, layout.lookups(positions), bags[layout.is_mean])
             for layout in self._layouts
         ]
-        pooled = fused_lookup(
-            parts,
-            weights,
-            ids=(values, offsets),
-            updater=self._updater,
-            explain=explain,
-        )
-        if is_light:
-            return PooledEmbeddings(self._output_keys, self._output_dims, pooled)
-        from torchrec.sparse.jagged_tensor import KeyedTensor
-
-        return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))
+        return parts, weights, (values, offsets)
 
     def _make_bags(self, device: torch.device | None, files: ColdFiles | None) -> nn.ModuleDict:
         if files is None:
@@ -401,7 +432,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         self._places = list(places)
         numbers = [number for _, number in places]
         self._layouts = [
-            TableLayout(self._output_dims, self._lookups, group, pooling == "mean", tables, numbers)
+            Layout(self._lookups, self._output_dims, group, pooling == "mean", tables, numbers)
             for (group, pooling), tables in members.items()
         ]
         self._means = {layout.is_mean for layout in self._layouts}

@@ -125,7 +125,7 @@ class DeviceSlotMap:
         """As in `SlotMap`, and so are all that follow."""
         return int((self._slots.num_claims > 0).sum())
 
-    def claim(self, lookups: Lookups, bags: TorchBags) -> SlotClaim:
+    def claim(self, lookups: Lookups, bags: TorchBags, *, may_unpin: bool = True) -> SlotClaim:
         """See `SlotMap`; the host waits once, to know what to copy."""
         slots = self._slots
         rows_N, is_bad_N = self._rows_of(lookups, bags)
@@ -139,7 +139,7 @@ class DeviceSlotMap:
         slot_U, listed = self._try(rows_U, numbers, _LOOKED_AT * len(rows_U))
         if not listed.is_enough:
             slot_U, listed = self._try(rows_U, numbers, slots.num_slots)
-        if not listed.is_enough:
+        if may_unpin and not listed.is_enough:
             self.num_unpinned += unpin(slots, rows_U)
             self._first_slot = first_unpinned(slots)
             slot_U, listed = self._try(rows_U, numbers, slots.num_slots)

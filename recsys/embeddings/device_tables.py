@@ -57,6 +57,17 @@ class AbstractTables(nn.Module, ABC):
             if group.kernels.errors is not None:
                 group.kernels.errors.check()
 
+    def settle(self) -> None:
+        """Where rows are in two tiers, leave none under way, and no slot claimed.
+
+        Claims of lookups to come are given up, and transfers waited for; gradients that no update
+        has used, as an interrupted step leaves them, are forgotten.
+        """
+        for group in self._table_groups():
+            if group.tiers is not None:
+                group.forget()
+                group.tiers.settle()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """By this `.to()` and the like move a module, and here what belongs to its tables.
 

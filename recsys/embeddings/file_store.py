@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.file_moves import ALL_MOVED, move_share
 from recsys.errors import ColdTierError
 
@@ -108,11 +109,12 @@ class FileStore:
                     descriptors, first_rows, rows, slots, hot, stopped + 1, end, is_fetch
                 )
 
-        others = [self._start(move, share) for share in range(1, num_shares)]
-        try:
-            move(0)
-        finally:
-            wait(others)  # none may go on behind an error
+        with interrupts_held_back():  # none may go on behind an error
+            others = [self._start(move, share) for share in range(1, num_shares)]
+            try:
+                move(0)
+            finally:
+                wait(others)
         for each in others:
             each.result()
 

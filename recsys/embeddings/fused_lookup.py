@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
+from recsys.embeddings.ahead import Prefetched
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 from recsys.embeddings.memory import empty_rows
@@ -21,10 +22,11 @@ from recsys.embeddings.sparse_gradients import sparse_gradients
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from recsys.embeddings.ahead import AheadClaim
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table_group import Found, TableGroup
 
-__all__ = ["Part", "fused_lookup"]
+__all__ = ["Part", "fused_lookup", "prefetch_parts"]
 
 
 _MAX_KEPT_BYTES = 32 * 2**20
@@ -101,6 +103,35 @@ def fused_lookup(
         joined = None if updater is None else updater.join_pass()
         work = _Work(calls, ids, updater, explain, joined)
         return cast("Tensor", _FusedLookup.apply(work, bag_weights, *tables))  # type: ignore[no-untyped-call]
+
+
+def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -> Prefetched:
+    """Have the rows fetched that `fused_lookup` of the same parts will need.
+
+    Args:
+        parts: As there.
+        explain: As there.
+
+    Returns:
+        What was claimed: all of it, or nothing where there are too few slots; nothing, either,
+        where no table asks for a gradient, since rows are then read where they are.
+    """
+    claims: list[AheadClaim] = []
+    with torch._C.DisableTorchFunctionSubclass():  # it is us who read the tables
+        if not any(part.group.asking(part.lookups).distinct_tables for part in parts):
+            return Prefetched(())
+        try:
+            for group, lookups, bags in parts:
+                claims.append(group.claim_ahead(lookups, bags))  # some, of an error
+        except BaseException as error:
+            for claim in claims:
+                claim.give_up()
+            if isinstance(error, NoSuchRow):
+                raise explain(error.position) from None
+            if not isinstance(error, NotEnoughSlots):
+                raise
+            return Prefetched((), has_room=False)
+    return Prefetched(claims)
 
 
 _NOTHING = Lookups.nothing()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from recsys.embeddings.budget import SpaceSize
+from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
@@ -128,15 +129,18 @@ class GroupUpdater:
             self.group.ledger[:0] = ledger
             raise
         row_update, tiers = self.group.kernels.row_update, self.group.tiers
+        changed = [self._weights[table] for table in moved]
+        # As an in-place operation of torch's raises versions: who has kept a table for backward
+        # will know.
         if tiers is None:
             row_update(space, states, formula, rates_T2, ledger, keys_T)
-        else:
-            tiers.heed_others(space)
-            hot = tiers.hot
+            torch.autograd.graph.increment_version(changed)
+            return
+        tiers.heed_others(space)
+        hot = tiers.hot
+        with interrupts_held_back():  # rows that are moved and not known to be would be lost
             row_update(hot.space, hot.state_spaces, formula, rates_T2, ledger, keys_T)
-        # As an in-place operation of torch's does: who has kept a table for backward will know.
-        torch.autograd.graph.increment_version([self._weights[table] for table in moved])
-        if tiers is not None:
+            torch.autograd.graph.increment_version(changed)
             tiers.note_moved((entry.ticket for entry in ledger), space)
 
     def space_size(self) -> SpaceSize:

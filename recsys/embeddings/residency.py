@@ -109,7 +109,9 @@ class Ticket:
             self._residency.released.append(held)
 
     def __del__(self) -> None:
-        self.release()
+        held, self.held = self.held, None  # no call that Ctrl-C could come in
+        if held is not None:
+            self._residency.released.append(held)
 
 
 class Residency:
@@ -137,13 +139,16 @@ class Residency:
         self.released: deque[Any] = deque()
         self._has_warned = False
 
-    def prefetch(self, lookups: Lookups, bags: Any, *, in_background: bool = False) -> Ticket:
+    def prefetch(
+        self, lookups: Lookups, bags: Any, *, in_background: bool = False, may_unpin: bool = True
+    ) -> Ticket:
         """Claim a slot for every row of a mini-batch, and have those fetched that are not here.
 
         Args:
             lookups: What is looked up where; a value in one table at most.
             bags: The input, as kernels on the slots' device take it.
             in_background: Whether to return before the rows are here.
+            may_unpin: Whether rows of a plan may be given up for it.
 
         Raises:
             NoSuchRow: a value is no row of its table; nothing has been claimed.
@@ -153,7 +158,7 @@ class Residency:
         self._collect()
         self.queue.settle()
         try:
-            claim = self.map.claim(lookups, bags)
+            claim = self.map.claim(lookups, bags, may_unpin=may_unpin)
         except Shortage as shortage:
             raise NotEnoughSlots(self, shortage.num_needed) from None
         finally:

@@ -66,7 +66,7 @@ class RowUpdater:
         self._groups = [
             GroupUpdater(group, optimizer, number, translation) for number, group in groups
         ]
-        self._auto_apply, self.goes_along = auto_apply, goes_along
+        self.auto_apply, self.goes_along = auto_apply, goes_along
         self._queued_for: int | None = None
         self._budget_bytes = 0
         self._files: ColdFiles | None = None
@@ -113,7 +113,7 @@ class RowUpdater:
             group.keep(entry)
 
     def _begin(self, backward_pass: int) -> None:
-        if not self._auto_apply or self._queued_for == backward_pass:
+        if not self.auto_apply or self._queued_for == backward_pass:
             return
         # What an earlier pass has left behind, ended by an error, is no part of this one. `grad`
         # stays: this pass may have reached tables otherwise already.
@@ -241,17 +241,25 @@ class RowUpdater:
             BudgetTooSmall: there is no room for all; or slots that would have to be given up are
                 needed by other mini-batches under way.
         """
+        for each in self.tiers():
+            each.ahead.give_up_all()
+        needs = []
         for group in self._groups:
             tiers = group.group.tiers
             assert tiers is not None
-            need = num_distinct.get(group.group, 0)
-            if tiers.residency is short:
-                need = num_needed
-            group.least_slots = max(group.least_slots, need)
-        slots = self._divide([group.least_slots for group in self._groups])
+            is_short = tiers.residency is short
+            needs.append(num_needed if is_short else num_distinct.get(group.group, 0))
+        least = [
+            max(group.least_slots, need) for group, need in zip(self._groups, needs, strict=True)
+        ]
+        try:
+            slots = self._divide(least)
+        except BudgetTooSmall:  # not for what others have needed before
+            least, slots = needs, self._divide(needs)
         assert slots is not None
-        for group, num_slots in zip(self._groups, slots, strict=True):
+        for group, num_slots, count in zip(self._groups, slots, least, strict=True):
             group.resize(num_slots)
+            group.least_slots = count
 
     def follow_state(self) -> None:
         """Find state that others have put into the optimizer, by `load_state_dict`."""

@@ -112,18 +112,18 @@ class SlotMap(Protocol):
     def num_claimed(self) -> int:
         """Slots that somebody needs."""
 
-    def claim(self, lookups: Lookups, bags: Any) -> SlotClaim:
+    def claim(self, lookups: Lookups, bags: Any, *, may_unpin: bool = True) -> SlotClaim:
         """Give every row of a mini-batch a slot, and count into all of them; all or nothing.
-
-        Where slots are few, pinned rows that nobody needs give way, the least popular first.
 
         Args:
             lookups: What is looked up where.
             bags: The input, as kernels of the slots' device take it.
+            may_unpin: Whether pinned rows that nobody needs give way where slots are few, the least
+                popular first.
 
         Raises:
             NoSuchRow: a value is no row of its table.
-            Shortage: too few slots are not needed by others; none is pinned any more.
+            Shortage: too few slots are free of rows that others need, or that are pinned.
         """
 
     def undo(self, moves: Moves, *, has_written: bool) -> None:
@@ -182,7 +182,7 @@ class HostSlotMap:
         """As in `SlotMap`, and so are all that follow."""
         return int((self._slots.num_claims > 0).sum())
 
-    def claim(self, lookups: Lookups, bags: Bags) -> SlotClaim:
+    def claim(self, lookups: Lookups, bags: Bags, *, may_unpin: bool = True) -> SlotClaim:
         """See `SlotMap`."""
         slots, requests = self._slots, self._requests_of(lookups, bags)
         slot_of_value, claim, bad = claim_rows(slots, requests, bags.values)
@@ -190,7 +190,7 @@ class HostSlotMap:
         if bad >= 0:
             take_back(slots, claim)
             raise NoSuchRow(bad)
-        if num_missing > self._num_idle - num_woken:
+        if may_unpin and num_missing > self._num_idle - num_woken:
             self._unpin(num_missing + num_woken - self._num_idle)
         if num_missing > self._num_idle - num_woken:
             num_needed = self.num_claimed + num_missing

@@ -33,6 +33,7 @@ from recsys.embeddings.table_parameter import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from recsys.embeddings.ahead import AheadClaim
     from recsys.embeddings.kernels.pooled_lookup import Bags
     from recsys.embeddings.residency import Ticket
     from recsys.embeddings.tiers import Tiers
@@ -171,6 +172,11 @@ class TableGroup:
                 for claimed in self.tiers.claim(space, lookups, rows)
             ]
         return (Found(self, lookups, rows, space, rows, None),)
+
+    def claim_ahead(self, lookups: Lookups, rows: Bags) -> AheadClaim:
+        """Tiered: have rows fetched for a lookup to come; see `Tiers.claim_ahead`."""
+        assert self.tiers is not None
+        return self.tiers.claim_ahead(self.space(), lookups, rows)
 
     def look_up(self, lookups: Lookups, rows: Bags, result: Tensor) -> int:
         """Tiered: pool rows that are not moved on its account; see `Residency.look_up`."""

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from recsys.embeddings.ahead import AheadClaim, AheadClaims
 from recsys.embeddings.cold_store import HostStore
 from recsys.embeddings.device_slots import DeviceHotTier
 from recsys.embeddings.file_store import FileStore
 from recsys.embeddings.hot_tier import HotTier
+from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernel_choice import kernels_on
-from recsys.embeddings.residency import Residency
+from recsys.embeddings.residency import NotEnoughSlots, Residency
 from recsys.embeddings.row_space import RowSpace
 
 if TYPE_CHECKING:
@@ -83,6 +85,7 @@ class Tiers:
         device: Where the slots are.
         hot: The slots.
         residency: What moves rows between them and the cold store.
+        ahead: Claims of lookups to come.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Tiers:
         self.hot.pin(pinned)
         cold = HostStore(self._spaces) if files is None else FileStore(files, self._spaces)
         self.residency = Residency(self.hot, cold)
+        self.ahead = AheadClaims()
         self._tables: RowSpace | None = None
         self._states: Sequence[RowSpace] = [
             RowSpace([torch.empty(0, size) for _ in sizes]) for size in state_sizes.values()
@@ -134,12 +138,63 @@ class Tiers:
             NoSuchRow: a value is no row of its table.
             NotEnoughSlots: there are not.
         """
-        self.heed_others(tables)
-        claimed = []
-        for layer in self._layers_of(lookups):
-            ticket = self.residency.prefetch(layer, bags)
-            claimed.append(Claimed(layer, bags.at_slots(ticket.slot_of_value), ticket))
-        return claimed
+        with interrupts_held_back():
+            self.heed_others(tables)
+            tickets = self.ahead.take(lookups, bags)
+            if tickets is None:
+                tickets = self._claim_now(lookups, bags)
+        for ticket in tickets:
+            ticket.wait()
+        return [
+            Claimed(layer, bags.at_slots(ticket.slot_of_value), ticket)
+            for layer, ticket in zip(self._layers_of(lookups), tickets, strict=True)
+        ]
+
+    def claim_ahead(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> AheadClaim:
+        """Claim slots for what will be looked up, and have the rows come in the background.
+
+        `claim` of the very same ids takes the claim; other lookups do not.
+
+        Args:
+            tables: As for `claim`, and so are the others.
+            lookups: Likewise.
+            bags: Likewise.
+
+        Raises:
+            NoSuchRow: a value is no row of its table.
+            NotEnoughSlots: there are not; no row of a plan has been given up.
+        """
+        with interrupts_held_back():
+            is_exposed = self._is_exposed
+            self.heed_others(tables)
+            # Whoever has looked at the tables may write to them until the lookup comes.
+            self._is_exposed = is_exposed
+            tickets = [
+                self.residency.prefetch(layer, bags, in_background=True, may_unpin=False)
+                for layer in self._layers_of(lookups)
+            ]
+            claim = AheadClaim(lookups, bags, tickets)
+            self.ahead.add(claim)
+        return claim
+
+    def settle(self) -> None:
+        """Leave nothing under way: claims made ahead are given up, transfers waited for."""
+        self.ahead.give_up_all()
+        self.residency.queue.settle(is_all=True)
+
+    def _claim_now(self, lookups: Lookups, bags: Bags) -> Sequence[Ticket]:
+        """Claim slots, if need be those of lookups to come, then those of a plan's rows."""
+        while True:
+            has_others = bool(self.ahead)
+            try:
+                return [
+                    self.residency.prefetch(layer, bags, may_unpin=not has_others)
+                    for layer in self._layers_of(lookups)
+                ]
+            except NotEnoughSlots:
+                if not has_others:
+                    raise
+            self.ahead.give_up_last()
 
     def look_up(self, tables: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
         """Pool rows where they are; arguments and what is returned as for `Residency.look_up`."""
@@ -178,6 +233,7 @@ class Tiers:
         return self._remade(self._made_of._replace(device=device))
 
     def _remade(self, made_of: _Recipe) -> Tiers:
+        assert not self.ahead
         self.flush()
         other = Tiers(*made_of, self.files)
         other._tables, other._states, other._versions = self._tables, self._states, self._versions
@@ -193,11 +249,16 @@ class Tiers:
             tables: Where they lie now.
         """
         versions = _versions(tables)
-        is_other = self._is_exposed or tables is not self._tables or versions != self._versions
-        was_known = self._tables is not None
+        if not self._is_exposed and tables is self._tables and versions == self._versions:
+            return
+        if self._tables is not None:
+            self._is_exposed = True  # until it has been done
+            with interrupts_held_back():
+                # What is under way goes to and comes from the tables that were.
+                self.residency.queue.settle(is_all=True)
+                self._tables = tables
+                self.residency.reload()
         self._tables, self._versions, self._is_exposed = tables, versions, False
-        if is_other and was_known:
-            self.residency.reload()
 
     def note_moved(self, tickets: Iterable[Ticket | None], tables: RowSpace) -> None:
         """Rows of tickets have been moved, and their tables' versions raised, by us."""

@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from recsys.embeddings.interrupts import interrupts_held_back
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -74,9 +76,8 @@ class TransferQueue:
             self._num_put += 1
             if not is_idle or in_background:
                 self._queued.append(_Transfer(self._num_put, run, undo))
-                if self._thread is None:
-                    self._thread = ThreadPoolExecutor(1, thread_name_prefix="recsys-transfers")
-                self._thread.submit(self._make_next)
+        if not is_idle or in_background:
+            self._start()
         if is_idle and not in_background:
             try:
                 run()
@@ -87,6 +88,15 @@ class TransferQueue:
                 self._num_done = self._num_put
         elif not in_background:
             self.wait(self._num_put)
+
+    def _start(self) -> None:
+        """Have the queue's thread make one more transfer."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="recsys-transfers")
+        try:
+            self._thread.submit(self._make_next)
+        except RuntimeError:  # the process is ending, and has waited for all threads
+            self._make_next()
 
     def wait(self, number: int) -> None:
         """Wait until a transfer and all before it are made.
@@ -116,13 +126,15 @@ class TransferQueue:
                 self._changed.wait()
             if self._error is None:
                 return
-            undone = list(self._queued)
-            self._failed.append((undone[0].number, undone[-1].number, self._error))
-            self._error = None
-            self._queued.clear()
-            self._num_done = self._num_put
-        for transfer in reversed(undone):
-            transfer.undo()
+        with interrupts_held_back():  # what is undone by half is undone by nobody
+            with self._changed:
+                undone = list(self._queued)
+                self._failed.append((undone[0].number, undone[-1].number, self._error))
+                self._error = None
+                self._queued.clear()
+                self._num_done = self._num_put
+            for transfer in reversed(undone):
+                transfer.undo()
 
     def _make_next(self) -> None:
         """In the queue's thread: make the first transfer, unless it rests on one that failed."""

@@ -3,8 +3,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recsys.batch import JaggedIds
 from recsys.embeddings.budget import SpaceSize, divide_budget
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.hot_tier import HotTier
+from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.table import TableConfig
 from recsys.errors import BudgetTooSmall
 
 
@@ -69,3 +73,24 @@ def test_slots_that_a_row_space_must_have_come_first():
     assert divide_budget(budget_bytes, sizes, [60, 1])[0] >= 60
     with pytest.raises(BudgetTooSmall, match="60 of embedding_dim 4, 141 of embedding_dim 4"):
         divide_budget(budget_bytes, sizes, [60, 141])
+
+
+def test_what_one_mini_batch_needed_is_not_kept_from_the_next_one():
+    tables = [
+        TableConfig(name="small", num_embeddings=300, embedding_dim=4),
+        TableConfig(name="large", num_embeddings=3000, embedding_dim=8),
+    ]
+    module = HotColdEmbeddingBagCollection(
+        tables, optimizer=SGD(lr=0.1), budget=4 * 3300 + 40 * 24 + 5 * 40
+    )
+
+    def look_up(num_small, num_large):
+        values = torch.cat([torch.arange(num_small), torch.arange(num_large)])
+        offsets = torch.tensor([0, num_small, num_small + num_large])
+        module(JaggedIds(["small", "large"], values, offsets)).values().sum().backward()
+
+    look_up(40, 5)
+    look_up(5, 25)  # of which 40 and 25 together would not fit
+    with pytest.raises(BudgetTooSmall, match="300 of embedding_dim 4, 1 of embedding_dim 8"):
+        look_up(300, 1)
+    look_up(40, 5)

@@ -5,6 +5,7 @@ The CPU stands in for a device, whose kernels are operations of torch; with one,
 
 import copy
 import dataclasses
+import itertools
 import pickle
 
 import pytest
@@ -86,6 +87,25 @@ def test_a_run_is_that_of_the_resident_module_to_the_last_bit(device, optimizer,
     train(modules, device, num_steps=40, is_one_hot=is_one_hot)
 
     assert all(each.residency.counts.num_written_back > 0 for each in modules[1].tiers())
+    require_equal(*modules)
+
+
+@pytest.mark.parametrize("is_one_hot", [True, False])
+def test_rows_claimed_ahead_are_those_of_the_lookup_and_the_newest(device, is_one_hot):
+    modules = pair(device, Adagrad(lr=0.1))
+    generator = torch.Generator().manual_seed(0)
+    batches = [make_ids(generator, device, is_one_hot=is_one_hot) for _ in range(30)]
+
+    for ids, following in itertools.pairwise(batches):
+        coming = modules[1].prefetch(ids), modules[1].prefetch(following)
+        assert all(each.is_held for each in coming)
+        losses = [module(ids).values().square().sum() for module in modules]
+        assert [each.is_held for each in coming] == [False, True]
+        assert losses[0].item() == losses[1].item()
+        for loss in losses:
+            loss.backward()
+        coming[1].cancel()
+
     require_equal(*modules)
 
 

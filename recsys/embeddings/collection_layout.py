@@ -1,4 +1,4 @@
-"""Which tables of a collection are looked up in one kernel call, and where their results go."""
+"""Where the tables of a collection are looked up, and where their pooled vectors go."""
 
 from __future__ import annotations
 
@@ -13,38 +13,35 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.table_group import TableGroup
 
-__all__ = ["TableLayout"]
+__all__ = ["Layout"]
 
 
-class TableLayout:
+class Layout:
     """Tables of one group and pooling, and where their results go.
 
     Args:
-        output_dims: D of every lookup of the collection.
-        all_lookups: The collection's: the table, and the feature.
+        lookups: Of the collection: the table of each, and its feature.
+        dims: Of each lookup's output.
         group: Has the tables.
         is_mean: Whether bags are averaged.
         members: Which tables of the collection.
         numbers: Of each of the collection's tables in its group.
-
-    Attributes:
-        group: As given, and so is `is_mean`.
     """
 
     def __init__(
         self,
-        output_dims: Sequence[int],
-        all_lookups: Sequence[tuple[int, str]],
+        lookups: Sequence[tuple[int, str]],
+        dims: Sequence[int],
         group: TableGroup,
         is_mean: bool,
         members: Sequence[int],
         numbers: Sequence[int],
     ) -> None:
         self.group, self.is_mean = group, is_mean
-        starts = np.cumsum([0, *output_dims])
+        starts = np.cumsum([0, *dims])
         chosen = [
             (numbers[table], lookup)
-            for lookup, (table, _) in enumerate(all_lookups)
+            for lookup, (table, _) in enumerate(lookups)
             if table in members
         ]
         self._numbers = [lookup for _, lookup in chosen]

@@ -1,0 +1,340 @@
+"""`TrainPipeline`: steps of training, with the rows of what comes next on their way meanwhile.
+
+iterator -> window      the current mini-batch, and as many as are looked ahead to
+window   -> claims      slots for their rows, which come in the background
+current  -> model       its forward takes its claim; backward; every row moved once
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recsys.embeddings.fused_optimizer import FusedOptimizer
+from recsys.pipeline.inputs import Inputs, cancel
+from recsys.pipeline.schedule import LookAhead, Sequential
+from recsys.pipeline.stalls import StageClock
+from recsys.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from recsys.embeddings.ahead import Prefetched
+    from recsys.pipeline.schedule import Schedule
+
+__all__ = ["TrainPipeline"]
+
+# After so many steps with fewer mini-batches ahead than asked for, one more is tried.
+_STEPS_UNTIL_DEEPER = 16
+
+
+class TrainPipeline:
+    """Takes mini-batches from an iterator, and trains a model on one at each `progress`.
+
+    Losses and rows are those of a plain loop, to the last bit, whatever the schedule. Between two
+    steps the model is a model like any other: evaluation, checkpoints and `weight` have every row's
+    newest value. An error, or Ctrl-C, gives back what was claimed for mini-batches to come; the
+    next `progress` goes on with the mini-batch behind.
+
+    All of it runs in the thread that calls; rows are moved by one thread more for each table group,
+    in the order in which they were asked for. Whoever waits for it is `progress` itself, in the
+    forward of the mini-batch whose rows they are, and what has failed there is raised there.
+
+    Args:
+        model: Maps a mini-batch to (loss, output), as TorchRec's train models do.
+        optimizer: Of the dense part, or several; None where nothing else is to be stepped. Rows
+            that an optimizer of ours moves are moved with it, once per step.
+        device: Where mini-batches are brought; None leaves them where they are.
+        schedule: What runs when; where it is left out, `LookAhead(depth=2)` if rows are in two
+            tiers, else `Sequential()`.
+        ids: From a mini-batch to what modules of ours will look up: sparse features, or by a
+            module's name in the model what its forward will be given (features, a tensor, a tuple
+            of arguments; a list of these where it is called several times). Left out, collections
+            look up the sparse features that the mini-batch has.
+        custom_model_fwd: Called in place of `model`, as for `torch.autocast`.
+        clock: Told of every stage.
+
+    Attributes:
+        schedule: As above, with nothing left out.
+        clock: As above.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        device: torch.device | str | None = None,
+        *,
+        schedule: Schedule | None = None,
+        ids: Callable[[Any], Any] | None = None,
+        custom_model_fwd: Callable[[Any], tuple[Tensor, Any]] | None = None,
+        clock: StageClock | None = None,
+    ) -> None:
+        self._model, self._forward = model, custom_model_fwd or model
+        self._device = None if device is None else torch.device(device)
+        self._inputs = Inputs(model, ids)
+        self._optimizers = _with_those_of_rows(model, optimizer)
+        self.clock = clock or StageClock()
+        if schedule is None:
+            schedule = LookAhead() if self._inputs.modules else Sequential()
+        self.schedule = schedule
+        self._depth = schedule.depth if isinstance(schedule, LookAhead) else 0
+        if self._depth and not self._inputs.modules:
+            self._depth = 0
+            warnings.warn(
+                f"schedule={schedule} has no effect: every row is in fast memory, and none has to "
+                "be fetched; leave it out, or give the tables a budget",
+                stacklevel=2,
+            )
+        self._room = self._depth  # mini-batches ahead that there is room for
+        self._steps_in_room = 0
+        self._has_warned_of_room = self._has_warned_of_others = False
+        self._window: deque[_MiniBatch] = deque()
+        self._current: _MiniBatch | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._has_ended = False
+        self._error: Exception | None = None
+        self._num_steps = self._num_ahead = 0
+
+    @property
+    def mean_depth(self) -> float:
+        """Mini-batches ahead whose rows had slots, on average over the steps so far."""
+        return self._num_ahead / max(1, self._num_steps)
+
+    def progress(self, iterator: Iterator[Any]) -> tuple[Tensor, Any]:
+        """Train on the next mini-batch, or where `model.training` is off, only compute its loss.
+
+        Mini-batches ahead are taken from `iterator`, too. Those that an earlier one has given come
+        first; so do they before an exception of the iterator, which is raised in its turn.
+
+        Returns:
+            What the model returned: the loss, without a graph where the step is made, and the
+            output.
+
+        Raises:
+            StopIteration: there is no mini-batch left.
+            Exception: of the iterator, the model, an optimizer, or a transfer of rows.
+        """
+        self.clock.mark("other")
+        try:
+            self._fill(iterator)
+            self._current = self._next()
+            self.clock.mark("load")
+            return self._step(self._current)
+        except BaseException:
+            self._give_back()
+            raise
+        finally:
+            self._current = None
+
+    def steps(self, batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
+        """`progress` until there is no mini-batch left.
+
+        Args:
+            batches: One pass of a loader, say.
+        """
+        iterator = iter(batches)
+        while True:
+            try:
+                found = self.progress(iterator)
+            except StopIteration:
+                return
+            yield found
+
+    def detach(self) -> nn.Module:
+        """Leave nothing under way: no slot is claimed, no row is moving, no gradient is kept.
+
+        A later `progress` goes on with the mini-batches that had been taken from the iterator.
+
+        Returns:
+            The model.
+        """
+        self._give_back()
+        for module in self._inputs.modules.values():
+            module.settle()
+        return self._model
+
+    def __del__(self) -> None:
+        """Of a pipeline that nobody has, nobody takes the claims."""
+        if hasattr(self, "_window"):
+            self._give_back()
+
+    def _fill(self, iterator: Iterator[Any]) -> None:
+        """Take mini-batches from the iterator, the current one and those ahead."""
+        if iterator is not self._iterator:
+            self._iterator, self._has_ended = iterator, False
+        depth = self._depth if self._model.training else 0
+        while len(self._window) <= depth and not self._has_ended and self._error is None:
+            try:
+                self._window.append(_MiniBatch(_to(next(iterator), self._device)))
+            except StopIteration:
+                self._has_ended = True
+            except Exception as error:  # raised when its turn comes
+                self._error = error
+
+    def _next(self) -> _MiniBatch:
+        if self._window:
+            return self._window.popleft()
+        self._iterator, self._has_ended = None, False
+        if self._error is None:
+            raise StopIteration
+        error, self._error = self._error, None
+        try:
+            raise error
+        finally:
+            del error  # it has this frame
+
+    def _step(self, current: _MiniBatch) -> tuple[Tensor, Any]:
+        is_training = self._model.training
+        if is_training:
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+            if self._depth:
+                self._look_ahead(current)
+        exposed = self._exposed_seconds()
+        try:
+            loss, output = self._forward(current.batch)
+        except StopIteration as error:  # or the loop would take it for the end of the data
+            raise RuntimeError("the model raised StopIteration") from error
+        self.clock.mark("forward", self._exposed_seconds() - exposed)
+        if not is_training:
+            cancel(current.claims)
+            return loss, output
+        if any(claim.is_held for claim in current.claims or ()):
+            cancel(current.claims)
+            self._warn_of_other_ids()
+        (loss.sum() if loss.dim() else loss).backward()
+        self.clock.mark("backward")
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self.clock.mark("update")
+        return loss.detach(), output
+
+    def _look_ahead(self, current: _MiniBatch) -> None:
+        """Claim slots for the current mini-batch, then for those ahead, as far as there is room."""
+        self._num_steps += 1
+        self._steps_in_room += 1
+        if self._room < self._depth and self._steps_in_room > _STEPS_UNTIL_DEEPER:
+            self._room, self._steps_in_room = self._room + 1, 0
+        if current.claims is None:
+            current.claims = self._inputs.prefetch(current.batch)
+        has_room = current.claims is not None
+        for number, each in enumerate(self._window):
+            if has_room:
+                each.prefetch(self._inputs, may_claim=number < self._room)
+                has_room = each.claims is not None or each.has_failed
+                if not has_room and number < self._room:
+                    self._shrink(number)
+            if not has_room:  # and rows of those behind must not take the slots of those before
+                each.give_back()
+            self._num_ahead += bool(each.claims)
+
+    def _shrink(self, room: int) -> None:
+        self._room, self._steps_in_room = room, 0
+        if self._has_warned_of_room:
+            return
+        self._has_warned_of_room = True
+        slots = ", ".join(
+            f"{tiers.hot.num_slots} rows of embedding_dim {tiers.hot.rows.shape[1]}"
+            for tiers in self._inputs.tiers()
+        )
+        way_out = f"or LookAhead(depth={room})" if room else "or Sequential()"
+        warnings.warn(
+            f"schedule={self.schedule}: a budget with slots for {slots} "
+            f"({format_bytes(sum(tiers.hot.num_bytes for tiers in self._inputs.tiers()))}) has "
+            f"room for {room} of {self._depth} mini-batches ahead; rows of the others are fetched "
+            f"when there is room. Give a larger budget, {way_out}",
+            stacklevel=5,
+        )
+
+    def _warn_of_other_ids(self) -> None:
+        if self._has_warned_of_others:
+            return
+        self._has_warned_of_others = True
+        warnings.warn(
+            f"schedule={self.schedule}: the model has looked up other ids than were fetched ahead "
+            "for its mini-batch, so their rows were fetched when they were needed; give "
+            "TrainPipeline(..., ids=fn) what each module is given",
+            stacklevel=4,
+        )
+
+    def _exposed_seconds(self) -> float:
+        return sum(tiers.residency.exposed_seconds for tiers in self._inputs.tiers())
+
+    def _give_back(self) -> None:
+        """Give up every claim; mini-batches stay."""
+        if self._current is not None:
+            self._current.give_back()
+        for each in self._window:
+            each.give_back()
+
+
+class _MiniBatch:
+    """A mini-batch on its way to its step.
+
+    Attributes:
+        batch: As the iterator gave it.
+        claims: What is claimed for it; None where nothing is.
+        has_failed: Whether claiming has raised something, which its own step is to raise.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self.claims: list[Prefetched] | None = None
+        self.has_failed = False
+
+    def prefetch(self, inputs: Inputs, *, may_claim: bool) -> None:
+        """Claim slots for it, unless it has them.
+
+        Args:
+            inputs: What it will look up.
+            may_claim: Whether there may be room; if not, it only gives back what is left where
+                slots were needed for another lookup.
+        """
+        if any(claim.is_given_up for claim in self.claims or ()):
+            self.give_back()
+        elif self.claims is None and may_claim and not self.has_failed:
+            try:
+                self.claims = inputs.prefetch(self.batch)
+            except Exception:  # its own step will find it, too, and raise it
+                self.has_failed = True
+
+    def give_back(self) -> None:
+        """Give the slots back."""
+        cancel(self.claims)
+        self.claims = None
+
+
+def _with_those_of_rows(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
+) -> list[Optimizer]:
+    """The optimizers that are to be stepped: those given, and those of rows that wait for it."""
+    given = [] if optimizer is None else optimizer
+    optimizers = list(given) if isinstance(given, Sequence) else [given]
+    for module in model.modules():
+        own = getattr(module, "row_optimizer", None)
+        if isinstance(own, FusedOptimizer) and own not in optimizers and not own.updater.auto_apply:
+            optimizers.append(own)
+    return optimizers
+
+
+def _to(batch: Any, device: torch.device | None) -> Any:
+    """A mini-batch on a device: whatever has `to`, alone or in what Python has for several."""
+    if device is None:
+        return batch
+    if hasattr(batch, "to"):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: _to(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_to(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_to(value, device) for value in batch)
+    return batch

@@ -1,0 +1,578 @@
+"""What a pipeline does beside the steps: warnings, errors, evaluation in between, the end."""
+
+import gc
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.batch import JaggedIds
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.errors import BudgetTooSmall, IdOutOfRange
+from recsys.pipeline import LookAhead, Sequential, TrainPipeline
+
+BUDGET = 30_000  # of 830 rows and their state
+
+
+@pytest.fixture
+def pair(small):
+    """The same model twice, resident and tiered, each with an optimizer of its dense part."""
+
+    def build(optimizer=None, **options):
+        optimizer = Adagrad(lr=0.1) if optimizer is None else optimizer
+        models = [
+            small.Model(small.tables, optimizer, **options),
+            small.Model(small.tables, optimizer, **{"budget": BUDGET} | options),
+        ]
+        return models, [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
+
+    return build
+
+
+@pytest.fixture
+def batches(small):
+    return [small.make_batch(small.tables, seed) for seed in range(12)]
+
+
+def num_hits(model):
+    return [tiers.residency.counts for tiers in model.embeddings.tiers()]
+
+
+def test_rows_of_mini_batches_ahead_have_slots_while_the_current_one_computes(small, pair, batches):
+    (_, tiered), (_, dense) = pair()
+    claims = []
+    tiered.layer.register_forward_hook(lambda *_: claims.append(small.num_claimed(tiered)))
+    pipeline = TrainPipeline(tiered, dense, schedule=LookAhead(3))
+
+    small.run(pipeline, iter(batches))
+
+    distinct = [
+        sum(len(batch.sparse_features[table.name].values().unique()) for table in small.tables)
+        for batch in batches
+    ]
+    assert claims[-1] == distinct[-1]
+    assert claims[0] > max(distinct[:4])
+    assert claims[0] <= sum(distinct[:4])
+    assert pipeline.mean_depth == pytest.approx((3 * 9 + 2 + 1) / 12)
+
+
+def test_left_out_a_schedule_looks_ahead_where_rows_are_in_two_tiers(pair):
+    (resident, tiered), _ = pair()
+
+    assert TrainPipeline(resident, None).schedule == Sequential()
+    assert TrainPipeline(tiered, None).schedule == LookAhead(depth=2)
+
+
+def test_looking_ahead_without_tiers_has_no_effect_and_says_so(small, pair, batches):
+    (resident, _), (dense, _) = pair()
+    (other, _), (other_dense, _) = pair()
+    with pytest.warns(UserWarning, match=r"LookAhead\(depth=4\) has no effect: every row is in"):
+        pipeline = TrainPipeline(resident, dense, schedule=LookAhead(4))
+
+    losses = small.run(pipeline, iter(batches))
+
+    assert losses == small.run_plain(other, other_dense, batches)
+    assert pipeline.mean_depth == 0
+
+
+@pytest.mark.parametrize("depth", [0, -1, 1.5, True])
+def test_a_depth_that_is_none_is_refused(depth):
+    with pytest.raises(ValueError, match="depth must be a whole number of at least 1, got"):
+        LookAhead(depth)
+
+
+def test_evaluation_between_steps_sees_the_newest_rows_and_takes_no_claims(small, pair, batches):
+    models, dense = pair()
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(3))
+    iterator = iter(batches)
+
+    for number, batch in enumerate(batches):
+        small.run_plain(models[0], dense[0], [batch])
+        pipeline.progress(iterator)
+        before = small.num_claimed(models[1])
+        with torch.no_grad():
+            found = [model(batches[(number + 1) % 12])[0] for model in models]
+        assert torch.equal(*found)
+        assert small.num_claimed(models[1]) == before
+
+    small.require_equal(*models)
+
+
+def test_looking_at_writing_to_and_loading_tables_between_steps_is_heeded(small, pair, batches):
+    models, dense = pair()
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(3))
+    iterator, losses = iter(batches), ([], [])
+
+    for number, batch in enumerate(batches):
+        losses[0].extend(small.run_plain(models[0], dense[0], [batch]))
+        losses[1].append(pipeline.progress(iterator)[0].item())
+        weights = [model.embeddings.table_weights()[number % 3] for model in models]
+        if number % 4 == 0:
+            assert torch.equal(*weights)
+        elif number % 4 == 1:
+            with torch.no_grad():
+                for weight in weights:
+                    weight.mul_(0.5)
+        elif number % 4 == 2:
+            for model in models:
+                halved = {name: each * 0.5 for name, each in model.state_dict().items()}
+                model.load_state_dict(halved, assign=number % 8 == 2)
+            dense[:] = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
+            pipeline._optimizers[0] = dense[1]
+        else:
+            for model in models:
+                row_optimizer = model.embeddings.row_optimizer
+                row_optimizer.load_state_dict(row_optimizer.state_dict())
+
+    assert losses[0] == losses[1]
+    small.require_equal(*models)
+
+
+def test_detach_leaves_nothing_under_way_and_progress_goes_on_behind_it(small, pair, batches):
+    models, dense = pair()
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(3))
+    iterator = iter(batches)
+    losses = [pipeline.progress(iterator)[0].item() for _ in range(5)]
+    assert small.num_claimed(models[1]) > 0
+
+    assert pipeline.detach() is models[1]
+
+    assert small.num_claimed(models[1]) == 0
+    assert all(tiers.residency.queue.last == 0 for tiers in models[1].embeddings.tiers())
+    expected = small.run_plain(models[0], dense[0], batches[:5])
+    small.require_equal(*models)
+    losses += small.run(pipeline, iterator)
+    assert losses == expected + small.run_plain(models[0], dense[0], batches[5:])
+    small.require_equal(*models)
+
+
+def test_a_pipeline_that_is_let_go_of_gives_its_claims_back(small, pair, batches):
+    (_, tiered), (_, dense) = pair()
+    pipeline = TrainPipeline(tiered, dense, schedule=LookAhead(3))
+    pipeline.progress(iter(batches))
+    assert small.num_claimed(tiered) > 0
+
+    del pipeline
+    gc.collect()
+
+    assert small.num_claimed(tiered) == 0
+
+
+@pytest.mark.parametrize("schedule", [Sequential(), LookAhead(3)])
+def test_an_exception_of_the_iterator_comes_in_its_turn(small, pair, batches, schedule):
+    (_, tiered), (_, dense) = pair()
+    pipeline = TrainPipeline(tiered, dense, schedule=schedule)
+
+    def read():
+        yield from batches[:5]
+        raise OSError("the line is dead")
+
+    iterator = read()
+    for _ in range(5):
+        pipeline.progress(iterator)
+    with pytest.raises(OSError, match="the line is dead") as raised:
+        pipeline.progress(iterator)
+
+    assert "read" in [entry.name for entry in raised.traceback]
+    assert small.num_claimed(tiered) == 0
+    with pytest.raises(StopIteration):
+        pipeline.progress(iterator)
+    assert len(small.run(pipeline, iter(batches[5:]))) == 7
+
+
+def test_mini_batches_of_another_iterator_come_behind_those_already_taken(small, pair, batches):
+    models, dense = pair()
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(2))
+    first = iter(batches[:6])
+    losses = [pipeline.progress(first)[0].item() for _ in range(2)]  # two more have been taken
+
+    losses += small.run(pipeline, iter(batches[6:]))
+
+    assert losses == small.run_plain(models[0], dense[0], batches[:4] + batches[6:])
+    assert len(small.run(pipeline, first)) == 2
+
+
+class Stumbling(nn.Module):
+    """Raises at some mini-batches, before or behind the lookup."""
+
+    def __init__(self, model, error, at, *, is_behind):
+        super().__init__()
+        self.model, self.error, self.at, self.is_behind = model, error, list(at), is_behind
+        self.embeddings, self.layer = model.embeddings, model.layer
+
+    def forward(self, batch):
+        stumbles = bool(self.at) and self.at.pop(0)
+        if stumbles and not self.is_behind:
+            raise self.error
+        found = self.model(batch)
+        if stumbles:
+            raise self.error
+        return found
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()], ids=repr)
+def test_behind_a_model_that_raises_training_goes_on_with_the_next(
+    small, pair, batches, error, is_behind
+):
+    models, dense = pair()
+    at = [False, True, False, True]
+    pipeline = TrainPipeline(
+        Stumbling(models[1], error, at, is_behind=is_behind), dense[1], schedule=LookAhead(3)
+    )
+    iterator, losses = iter(batches), []
+
+    for _ in batches:
+        try:
+            losses.append(pipeline.progress(iterator)[0].item())
+        except type(error) as raised:
+            raised.__traceback__ = None  # it keeps the graph, and with it slots
+            assert small.num_claimed(models[1]) == 0
+
+    kept = [batch for number, batch in enumerate(batches) if number not in (1, 3)]
+    assert losses == small.run_plain(models[0], dense[0], kept)
+    small.require_equal(*models)
+
+
+def test_a_model_that_raises_stop_iteration_does_not_end_the_data(pair, batches):
+    (_, tiered), (_, dense) = pair()
+    model = Stumbling(tiered, StopIteration(), [True], is_behind=True)
+
+    with pytest.raises(RuntimeError, match="the model raised StopIteration"):
+        TrainPipeline(model, dense).progress(iter(batches))
+
+
+class FailingStore:
+    """A cold store of which some fetches fail."""
+
+    def __init__(self, store, fails):
+        self._store, self._fails = store, list(fails)
+
+    def fetch(self, hot, rows, slots):
+        if self._fails and self._fails.pop(0):
+            raise OSError("the disk is gone")
+        self._store.fetch(hot, rows, slots)
+
+    def write_back(self, hot, rows, slots):
+        self._store.write_back(hot, rows, slots)
+
+
+@pytest.mark.parametrize("schedule", [Sequential(), LookAhead(3)])
+def test_a_fetch_that_fails_is_raised_by_the_step_that_needs_it_and_rows_stay_right(
+    small, pair, batches, schedule
+):
+    models, dense = pair()
+    tiers = models[1].embeddings.tiers()[0]
+    tiers.residency._cold = FailingStore(tiers.residency._cold, [False] * 5 + [True])
+    pipeline = TrainPipeline(models[1], dense[1], schedule=schedule)
+    iterator, losses, failed = iter(batches), [], []
+
+    for number in range(len(batches)):
+        try:
+            losses.append(pipeline.progress(iterator)[0].item())
+        except OSError as error:
+            failed.append(number)
+            causes = [error, error.__cause__]
+            names = [frame.tb_frame.f_code.co_name for each in causes for frame in _frames(each)]
+            assert "fetch" in names
+            error.__traceback__ = None
+            del causes
+            assert small.num_claimed(models[1]) == 0
+
+    assert failed == [5]  # of one dim each mini-batch has one fetch
+    kept = [batch for number, batch in enumerate(batches) if number != 5]
+    assert losses == small.run_plain(models[0], dense[0], kept)
+    small.require_equal(*models)
+
+
+def _frames(error):
+    trace = None if error is None else error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def test_a_bad_id_is_raised_by_its_own_step(small, pair, batches):
+    models, dense = pair()
+    bad = JaggedIds.from_one_hot(["t_0", "t_1", "t_2"], torch.full((3, 4), 280))
+    batches[4].sparse_features = bad
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(3))
+    iterator = iter(batches)
+    losses = [pipeline.progress(iterator)[0].item() for _ in range(4)]
+
+    with pytest.raises(IdOutOfRange, match="feature 't_1', sample 0: id 280 is not in"):
+        pipeline.progress(iterator)
+
+    losses += small.run(pipeline, iterator)
+    assert losses == small.run_plain(models[0], dense[0], batches[:4] + batches[5:])
+    small.require_equal(*models)
+
+
+def test_too_little_room_shrinks_the_depth_and_says_so_once(small, batches):
+    optimizer = Adagrad(lr=0.1)
+    budget = small.budget_for(small.tables, optimizer, batches, 12)
+    models = [small.Model(small.tables, optimizer, **each) for each in ({}, {"budget": budget})]
+    dense = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(6))
+
+    with pytest.warns(UserWarning, match="has room for . of 6 mini-batches ahead") as warned:
+        losses = small.run(pipeline, iter(batches * 4))
+
+    assert [str(each.message).startswith("schedule=LookAhead") for each in warned] == [True]
+    assert "Give a larger budget, or" in str(warned[0].message)
+    assert 0 < pipeline.mean_depth < 6
+    assert losses == small.run_plain(models[0], dense[0], batches * 4)
+    small.require_equal(*models)
+
+
+def test_a_mini_batch_that_does_not_fit_alone_is_refused_in_its_turn(small, batches):
+    optimizer = Adagrad(lr=0.1)
+    budget = small.budget_for(small.tables, optimizer, batches)
+    models = [small.Model(small.tables, optimizer, **each) for each in ({}, {"budget": budget})]
+    dense = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
+    large = small.make_batch(small.tables, 99, num_samples=100)
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(1))
+    iterator, losses = iter([*batches[:3], large, *batches[3:]]), []
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "schedule=")
+        losses = [pipeline.progress(iterator)[0].item() for _ in range(3)]
+        with pytest.raises(BudgetTooSmall, match="and the budget is"):
+            pipeline.progress(iterator)
+        losses += small.run(pipeline, iterator)
+
+    assert losses == small.run_plain(models[0], dense[0], batches)
+    small.require_equal(*models)
+
+
+def test_rows_in_files_come_ahead_too(small, batches, tmp_path):
+    optimizer = Adagrad(lr=0.1)
+    in_files = {"budget": BUDGET, "cold_tier": "file", "cold_path": tmp_path / "rows"}
+    models = [small.Model(small.tables, optimizer, **each) for each in ({}, in_files)]
+    models[1].load_state_dict(models[0].state_dict())
+    dense = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(4))
+
+    losses = small.run(pipeline, iter(batches * 3))
+
+    assert losses == small.run_plain(models[0], dense[0], batches * 3)
+    assert pipeline.mean_depth > 0
+    small.require_equal(*models)
+    models[1].embeddings.sync()
+
+
+def test_without_training_only_the_loss_is_computed(small, pair, batches):
+    models, dense = pair()
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(2))
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+    small.run_plain(models[0], dense[0], batches[:1])
+    for model in models:
+        model.eval()
+
+    with torch.no_grad():
+        losses = small.run(pipeline, iterator)
+        expected = [models[0](batch)[0].item() for batch in batches[1:]]
+
+    assert losses == expected
+    assert small.num_claimed(models[1]) == 0
+    small.require_equal(*models)
+
+
+@dataclass
+class BagBatch:
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    labels: torch.Tensor
+
+
+class BagModel(nn.Module):
+    """Three bags, the classic way; one of them is looked up twice."""
+
+    def __init__(self, kind=nn.EmbeddingBag, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.ModuleList(
+            [kind(300, 4, mode="sum", sparse=True, **options) for _ in range(3)]
+        )
+        self.layer = nn.Linear(16, 1)
+
+    def forward(self, batch):
+        pooled = [bag(ids, batch.offsets) for bag, ids in zip(self.bags, batch.ids, strict=True)]
+        pooled.append(self.bags[0](batch.ids[1], batch.offsets))
+        predictions = self.layer(torch.cat(pooled, 1)).squeeze(1)
+        return (predictions - batch.labels).square().mean(), predictions
+
+
+def ids_of(batch):
+    told = {f"bags.{number}": (batch.ids[number], batch.offsets) for number in range(3)}
+    return told | {"bags.0": [(batch.ids[0], batch.offsets), (batch.ids[1], batch.offsets)]}
+
+
+def bag_batches(count=12):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        BagBatch(
+            torch.randint(0, 300, (3, 10), generator=generator),
+            torch.tensor([0, 2, 2, 7]),
+            torch.rand(4, generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def run_plain(model, optimizer, batches):
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss, _ = model(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+BAG_BUDGET = 13_000
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)],
+    ids=["SGD", "Adagrad"],
+)
+@pytest.mark.parametrize("ids", [ids_of, None], ids=["told", "not told"])
+def test_an_accelerated_model_is_told_by_ids(small, make, ids):
+    models = [BagModel(), BagModel()]
+    optimizers = [make(list(model.parameters())) for model in models]
+    for model, optimizer, budget in zip(models, optimizers, (None, BAG_BUDGET), strict=True):
+        recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    pipeline = TrainPipeline(models[1], optimizers[1], schedule=LookAhead(2), ids=ids)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        losses = small.run(pipeline, iter(bag_batches()))
+
+    assert losses == run_plain(models[0], optimizers[0], bag_batches())
+    for expected, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(found, expected)
+    messages = [str(each.message) for each in warned]
+    if ids is None:
+        [message] = messages
+        assert "nothing tells which ids 'bags.0' and 2 more modules will look up" in message
+        assert pipeline.mean_depth == 0
+    else:
+        assert messages == []
+        assert pipeline.mean_depth == pytest.approx((2 * 10 + 1) / 12)
+    assert small.num_claimed(models[1]) == 0
+    recsys.restore(pipeline.detach())
+
+
+def test_an_accelerated_model_whose_rows_move_in_backward_needs_no_optimizer_for_them(small):
+    models = [BagModel(), BagModel()]
+    for model, budget in zip(models, (None, BAG_BUDGET), strict=True):
+        recsys.accelerate(model, optimizer=SGD(lr=0.1), budget=budget)
+    dense = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
+    pipeline = TrainPipeline(models[1], dense[1], ids=ids_of)
+
+    losses = small.run(pipeline, iter(bag_batches()))
+
+    assert losses == run_plain(models[0], dense[0], bag_batches())
+    for expected, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_ids_that_the_model_does_not_look_up_are_warned_of_and_change_nothing(small):
+    models = [
+        BagModel(HotColdEmbeddingBag, optimizer=SGD(lr=0.1), **each)
+        for each in ({}, {"budget": 3500})
+    ]
+    dense = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
+
+    def wrong(batch):
+        return dict.fromkeys(("bags.1", "bags.2", "bags.0"), (batch.ids[0] + 1, batch.offsets))
+
+    batches = bag_batches()
+    for batch in batches:
+        batch.ids.clamp_(max=298)
+    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(2), ids=wrong)
+    with pytest.warns(UserWarning, match="has looked up other ids than were fetched") as warned:
+        losses = small.run(pipeline, iter(batches))
+
+    assert len(warned) == 1
+    assert losses == run_plain(models[0], dense[0], batches)
+    assert small.num_claimed(models[1]) == 0
+
+
+def test_a_name_that_is_no_module_of_ours_is_refused_with_those_that_are(small):
+    model = BagModel(HotColdEmbeddingBag, optimizer=SGD(lr=0.1), budget=3500)
+    pipeline = TrainPipeline(model, None, ids=lambda batch: {"bag.0": batch.ids[0]})
+
+    with pytest.raises(ValueError, match=r"'bag.0' must be the name of .* \['bags.0', 'bags.1'"):
+        pipeline.progress(iter(bag_batches()))
+
+
+def test_two_collections_with_features_of_the_same_names_are_not_guessed(small, batches):
+    class Towers(nn.Module):
+        def __init__(self, **options):
+            super().__init__()
+            self.left = small.Model(small.tables, SGD(lr=0.1), **options)
+            self.right = small.Model(small.tables, SGD(lr=0.1), **options)
+
+        def forward(self, batch):
+            left, _ = self.left(batch[0])
+            right, output = self.right(batch[1])
+            return left + right, output
+
+    pairs = list(zip(batches, batches[::-1], strict=True))
+    resident, tiered = Towers(), Towers(budget=14_000)
+    expected = []
+    for batch in pairs:
+        loss, _ = resident(batch)
+        loss.backward()
+        expected.append(loss.item())
+    told = {"left.embeddings": 0, "right.embeddings": 1}
+
+    def ids(batch):
+        return {name: batch[number].sparse_features for name, number in told.items()}
+
+    with pytest.warns(UserWarning, match="nothing tells which ids 'left.embeddings' and 1 more"):
+        losses = small.run(TrainPipeline(tiered, None), iter(pairs))
+    pipeline = TrainPipeline(Towers(budget=14_000), None, ids=ids)
+
+    assert losses == expected
+    assert small.run(pipeline, iter(pairs)) == expected
+    assert pipeline.mean_depth > 1
+
+
+def test_mini_batches_go_to_the_device_in_whatever_holds_them(small, batches):
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, batch):
+            seen.append(batch)
+            return torch.zeros((), requires_grad=True), None
+
+    held = {"batch": (batches[0], [batches[0].labels]), "name": "a"}
+    TrainPipeline(Model(), None, "meta").progress(iter([held]))
+
+    assert seen[0]["batch"][1][0].device.type == "meta"
+    assert seen[0]["batch"][0].labels.device.type == "meta"
+    assert seen[0]["name"] == "a"
+
+
+def test_torchrecs_batches_and_models_are_taken(small, batches):
+    pytest.importorskip("torchrec", exc_type=ImportError)
+    runs = []
+    for budget in (None, BUDGET):
+        model = small.Model(small.tables, Adagrad(lr=0.1), budget=budget)
+        kept = [type(batch)(batch.sparse_features.to_torchrec(), batch.labels) for batch in batches]
+        pipeline = TrainPipeline(model, None)
+        runs.append((model, small.run(pipeline, iter(kept))))
+
+    assert runs[0][1] == runs[1][1]
+    assert pipeline.mean_depth > 1
+    small.require_equal(runs[0][0], runs[1][0])
