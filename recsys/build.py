@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,14 +11,18 @@ import torch
 
 from recsys.config import SYNTHETIC_PREFIX
 from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
+from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic import SyntheticCriteo
-from recsys.embeddings.providers import build_embeddings
+from recsys.embeddings.plan import HotPlan, plan_hot_rows
+from recsys.embeddings.popularity import PopularityProfile
+from recsys.embeddings.providers import build_embeddings, row_optimizer
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
 from recsys.models.dlrm import DLRM, DLRMTrain, initialize_classic
 from recsys.models.interaction import InteractionArch
-from recsys.pipeline import LookAhead, Sequential, TrainPipeline
+from recsys.pipeline import FAE, HotColdLoader, LookAhead, Sequential, TrainPipeline
+from recsys.pipeline.hot_samples import hot_samples
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,8 +38,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "autocast",
+    "build_loader",
     "build_model",
     "build_pipeline",
+    "choose_plan",
     "compile_kernels",
     "describe_schedule",
     "describe_source",
@@ -86,8 +94,92 @@ def describe_source(source: SampleSource) -> dict[str, Any]:
     return {**source.describe(), "fingerprint": source.fingerprint}
 
 
-def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, list[Optimizer]]:
+def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
+    """The rows that are never to leave fast memory; None where no plan is asked for.
+
+    They are those of `config.plan`, or with FAE's schedule the rows that are looked up most in some
+    of the training samples.
+
+    Raises:
+        BudgetTooSmall: FAE has no room for the rows of a mini-batch.
+        ConfigError: FAE has neither a budget nor a plan.
+        ProfileError: the file is no plan.
+    """
+    if config.plan:
+        return HotPlan.load(config.plan)
+    if config.schedule.name != "fae":
+        return None
+    if not config.budget:
+        raise ConfigError(
+            "schedule.name 'fae' puts samples apart by whether all of their rows are in fast "
+            "memory; give it a size by budget, or a plan"
+        )
+    rate, seed = config.schedule.sample_rate, config.seed
+    train = source.splits["train"]
+    profile = PopularityProfile.count(source, train, rate=rate, seed=seed)
+    return plan_hot_rows(
+        profile,
+        table_configs(source.table_sizes, config.model.embedding_dim),
+        config.budget,
+        row_optimizer(config.optimizer),
+        ranking="global_topk",
+        window_lookups=config.batch_size,
+    )
+
+
+def build_loader(
+    config: TrainConfig, source: SampleSource, plan: HotPlan | None
+) -> BatchLoader | HotColdLoader:
+    """The training samples in mini-batches, in the order that the schedule wants.
+
+    Which samples are hot, as FAE asks, is kept in the store's folder.
+    """
+    if config.schedule.name != "fae":
+        return BatchLoader(
+            source,
+            "train",
+            config.batch_size,
+            shuffle=True,
+            seed=config.seed,
+            prefetch=config.prefetch,
+        )
+    assert plan is not None
+    constants = config.schedule
+    folder = Path(config.data) if isinstance(source, Store) else None
+    is_hot = hot_samples(plan, source, source.splits["train"], folder)
+    if is_hot.all() or not is_hot.any():
+        warnings.warn(
+            f"schedule.name 'fae' puts no samples apart: {'all' if is_hot.all() else 'no'} samples "
+            f"are hot with budget={config.budget!r}; choose another budget, or another schedule",
+            stacklevel=3,
+        )
+    return HotColdLoader(
+        source,
+        "train",
+        config.batch_size,
+        is_hot,
+        FAE(
+            rate=constants.rate,
+            is_adaptive=constants.adaptive,
+            min_rate=constants.min_rate,
+            max_rate=constants.max_rate,
+            patience=constants.patience,
+            factor=constants.factor,
+        ),
+        seed=config.seed,
+        prefetch=config.prefetch,
+    )
+
+
+def build_model(
+    config: TrainConfig, source: SampleSource, plan: HotPlan | None = None
+) -> tuple[DLRMTrain, list[Optimizer]]:
     """A model for some data, drawn from `config.seed`, and what to step after backward.
+
+    Args:
+        config: What is wanted.
+        source: The data.
+        plan: Of `choose_plan`; None for that of `config.plan`, if any.
 
     Raises:
         ConfigError: the device is not here, or the embeddings lack the optimizer or the dimension.
@@ -95,16 +187,18 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda' is not here: torch sees no CUDA device; use device 'cpu'")
+    if plan is None and config.plan:
+        plan = HotPlan.load(config.plan)
     torch.manual_seed(config.seed)
     device = torch.device(config.device)
     tables = table_configs(source.table_sizes, config.model.embedding_dim)
-    embeddings, row_optimizer = build_embeddings(
+    embeddings, of_rows = build_embeddings(
         config.embeddings,
         tables,
         config.optimizer,
         device,
         budget=config.budget,
-        plan=config.plan,
+        plan=plan,
         cold_tier=config.cold_tier,
         cold_path=config.cold_path,
     )
@@ -135,7 +229,7 @@ def build_model(config: TrainConfig, source: SampleSource) -> tuple[DLRMTrain, l
         dense_optimizer = torch.optim.Adagrad(
             dense_parameters, lr=dense.lr, eps=dense.eps, fused=device.type == "cpu" or None
         )
-    return DLRMTrain(dlrm).to(device), [dense_optimizer, row_optimizer]
+    return DLRMTrain(dlrm).to(device), [dense_optimizer, of_rows]
 
 
 def build_pipeline(
@@ -156,7 +250,7 @@ def build_pipeline(
         return found
 
     schedule: Schedule | None = None  # by the tiers
-    if config.schedule.name == "sequential":
+    if config.schedule.name in ("sequential", "fae"):
         schedule = Sequential()
     elif config.schedule.name or config.schedule.depth:
         schedule = LookAhead(config.schedule.depth or _DEFAULT_DEPTH)
@@ -165,11 +259,21 @@ def build_pipeline(
     )
 
 
-def describe_schedule(pipeline: TrainPipeline) -> dict[str, Any]:
+def describe_schedule(
+    pipeline: TrainPipeline, loader: BatchLoader | HotColdLoader
+) -> dict[str, Any]:
     """What a run record says of what ran when.
 
-    `mean_depth` is of how many mini-batches ahead rows had room, on average.
+    `mean_depth` is of how many mini-batches ahead rows had room, on average; `rate` is FAE's at the
+    end, `num_swaps` how many losses it has seen.
     """
+    if isinstance(loader, HotColdLoader):
+        return {
+            "name": "fae",
+            "hot_sample_share": loader.hot_share,
+            "rate": loader.scheduler.rate,
+            "num_swaps": loader.scheduler.num_swaps,
+        }
     if not isinstance(pipeline.schedule, LookAhead):
         return {"name": "sequential"}
     return {

@@ -19,12 +19,16 @@ import dataclasses
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import cos, isfinite, pi
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 import tomli_w
 
+from recsys.config_fields import at_least as _at_least
+from recsys.config_fields import key as _key
+from recsys.config_fields import one_of as _one_of
+from recsys.config_schedule import ScheduleConfig
 from recsys.errors import ConfigError
 from recsys.sizes import parse_bytes
 
@@ -52,7 +56,6 @@ __all__ = [
 EMBEDDINGS = ("recsys", "torch", "fbgemm")
 COLD_TIERS = ("host", "file")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
-_SCHEDULES = ("", "sequential", "lookahead")
 _DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
 _ADAMS = ("adam", "partial_rowwise_adam")
 _SYNTHETIC_SPLITS = ("chronological", "random")
@@ -60,23 +63,6 @@ _MAX_DRIFT = 1e6
 SYNTHETIC_PREFIX = "synthetic:"
 
 _T = TypeVar("_T")
-
-
-def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{key} must be one of {', '.join(map(repr, choices))}; got {value!r}")
-
-
-def _at_least(key: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{key} must be at least {least}, got {value}")
-
-
-def _key(default: Any, meaning: str) -> Any:
-    """A field with its default and the line that help shows for it."""
-    if isinstance(default, type):
-        return field(default_factory=default, metadata={"meaning": meaning})
-    return field(default=default, metadata={"meaning": meaning})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,24 +175,6 @@ class LearningRateConfig:
         progress = min(max((step - start) / length, 0.0), 1.0)
         fallen = progress if self.decay == "linear" else (1 - cos(pi * progress)) / 2
         return 1 - (1 - self.final) * fallen
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """What runs when; it changes no number."""
-
-    name: str = _key("", "sequential or lookahead; empty: lookahead where rows are in two tiers")
-    depth: int = _key(0, "mini-batches whose rows are fetched ahead, with lookahead; 0: two")
-
-    def __post_init__(self) -> None:
-        if self.name not in _SCHEDULES:
-            _one_of("name", self.name, _SCHEDULES[1:])
-        _at_least("depth", self.depth, 0)
-        if self.depth and self.name == "sequential":
-            raise ConfigError(
-                f"depth means nothing with name 'sequential', got {self.depth}; set name to "
-                "'lookahead', or drop the key"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

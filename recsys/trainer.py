@@ -22,8 +22,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from recsys.build import (
     autocast,
+    build_loader,
     build_model,
     build_pipeline,
+    choose_plan,
     compile_kernels,
     describe_schedule,
     describe_source,
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
-    from recsys.pipeline import TrainPipeline
+    from recsys.pipeline import HotColdLoader, TrainPipeline
 
 __all__ = ["evaluate_run", "evaluate_split", "train"]
 
@@ -91,15 +93,9 @@ def _train(
     source = open_source(config)
     set_num_threads(config.num_threads)
     tune_allocator()
-    model, optimizers = build_model(replace(config, cold_path=cold_path), source)
-    loader = BatchLoader(
-        source,
-        "train",
-        config.batch_size,
-        shuffle=True,
-        seed=config.seed,
-        prefetch=config.prefetch,
-    )
+    plan = choose_plan(config, source)
+    loader = build_loader(config, source, plan)
+    model, optimizers = build_model(replace(config, cold_path=cold_path), source, plan)
     _warn_of_no_effect(config, config.epochs * len(loader))
     compile_kernels(config, source)
     folder = RunFolder.create(run_dir, config)
@@ -144,7 +140,7 @@ def _train(
         record |= {
             "throughput": progress.throughput(),
             "stalls": {f"{stage}_seconds": clock.seconds[stage] for stage in STAGES},
-            "schedule": describe_schedule(pipeline),
+            "schedule": describe_schedule(pipeline, loader),
             "tiers": describe_tiers(model),
             "skipped": None,
             "peak_memory_bytes": progress.peak_memory_bytes,
@@ -158,7 +154,7 @@ def _fit(
     pipeline: TrainPipeline,
     model: nn.Module,
     optimizers: list[Optimizer],
-    loader: BatchLoader,
+    loader: BatchLoader | HotColdLoader,
     config: TrainConfig,
     progress: Progress,
     interrupted: threading.Event,
@@ -185,21 +181,18 @@ def _fit(
 
             progress.add(loss, logits, labels)
             step = progress.num_steps
-            if step < num_steps and _is_evaluation_due(step, num_steps, config):
+            is_due = step < num_steps and _is_evaluation_due(step, num_steps, config)
+            if is_due or loader.wants_loss:
                 clock.mark("other")
                 # Or the reader would fill its queue while the clock leaves an evaluation out.
                 loader.finish_reading()
                 clock.mark("load")
-                with autocast(config):
-                    evaluation = evaluate_split(
-                        model,
-                        loader.source,
-                        config.eval.split,
-                        config.eval.batch_size,
-                        config.eval.max_samples,
-                    )
+                if loader.wants_loss:
+                    loader.observe(_evaluate(model, loader.source, "validation", config).logloss)
+                if is_due:
+                    found = _evaluate(model, loader.source, config.eval.split, config)
+                    progress.add_evaluation(found)
                 clock.mark("evaluate")
-                progress.add_evaluation(evaluation)
             if _is_one_of(step, _REPORTS_PER_RUN, num_steps) or interrupted.is_set():
                 mean_loss = progress.report(epoch)
                 if not isfinite(mean_loss):
@@ -208,6 +201,12 @@ def _fit(
             if interrupted.is_set():
                 pipeline.detach()
                 return
+
+
+def _evaluate(model: nn.Module, source: SampleSource, split: str, config: TrainConfig) -> Metrics:
+    """Quality on the way."""
+    with autocast(config):
+        return evaluate_split(model, source, split, config.eval.batch_size, config.eval.max_samples)
 
 
 def _warn_of_no_effect(config: TrainConfig, num_steps: int) -> None:

@@ -86,6 +86,11 @@ def verify_budgets(
         raise ConfigError(
             f"verify compares embeddings 'recsys' with themselves, got {config.embeddings!r}"
         )
+    if config.schedule.name == "fae":
+        raise ConfigError(
+            "verify compares runs over the same samples in the same order, and schedule.name 'fae' "
+            "changes it; leave it out"
+        )
     set_num_threads(config.num_threads)
     source = open_source(config)
     sizes = {name: _budget_bytes(config, source, name, max_steps) for name in budgets}

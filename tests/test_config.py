@@ -231,8 +231,10 @@ def test_every_key_is_described():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("schedule.name=hotline", "schedule.name must be one of 'sequential', 'lookahead'; got"),
+        ("schedule.name=hotline", "schedule.name must be one of 'sequential', 'lookahead', 'fae'"),
         ("schedule.depth=-1", "schedule.depth must be at least 0, got -1"),
+        ("schedule.sample_rate=0", r"schedule.sample_rate must lie in \(0, 1\], got 0"),
+        ("schedule.rate=20", "rate means nothing with name '', got 20.0; set name to 'fae'"),
     ],
 )
 def test_a_schedule_that_is_none_is_refused(setting, message):

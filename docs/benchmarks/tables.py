@@ -127,12 +127,14 @@ def step_table(file: str) -> str:
         ("recsys", "speed_over_torch"): "recsys over torch (95 %)",
         ("recsys", "speed_over_fbgemm"): "over fbgemm (95 %)",
         ("recsys", "time_over_dense"): "recsys, times dense (95 %)",
+        ("kernels", "time_over_dense"): "kernels, times dense (95 %)",
         ("dense", "speed_over_dense_eager"): "dense over dense_eager (95 %)",
         ("dense", "speed_over_fp32"): "over fp32 (95 %)",
     }
     found = {(provider, metric) for _, provider, metric in cells}
     titles = {key: title for key, title in titles.items() if key in found}
-    names = ["recsys", "torch", "fbgemm", "dense", "dense_eager", "gemm_torch", "gemm_onednn"]
+    names = ["recsys", "kernels", "torch", "fbgemm", "dense", "dense_eager"]
+    names += ["gemm_torch", "gemm_onednn"]
     providers = [name for name in names if (name, "time") in found]
     lines = []
     for case in cases:
@@ -479,6 +481,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "synthetic": partial(synthetic_table, "synthetic.json"),
     "tiers": partial(tiers_table, "tiers.json"),
     "tiers_file": partial(tiers_file_table, "tiers_file.json"),
+    "tiers_file_faster_disk": partial(tiers_file_table, "tiers_file_faster_disk.json"),
     "coverage": partial(coverage_table, "synthetic_coverage.json"),
     "continuation": partial(continuation_table, "synthetic_coverage.json"),
     "planted": partial(planted_table, "synthetic_coverage.json"),

@@ -4,6 +4,9 @@
     recsys        the whole step: our dense path, our embeddings
     torch         the whole step: our dense path, nn.EmbeddingBag and torch.optim
     fbgemm        the whole step: our dense path, FBGEMM's fused operators
+    kernels       our dense path, and the two kernels of our embeddings called outright, on the same
+                  mini-batches: no module, no autograd, no optimizer around them. What is between
+                  this and recsys is Python; what is between this and dense no Python can save
     dense         our dense path alone: MLPs, interaction, loss, backward, update; pooled vectors
                   are given, and get a gradient
     dense_eager   the same with TorchRec's modules, as anybody runs them
@@ -15,7 +18,8 @@ its own, after warm-up rounds that are not counted. A turn is up to 17 steps of 
 timed: in training a step follows its own kind, and finds in the caches what that left. As there,
 bfloat16 rules the forward pass and what backward makes of it, and the update is in float32.
 Mini-batches are made beforehand.
-Kaggle's tables are 2 GiB and every whole step has its own: both precisions take 13 GiB together.
+Kaggle's tables are 2 GiB and every whole step has its own, but `kernels`, which works on those of
+`recsys`: both precisions take 13 GiB together.
 """
 
 from __future__ import annotations
@@ -37,8 +41,15 @@ from recsys.bench.harness import (
 )
 from recsys.build import autocast, build_model, open_source
 from recsys.config import TrainConfig, load_config
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.kernels.ledger import LedgerEntry
+from recsys.embeddings.kernels.pooled_lookup import Bags, pooled_lookup
+from recsys.embeddings.kernels.row_update import row_update
+from recsys.embeddings.optimizer import SGD
 from recsys.errors import MissingDependency
 from recsys.machine import set_num_threads, tune_allocator
+from recsys.models.dlrm import DenseArch, OverArch
+from recsys.models.interaction import InteractionArch
 from recsys.models.linear import onednn_product, weight_gradient
 
 if TYPE_CHECKING:
@@ -55,6 +66,7 @@ __all__ = ["bench_step"]
 _MAX_SAMPLES = 2**18
 _NUM_WARM_UP_ROUNDS = 3
 _WHOLE = ("recsys", "torch", "fbgemm")
+_OVER_DENSE = (*_WHOLE, "kernels")
 
 
 def bench_step(
@@ -91,7 +103,9 @@ def _bench_batch_size(
         (precision, provider): timed(step, num_before=_num_before(batch_size))
         for precision in precisions
         for provider, step in {
-            **_whole_steps(batch_size, precision, table_sizes, num_rounds),
+            **_with_kernels(
+                _whole_steps(batch_size, precision, table_sizes, num_rounds), batch_size, precision
+            ),
             **_dense_steps(batch_size, precision),
             **_gemm_steps(batch_size, precision),
         }.items()
@@ -120,7 +134,8 @@ def _bench_batch_size(
         ]
         # `ratio` divides the second times by the first: how many times the dense part a step takes.
         ratios += [
-            (provider, "time_over_dense", found["dense"], found[provider]) for provider in _WHOLE
+            (provider, "time_over_dense", found["dense"], found[provider])
+            for provider in _OVER_DENSE
         ]
         rows += [
             ratio(
@@ -138,11 +153,11 @@ def _bench_batch_size(
 
 def _whole_steps(
     batch_size: int, precision: str, table_sizes: Sequence[int], num_rounds: int
-) -> dict[str, Callable[[], None]]:
+) -> dict[str, _WholeStep]:
     """Steps of the main job, by embeddings."""
     num_steps = (_num_before(batch_size) + 1) * (num_rounds + _NUM_WARM_UP_ROUNDS)
     num_batches = max(1, min(num_steps, _MAX_SAMPLES // batch_size))
-    steps: dict[str, Callable[[], None]] = {}
+    steps: dict[str, _WholeStep] = {}
     for embeddings in _WHOLE:
         config: TrainConfig = load_config(
             batch_size=batch_size,
@@ -161,6 +176,21 @@ def _whole_steps(
         ]
         steps[embeddings] = _WholeStep(model, optimizers, batches, autocast(config))
     return steps
+
+
+def _with_kernels(
+    steps: dict[str, _WholeStep], batch_size: int, precision: str
+) -> dict[str, Callable[[], None]]:
+    """The same, and the kernels of ours on its tables and mini-batches."""
+    model, ours = TrainConfig().model, steps["recsys"]
+    archs = DenseArch(13, model.dense_arch), OverArch(_over_in(model), model.over_arch)
+    dense = _DenseStep(archs[0], InteractionArch(26), archs[1], batch_size, precision)
+    return {**steps, "kernels": _KernelsStep(_collection_of(ours.model), ours.batches, dense)}
+
+
+def _collection_of(model: nn.Module) -> HotColdEmbeddingBagCollection:
+    [found] = [each for each in model.modules() if isinstance(each, HotColdEmbeddingBagCollection)]
+    return found
 
 
 def _num_before(batch_size: int) -> int:
@@ -194,11 +224,78 @@ class _WholeStep:
             optimizer.step()
 
 
+class _DenseStep:
+    """Trains the dense part of the default model on pooled vectors that are given.
+
+    Attributes:
+        pooled: They, (B, 26, D); a step leaves their gradient.
+    """
+
+    def __init__(
+        self,
+        dense_arch: nn.Module,
+        inter_arch: nn.Module,
+        over_arch: nn.Module,
+        batch_size: int,
+        precision: str,
+    ) -> None:
+        self._archs = dense_arch, inter_arch, over_arch
+        self._dense = torch.rand(batch_size, 13)
+        dim = TrainConfig().model.embedding_dim
+        self.pooled = torch.randn(batch_size, 26, dim, requires_grad=True)
+        self._labels = (torch.rand(batch_size) < 0.25).float()
+        parameters = [*dense_arch.parameters(), *over_arch.parameters()]
+        self._optimizer = torch.optim.SGD(parameters, lr=0.1)
+        self._loss_fn = nn.BCEWithLogitsLoss()
+        self._is_bf16 = precision == "bf16"
+
+    def __call__(self) -> None:
+        dense_arch, inter_arch, over_arch = self._archs
+        self.pooled.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._is_bf16):
+            logits = over_arch(inter_arch(dense_arch(self._dense), self.pooled)).squeeze(-1)
+            loss = self._loss_fn(logits.float(), self._labels)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+
+
+class _KernelsStep:
+    """The same behind a lookup kernel and before an update kernel, on the tables of a collection.
+
+    All tables must be of one dim, and one-hot, so that there is one call of each.
+    """
+
+    def __init__(
+        self, embeddings: HotColdEmbeddingBagCollection, batches: list[Batch], dense: _DenseStep
+    ) -> None:
+        [layout] = embeddings._layouts
+        self._space, self._dense = layout.group.space(), dense
+        features = [batch.sparse_features for batch in batches]
+        self._lookups = layout.lookups(embeddings._positions(features[0]))
+        self._bags = [
+            Bags.from_tensors(
+                ids.values(), ids.offsets(), None, ids.stride(), is_mean=False, is_one_hot=True
+            )
+            for ids in features
+        ]
+        self._formula = SGD(lr=0.1)
+        self._rates = np.tile(self._formula.rate_and_eps(0.1, 1), (len(self._space.sizes), 1))
+        self._num_calls = 0
+
+    def __call__(self) -> None:
+        bags = self._bags[self._num_calls % len(self._bags)]
+        self._num_calls += 1
+        pooled = self._dense.pooled
+        pooled_lookup(self._space, self._lookups, bags, pooled.detach().flatten(1))
+        self._dense()
+        assert pooled.grad is not None
+        entry = LedgerEntry(self._lookups, bags, pooled.grad.flatten(1))
+        row_update(self._space, [], self._formula, self._rates, [entry])
+
+
 def _dense_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None]]:
     """Dense steps of the default model: ours, and TorchRec's modules in eager mode."""
-    from recsys.models.dlrm import DenseArch, OverArch
-    from recsys.models.interaction import InteractionArch
-
     try:
         from torchrec.models import dlrm as torchrec_dlrm
     except ImportError as error:
@@ -207,36 +304,20 @@ def _dense_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None
         ) from error
     model = TrainConfig().model
     over_in = _over_in(model)
-
-    def make(
-        dense_arch: nn.Module, inter_arch: nn.Module, over_arch: nn.Module
-    ) -> Callable[[], None]:
-        dense = torch.rand(batch_size, 13)
-        pooled = torch.randn(batch_size, 26, model.embedding_dim, requires_grad=True)
-        labels = (torch.rand(batch_size) < 0.25).float()
-        optimizer = torch.optim.SGD([*dense_arch.parameters(), *over_arch.parameters()], lr=0.1)
-        loss_fn = nn.BCEWithLogitsLoss()
-
-        def step() -> None:
-            pooled.grad = None
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                logits = over_arch(inter_arch(dense_arch(dense), pooled)).squeeze(-1)
-                loss = loss_fn(logits.float(), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-        return step
-
-    return {
-        "dense": make(
-            DenseArch(13, model.dense_arch), InteractionArch(26), OverArch(over_in, model.over_arch)
+    archs = {
+        "dense": (
+            DenseArch(13, model.dense_arch),
+            InteractionArch(26),
+            OverArch(over_in, model.over_arch),
         ),
-        "dense_eager": make(
+        "dense_eager": (
             torchrec_dlrm.DenseArch(13, list(model.dense_arch)),
             torchrec_dlrm.InteractionArch(26),
             torchrec_dlrm.OverArch(over_in, list(model.over_arch)),
         ),
+    }
+    return {
+        provider: _DenseStep(*parts, batch_size, precision) for provider, parts in archs.items()
     }
 
 

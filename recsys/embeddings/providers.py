@@ -17,7 +17,6 @@ from recsys.embeddings.baselines import (
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.kernels.pooled_lookup import MIN_SHARED_BYTES
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.plan import HotPlan
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from recsys.config import OptimizerConfig
     from recsys.embeddings.abstract import AbstractEmbeddingBags
     from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.plan import HotPlan
 
 __all__ = ["build_embeddings", "row_optimizer"]
 
@@ -38,7 +38,7 @@ def build_embeddings(
     device: torch.device | None = None,
     *,
     budget: str = "",
-    plan: str = "",
+    plan: HotPlan | None = None,
     cold_tier: str = "host",
     cold_path: str = "",
 ) -> tuple[AbstractEmbeddingBags, torch.optim.Optimizer]:
@@ -53,7 +53,7 @@ def build_embeddings(
         optimizer: How rows are updated.
         device: Where the tables live; "fbgemm" has the CPU alone.
         budget: Of fast memory; of "recsys" alone, as is the next. Empty for none.
-        plan: File of a plan. Empty for none.
+        plan: Rows that never leave fast memory.
         cold_tier: "host" or "file"; of "recsys" alone, as is the next.
         cold_path: Folder of "file".
 
@@ -65,14 +65,16 @@ def build_embeddings(
     if provider == "recsys":
         if device is None or device.type == "cpu":
             dims = {table.embedding_dim for table in tables}
-            _compile_kernels(dims, row_optimizer(optimizer), is_tiered=bool(budget or plan))
+            _compile_kernels(
+                dims, row_optimizer(optimizer), is_tiered=bool(budget) or plan is not None
+            )
         ours = HotColdEmbeddingBagCollection(
             tables,
             device=device,
             optimizer=row_optimizer(optimizer),
             auto_apply=False,
             budget=budget or None,
-            plan=HotPlan.load(plan) if plan else None,
+            plan=plan,
             cold_tier=cold_tier,
             cold_path=cold_path or None,
         )

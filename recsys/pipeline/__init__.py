@@ -1,12 +1,20 @@
 """What runs when: rows of mini-batches to come are fetched while others are computed on.
 
-schedule         Sequential, LookAhead: values that say what runs when
-train_pipeline   TrainPipeline.progress: one step of training
-inputs           which module will look up which ids of a mini-batch
-stalls           where the time went
+schedule            Sequential, LookAhead: values that say what runs when
+train_pipeline      TrainPipeline.progress: one step of training
+inputs              which module will look up which ids of a mini-batch
+stalls              where the time went
+
+FAE changes the order of samples instead:
+
+hot_samples         which samples' rows are all pinned
+shuffle_scheduler   how long training stays with cold samples, then with hot ones
+hot_cold_loader     their mini-batches
 """
 
+from recsys.pipeline.hot_cold_loader import HotColdLoader
 from recsys.pipeline.schedule import LookAhead, Sequential
+from recsys.pipeline.shuffle_scheduler import FAE
 from recsys.pipeline.train_pipeline import TrainPipeline
 
-__all__ = ["LookAhead", "Sequential", "TrainPipeline"]
+__all__ = ["FAE", "HotColdLoader", "LookAhead", "Sequential", "TrainPipeline"]

@@ -101,6 +101,12 @@ class HotColdLoader:
         """Mini-batches in a whole epoch."""
         return sum(self._num_batches)
 
+    @property
+    def hot_share(self) -> float:
+        """Hot samples, of all."""
+        cold, hot = map(len, self._samples)
+        return hot / max(1, cold + hot)
+
     def __iter__(self) -> Iterator[Batch]:
         self._require_idle("iterated")
         orders = [self._order(kind) for kind in (_COLD, _HOT)]

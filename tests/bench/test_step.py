@@ -3,9 +3,11 @@ import weakref
 import pytest
 import torch
 
+from recsys.batch import Batch, JaggedIds
 from recsys.bench import step
 from recsys.bench.step import bench_step
 from recsys.config import ModelConfig, TrainConfig
+from recsys.embeddings import SGD, HotColdEmbeddingBagCollection, TableConfig
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,7 @@ def test_every_provider_is_measured_in_every_case():
 
     cases = [f"B=16,D=16,optimizer=sgd,precision={precision}" for precision in ("fp32", "bf16")]
     whole = ["recsys", "torch", "fbgemm"]
-    providers = [*whole, "dense", "dense_eager", "gemm_torch", "gemm_onednn"]
+    providers = [*whole, "kernels", "dense", "dense_eager", "gemm_torch", "gemm_onednn"]
     assert [(row.case, row.provider) for row in rows if row.metric == "time"] == [
         (case, provider) for case in cases for provider in providers
     ]
@@ -43,7 +45,7 @@ def test_every_provider_is_measured_in_every_case():
     times = {(row.case, row.provider): row.median for row in rows if row.metric == "time"}
     ratios = {(row.case, row.provider, row.metric): row.median for row in rows}
     for case in cases:
-        for name in whole:
+        for name in (*whole, "kernels"):
             assert ratios[case, name, "time_over_dense"] == pytest.approx(
                 times[case, name] / times[case, "dense"]
             )
@@ -52,6 +54,33 @@ def test_every_provider_is_measured_in_every_case():
                 times[case, other] / times[case, "recsys"]
             )
     assert all(row.median > 0 and row.num_runs == 2 for row in rows)
+
+
+def test_the_kernels_called_outright_do_what_a_step_of_the_embeddings_does():
+    tables = [
+        TableConfig(name=name, num_embeddings=9, embedding_dim=16, feature_names=(name,))
+        for name in ("a", "b")
+    ]
+    embeddings = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1))
+    before = [table.detach().clone() for table in embeddings.table_weights()]
+    values = torch.tensor([[3, 5, 3], [0, 8, 1]])
+    ids = JaggedIds.from_one_hot(["a", "b"], values)
+    batch = Batch(torch.zeros(3, 13), ids, torch.zeros(3))
+    with torch.no_grad():
+        expected = embeddings(ids).values()
+
+    class Dense:
+        pooled = torch.zeros(3, 2, 16, requires_grad=True)
+
+        def __call__(self):
+            assert torch.equal(self.pooled.detach().flatten(1), expected)
+            self.pooled.grad = torch.ones(3, 2, 16)
+
+    step._KernelsStep(embeddings, [batch], Dense())()
+
+    for table, old, rows in zip(embeddings.table_weights(), before, values, strict=True):
+        counts = torch.bincount(rows, minlength=9).unsqueeze(1)
+        torch.testing.assert_close(table.detach(), old - 0.1 * counts)
 
 
 class Watched(torch.utils._python_dispatch.TorchDispatchMode):
