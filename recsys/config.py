@@ -233,6 +233,7 @@ class TrainConfig:
     prefetch: int = _key(2, "mini-batches read ahead")
     precision: str = _key("fp32", "of the dense part: fp32, or bf16 with parameters in fp32")
     save_model: bool = _key(True, "keep the model in the run's folder")
+    timeline_steps: int = _key(0, "first steps that are kept as a timeline, timeline.json; 0: none")
     embeddings: str = _key("recsys", "recsys, torch (nn.EmbeddingBag) or fbgemm (TBE)")
     budget: str = _key("", 'of fast memory for rows, as "256MiB"; empty: all are resident')
     plan: str = _key("", "a file of `recsys plan`: rows that never leave fast memory")
@@ -259,6 +260,7 @@ class TrainConfig:
         _at_least("batch_size", self.batch_size, 1)
         _at_least("num_threads", self.num_threads, 0)
         _at_least("prefetch", self.prefetch, 1)
+        _at_least("timeline_steps", self.timeline_steps, 0)
         _one_of("cold_tier", self.cold_tier, COLD_TIERS)
         if self.budget:
             parse_bytes(self.budget, "budget")

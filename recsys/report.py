@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from recsys.pipeline.stalls import format_stalls
 from recsys.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -65,7 +66,6 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     seconds = {stage.removesuffix("_seconds"): spent for stage, spent in record["stalls"].items()}
     evaluate = seconds.pop("evaluate")
     total = sum(seconds.values())
-    shares = "  ".join(f"{stage} {spent / total:.0%}" for stage, spent in seconds.items())
     config, sizes = record["config"], record["data"]["table_sizes"].values()
     dim, optimizer = config["model"]["embedding_dim"], config["optimizer"]
     peak = record["peak_memory_bytes"]
@@ -85,10 +85,11 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"samples/s           {'-' if rate is None else format(rate, ',.0f')}",
         f"training            {throughput['num_samples']:,} samples in {total:.1f} s; "
         f"evaluation took {evaluate:.1f} s more",
-        f"time                {shares}",
         *_tier_lines(record["tiers"]),
         f"peak memory         {'-' if peak is None else f'{peak / 2**30:.2f} GiB'}",
         f"saved               {run_dir}/: {', '.join(files)}",
+        "",
+        format_stalls(seconds),
     ]
     return "\n".join(lines)
 

@@ -6,6 +6,7 @@
         curves.png         loss and AUC over samples
         model.safetensors  the final state_dict, readable without this library; not where
                            `save_model` is false
+        timeline.json      the first steps for chrome://tracing, where `timeline_steps` asks for it
 
 `run.json` and the model appear under their names only when whole.
 """
@@ -55,6 +56,7 @@ class RunFolder:
         self.record_file = path / "run.json"
         self.curves_file = path / "curves.png"
         self.model_file = path / "model.safetensors"
+        self.timeline_file = path / "timeline.json"
 
     @classmethod
     def create(cls, path: str | Path, config: TrainConfig) -> RunFolder:

@@ -40,6 +40,7 @@ from recsys.errors import AlreadyExists, TrainingDiverged
 from recsys.machine import describe_environment, set_num_threads, tune_allocator
 from recsys.metrics import Metrics, MetricsAccumulator
 from recsys.pipeline.stalls import STAGES, StageClock
+from recsys.pipeline.timeline import Timeline
 from recsys.progress import Progress
 from recsys.run_folder import RunFolder
 
@@ -101,6 +102,8 @@ def _train(
     folder = RunFolder.create(run_dir, config)
     clock = StageClock()
     pipeline = build_pipeline(model, optimizers, config, clock)
+    timeline = Timeline() if config.timeline_steps else None
+    pipeline.record(timeline)
     num_samples = config.epochs * len(source.splits["train"])
     progress = Progress(folder, clock, num_samples, config.eval.split, show=show_progress)
     metrics: dict[str, Any] = {"test": None, "validation": None}
@@ -145,6 +148,8 @@ def _train(
             "skipped": None,
             "peak_memory_bytes": progress.peak_memory_bytes,
         }
+        if timeline is not None:
+            timeline.write(folder.timeline_file)
         folder.write_record(record)
     plot_curves(folder)
     return record
@@ -181,6 +186,8 @@ def _fit(
 
             progress.add(loss, logits, labels)
             step = progress.num_steps
+            if step == config.timeline_steps:
+                pipeline.record(None)
             is_due = step < num_steps and _is_evaluation_due(step, num_steps, config)
             if is_due or loader.wants_loss:
                 clock.mark("other")

@@ -568,3 +568,12 @@ def test_training_learns_what_synthetic_data_plants(small_config, tmp_path):
     assert record["metrics"]["test"]["auc"] > 0.68
     curve = [entry["train_loss"] for entry in history(tmp_path / "run") if "train_loss" in entry]
     assert np.mean(curve[-10:]) < np.mean(curve[:10])
+
+
+def test_first_steps_are_kept_as_a_timeline_where_that_is_asked_for(small_config, tmp_path):
+    tables = "synthetic.table_sizes=[900, 700, 1, 800]"
+    run(small_config("timeline_steps=4", "budget=20KiB", tables), tmp_path / "run")
+
+    events = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
+
+    assert sum(each["name"] == "backward" for each in events) == 4

@@ -240,6 +240,7 @@ class Tiers:
         other._is_exposed = self._is_exposed
         other.residency.counts = self.residency.counts
         other.residency.exposed_seconds = self.residency.exposed_seconds
+        other.residency.queue.on_span = self.residency.queue.on_span
         return other
 
     def heed_others(self, tables: RowSpace) -> None:

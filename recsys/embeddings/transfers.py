@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys.embeddings.interrupts import interrupts_held_back
@@ -34,6 +35,10 @@ class TransferQueue:
     """Runs transfers one after the other, in the order in which they were put in.
 
     All methods are for one thread, the owner's; transfers run in it or in the queue's own.
+
+    Attributes:
+        on_span: Called with "wait" or "move", and when that began and ended, by `perf_counter`; for
+            timelines.
     """
 
     def __init__(self) -> None:
@@ -44,6 +49,7 @@ class TransferQueue:
         self._error: BaseException | None = None
         self._failed: list[tuple[int, int, BaseException]] = []  # first, last, why
         self._thread: ThreadPoolExecutor | None = None
+        self.on_span: Callable[[str, float, float], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have an empty queue: nothing may be under way when one is made."""
@@ -79,6 +85,7 @@ class TransferQueue:
         if not is_idle or in_background:
             self._start()
         if is_idle and not in_background:
+            begin = perf_counter()
             try:
                 run()
             except BaseException:
@@ -86,6 +93,7 @@ class TransferQueue:
                 raise
             finally:
                 self._num_done = self._num_put
+            self._tell("wait", begin)  # for whoever asks, that is what it is
         elif not in_background:
             self.wait(self._num_put)
 
@@ -105,9 +113,11 @@ class TransferQueue:
             BaseException: what one of them raised; that one and all behind it are undone.
         """
         if self._error is not None or self._num_done < number:
+            begin = perf_counter()
             with self._changed:
                 while self._num_done < number and self._error is None:
                     self._changed.wait()
+            self._tell("wait", begin)
             self.settle()
         for first, last, error in self._failed:
             if first <= number <= last:
@@ -136,6 +146,10 @@ class TransferQueue:
             for transfer in reversed(undone):
                 transfer.undo()
 
+    def _tell(self, what: str, begin: float) -> None:
+        if self.on_span is not None:
+            self.on_span(what, begin, perf_counter())
+
     def _make_next(self) -> None:
         """In the queue's thread: make the first transfer, unless it rests on one that failed."""
         with self._changed:
@@ -143,10 +157,12 @@ class TransferQueue:
                 return
             transfer = self._queued[0]
         error: BaseException | None = None
+        begin = perf_counter()
         try:
             transfer.run()
         except BaseException as raised:  # given to whoever waits
             error = raised
+        self._tell("move", begin)
         with self._changed:
             if error is None:
                 self._queued.popleft()

@@ -1,15 +1,15 @@
 """What runs when: rows of mini-batches to come are fetched while others are computed on.
 
-schedule            Sequential, LookAhead: values that say what runs when
-train_pipeline      TrainPipeline.progress: one step of training
-inputs              which module will look up which ids of a mini-batch
-stalls              where the time went
+    schedule            Sequential, LookAhead: values that say what runs when
+    train_pipeline      TrainPipeline.progress: one step of training
+    inputs              which module will look up which ids of a mini-batch
+    stalls              where the time went; timeline: the same to be looked at
 
-FAE changes the order of samples instead:
+No schedule changes a number. FAE changes the order of samples instead:
 
-hot_samples         which samples' rows are all pinned
-shuffle_scheduler   how long training stays with cold samples, then with hot ones
-hot_cold_loader     their mini-batches
+    hot_samples         which samples' rows are all pinned
+    shuffle_scheduler   how long training stays with cold samples, then with hot ones
+    hot_cold_loader     their mini-batches
 """
 
 from recsys.pipeline.hot_cold_loader import HotColdLoader

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.ahead import Prefetched
     from recsys.pipeline.schedule import Schedule
+    from recsys.pipeline.timeline import Timeline
 
 __all__ = ["TrainPipeline"]
 
@@ -147,6 +149,14 @@ class TrainPipeline:
             except StopIteration:
                 return
             yield found
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Tell a timeline of every stage and every transfer from now on; None of none any more."""
+        self.clock.timeline = timeline
+        for number, tiers in enumerate(self._inputs.tiers()):
+            tiers.residency.queue.on_span = (
+                None if timeline is None else partial(_add_span, timeline, f"rows, group {number}")
+            )
 
     def detach(self) -> nn.Module:
         """Leave nothing under way: no slot is claimed, no row is moving, no gradient is kept.
@@ -323,6 +333,10 @@ def _with_those_of_rows(
         if isinstance(own, FusedOptimizer) and own not in optimizers and not own.updater.auto_apply:
             optimizers.append(own)
     return optimizers
+
+
+def _add_span(timeline: Timeline, track: str, what: str, begin: float, end: float) -> None:
+    timeline.add(track if what == "move" else "steps", what, begin, end)
 
 
 def _to(batch: Any, device: torch.device | None) -> Any:

@@ -1,9 +1,11 @@
 """Claims made ahead of a lookup change nothing that is computed."""
 
 import copy
+import json
 import pickle
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from itertools import pairwise
@@ -45,10 +47,13 @@ def build(optimizer, budget=None, tables=TABLES, **options):
     return HotColdEmbeddingBagCollection(tables, optimizer=optimizer, budget=budget, **options)
 
 
+def state_bytes(optimizer):
+    return {Adagrad: 8000, Adam: 16_000, PartialRowWiseAdam: 10_000}.get(type(optimizer), 2000)
+
+
 def pair(optimizer, budget=14_000, **options):
     """The same module twice: resident, and tiered."""
-    state = {Adagrad: 8000, Adam: 16_000, PartialRowWiseAdam: 10_000}.get(type(optimizer), 2000)
-    return build(optimizer, **options), build(optimizer, budget + state, **options)
+    return build(optimizer, **options), build(optimizer, budget + state_bytes(optimizer), **options)
 
 
 def some_ids(seed, num_samples=4):
@@ -542,9 +547,20 @@ class InterruptedAt:
 # What comes while an object goes is printed, and interrupts nothing.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @settings(max_examples=100)
-@given(st.sampled_from(OPTIMIZERS), st.integers(1, 1500), st.booleans())
-def test_whenever_it_is_interrupted_a_module_can_be_trained_on(optimizer, number, is_held):
-    tiered = pair(optimizer, budget=10_000)[1]
+@given(st.sampled_from(OPTIMIZERS), st.integers(1, 1500), st.booleans(), st.booleans())
+def test_whenever_it_is_interrupted_a_module_can_be_trained_on(
+    optimizer, number, is_held, is_in_files
+):
+    with tempfile.TemporaryDirectory() as folder:
+        in_files = {"cold_tier": "file", "cold_path": f"{folder}/rows"} if is_in_files else {}
+        tiered = build(optimizer, 10_000 + state_bytes(optimizer), **in_files)
+        interrupt_and_train_on(tiered, optimizer, number, is_held=is_held)
+        if is_in_files:
+            tiered.sync()
+            assert not json.loads(Path(f"{folder}/rows/arrays.json").read_text())["is_dirty"]
+
+
+def interrupt_and_train_on(tiered, optimizer, number, *, is_held):
     for seed in range(6):
         step(tiered, some_ids(seed))
     if is_held:

@@ -1,0 +1,55 @@
+"""A timeline of training, to be looked at in chrome://tracing or Perfetto.
+
+steps        the stages of every step, one behind the other; inside of them, waiting for rows
+rows, ...    the transfers of each table group, on their way in the background
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["Timeline"]
+
+
+class Timeline:
+    """Spans of time, on named tracks."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, str, float, float]] = []
+
+    def add(self, track: str, name: str, begin: float, end: float) -> None:
+        """Take note of a span; any thread may.
+
+        Args:
+            track: Where it is shown.
+            name: What it was spent on.
+            begin: By `time.perf_counter`.
+            end: Likewise.
+        """
+        self._spans.append((track, name, begin, end))
+
+    def write(self, path: Path) -> None:
+        """As Chrome's trace events, in microseconds since the first."""
+        spans = list(self._spans)
+        start = min((begin for _, _, begin, _ in spans), default=0.0)
+        tracks = {track: number for number, track in enumerate(dict.fromkeys(s[0] for s in spans))}
+        events: list[dict[str, object]] = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": track}}
+            for track, number in tracks.items()
+        ]
+        events += [
+            {
+                "name": name,
+                "ph": "X",
+                "pid": 0,
+                "tid": tracks[track],
+                "ts": (begin - start) * 1e6,
+                "dur": (end - begin) * 1e6,
+            }
+            for track, name, begin, end in spans
+        ]
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
