@@ -4,8 +4,8 @@ A processor keeps the places of a few thousand pages at hand. Of pages of 4 KiB 
 rows looked up in a table of GiB miss it nearly every time, and looking up where a page lies takes
 longer than fetching the row. Pages of 2 MiB are 512 times as few.
 
-So rows drawn evenly from a large table are found sooner. Lookups as uneven as Criteo's, which mostly
-meet the same rows, gain less.
+So rows drawn evenly from a large table are found sooner. Lookups as uneven as Criteo's, which
+mostly meet the same rows, gain less.
 """
 
 from __future__ import annotations
