@@ -199,11 +199,6 @@ def test_what_a_provider_lacks_is_refused():
         build_embeddings("fbgemm", TABLES, OptimizerConfig(), torch.device("cuda"))
 
 
-def test_a_budget_is_refused_off_the_cpu():
-    with pytest.raises(ConfigError, match="budget and plan need device 'cpu' as yet, got 'cuda'"):
-        build_embeddings("recsys", TABLES, OptimizerConfig(), torch.device("cuda"), budget="1MiB")
-
-
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("row", [9, -1])
 def test_a_row_out_of_range_is_an_error_and_changes_nothing(provider, row):
