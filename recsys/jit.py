@@ -2,14 +2,15 @@
 
 A parallel kernel is a loop over parts that share nothing they write; it is told their number, which
 is `num_parts()`. So torch's thread count rules ours, and one thread takes one part. The kernel runs
-on the calling thread alone where there is one part, in a forked child of a process whose threads
-have been at work (the OpenMP runtime does not survive that), and where numba has no threading layer
-that several threads may enter.
+on the calling thread alone where there is one part, in a thread that has said `work_alone()`, in a
+forked child of a process whose threads have been at work (the OpenMP runtime does not survive
+that), and where numba has no threading layer that several threads may enter.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from functools import cache, update_wrapper
 from types import FunctionType
@@ -22,7 +23,7 @@ from numba import njit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ParallelKernel", "kernel", "num_parts", "parallel_kernel"]
+__all__ = ["ParallelKernel", "kernel", "num_parts", "parallel_kernel", "work_alone"]
 
 _F = TypeVar("_F", bound="Callable[..., object]")
 _P = ParamSpec("_P")
@@ -48,7 +49,7 @@ class ParallelKernel(Generic[_P, _R]):
 
     def __call__(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
         """Run it, on several threads where that may be done."""
-        is_shared = torch.get_num_threads() > 1 and _may_share()
+        is_shared = torch.get_num_threads() > 1 and _may_share() and not _thread.works_alone
         return (self._parallel if is_shared else self._serial)(*arguments, **more)
 
     def alone(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
@@ -59,6 +60,22 @@ class ParallelKernel(Generic[_P, _R]):
 def parallel_kernel(function: Callable[_P, _R]) -> ParallelKernel[_P, _R]:
     """The same for a function whose `prange` loops run on several threads."""
     return ParallelKernel(function)
+
+
+def work_alone() -> None:
+    """From now on, run kernels of the calling thread on it alone.
+
+    For a thread that works beside the one that computes: threads of its own would wait, spinning,
+    on the cores that computing needs.
+    """
+    _thread.works_alone = True
+
+
+class _Thread(threading.local):
+    works_alone = False
+
+
+_thread = _Thread()
 
 
 def num_parts() -> int:

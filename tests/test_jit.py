@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numba
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from recsys import jit
+from recsys.embeddings.transfers import TransferQueue
 
 
 def test_a_kernel_runs_where_nothing_can_be_kept_and_says_so(monkeypatch):
@@ -170,3 +172,27 @@ def test_a_parallel_kernel_made_for_a_number_knows_it_on_one_thread_and_on_two()
         torch.set_num_threads(before)
 
     assert numbers.tolist() == [22, 22, 22]
+
+
+def test_a_thread_that_works_alone_runs_kernels_by_itself(monkeypatch):
+    doubled = jit.parallel_kernel(_doubled)
+    monkeypatch.setattr(doubled, "_parallel", lambda *_: "shared")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    numbers = np.arange(3.0)
+
+    with ThreadPoolExecutor(1, initializer=jit.work_alone) as alone, ThreadPoolExecutor(1) as other:
+        assert alone.submit(doubled, numbers).result().tolist() == [0.0, 2.0, 4.0]
+        assert other.submit(doubled, numbers).result() == "shared"
+
+
+def test_what_is_transferred_in_the_background_is_moved_by_one_thread():
+    queue, found = TransferQueue(), []
+    for in_background in (False, True):
+        queue.put(lambda: found.append(jit._thread.works_alone), int, in_background=in_background)
+        queue.settle(is_all=True)
+
+    assert found == [False, True]
+
+
+def _doubled(numbers):
+    return 2 * numbers

@@ -113,6 +113,10 @@ def _compile_kernels(dims: set[int], optimizer: RowOptimizer, *, is_tiered: bool
         for batch_size in (1, large):
             ids = JaggedIds.from_one_hot(["table"], torch.zeros(1, batch_size, dtype=torch.int64))
             module(ids).values().sum().backward()
+        # Rows that come in the background are moved by a thread that works alone.
+        ids = JaggedIds.from_one_hot(["table"], torch.ones(1, 1, dtype=torch.int64))
+        module.prefetch(ids)
+        module(ids).values().sum().backward()
 
 
 def row_optimizer(config: OptimizerConfig) -> RowOptimizer:

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys.embeddings.interrupts import interrupts_held_back
+from recsys.jit import work_alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,7 +101,9 @@ class TransferQueue:
     def _start(self) -> None:
         """Have the queue's thread make one more transfer."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="recsys-transfers")
+            self._thread = ThreadPoolExecutor(
+                1, thread_name_prefix="recsys-transfers", initializer=work_alone
+            )
         try:
             self._thread.submit(self._make_next)
         except RuntimeError:  # the process is ending, and has waited for all threads
