@@ -39,6 +39,7 @@ from recsys.embeddings.tier_report import describe_tiers
 from recsys.errors import AlreadyExists, TrainingDiverged
 from recsys.machine import describe_environment, set_num_threads, tune_allocator
 from recsys.metrics import Metrics, MetricsAccumulator
+from recsys.pipeline.hot_cold_loader import HotColdLoader
 from recsys.pipeline.stalls import STAGES, StageClock
 from recsys.pipeline.timeline import Timeline
 from recsys.progress import Progress
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
-    from recsys.pipeline import HotColdLoader, TrainPipeline
+    from recsys.pipeline import TrainPipeline
 
 __all__ = ["evaluate_run", "evaluate_split", "train"]
 
@@ -189,12 +190,13 @@ def _fit(
             if step == config.timeline_steps:
                 pipeline.record(None)
             is_due = step < num_steps and _is_evaluation_due(step, num_steps, config)
-            if is_due or loader.wants_loss:
+            wants_loss = isinstance(loader, HotColdLoader) and loader.wants_loss
+            if is_due or wants_loss:
                 clock.mark("other")
                 # Or the reader would fill its queue while the clock leaves an evaluation out.
                 loader.finish_reading()
                 clock.mark("load")
-                if loader.wants_loss:
+                if isinstance(loader, HotColdLoader) and wants_loss:
                     loader.observe(_evaluate(model, loader.source, "validation", config).logloss)
                 if is_due:
                     found = _evaluate(model, loader.source, config.eval.split, config)

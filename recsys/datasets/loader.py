@@ -52,8 +52,6 @@ class BatchLoader:
         RuntimeError: an iteration is begun, or a state loaded, while another iteration is running.
     """
 
-    wants_loss = False  # as a loader may whose order rests on losses
-
     def __init__(
         self,
         source: SampleSource,
@@ -110,9 +108,6 @@ class BatchLoader:
             self._is_iterating = False
         self.epoch += 1
         self._next_sample = 0
-
-    def observe(self, loss: float) -> None:
-        """Nothing of this loader's order rests on a loss."""
 
     def finish_reading(self) -> None:
         """Wait until all that is read ahead is there; until the next batch nothing more is read.

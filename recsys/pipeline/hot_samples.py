@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ import numpy as np
 from recsys.embeddings.kernels.counting import worst_levels
 from recsys.embeddings.lookup_blocks import blocks_of_source, samples_of
 from recsys.embeddings.row_counts import RowCounts
+from recsys.files import appearing_whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -56,10 +56,8 @@ def hot_samples(
             return np.unpackbits(packed, count=len(samples)).astype(np.bool_)
     found = find_hot_samples(plan, source, samples)
     try:
-        part = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-        with part.open("wb") as opened:
+        with appearing_whole(file) as partial, partial.open("wb") as opened:
             np.save(opened, np.packbits(found))
-        part.rename(file)
     except OSError as error:
         warnings.warn(
             f"{file}: which samples are hot cannot be kept ({error.strerror}), and is found anew "

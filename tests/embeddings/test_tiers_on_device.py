@@ -387,7 +387,7 @@ def test_a_dtype_cannot_be_changed_of_rows_in_two_tiers(device):
         tiered.double()
 
 
-def test_slots_in_use_stay_where_they_are(device, monkeypatch):
+def test_slots_in_use_stay_where_they_are(device):
     _, tiered = pair(device, SGD(lr=0.5))
     loss = tiered(make_ids(torch.Generator().manual_seed(0), device)).values().sum()
 
