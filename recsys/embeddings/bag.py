@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.plan import HotPlan
     from recsys.embeddings.row_updater import RowUpdater
-    from recsys.embeddings.tiers import Tiers
 
 __all__ = ["HotColdEmbeddingBag"]
 
@@ -190,14 +189,6 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
 
     def _table_groups(self) -> list[TableGroup]:
         return [] if self._group is None else [self._group]
-
-    def _move_slots(self, device: torch.device) -> None:
-        assert self._updater is not None
-        self._updater.move_slots(device)
-
-    def tiers(self) -> list[Tiers]:
-        """Where rows are kept that are not all resident; empty where they are."""
-        return [] if self._updater is None else self._updater.tiers()
 
     def sync(self) -> None:
         """Write back every row that was moved; what is in files is whole then, on the disk.

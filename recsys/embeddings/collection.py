@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from recsys.embeddings.plan import HotPlan
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table import TableConfig
-    from recsys.embeddings.tiers import Tiers
     from recsys.errors import IdOutOfRange
 
 __all__ = ["HotColdEmbeddingBagCollection"]
@@ -230,14 +229,6 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     def _table_groups(self) -> list[TableGroup]:
         return list(dict.fromkeys(group for group, _ in self._places))
-
-    def _move_slots(self, device: torch.device) -> None:
-        assert self._updater is not None
-        self._updater.move_slots(device)
-
-    def tiers(self) -> list[Tiers]:
-        """Where rows are kept that are not all resident; empty where they are."""
-        return [] if self._updater is None else self._updater.tiers()
 
     def sync(self) -> None:
         """Write back every row that was moved; what is in files is whole then, on the disk.

@@ -21,8 +21,10 @@ from recsys.embeddings.table_parameter import plain_grad
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.table_group import TableGroup
+    from recsys.embeddings.tiers import Tiers
 
 __all__ = [
     "AbstractTables",
@@ -36,6 +38,12 @@ __all__ = [
 
 class AbstractTables(nn.Module, ABC):
     """A module with tables that kernels of ours work on."""
+
+    _updater: RowUpdater | None
+
+    def tiers(self) -> list[Tiers]:
+        """Where rows are kept that are not all resident; empty where they are."""
+        return [] if self._updater is None else self._updater.tiers()
 
     @abstractmethod
     def _table_groups(self) -> Sequence[TableGroup]:
@@ -89,10 +97,6 @@ class AbstractTables(nn.Module, ABC):
             group.forget_space()
         return module
 
-    @abstractmethod
-    def _move_slots(self, device: torch.device) -> None:
-        """Have the slots of rows in two tiers on a device from now on."""
-
     def _move_tiers(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Do what `fn` means for slots; what it is to do with everything else."""
         weights = [weight for group in self._table_groups() for weight in group.weights()]
@@ -104,7 +108,8 @@ class AbstractTables(nn.Module, ABC):
                     f"cannot be made {found.dtype} on '{found.device}'; build the module so, or "
                     "without budget="
                 )
-        self._move_slots(found.device)
+        assert self._updater is not None
+        self._updater.move_slots(found.device)
         # Gradients stay beside their tables; the list keeps them what they are.
         staying = [each for weight in weights for each in (weight, plain_grad(weight))]
         numbers = {id(each) for each in staying}

@@ -392,6 +392,6 @@ def test_slots_in_use_stay_where_they_are(device):
     loss = tiered(make_ids(torch.Generator().manual_seed(0), device)).values().sum()
 
     with pytest.raises(ValueError, match="are in use; let go of what was computed before"):
-        tiered._move_slots(torch.device("meta"))
+        tiered.row_optimizer.updater.move_slots(torch.device("meta"))
 
     loss.backward()
