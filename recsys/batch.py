@@ -37,6 +37,7 @@ __all__ = [
     "Pooled",
     "PooledEmbeddings",
     "expand_to_one_batch_size",
+    "places_of_samples",
     "require_one_batch_size",
     "varies_in_batch_size",
 ]
@@ -130,6 +131,33 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
         expanded,
         None if weights is None else weights[of_values],
     )
+
+
+def places_of_samples(offsets: Tensor, batch_size: int, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the values of some samples are among those of F features.
+
+    Args:
+        offsets: Where bags begin.
+        batch_size: B.
+        samples: Which, in any order.
+
+    Returns:
+        Places of values, (N',) int64, feature by feature, and where bags begin among them, (F * M +
+        1,), of the offsets' dtype.
+
+    Shape:
+        offsets (F * B + 1,); samples (M,) int64.
+    """
+    num_features = (len(offsets) - 1) // batch_size if batch_size else 0
+    first_bags = torch.arange(num_features, device=offsets.device) * batch_size
+    bags = (first_bags[:, None] + samples).flatten()
+    begins = offsets[bags].long()
+    lengths = offsets[bags + 1].long() - begins
+    ends = lengths.cumsum(0)
+    chosen = torch.nn.functional.pad(ends, (1, 0))
+    places = torch.arange(int(chosen[-1]), device=offsets.device)
+    places = places + torch.repeat_interleave(begins - chosen[:-1], lengths)
+    return places, chosen.to(offsets.dtype)
 
 
 class JaggedIds:
@@ -254,6 +282,20 @@ class JaggedIds:
         lookups = slice(int(offsets[0]), int(offsets[-1]))
         weights = None if self._weights is None else self._weights[lookups]
         return JaggedIds([key], self._values[lookups], offsets - offsets[0], weights)
+
+    def select(self, samples: Tensor) -> JaggedIds:
+        """Some samples, in the order given; values are copied.
+
+        Shape:
+            samples (M,) int64.
+        """
+        batch_size, samples = self.stride(), samples.to(self._values.device)
+        if self._is_known_one_hot:
+            rows_FM = self._values.view(len(self._keys), batch_size)[:, samples]
+            return self.from_one_hot(self._keys, rows_FM)
+        places, offsets = places_of_samples(self._offsets, batch_size, samples)
+        weights = None if self._weights is None else self._weights[places]
+        return self._unchecked(self._keys, self._values[places], offsets, weights)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedIds:
         """A copy on `device`; itself where it is there already."""
@@ -408,6 +450,18 @@ class Batch:
             self.dense_features.to(device, non_blocking=non_blocking),
             self.sparse_features.to(device, non_blocking=non_blocking),
             self.labels.to(device, non_blocking=non_blocking),
+        )
+
+    def select(self, samples: Tensor) -> Batch:
+        """Some samples, in the order given, as a batch.
+
+        Shape:
+            samples (M,) int64.
+        """
+        return Batch(
+            self.dense_features[samples],
+            self.sparse_features.select(samples),
+            self.labels[samples],
         )
 
     def pin_memory(self) -> Batch:

@@ -138,3 +138,15 @@ def test_a_batch_moves_as_a_whole():
     assert moved.sparse_features.values().device.type == "meta"
     assert len(batch) == 2
     assert batch.sparse_features.to("cpu") is batch.sparse_features
+
+
+def test_samples_are_chosen_in_any_order():
+    ids = JaggedIds.from_one_hot(["a", "b"], torch.arange(8).view(2, 4))
+
+    chosen = ids.select(torch.tensor([3, 1]))
+
+    assert chosen.is_known_one_hot()
+    assert chosen.values().tolist() == [3, 1, 7, 5]
+    nothing = ids.select(torch.empty(0, dtype=torch.int64))
+    assert nothing.stride() == 0
+    assert len(nothing.values()) == 0

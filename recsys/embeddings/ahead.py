@@ -2,6 +2,7 @@
 
     prefetch   -> a claim, whose rows come in the background
     forward    <- the claim of the very same ids, if there is one; any other is left alone
+    split      -> claims of some of its samples each, for the forwards of these alone
     pressure   -> claims are given up, the last one first, before a lookup is refused
 
 A claim is a ticket like any other, so it holds slots, never copies of rows: a row that is moved by
@@ -10,15 +11,17 @@ the mini-batches before is the newest when its own comes (C1).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from torch import Tensor
+
+    from recsys.embeddings.claimed_ids import ClaimedIds
     from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
     from recsys.embeddings.residency import Ticket
 
@@ -30,19 +33,28 @@ class AheadClaim:
 
     Args:
         lookups: What is looked up where.
-        bags: The input.
+        ids: The input.
+        layers: The lookups of each ticket.
         tickets: Have the slots.
+        kept_in: Those of the group, which it is one of.
 
     Attributes:
+        batch_size: B.
         is_taken: Whether its lookup has come.
     """
 
-    def __init__(self, lookups: Lookups, bags: Bags, tickets: Sequence[Ticket]) -> None:
-        self._places = lookups.tables, lookups.positions
-        # Copies: the caller's may be overwritten with other ids, in the same memory.
-        self._values, self._offsets = _copied(bags.values), _copied(bags.offsets)
-        self._batch_size = bags.batch_size
+    def __init__(
+        self,
+        lookups: Lookups,
+        ids: ClaimedIds,
+        layers: Sequence[Lookups],
+        tickets: Sequence[Ticket],
+        kept_in: AheadClaims,
+    ) -> None:
+        self._lookups, self._ids, self._layers = lookups, ids, layers
         self._tickets: Sequence[Ticket] | None = tickets
+        self._kept_in = kept_in
+        self.batch_size = ids.batch_size
         self.is_taken = False
 
     @property
@@ -53,12 +65,35 @@ class AheadClaim:
     def is_of(self, lookups: Lookups, bags: Bags) -> bool:
         """Whether these are the very same ids, looked up in the same tables."""
         return (
-            self._batch_size == bags.batch_size
-            and _is_same(self._places[0], lookups.tables)
-            and _is_same(self._places[1], lookups.positions)
-            and _is_same(self._values, bags.values)
-            and _is_same(self._offsets, bags.offsets)
+            np.array_equal(self._lookups.tables, lookups.tables)
+            and np.array_equal(self._lookups.positions, lookups.positions)
+            and self._ids.are_of(bags)
         )
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all of its rows have come."""
+        return all(ticket.is_here for ticket in self._tickets or ())
+
+    def missing_samples(self) -> Tensor:
+        """Which samples had a row to be fetched when it was made, (B,) bool, on the CPU."""
+        found = torch.zeros(self.batch_size, dtype=torch.bool)
+        for layer, ticket in zip(self._layers, self._tickets or (), strict=True):
+            found |= self._ids.samples_with(ticket.was_missing(), layer.positions.tolist()).cpu()
+        return found
+
+    def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[AheadClaim]:
+        """Claims of some of its samples each, in its place.
+
+        Args:
+            parts: Samples, (M,) int64 on the CPU, and whether some of them are `missing_samples`.
+        """
+        tickets, claims = self.take(), []
+        for samples, was_missing in parts:
+            places, ids = self._ids.select(samples)
+            own = [ticket.share(places, was_missing=was_missing) for ticket in tickets]
+            claims.append(self._kept_in.add(self._lookups, ids, self._layers, own))
+        return claims
 
     def take(self) -> Sequence[Ticket]:
         """Its tickets, which are the caller's from now on."""
@@ -85,12 +120,20 @@ class AheadClaims:
         self._claims = [claim for claim in self._claims if claim.is_held]
         return bool(self._claims)
 
-    def add(self, claim: AheadClaim) -> None:
-        """Keep a claim until its lookup comes."""
+    def add(
+        self,
+        lookups: Lookups,
+        ids: ClaimedIds,
+        layers: Sequence[Lookups],
+        tickets: Sequence[Ticket],
+    ) -> AheadClaim:
+        """Make a claim, and keep it until its lookup comes; arguments as for `AheadClaim`."""
+        claim = AheadClaim(lookups, ids, layers, tickets, self)
         if self:  # forgets those that were given up
             self._claims.append(claim)
         else:
             self._claims = [claim]
+        return claim
 
     def take(self, lookups: Lookups, bags: Bags) -> Sequence[Ticket] | None:
         """The tickets of a lookup; None where nobody has claimed them ahead.
@@ -142,22 +185,32 @@ class Prefetched:
         """Whether slots were needed for another lookup, or `cancel` was called."""
         return any(not claim.is_held and not claim.is_taken for claim in self._claims)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether all rows have come."""
+        return all(claim.is_here for claim in self._claims)
+
     def cancel(self) -> None:
         """Give the slots back, if the lookup has not come; it is computed right all the same."""
         for claim in self._claims:
             claim.give_up()
 
+    def batch_sizes(self) -> set[int]:
+        """B of every claim: more than one where not all of them are of the same samples."""
+        return {claim.batch_size for claim in self._claims}
 
-def _copied(ids: Any) -> Any:
-    if ids is None:
-        return None
-    return ids.clone() if isinstance(ids, Tensor) else ids.copy()
+    def missing_samples(self) -> list[Tensor]:
+        """By claim: which samples had a row to be fetched when it was made, (B,) bool."""
+        return [claim.missing_samples() for claim in self._claims]
 
+    def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[Prefetched]:
+        """What is claimed for the lookups of some samples each, in place of the whole.
 
-def _is_same(known: Any, other: Any) -> bool:
-    """Whether two arrays, or tensors on a device, which the host then waits for, are equal."""
-    if known is other or known is None or other is None:
-        return known is other
-    if isinstance(known, Tensor):
-        return torch.equal(known, other)
-    return np.array_equal(known, other)
+        A part whose rows were all in slots does not wait for those of the others. All slots stay
+        claimed until the last of them is given back.
+
+        Args:
+            parts: As for `AheadClaim.split`.
+        """
+        found = [claim.split(parts) for claim in self._claims]
+        return [Prefetched(claims[number] for claims in found) for number in range(len(parts))]

@@ -13,9 +13,17 @@ import numpy as np
 import torch
 
 from recsys.embeddings.hot_tier import AbstractHotTier
-from recsys.embeddings.kernels.slots import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED
+from recsys.embeddings.kernels.slots import (
+    AWAITED,
+    DIRTY,
+    EMPTY,
+    MARKED,
+    NOWHERE,
+    PINNED,
+    POPULAR,
+)
 from recsys.embeddings.row_space import compute_dtype
-from recsys.embeddings.slot_map import Moves, NoSuchRow, Shortage, SlotClaim
+from recsys.embeddings.slot_map import Moves, NoSuchRow, Shortage, SlotClaim, fewest_uses
 from recsys.embeddings.staging import Staging
 from recsys.embeddings.torch_kernels.bags import layers_of, rows_of
 from recsys.embeddings.torch_kernels.pooled_lookup import pooled_lookup
@@ -25,6 +33,7 @@ from recsys.embeddings.torch_kernels.slots import (
     claim,
     distinct_rows,
     first_unpinned,
+    let_go,
     mark_dirty,
     num_needed,
     release,
@@ -169,6 +178,31 @@ class DeviceSlotMap:
             slots.row_of_slot[written_at] = written_rows.int()
             slots.slot_of_row[written_rows] = written_at.int()
             slots.flags[written_at] |= DIRTY
+
+    def are_among(self, slot_of_value: Tensor, slots: NDArray[np.int32]) -> Tensor:
+        """See `SlotMap`."""
+        flags, marked = self._slots.flags, _long(slots, self._hot.rows.device)
+        flags[marked] |= MARKED
+        found = torch.gt(flags[slot_of_value] & MARKED, 0)
+        flags[marked] &= 255 - MARKED
+        return found
+
+    def pin_popular(self, num_slots: int) -> tuple[int, int]:
+        """See `SlotMap`; the host waits, to know how many uses are enough."""
+        slots = self._slots
+        uses = slots.num_uses
+        was_popular = (slots.flags & POPULAR) > 0
+        may_be = self._is_full() & (was_popular | ((slots.flags & PINNED) == 0))
+        num_planned = int(((slots.flags & PINNED) > 0).sum() - was_popular.sum())
+        counts = torch.bincount(uses[may_be], minlength=256).cpu().numpy()
+        enough = fewest_uses(counts, num_slots - num_planned)
+        is_popular = may_be & (uses.long() >= enough)  # 256 is no uint8
+        given_up = (was_popular & ~is_popular).nonzero().flatten()
+        slots.flags[is_popular] |= PINNED | POPULAR
+        uses[is_popular] >>= 1
+        let_go(slots, given_up)
+        self._first_slot = first_unpinned(slots)
+        return int((is_popular & ~was_popular).sum()), len(given_up)
 
     def release(self, held: Tensor) -> None:
         """See `SlotMap`."""

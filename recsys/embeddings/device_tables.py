@@ -65,6 +65,11 @@ class AbstractTables(nn.Module, ABC):
             if group.kernels.errors is not None:
                 group.kernels.errors.check()
 
+    @property
+    def row_updater(self) -> RowUpdater | None:
+        """What moves the rows; None where gradients are left to an optimizer of torch's."""
+        return self._updater
+
     def settle(self) -> None:
         """Where rows are in two tiers, leave none under way, and no slot claimed.
 

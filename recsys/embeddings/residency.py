@@ -34,6 +34,7 @@ from recsys.embeddings.transfers import TransferQueue
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.cold_store import ColdStore
@@ -81,15 +82,37 @@ class TierCounts(NamedTuple):
 class Ticket:
     """One mini-batch's claim on slots, until it is released or nobody has it any more.
 
+    Args:
+        residency: Whose slots they are.
+        slot_of_value: As below.
+        hold: Its slots, which other tickets may have, too.
+        after: The transfer that it waits for.
+
     Attributes:
         slot_of_value: (N,), an array or a tensor where the slots are; of values that were not asked
             for, any slot.
-        held: Its slots, as the map has them; None once they are given back.
     """
 
-    def __init__(self, residency: Residency, slot_of_value: Any, held: Any, after: int) -> None:
-        self.slot_of_value, self.held = slot_of_value, held
+    def __init__(self, residency: Residency, slot_of_value: Any, hold: _Hold, after: int) -> None:
+        self.slot_of_value = slot_of_value
         self._residency, self._after = residency, after
+        self._hold: _Hold | None = hold
+        self._after_hits, self._missing = after, np.empty(0, np.int32)
+        self._waits_for: Any = None
+
+    @property
+    def held(self) -> Any:
+        """Its slots, as the map has them; None once they are given back."""
+        return None if self._hold is None else self._hold.slots
+
+    def expect(self, transfer: int, slots: NDArray[np.int32]) -> None:
+        """Rows are on their way to it.
+
+        Args:
+            transfer: Which brings them.
+            slots: Where to.
+        """
+        self._after, self._missing = transfer, slots
 
     def wait(self) -> None:
         """Wait until every row has come.
@@ -101,17 +124,56 @@ class Ticket:
         with self._residency.waiting():
             self._residency.queue.wait(self._after)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether nothing is left to wait for."""
+        return self._residency.queue.is_done(self._after)
+
+    def was_missing(self) -> Tensor:
+        """Which values' rows had to be fetched for it, (N,) bool, where the slots are."""
+        return self._residency.map.are_among(self.slot_of_value, self._missing)
+
+    def share(self, places: Tensor, *, was_missing: bool) -> Ticket:
+        """A ticket of some of its values, which keeps all of its slots.
+
+        Args:
+            places: Which values, (M,) int64, where the slots are.
+            was_missing: Whether one of their rows was in no slot; if none was, nobody has to wait
+                for those that were.
+        """
+        assert self._hold is not None
+        after = self._after if was_missing else self._after_hits
+        part = Ticket(self._residency, _at(self.slot_of_value, places), self._hold, after)
+        if not was_missing:
+            are_missing = self._residency.map.are_among(self.held, self._missing)
+            part._waits_for = _at(self.held, (~are_missing).nonzero().flatten())
+        return part
+
+    @property
+    def waits_for(self) -> Any:
+        """Those of its slots whose rows have come when it has waited."""
+        return self.held if self._waits_for is None else self._waits_for
+
     def release(self) -> None:
         """Give the slots back; a second time does nothing."""
-        held, self.held = self.held, None
-        if held is not None:
-            # Whoever drops the last reference may be any thread, in the middle of anything.
-            self._residency.released.append(held)
+        self._hold = None
+
+
+def _at(slots: Any, places: Tensor) -> Any:
+    """Some of an array or a tensor of slots."""
+    return slots[places] if isinstance(slots, torch.Tensor) else slots[places.numpy()]
+
+
+class _Hold:
+    """Slots that a ticket has, or several; given back when none of them is left."""
+
+    def __init__(self, slots: Any, released: deque[Any]) -> None:
+        self.slots, self._released = slots, released
 
     def __del__(self) -> None:
-        held, self.held = self.held, None  # no call that Ctrl-C could come in
-        if held is not None:
-            self._residency.released.append(held)
+        # Whoever drops the last reference may be any thread, in the middle of anything: no call
+        # that Ctrl-C could come in.
+        self._released.append(self.slots)
 
 
 class Residency:
@@ -138,6 +200,7 @@ class Residency:
         self.queue = TransferQueue()
         self.released: deque[Any] = deque()
         self._has_warned = False
+        self._most_rows = 0  # of a ticket
 
     def prefetch(
         self, lookups: Lookups, bags: Any, *, in_background: bool = False, may_unpin: bool = True
@@ -163,7 +226,9 @@ class Residency:
             raise NotEnoughSlots(self, shortage.num_needed) from None
         finally:
             self._tell_of_unpinned()
-        ticket = Ticket(self, claim.slot_of_value, claim.held, self.queue.last)
+        hold = _Hold(claim.held, self.released)
+        ticket = Ticket(self, claim.slot_of_value, hold, self.queue.last)
+        self._most_rows = max(self._most_rows, claim.num_rows)
         moves, old = claim.moves, self.counts
         self.counts = TierCounts(
             num_lookups=old.num_lookups + claim.num_lookups,
@@ -177,7 +242,7 @@ class Residency:
             move = _Move(self, moves)
             with self.waiting():
                 self.queue.put(move.run, move.undo, in_background=in_background)
-            ticket._after = self.queue.last
+            ticket.expect(self.queue.last, moves.fetched_slots)
         elif not in_background:
             ticket.wait()
         return ticket
@@ -229,6 +294,25 @@ class Residency:
         finally:
             self.exposed_seconds += perf_counter() - begin
 
+    def pin_popular(self, share: float, num_mini_batches: int) -> tuple[int, int]:
+        """Keep the rows that are used most until the next call, beside those of a plan.
+
+        Which they are is told by the uses that are counted for the clock's hand; of rows kept they
+        are halved at each call, so that those that are used no more are let go. Where a mini-batch
+        needs their slots, they give way to its rows, and before those of a plan.
+
+        Args:
+            share: Of the slots, at most, with those of the plan.
+            num_mini_batches: Of as many, the largest so far, the rows have room beside them.
+
+        Returns:
+            How many rows are kept now that were not before, and how many not any more.
+        """
+        self._collect()
+        num_slots = self.hot.num_slots
+        room = num_slots - num_mini_batches * self._most_rows
+        return self.map.pin_popular(max(0, min(int(share * num_slots), room)))
+
     @property
     def num_claimed(self) -> int:
         """Slots that tickets hold."""
@@ -238,7 +322,7 @@ class Residency:
     def mark_moved(self, ticket: Ticket) -> None:
         """Note that the rows of a ticket have been moved."""
         assert ticket.held is not None
-        self.map.mark_dirty(ticket.held)
+        self.map.mark_dirty(ticket.waits_for)
 
     def flush(self) -> None:
         """Write back every row that has been moved; all stay where they are.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -22,7 +23,7 @@ from recsys.errors import BudgetTooSmall
 from recsys.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -115,10 +116,7 @@ class RowUpdater:
     def _begin(self, backward_pass: int) -> None:
         if not self.auto_apply or self._queued_for == backward_pass:
             return
-        # What an earlier pass has left behind, ended by an error, is no part of this one. `grad`
-        # stays: this pass may have reached tables otherwise already.
-        for group in self._groups:
-            group.group.ledger.clear()
+        self._clear_ledgers()
         self._queued_for = backward_pass
         # Behind the whole pass: another lookup of it may add to the ledger.
         Variable._execution_engine.queue_callback(self.update_rows)
@@ -129,6 +127,32 @@ class RowUpdater:
         with torch._C.DisableTorchFunctionSubclass():  # it is us who read the tables
             for group in self._groups:
                 group.update_rows()
+
+    @contextmanager
+    def moving_once(self) -> Iterator[None]:
+        """Where rows move at the end of each backward pass: behind the last one inside, for all.
+
+        Where an error is raised, none moves.
+        """
+        if not self.auto_apply:
+            yield
+            return
+        self.auto_apply = False
+        self._clear_ledgers()
+        try:
+            yield
+            self.update_rows()
+        finally:
+            self.auto_apply = True
+            self._clear_ledgers()
+
+    def _clear_ledgers(self) -> None:
+        """What an earlier pass has left behind, ended by an error, is no part of the next one.
+
+        `grad` stays: the next pass may have reached tables otherwise already.
+        """
+        for group in self._groups:
+            group.group.ledger.clear()
 
     def tier(
         self,

@@ -11,13 +11,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from recsys.embeddings.kernels.slots import (
     AWAITED,
     DIRTY,
     EMPTY,
+    MARKED,
+    MIN_POPULAR_USES,
     NOWHERE,
     PINNED,
+    POPULAR,
     Claim,
     Requests,
     claim_rows,
@@ -38,7 +42,15 @@ if TYPE_CHECKING:
     from recsys.embeddings.hot_tier import HotTier
     from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
 
-__all__ = ["HostSlotMap", "Moves", "NoSuchRow", "Shortage", "SlotClaim", "SlotMap"]
+__all__ = [
+    "HostSlotMap",
+    "Moves",
+    "NoSuchRow",
+    "Shortage",
+    "SlotClaim",
+    "SlotMap",
+    "fewest_uses",
+]
 
 
 class NoSuchRow(Exception):  # never leaves this package: callers say which id it is
@@ -103,7 +115,7 @@ class SlotMap(Protocol):
     """Which row is in which slot. Rows count over all tables of the row space.
 
     Attributes:
-        num_unpinned: Pinned rows that had to give way to mini-batches, since the beginning.
+        num_unpinned: A plan's rows that had to give way to mini-batches, since the beginning.
     """
 
     num_unpinned: int
@@ -118,8 +130,8 @@ class SlotMap(Protocol):
         Args:
             lookups: What is looked up where.
             bags: The input, as kernels of the slots' device take it.
-            may_unpin: Whether pinned rows that nobody needs give way where slots are few, the least
-                popular first.
+            may_unpin: Whether pinned rows that nobody needs give way where slots are few: those
+                pinned by their uses first, then the plan's, the least popular first.
 
         Raises:
             NoSuchRow: a value is no row of its table.
@@ -132,6 +144,16 @@ class SlotMap(Protocol):
         Args:
             moves: Of a claim, and none of a later one is left to be undone.
             has_written: Whether those to be written back have been.
+        """
+
+    def are_among(self, slot_of_value: Any, slots: NDArray[np.int32]) -> Tensor:
+        """Which values' slots are some of these, (N,) bool, where the slots are."""
+
+    def pin_popular(self, num_slots: int) -> tuple[int, int]:
+        """See `Residency.pin_popular`.
+
+        Args:
+            num_slots: So many pinned ones at most; a plan's are among them.
         """
 
     def release(self, held: Any) -> None:
@@ -228,6 +250,29 @@ class HostSlotMap:
             slots.slot_of_row[moves.written_rows] = moves.written_slots
             slots.flags[moves.written_slots] |= DIRTY
 
+    def are_among(self, slot_of_value: NDArray[np.int32], slots: NDArray[np.int32]) -> Tensor:
+        """See `SlotMap`."""
+        flags = self._slots.flags
+        flags[slots] |= np.uint8(MARKED)
+        found = torch.from_numpy(flags[slot_of_value] & np.uint8(MARKED) > 0)
+        flags[slots] &= np.uint8(255 - MARKED)
+        return found
+
+    def pin_popular(self, num_slots: int) -> tuple[int, int]:
+        """See `SlotMap`."""
+        slots, flags, uses = self._slots, self._slots.flags, self._slots.num_uses
+        was_popular = (flags & POPULAR) > 0
+        may_be = (slots.row_of_slot != EMPTY) & (was_popular | ((flags & PINNED) == 0))
+        num_planned = int(((flags & PINNED) > 0).sum() - was_popular.sum())
+        counts = np.bincount(uses[may_be], minlength=256)
+        is_popular = may_be & (uses >= fewest_uses(counts, num_slots - num_planned))
+        given_up = np.flatnonzero(was_popular & ~is_popular)
+        flags[is_popular] |= np.uint8(PINNED | POPULAR)
+        uses[is_popular] >>= np.uint8(1)
+        self._let_go(given_up)
+        self._num_idle = int(((slots.num_claims == 0) & ((flags & PINNED) == 0)).sum())
+        return int((is_popular & ~was_popular).sum()), len(given_up)
+
     def release(self, held: NDArray[np.int32]) -> None:
         """See `SlotMap`."""
         self._num_idle += release_slots(self._slots, held)
@@ -281,13 +326,20 @@ class HostSlotMap:
     def _unpin(self, count: int) -> None:
         slots = self._slots
         pinned = np.flatnonzero(((slots.flags & PINNED) > 0) & (slots.num_claims == 0))
-        given_up = pinned[len(pinned) - min(count, len(pinned)) :]
-        slots.flags[given_up] &= np.uint8(255 - PINNED)
+        is_popular = (slots.flags[pinned] & POPULAR) > 0
+        # The first of a plan's rows is its most popular, and has the first slot.
+        given_up = np.concatenate([pinned[is_popular], pinned[~is_popular][::-1]])[:count]
+        self.num_unpinned += max(0, len(given_up) - int(is_popular.sum()))
+        self._let_go(given_up)
+        self._num_idle += len(given_up)
+
+    def _let_go(self, given_up: NDArray[np.int64]) -> None:
+        """Pin slots no more; the counting of those that are idle is the caller's."""
+        slots = self._slots
+        slots.flags[given_up] &= np.uint8(255 - PINNED - POPULAR)
         empty = given_up[slots.slot_of_row[slots.row_of_slot[given_up]] >= AWAITED]
         slots.slot_of_row[slots.row_of_slot[empty]] = NOWHERE
         slots.row_of_slot[empty] = EMPTY
-        self._num_idle += len(given_up)
-        self.num_unpinned += len(given_up)
 
     def _requests_of(self, lookups: Lookups, bags: Bags) -> Requests:
         firsts = lookups.positions.astype(np.int64) * bags.batch_size
@@ -306,6 +358,18 @@ class HostSlotMap:
 
 
 _MOST_KEPT = 64
+
+
+def fewest_uses(counts: NDArray[np.int64], num_slots: int) -> int:
+    """How often a row must have been used to be among the popular ones.
+
+    Args:
+        counts: Of rows, by uses.
+        num_slots: As many rows at most, of which all with as many uses are, or none.
+    """
+    num_with = counts[::-1].cumsum()[::-1]  # so many uses or more
+    fitting = np.flatnonzero(num_with <= num_slots)
+    return max(MIN_POPULAR_USES, int(fitting[0]) if len(fitting) else len(counts))
 
 
 def _segments(

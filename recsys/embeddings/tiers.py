@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from recsys.embeddings.ahead import AheadClaim, AheadClaims
+from recsys.embeddings.ahead import AheadClaims
+from recsys.embeddings.claimed_ids import ClaimedIds
 from recsys.embeddings.cold_store import HostStore
 from recsys.embeddings.device_slots import DeviceHotTier
 from recsys.embeddings.file_store import FileStore
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from recsys.embeddings.ahead import AheadClaim
     from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.hot_tier import AbstractHotTier
     from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
@@ -169,13 +171,12 @@ class Tiers:
             self.heed_others(tables)
             # Whoever has looked at the tables may write to them until the lookup comes.
             self._is_exposed = is_exposed
+            layers = self._layers_of(lookups)
             tickets = [
                 self.residency.prefetch(layer, bags, in_background=True, may_unpin=False)
-                for layer in self._layers_of(lookups)
+                for layer in layers
             ]
-            claim = AheadClaim(lookups, bags, tickets)
-            self.ahead.add(claim)
-        return claim
+            return self.ahead.add(lookups, ClaimedIds.copy(bags), layers, tickets)
 
     def settle(self) -> None:
         """Leave nothing under way: claims made ahead are given up, transfers waited for."""

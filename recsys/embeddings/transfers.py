@@ -65,6 +65,10 @@ class TransferQueue:
         """The number of the transfer last put in; 0 where none is under way."""
         return self._num_put if self._num_done < self._num_put else 0
 
+    def is_done(self, number: int) -> bool:
+        """Whether a transfer and all before it are made."""
+        return self._error is None and self._num_done >= number
+
     def put(
         self, run: Callable[[], None], undo: Callable[[], None], *, in_background: bool
     ) -> None:

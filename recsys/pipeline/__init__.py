@@ -1,8 +1,9 @@
 """What runs when: rows of mini-batches to come are fetched while others are computed on.
 
-    schedule            Sequential, LookAhead: values that say what runs when
+    schedule            Sequential, LookAhead, Hotline: values that say what runs when
     train_pipeline      TrainPipeline.progress: one step of training
     inputs              which module will look up which ids of a mini-batch
+    popular_split       Hotline's parts of a mini-batch; micro_batches: how it is taken apart
     stalls              where the time went; timeline: the same to be looked at
 
 No schedule changes a number. FAE changes the order of samples instead:
@@ -13,8 +14,8 @@ No schedule changes a number. FAE changes the order of samples instead:
 """
 
 from recsys.pipeline.hot_cold_loader import HotColdLoader
-from recsys.pipeline.schedule import LookAhead, Sequential
+from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.shuffle_scheduler import FAE
 from recsys.pipeline.train_pipeline import TrainPipeline
 
-__all__ = ["FAE", "HotColdLoader", "LookAhead", "Sequential", "TrainPipeline"]
+__all__ = ["FAE", "HotColdLoader", "Hotline", "LookAhead", "Sequential", "TrainPipeline"]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.ahead import Prefetched
     from recsys.embeddings.tiers import Tiers
 
-__all__ = ["Inputs", "cancel"]
+__all__ = ["Inputs", "cancel", "is_torchrec"]
 
 _Ours = HotColdEmbeddingBag | HotColdEmbeddingBagCollection
 _MOST_NESTED = 4
@@ -152,7 +152,7 @@ def _fits(module: nn.Module, features: Features) -> bool:
 
 def _features_in(value: Any, depth: int = 0) -> Iterator[Features]:
     """The sparse features that a mini-batch has, in whatever it keeps them."""
-    if isinstance(value, JaggedIds) or _is_torchrec(value):
+    if isinstance(value, JaggedIds) or is_torchrec(value):
         yield cast("Features", value)
         return
     if depth == _MOST_NESTED or isinstance(value, Tensor | nn.Module | str | bytes):
@@ -168,7 +168,8 @@ def _features_in(value: Any, depth: int = 0) -> Iterator[Features]:
         yield from _features_in(part, depth + 1)
 
 
-def _is_torchrec(value: Any) -> bool:
+def is_torchrec(value: Any) -> bool:
+    """Whether it is a `KeyedJaggedTensor`."""
     # Who has one has imported it; importing it here takes seconds.
     library = sys.modules.get("torchrec.sparse.jagged_tensor")
     return library is not None and isinstance(value, library.KeyedJaggedTensor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,9 @@ import torch
 
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.pipeline.inputs import Inputs, cancel
-from recsys.pipeline.schedule import LookAhead, Sequential
+from recsys.pipeline.micro_batches import join_outputs
+from recsys.pipeline.popular_split import PopularSplit
+from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.stalls import StageClock
 from recsys.sizes import format_bytes
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from recsys.embeddings.ahead import Prefetched
+    from recsys.pipeline.popular_split import MicroBatch
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.timeline import Timeline
 
@@ -40,7 +44,8 @@ _STEPS_UNTIL_DEEPER = 16
 class TrainPipeline:
     """Takes mini-batches from an iterator, and trains a model on one at each `progress`.
 
-    Losses and rows are those of a plain loop, to the last bit, whatever the schedule. Between two
+    Losses and rows are those of a plain loop, to the last bit, whatever the schedule; but for the
+    order in which floats are summed, where `Hotline` splits a mini-batch. Between two
     steps the model is a model like any other: evaluation, checkpoints and `weight` have every row's
     newest value. An error, or Ctrl-C, gives back what was claimed for mini-batches to come; the
     next `progress` goes on with the mini-batch behind.
@@ -66,6 +71,7 @@ class TrainPipeline:
     Attributes:
         schedule: As above, with nothing left out.
         clock: As above.
+        popular_split: What splits mini-batches, and has counted them; None unless `Hotline` does.
     """
 
     def __init__(
@@ -87,14 +93,17 @@ class TrainPipeline:
         if schedule is None:
             schedule = LookAhead() if self._inputs.modules else Sequential()
         self.schedule = schedule
-        self._depth = schedule.depth if isinstance(schedule, LookAhead) else 0
-        if self._depth and not self._inputs.modules:
+        self._depth = 0 if isinstance(schedule, Sequential) else schedule.depth
+        self.popular_split: PopularSplit | None = None
+        if schedule != Sequential() and not self._inputs.modules:
             self._depth = 0
             warnings.warn(
                 f"schedule={schedule} has no effect: every row is in fast memory, and none has to "
                 "be fetched; leave it out, or give the tables a budget",
                 stacklevel=2,
             )
+        elif isinstance(schedule, Hotline):
+            self.popular_split = PopularSplit(schedule, model, self._inputs.tiers())
         self._room = self._depth  # mini-batches ahead that there is room for
         self._steps_in_room = 0
         self._has_warned_of_room = self._has_warned_of_others = False
@@ -202,30 +211,73 @@ class TrainPipeline:
             del error  # it has this frame
 
     def _step(self, current: _MiniBatch) -> tuple[Tensor, Any]:
-        is_training = self._model.training
-        if is_training:
-            for optimizer in self._optimizers:
-                optimizer.zero_grad()
-            if self._depth:
-                self._look_ahead(current)
+        if not self._model.training:
+            found = self._compute(current.batch)
+            cancel(current.claims)
+            return found
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        if self._depth or self.popular_split:
+            self._look_ahead(current)
+        parts = self._split(current)
+        if parts:
+            loss, output = self._learn_from_parts(parts)
+        else:
+            loss, output = self._learn_from(current.batch, current.claims)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        if self.popular_split:
+            self.popular_split.learn()
+        self.clock.mark("update")
+        return loss, output
+
+    def _split(self, current: _MiniBatch) -> list[MicroBatch]:
+        if self.popular_split is None:
+            return []
+        parts = self.popular_split.split(current.batch, current.claims)
+        if parts:  # which have the claims now
+            current.claims = [claim for part in parts for claim in part.claims]
+        return parts
+
+    def _compute(self, batch: Any) -> tuple[Tensor, Any]:
         exposed = self._exposed_seconds()
         try:
-            loss, output = self._forward(current.batch)
+            found = self._forward(batch)
         except StopIteration as error:  # or the loop would take it for the end of the data
             raise RuntimeError("the model raised StopIteration") from error
         self.clock.mark("forward", self._exposed_seconds() - exposed)
-        if not is_training:
-            cancel(current.claims)
-            return loss, output
-        if any(claim.is_held for claim in current.claims or ()):
-            cancel(current.claims)
+        return found
+
+    def _learn_from(
+        self, batch: Any, claims: Sequence[Prefetched] | None, share: float = 1.0
+    ) -> tuple[Tensor, Any]:
+        """Forward and backward.
+
+        Args:
+            batch: A mini-batch, or a part of one.
+            claims: What is claimed for it.
+            share: Of the mini-batch, as a mean over samples has to be weighted.
+        """
+        loss, output = self._compute(batch)
+        if any(claim.is_held for claim in claims or ()):
+            cancel(claims)
             self._warn_of_other_ids()
-        (loss.sum() if loss.dim() else loss).backward()
+        total = loss.sum() if loss.dim() else loss
+        if share != 1.0 and not loss.dim():
+            total = total * share
+        total.backward()  # type: ignore[no-untyped-call]
         self.clock.mark("backward")
-        for optimizer in self._optimizers:
-            optimizer.step()
-        self.clock.mark("update")
         return loss.detach(), output
+
+    def _learn_from_parts(self, parts: Sequence[MicroBatch]) -> tuple[Tensor, Any]:
+        """As from the whole: gradients add up, and rows are moved once."""
+        with ExitStack() as stack:
+            for module in self._inputs.modules.values():
+                if module.row_updater is not None:
+                    stack.enter_context(module.row_updater.moving_once())
+            found = [self._learn_from(part.batch, part.claims, part.share) for part in parts]
+            loss, output = join_outputs(found, [part.samples for part in parts])
+        return loss, output
 
     def _look_ahead(self, current: _MiniBatch) -> None:
         """Claim slots for the current mini-batch, then for those ahead, as far as there is room."""

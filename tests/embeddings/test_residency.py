@@ -18,7 +18,7 @@ from recsys.embeddings.device_slots import DeviceHotTier
 from recsys.embeddings.file_store import FileStore
 from recsys.embeddings.hot_tier import HotTier
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
-from recsys.embeddings.kernels.slots import DIRTY
+from recsys.embeddings.kernels.slots import DIRTY, PINNED, POPULAR
 from recsys.embeddings.residency import NotEnoughSlots, Residency
 from recsys.embeddings.row_space import RowSpace
 from recsys.embeddings.slot_map import NoSuchRow
@@ -245,6 +245,36 @@ class ResidencyMachine(RuleBasedStateMachine):
             ticket.release()
 
     @precondition(lambda self: self.tickets)
+    @rule(data=st.data(), moves=st.booleans())
+    def split(self, data, moves):
+        """What has come when a ticket is shared out may be computed on before the rest comes."""
+        ticket, wanted = self.tickets.pop(data.draw(st.integers(0, len(self.tickets) - 1)))
+        is_missing = ticket.was_missing()
+        sides = []
+        for mask in (~is_missing, is_missing):
+            places = mask.nonzero().flatten()
+            part = ticket.share(places, was_missing=mask is is_missing)
+            sides.append((part, [wanted[place] for place in places.tolist()]))
+        del ticket
+        here, coming = sides
+        try:
+            here[0].wait()
+        except OSError:
+            return
+        self.world.require_here(*here)
+        if moves:
+            self.world.move(*here)
+        self.tickets += [here, coming] if moves else [coming]
+
+    @rule(share=st.sampled_from([0, 0.3, 1]), num_mini_batches=st.integers(0, 2))
+    def pin_popular(self, share, num_mini_batches):
+        self.world.residency.pin_popular(share, num_mini_batches)
+        flags = torch.as_tensor(self.world.residency.hot.slots.flags)
+        num_popular = int(((flags & POPULAR) > 0).sum())
+        assert num_popular <= share * self.world.residency.hot.num_slots
+        assert not ((flags & POPULAR) > 0)[(flags & PINNED) == 0].any()
+
+    @precondition(lambda self: self.tickets)
     @rule()
     def drop(self):
         self.tickets.pop(0)
@@ -296,6 +326,9 @@ class ResidencyMachine(RuleBasedStateMachine):
                 assert int(slots.slot_of_row[row]) & ~(1 << 30) == slot
         held = [slot for slot in slots.slot_of_row.tolist() if slot >= 0]
         assert len(held) == int((slots.row_of_slot >= 0).sum())
+        if not self.world.is_on_device:
+            is_idle = (slots.num_claims == 0) & ((slots.flags & PINNED) == 0)
+            assert self.world.residency.map._num_idle == is_idle.sum()
 
     def teardown(self):
         if hasattr(self, "world"):

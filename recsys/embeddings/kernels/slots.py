@@ -4,7 +4,8 @@
     row_of_slot   row of a slot; EMPTY
     num_claims    how many tickets need the row that a slot holds
     num_uses      how often tickets have asked for it, halved whenever a slot is looked for
-    flags         PINNED: the slot is its row's for good; DIRTY: the cold store has an older value
+    flags         PINNED: the slot is its row's for good; DIRTY: the cold store has an older value;
+                  POPULAR: pinned by its uses, until they are looked at again
 
 A row number here counts over all tables of the row space. A claim has three passes: `claim_rows`
 looks up every value, counts itself into the slots it finds and lists the rows that are nowhere;
@@ -34,8 +35,11 @@ __all__ = [
     "AWAITED",
     "DIRTY",
     "EMPTY",
+    "MARKED",
+    "MIN_POPULAR_USES",
     "NOWHERE",
     "PINNED",
+    "POPULAR",
     "Claim",
     "Requests",
     "SlotArrays",
@@ -51,6 +55,9 @@ NOWHERE = EMPTY = -1
 AWAITED = 1 << 30
 PINNED, DIRTY = 1, 2
 _SEEN = 4  # by the claim being made
+POPULAR = 8
+MARKED = 16  # for the length of a question
+MIN_POPULAR_USES = 2  # a row that came for one mini-batch has one
 
 _FIRST_MISSING = -2  # in slot_of_row, for the length of a claim: the first of the rows it misses
 _MOST_USES = 255

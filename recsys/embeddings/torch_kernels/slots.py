@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from recsys.embeddings.kernels.slots import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED
+from recsys.embeddings.kernels.slots import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED, POPULAR
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +40,7 @@ __all__ = [
     "claim",
     "distinct_rows",
     "first_unpinned",
+    "let_go",
     "mark_dirty",
     "num_needed",
     "release",
@@ -229,27 +230,40 @@ def first_unpinned(slots: TorchSlots) -> int:
 
 
 def unpin(slots: TorchSlots, rows_U: Tensor) -> int:
-    """Let go of as many pinned rows as make room for others, the least popular first.
+    """Let go of as many pinned rows as make room: those pinned by their uses, then the plan's.
 
     Args:
         slots: Changed in place.
         rows_U: Of `distinct_rows`, which are to stay.
 
     Returns:
-        How many it were; the host waits for that.
+        How many of the plan's it were; the host waits for that.
     """
     is_missing, is_needed = _needs(slots, rows_U)
     is_pinned = ((slots.flags & PINNED) > 0)[:-1]
     num_idle = (~is_needed & ~is_pinned).sum()
     num_lacking = max(0, int(is_missing.sum() - num_idle))
     pinned = (is_pinned & ~is_needed).nonzero().flatten()
-    given_up = pinned[len(pinned) - min(num_lacking, len(pinned)) :]
-    slots.flags[given_up] &= 255 - PINNED
+    is_popular = (slots.flags[pinned] & POPULAR) > 0
+    # The first of a plan's rows is its most popular, and has the first slot.
+    in_order = torch.cat([pinned[is_popular], pinned[~is_popular].flip(0)])
+    given_up = in_order[:num_lacking]
+    let_go(slots, given_up)
+    return max(0, len(given_up) - int(is_popular.sum()))
+
+
+def let_go(slots: TorchSlots, given_up: Tensor) -> None:
+    """Pin slots no more.
+
+    Args:
+        slots: Changed in place.
+        given_up: Which, (M,).
+    """
+    slots.flags[given_up] &= 255 - PINNED - POPULAR
     rows = slots.row_of_slot[given_up].long()
     is_empty = slots.slot_of_row[rows] >= AWAITED
     slots.slot_of_row[rows[is_empty]] = NOWHERE
     slots.row_of_slot[given_up[is_empty]] = EMPTY
-    return len(given_up)
 
 
 def _needs(slots: TorchSlots, rows_U: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,133 @@
+"""Parts of a mini-batch: some of its samples as one, and outputs of parts put together again.
+
+Letters: B samples of the mini-batch, M of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recsys.batch import JaggedIds
+from recsys.pipeline.inputs import is_torchrec
+
+__all__ = ["join_outputs", "select_samples"]
+
+
+def select_samples(batch: Any, samples: Tensor, batch_size: int) -> Any:
+    """Some samples of a mini-batch, as one of the same kind.
+
+    Args:
+        batch: What has `select(samples)`, a tensor, a `KeyedJaggedTensor`, or these in dataclasses,
+            dictionaries, tuples and lists.
+        samples: Which, in order.
+        batch_size: B.
+
+    Shape:
+        samples (M,) int64; tensors (B, ...).
+
+    Raises:
+        TypeError: there is something else in it.
+        ValueError: a tensor is not of B samples.
+    """
+
+    def select(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if not value.dim() or len(value) != batch_size:
+                raise ValueError(
+                    "schedule=Hotline: tensors of a mini-batch must be (B, ...) with B = "
+                    f"{batch_size} to be split, got {tuple(value.shape)}; give the mini-batch a "
+                    "method select(samples)"
+                )
+            return value[samples.to(value.device)]
+        if hasattr(value, "select"):
+            return value.select(samples)
+        if is_torchrec(value):
+            return JaggedIds.from_torchrec(value).select(samples).to_torchrec()
+        found = _map(select, [value])
+        if found is _NOTHING:
+            raise TypeError(
+                f"schedule=Hotline: {type(value).__name__} of a mini-batch cannot be split; give "
+                "it a method select(samples)"
+            )
+        return found
+
+    return select(batch)
+
+
+def join_outputs(outputs: Sequence[Any], parts: Sequence[Tensor]) -> Any:
+    """What a model would have returned for the whole mini-batch.
+
+    Numbers, and tensors of one, are means over samples, or counts if they are integers; all other
+    tensors have a row for each sample.
+
+    Args:
+        outputs: Of every part, alike in structure.
+        parts: The samples of each, (M,) int64.
+
+    Raises:
+        TypeError: there is something else in it.
+        ValueError: a tensor has not a row for each sample.
+    """
+    sizes = [len(part) for part in parts]
+    shares = [size / sum(sizes) for size in sizes]
+
+    def join(*values: Any) -> Any:
+        first = values[0]
+        if isinstance(first, Tensor) and first.dim():
+            if [len(value) for value in values] != sizes:
+                raise ValueError(
+                    "schedule=Hotline: an output must have a row for each sample, or be a mean "
+                    f"over them, got {tuple(first.shape)} of {sizes[0]} samples; use another "
+                    "schedule"
+                )
+            whole = first.new_empty(sum(sizes), *first.shape[1:])
+            for value, part in zip(values, parts, strict=True):
+                whole[part.to(whole.device)] = value
+            return whole
+        if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
+            return sum(value * share for value, share in zip(values, shares, strict=True))
+        if isinstance(first, Tensor) or type(first) is int:
+            return sum(values)
+        found = _map(join, values)
+        if found is _NOTHING:
+            raise TypeError(
+                f"schedule=Hotline: outputs of two parts, {type(first).__name__}, cannot be put "
+                "together; return tensors, or use another schedule"
+            )
+        return found
+
+    return join(*outputs)
+
+
+_NOTHING = object()
+
+
+def _map(change: Callable[..., Any], values: Sequence[Any]) -> Any:
+    """What Python keeps several things in, each changed; `_NOTHING` if it is something else.
+
+    Args:
+        change: From the things at one place of every value to what is there then.
+        values: Alike.
+    """
+    first: Any = values[0]
+    if first is None or isinstance(first, str | bytes | bool | torch.device | torch.dtype):
+        return first
+    if isinstance(first, int | float):
+        return first
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first) if field.init]
+        return replace(
+            first, **{name: change(*(getattr(v, name) for v in values)) for name in names}
+        )
+    if isinstance(first, Mapping):
+        return {key: change(*(value[key] for value in values)) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*map(change, *values))
+    if isinstance(first, list | tuple):
+        return type(first)(map(change, *values))
+    return _NOTHING

@@ -1,0 +1,135 @@
+"""Hotline's split: popular samples of a mini-batch, and the others, whose rows are on their way."""
+
+from __future__ import annotations
+
+import warnings
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from recsys.pipeline.micro_batches import select_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from recsys.embeddings.ahead import Prefetched
+    from recsys.embeddings.tiers import Tiers
+    from recsys.pipeline.schedule import Hotline
+
+__all__ = ["MicroBatch", "PopularSplit"]
+
+
+class MicroBatch(NamedTuple):
+    """A part of a mini-batch.
+
+    Attributes:
+        batch: Like the mini-batch.
+        samples: Which of its samples, (M,) int64.
+        share: M of B.
+        claims: What is claimed for it.
+    """
+
+    batch: Any
+    samples: Tensor
+    share: float
+    claims: list[Prefetched]
+
+
+class PopularSplit:
+    """Splits mini-batches, and learns which rows are popular.
+
+    Args:
+        schedule: Says how.
+        model: Whose steps they are.
+        tiers: Where its rows are.
+
+    Attributes:
+        num_steps: Mini-batches seen.
+        num_split: Those in two parts.
+        num_samples: Of all that came behind the learning.
+        num_popular: Those of them that had all rows in fast memory.
+        num_promoted: Rows that came to be kept for being popular.
+        num_demoted: Rows that were no more.
+    """
+
+    def __init__(self, schedule: Hotline, model: nn.Module, tiers: Sequence[Tiers]) -> None:
+        self._schedule, self._tiers = schedule, tiers
+        self.num_steps = self.num_split = self.num_samples = self.num_popular = 0
+        self.num_promoted = self.num_demoted = 0
+        for name, module in model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                what = "statistics of each part alone"
+            elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+                what = "other random draws than of the whole"
+            else:
+                continue
+            warnings.warn(
+                f"schedule={schedule} computes on mini-batches in two parts, and {name!r} "
+                f"({type(module).__name__}) has {what}: steps are not those of whole mini-batches; "
+                "use LookAhead for these",
+                stacklevel=3,
+            )
+            break
+
+    def split(self, batch: Any, claims: Sequence[Prefetched] | None) -> list[MicroBatch]:
+        """The popular samples and the others; none where the mini-batch is to stay whole.
+
+        Args:
+            batch: The mini-batch.
+            claims: What is claimed for it; passes to the parts.
+        """
+        self.num_steps += 1
+        if self.num_steps <= self._schedule.learning_steps:
+            return []
+        sizes = {size for claim in claims or () for size in claim.batch_sizes()}
+        if claims is None or len(sizes) != 1:
+            return []
+        [batch_size] = sizes
+        is_missing = reduce(or_, (each for claim in claims for each in claim.missing_samples()))
+        num_missing = int(is_missing.sum())
+        self.num_samples += batch_size
+        self.num_popular += batch_size - num_missing
+        if num_missing in (0, batch_size) or self._is_here(claims):
+            return []
+        self.num_split += 1
+        sides = [((~is_missing).nonzero().flatten(), False), (is_missing.nonzero().flatten(), True)]
+        batches = [select_samples(batch, samples, batch_size) for samples, _ in sides]
+        of_claims = [claim.split(sides) for claim in claims]
+        return [
+            MicroBatch(part, samples, len(samples) / batch_size, [each[side] for each in of_claims])
+            for side, (part, (samples, _)) in enumerate(zip(batches, sides, strict=True))
+        ]
+
+    def learn(self) -> None:
+        """Behind a step: choose the popular rows anew, if it is time."""
+        period = self._schedule.learning_steps
+        if not period or self.num_steps % period:
+            return
+        for tiers in self._tiers:
+            promoted, demoted = tiers.residency.pin_popular(
+                self._schedule.pinned_share, num_mini_batches=1 + self._schedule.depth
+            )
+            self.num_promoted += promoted
+            self.num_demoted += demoted
+
+    def describe(self) -> dict[str, Any]:
+        """For a run record: shares of the steps and samples behind the learning."""
+        num_steps = max(1, self.num_steps - self._schedule.learning_steps)
+        return {
+            "split_step_share": self.num_split / num_steps,
+            "popular_sample_share": self.num_popular / max(1, self.num_samples),
+            "num_promoted": self.num_promoted,
+            "num_demoted": self.num_demoted,
+        }
+
+    def _is_here(self, claims: Sequence[Prefetched]) -> bool:
+        """Whether there is nothing to hide.
+
+        Only asked of rows fetched ahead: without that, steps would depend on how long it took to
+        get here.
+        """
+        return bool(self._schedule.depth) and all(claim.is_here for claim in claims)

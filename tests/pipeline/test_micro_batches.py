@@ -1,0 +1,111 @@
+"""Mini-batches taken apart, outputs put together."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+
+from recsys.batch import Batch, JaggedIds
+from recsys.pipeline.micro_batches import join_outputs, select_samples
+
+Pair = namedtuple("Pair", "ids labels")
+SAMPLES = torch.tensor([2, 0])
+PARTS = [torch.tensor([1]), torch.tensor([0, 2])]
+
+
+@dataclass
+class Sheet:
+    features: torch.Tensor
+    name: str
+
+
+def some_ids():
+    """Three samples, two features: lengths 1, 2, 0 and 1, 0, 1."""
+    values, offsets = torch.tensor([4, 9, 9, 0, 2]), torch.tensor([0, 1, 3, 3, 4, 4, 5])
+    return JaggedIds(["a", "b"], values, offsets, torch.arange(5.0))
+
+
+def bags_of(features):
+    bounds = features.offsets().tolist()
+    values = features.values().tolist()
+    return [values[begin:end] for begin, end in pairwise(bounds)]
+
+
+def test_every_kind_of_mini_batch_is_taken_apart():
+    dense, labels = torch.arange(6.0).view(3, 2), torch.arange(3)
+    batch = {
+        "batch": Batch(dense, some_ids(), labels),
+        "pair": Pair([labels, (dense,)], None),
+        "sheet": Sheet(dense, "criteo"),
+    }
+
+    part = select_samples(batch, SAMPLES, 3)
+
+    assert bags_of(part["batch"].sparse_features) == [[], [4], [2], [0]]
+    assert part["batch"].sparse_features.weights_or_none().tolist() == [0, 4, 3]
+    assert part["batch"].dense_features.tolist() == [[4, 5], [0, 1]]
+    assert part["batch"].labels.tolist() == [2, 0]
+    assert isinstance(part["pair"], Pair)
+    assert part["pair"].ids[0].tolist() == [2, 0]
+    assert part["pair"].ids[1][0].tolist() == [[4, 5], [0, 1]]
+    assert part["sheet"].name == "criteo"
+    assert part["sheet"].features.tolist() == [[4, 5], [0, 1]]
+
+
+def test_features_of_torchrec_are_taken_apart():
+    pytest.importorskip("torchrec")
+
+    part = select_samples(some_ids().to_torchrec(), SAMPLES, 3)
+
+    assert part.keys() == ["a", "b"]
+    assert bags_of(part) == [[], [4], [2], [0]]
+    assert part.weights().tolist() == [0, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        (torch.zeros(4), ValueError, r"\(B, ...\) with B = 3 to be split, got \(4,\)"),
+        (torch.tensor(1.0), ValueError, r"got \(\)"),
+        ({"ids": {1, 2, 3}}, TypeError, "set of a mini-batch cannot be split; give it a method"),
+    ],
+)
+def test_what_cannot_be_taken_apart_is_named(batch, error, message):
+    with pytest.raises(error, match=message):
+        select_samples(batch, SAMPLES, 3)
+
+
+def test_outputs_come_in_the_order_of_the_samples():
+    outputs = [
+        (torch.tensor(3.0), {"logits": torch.tensor([10.0]), "count": torch.tensor(1)}, [2.0], 5),
+        (
+            torch.tensor(6.0),
+            {"logits": torch.tensor([0.0, 2.0]), "count": torch.tensor(2)},
+            [5.0],
+            6,
+        ),
+    ]
+
+    loss, found, mean, number = join_outputs(outputs, PARTS)
+
+    assert loss.item() == pytest.approx(5.0)
+    assert found["logits"].tolist() == [0, 10, 2]
+    assert found["count"].item() == 3
+    assert mean == pytest.approx([4.0])
+    assert number == 11
+    assert join_outputs([None, None], PARTS) is None
+    assert join_outputs([Sheet(torch.ones(1), "a"), Sheet(torch.zeros(2), "a")], PARTS).name == "a"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error", "message"),
+    [
+        ([torch.zeros(4), torch.zeros(4)], ValueError, r"a row for each sample.*got \(4,\) of 1"),
+        ([{1}, {2}], TypeError, "outputs of two parts, set, cannot be put together"),
+    ],
+)
+def test_outputs_that_are_of_no_samples_are_named(outputs, error, message):
+    with pytest.raises(error, match=message):
+        join_outputs(outputs, PARTS)
