@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,15 @@ from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
 from recsys.models.dlrm import DLRM, DLRMTrain, initialize_classic
 from recsys.models.interaction import InteractionArch
-from recsys.pipeline import FAE, HotColdLoader, LookAhead, Sequential, TrainPipeline
+from recsys.pipeline import (
+    FAE,
+    Auto,
+    HotColdLoader,
+    Hotline,
+    LookAhead,
+    Sequential,
+    TrainPipeline,
+)
 from recsys.pipeline.hot_samples import hot_samples
 
 if TYPE_CHECKING:
@@ -32,6 +41,7 @@ if TYPE_CHECKING:
 
     from recsys.batch import Batch
     from recsys.config import TrainConfig
+    from recsys.config_schedule import ScheduleConfig
     from recsys.datasets.source import SampleSource
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
@@ -46,6 +56,7 @@ __all__ = [
     "describe_schedule",
     "describe_source",
     "open_source",
+    "permutation_seed",
     "table_configs",
 ]
 
@@ -142,6 +153,7 @@ def build_loader(
             shuffle=True,
             seed=config.seed,
             prefetch=config.prefetch,
+            permutation_seed=permutation_seed(config),
         )
     assert plan is not None
     constants = config.schedule
@@ -169,6 +181,12 @@ def build_loader(
         seed=config.seed,
         prefetch=config.prefetch,
     )
+
+
+def permutation_seed(config: TrainConfig) -> int | None:
+    """Of the order of samples inside of mini-batches; None where that stays as it is drawn."""
+    schedule = config.schedule
+    return schedule.permutation_seed if schedule.permute_within_batch else None
 
 
 def build_model(
@@ -233,7 +251,11 @@ def build_model(
 
 
 def build_pipeline(
-    model: nn.Module, optimizers: Sequence[Optimizer], config: TrainConfig, clock: StageClock
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    config: TrainConfig,
+    clock: StageClock,
+    num_steps: int,
 ) -> TrainPipeline:
     """What makes the steps of a run.
 
@@ -242,6 +264,7 @@ def build_pipeline(
         optimizers: Likewise.
         config: Of the run.
         clock: Told of every stage.
+        num_steps: Of the run.
     """
 
     def forward(batch: Batch) -> tuple[Tensor, Any]:
@@ -249,14 +272,28 @@ def build_pipeline(
             found: tuple[Tensor, Any] = model(batch)
         return found
 
-    schedule: Schedule | None = None  # by the tiers
-    if config.schedule.name in ("sequential", "fae"):
-        schedule = Sequential()
-    elif config.schedule.name or config.schedule.depth:
-        schedule = LookAhead(config.schedule.depth or _DEFAULT_DEPTH)
     return TrainPipeline(
-        model, optimizers, config.device, schedule=schedule, custom_model_fwd=forward, clock=clock
+        model,
+        optimizers,
+        config.device,
+        schedule=_schedule(config.schedule, num_steps),
+        custom_model_fwd=forward,
+        clock=clock,
     )
+
+
+def _schedule(config: ScheduleConfig, num_steps: int) -> Schedule | Auto | None:
+    """What is meant; None leaves it to the tiers."""
+    if config.name in ("sequential", "fae"):
+        return Sequential()
+    if config.name == "auto":
+        return Auto()
+    if config.name == "hotline":
+        learning_steps = ceil(config.learning_share * num_steps)
+        return Hotline(config.depth, learning_steps, config.pinned_share)
+    if config.name or config.depth:
+        return LookAhead(config.depth or _DEFAULT_DEPTH)
+    return None
 
 
 def describe_schedule(
@@ -265,7 +302,8 @@ def describe_schedule(
     """What a run record says of what ran when.
 
     `mean_depth` is of how many mini-batches ahead rows had room, on average; `rate` is FAE's at the
-    end, `num_swaps` how many losses it has seen.
+    end, `num_swaps` how many losses it has seen; of auto, what was chosen, if the run was long
+    enough for it, what it was measured by, and the settings with which a later run does the same.
     """
     if isinstance(loader, HotColdLoader):
         return {
@@ -274,13 +312,14 @@ def describe_schedule(
             "rate": loader.scheduler.rate,
             "num_swaps": loader.scheduler.num_swaps,
         }
-    if not isinstance(pipeline.schedule, LookAhead):
-        return {"name": "sequential"}
-    return {
-        "name": "lookahead",
-        "depth": pipeline.schedule.depth,
-        "mean_depth": pipeline.mean_depth,
-    }
+    if pipeline.choice is not None:
+        return {"name": "auto", **pipeline.choice.describe()}
+    if isinstance(pipeline.schedule, LookAhead):
+        depth = pipeline.schedule.depth
+        return {"name": "lookahead", "depth": depth, "mean_depth": pipeline.mean_depth}
+    if pipeline.popular_split is not None:
+        return {"name": "hotline", **pipeline.popular_split.describe()}
+    return {"name": "sequential"}
 
 
 def compile_kernels(config: TrainConfig, source: SampleSource) -> None:

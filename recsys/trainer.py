@@ -102,7 +102,7 @@ def _train(
     compile_kernels(config, source)
     folder = RunFolder.create(run_dir, config)
     clock = StageClock()
-    pipeline = build_pipeline(model, optimizers, config, clock)
+    pipeline = build_pipeline(model, optimizers, config, clock, config.epochs * len(loader))
     timeline = Timeline() if config.timeline_steps else None
     pipeline.record(timeline)
     num_samples = config.epochs * len(source.splits["train"])

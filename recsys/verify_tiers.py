@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recsys.build import build_model, build_pipeline, compile_kernels, open_source
+from recsys.build import (
+    build_model,
+    build_pipeline,
+    compile_kernels,
+    open_source,
+    permutation_seed,
+)
 from recsys.config import ScheduleConfig
 from recsys.datasets.loader import BatchLoader
 from recsys.embeddings.hot_tier import floor_bytes, row_bytes, slot_bytes
@@ -28,7 +34,7 @@ from recsys.pipeline.stalls import StageClock
 from recsys.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -38,6 +44,10 @@ if TYPE_CHECKING:
 
 __all__ = ["BUDGETS", "BudgetVerification", "format_verification", "verify_budgets"]
 
+_REORDERING = {
+    "fae": "the order of samples",
+    "hotline": "the order in which floats are summed",
+}
 BUDGETS = ("floor", "twice-floor", "half", "everything")
 
 
@@ -86,10 +96,10 @@ def verify_budgets(
         raise ConfigError(
             f"verify compares embeddings 'recsys' with themselves, got {config.embeddings!r}"
         )
-    if config.schedule.name == "fae":
+    if config.schedule.name in _REORDERING:
         raise ConfigError(
-            "verify compares runs over the same samples in the same order, and schedule.name 'fae' "
-            "changes it; leave it out"
+            f"verify compares runs to the last bit, and schedule.name {config.schedule.name!r} "
+            f"changes {_REORDERING[config.schedule.name]}; leave it out"
         )
     set_num_threads(config.num_threads)
     source = open_source(config)
@@ -141,8 +151,10 @@ class _Run:
         self.model, self.optimizers = build_model(config, source)
         self.losses: list[float] = []
         self.model.train()
-        pipeline = build_pipeline(self.model, self.optimizers, config, StageClock())
-        for loss, _ in pipeline.steps(_batches(config, source, max_steps)):
+        loader = _loader(config, source)
+        num_steps = min(len(loader), max_steps or len(loader))
+        pipeline = build_pipeline(self.model, self.optimizers, config, StageClock(), num_steps)
+        for loss, _ in pipeline.steps(islice(loader, max_steps)):
             self.losses.append(loss.item())
         pipeline.detach()
         self.tiers = describe_tiers(self.model)
@@ -173,9 +185,15 @@ class _Run:
         return found
 
 
-def _batches(config: TrainConfig, source: SampleSource, max_steps: int | None) -> Iterator[Batch]:
-    loader = BatchLoader(source, "train", config.batch_size, shuffle=True, seed=config.seed)
-    return islice(loader, max_steps)
+def _loader(config: TrainConfig, source: SampleSource) -> BatchLoader:
+    return BatchLoader(
+        source,
+        "train",
+        config.batch_size,
+        shuffle=True,
+        seed=config.seed,
+        permutation_seed=permutation_seed(config),
+    )
 
 
 def _budget_bytes(
@@ -191,7 +209,7 @@ def _budget_bytes(
         return everything
     if name not in BUDGETS:
         return parse_bytes(name, "budget")
-    num_slots = max(_num_distinct(batch) for batch in _batches(config, source, max_steps))
+    num_slots = max(_num_distinct(batch) for batch in islice(_loader(config, source), max_steps))
     floor = floor_bytes(num_rows, [(num_slots, slot_bytes(dim, torch.float32, state))])
     if config.plan:  # it keeps room for mini-batches of which nothing is known
         floor = max(floor, HotPlan.load(config.plan).floor_bytes)

@@ -231,7 +231,13 @@ def test_every_key_is_described():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("schedule.name=hotline", "schedule.name must be one of 'sequential', 'lookahead', 'fae'"),
+        (
+            "schedule.name=belady",
+            "schedule.name must be one of 'sequential', 'lookahead'",
+        ),
+        ("schedule.pinned_share=2", r"schedule.pinned_share must lie in \[0, 1\], got 2"),
+        ("schedule.learning_share=0.1", "learning_share means nothing with name '', got 0.1"),
+        ("schedule.permutation_seed=1", "permutation_seed means nothing without permute_within_ba"),
         ("schedule.depth=-1", "schedule.depth must be at least 0, got -1"),
         ("schedule.sample_rate=0", r"schedule.sample_rate must lie in \(0, 1\], got 0"),
         ("schedule.rate=20", "rate means nothing with name '', got 20.0; set name to 'fae'"),

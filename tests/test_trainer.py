@@ -96,6 +96,46 @@ def test_a_run_on_a_budget_is_the_resident_run_and_tells_of_its_tiers(small_conf
     assert 0 < tiered["schedule"]["mean_depth"] <= 2
 
 
+def test_hotline_splits_mini_batches_and_tells_of_it(small_config, tmp_path):
+    settings = ["synthetic.table_sizes=[900, 700, 1, 800]", "budget=24KiB", "batch_size=32"]
+    plain, split, permuted = (
+        run(small_config(*settings, *schedule), tmp_path / str(number))
+        for number, schedule in enumerate(
+            [
+                ["schedule.name=sequential"],
+                ["schedule.name=hotline", "schedule.learning_share=0.1"],
+                ["schedule.name=sequential", "schedule.permute_within_batch=true"],
+            ]
+        )
+    )
+
+    told = split["schedule"]
+    assert told["name"] == "hotline"
+    assert told["depth"] == 0
+    assert told["learning_steps"] >= 1
+    assert 0 < told["split_step_share"] <= 1
+    assert 0 < told["popular_sample_share"] < 1
+    assert told["num_promoted"] > 0
+    for other in (split, permuted):
+        assert other["metrics"] != plain["metrics"]
+        found, expected = (each["metrics"]["test"]["logloss"] for each in (other, plain))
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_auto_chooses_and_tells_what_a_later_run_needs_to_repeat_it(small_config, tmp_path):
+    settings = ["synthetic.table_sizes=[900, 700, 1, 800]", "budget=24KiB", "batch_size=4"]
+    plain = run(small_config(*settings, "schedule.name=sequential"), tmp_path / "plain")
+    auto = run(small_config(*settings, "schedule.name=auto"), tmp_path / "auto")
+
+    told = auto["schedule"]
+    assert told["name"] == "auto"
+    assert [each["name"] for each in told["measured"]] == ["sequential", "lookahead", "lookahead"]
+    assert all(each["step_ms"] > 0 for each in told["measured"])
+    assert auto["metrics"] == plain["metrics"]
+    again = [f"schedule.{name}={value}" for name, value in told["chosen"].items()]
+    assert run(small_config(*settings, *again), tmp_path / "again")["metrics"] == plain["metrics"]
+
+
 @pytest.mark.parametrize("cold_tier", ["host", "file"])
 def test_a_schedule_changes_when_rows_come_and_no_number(small_config, tmp_path, cold_tier):
     settings = ["synthetic.table_sizes=[900, 700, 1, 800]", "budget=24KiB", "batch_size=32"]

@@ -46,6 +46,8 @@ class BatchLoader:
         seed: Of the shuffling.
         drop_last: Leave out a last batch smaller than B.
         prefetch: Batches read ahead.
+        permutation_seed: Of the order of samples in each batch, drawn anew; None leaves it as it
+            is. Which samples a batch has stays.
 
     Raises:
         ConfigError: an argument is out of range, or the split is empty.
@@ -62,6 +64,7 @@ class BatchLoader:
         seed: int = 0,
         drop_last: bool = False,
         prefetch: int = 2,
+        permutation_seed: int | None = None,
     ) -> None:
         if split not in SPLITS:
             raise ConfigError(f"split must be one of {SPLITS}, got {split!r}")
@@ -80,6 +83,7 @@ class BatchLoader:
         self.seed = seed
         self.drop_last = drop_last
         self.prefetch = prefetch
+        self.permutation_seed = permutation_seed
         self.epoch = 0
         self._samples = source.splits[split]
         self._next_sample = 0
@@ -97,7 +101,10 @@ class BatchLoader:
         self._require_idle("iterated")
         order = self._order()
         starts = range(self._next_sample, self._num_used, self.batch_size)
-        parts = (order[start : min(start + self.batch_size, self._num_used)] for start in starts)
+        parts = (
+            self._permuted(order[start : min(start + self.batch_size, self._num_used)], start)
+            for start in starts
+        )
         self._is_iterating = True
         try:
             with closing(self._reader.read(parts)) as batches:
@@ -154,6 +161,7 @@ class BatchLoader:
             "shuffle": self.shuffle,
             "seed": self.seed,
             "drop_last": self.drop_last,
+            "permutation_seed": self.permutation_seed,
             "data": self.source.fingerprint,
         }
 
@@ -171,3 +179,9 @@ class BatchLoader:
         if self.shuffle:
             np.random.Generator(np.random.PCG64([self.seed, self.epoch])).shuffle(order)
         return order
+
+    def _permuted(self, samples: NDArray[Any], start: int) -> NDArray[Any]:
+        if self.permutation_seed is None:
+            return samples
+        key = [self.seed, self.epoch, start, self.permutation_seed]
+        return np.random.Generator(np.random.PCG64(key)).permutation(samples)

@@ -1,6 +1,7 @@
 """What runs when: rows of mini-batches to come are fetched while others are computed on.
 
     schedule            Sequential, LookAhead, Hotline: values that say what runs when
+    auto                Auto: measures some, and goes on with the fastest
     train_pipeline      TrainPipeline.progress: one step of training
     inputs              which module will look up which ids of a mini-batch
     popular_split       Hotline's parts of a mini-batch; micro_batches: how it is taken apart
@@ -13,9 +14,18 @@ No schedule changes a number. FAE changes the order of samples instead:
     hot_cold_loader     their mini-batches
 """
 
+from recsys.pipeline.auto import Auto
 from recsys.pipeline.hot_cold_loader import HotColdLoader
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.shuffle_scheduler import FAE
 from recsys.pipeline.train_pipeline import TrainPipeline
 
-__all__ = ["FAE", "HotColdLoader", "Hotline", "LookAhead", "Sequential", "TrainPipeline"]
+__all__ = [
+    "FAE",
+    "Auto",
+    "HotColdLoader",
+    "Hotline",
+    "LookAhead",
+    "Sequential",
+    "TrainPipeline",
+]

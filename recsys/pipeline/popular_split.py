@@ -120,6 +120,8 @@ class PopularSplit:
         """For a run record: shares of the steps and samples behind the learning."""
         num_steps = max(1, self.num_steps - self._schedule.learning_steps)
         return {
+            "depth": self._schedule.depth,
+            "learning_steps": self._schedule.learning_steps,
             "split_step_share": self.num_split / num_steps,
             "popular_sample_share": self.num_popular / max(1, self.num_samples),
             "num_promoted": self.num_promoted,

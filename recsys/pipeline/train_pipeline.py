@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from recsys.embeddings.fused_optimizer import FusedOptimizer
+from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.inputs import Inputs, cancel
 from recsys.pipeline.micro_batches import join_outputs
 from recsys.pipeline.popular_split import PopularSplit
@@ -59,8 +61,8 @@ class TrainPipeline:
         optimizer: Of the dense part, or several; None where nothing else is to be stepped. Rows
             that an optimizer of ours moves are moved with it, once per step.
         device: Where mini-batches are brought; None leaves them where they are.
-        schedule: What runs when; where it is left out, `LookAhead(depth=2)` if rows are in two
-            tiers, else `Sequential()`.
+        schedule: What runs when, `Auto()` to have it measured; where it is left out,
+            `LookAhead(depth=2)` if rows are in two tiers, else `Sequential()`.
         ids: From a mini-batch to what modules of ours will look up: sparse features, or by a
             module's name in the model what its forward will be given (features, a tensor, a tuple
             of arguments; a list of these where it is called several times). Left out, collections
@@ -72,6 +74,7 @@ class TrainPipeline:
         schedule: As above, with nothing left out.
         clock: As above.
         popular_split: What splits mini-batches, and has counted them; None unless `Hotline` does.
+        choice: How `Auto` chooses, and what it has measured; None unless it does.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class TrainPipeline:
         optimizer: Optimizer | Sequence[Optimizer] | None,
         device: torch.device | str | None = None,
         *,
-        schedule: Schedule | None = None,
+        schedule: Schedule | Auto | None = None,
         ids: Callable[[Any], Any] | None = None,
         custom_model_fwd: Callable[[Any], tuple[Tensor, Any]] | None = None,
         clock: StageClock | None = None,
@@ -93,19 +96,22 @@ class TrainPipeline:
         if schedule is None:
             schedule = LookAhead() if self._inputs.modules else Sequential()
         self.schedule = schedule
-        self._depth = 0 if isinstance(schedule, Sequential) else schedule.depth
         self.popular_split: PopularSplit | None = None
+        self.choice: Choice | None = None
+        self._follow(Sequential())
         if schedule != Sequential() and not self._inputs.modules:
-            self._depth = 0
             warnings.warn(
                 f"schedule={schedule} has no effect: every row is in fast memory, and none has to "
                 "be fetched; leave it out, or give the tables a budget",
                 stacklevel=2,
             )
-        elif isinstance(schedule, Hotline):
-            self.popular_split = PopularSplit(schedule, model, self._inputs.tiers())
-        self._room = self._depth  # mini-batches ahead that there is room for
-        self._steps_in_room = 0
+        elif isinstance(schedule, Auto):
+            self.choice = Choice(schedule)
+            self._follow(self.choice.current)
+        else:
+            self._follow(schedule)
+            if isinstance(schedule, Hotline):
+                self.popular_split = PopularSplit(schedule, model, self._inputs.tiers())
         self._has_warned_of_room = self._has_warned_of_others = False
         self._window: deque[_MiniBatch] = deque()
         self._current: _MiniBatch | None = None
@@ -134,14 +140,19 @@ class TrainPipeline:
             Exception: of the iterator, the model, an optimizer, or a transfer of rows.
         """
         self.clock.mark("other")
+        begin = perf_counter()
         try:
             self._fill(iterator)
             self._current = self._next()
             self.clock.mark("load")
-            return self._step(self._current)
+            found = self._step(self._current)
         except BaseException:
             self._give_back()
             raise
+        else:
+            if self.choice is not None and self._model.training:
+                self._try_next(self.choice, perf_counter() - begin)
+            return found
         finally:
             self._current = None
 
@@ -230,6 +241,19 @@ class TrainPipeline:
             self.popular_split.learn()
         self.clock.mark("update")
         return loss, output
+
+    def _try_next(self, choice: Choice, seconds: float) -> None:
+        """Go on by what is to be tried next, or was chosen."""
+        before = choice.current
+        choice.add(seconds)
+        if choice.current != before:
+            self._follow(choice.current)
+
+    def _follow(self, schedule: Schedule) -> None:
+        """Look as many mini-batches ahead from now on."""
+        self._depth = 0 if isinstance(schedule, Sequential) else schedule.depth
+        self._room = self._depth  # mini-batches ahead that there is room for
+        self._steps_in_room = 0
 
     def _split(self, current: _MiniBatch) -> list[MicroBatch]:
         if self.popular_split is None:

@@ -232,3 +232,32 @@ def test_when_reading_is_finished_nothing_more_is_read_until_the_next_batch_is_a
 
     assert ended == [50, 60, 70]
     batches.close()
+
+
+def test_the_order_inside_of_mini_batches_can_be_drawn_anew():
+    plain, other, same, seeded = (
+        epochs_of(
+            BatchLoader(Numbered(120), "train", 16, shuffle=True, seed=3, permutation_seed=seed), 2
+        )
+        for seed in (None, 5, 5, 6)
+    )
+
+    assert other == same
+    assert plain != other != seeded
+    for epoch, permuted in zip(plain, other, strict=True):
+        assert [sorted(batch) for batch in epoch] == [sorted(batch) for batch in permuted]
+        assert all(a != b for a, b in zip(epoch, permuted, strict=True))
+
+
+def test_the_order_inside_of_mini_batches_goes_on_with_the_position():
+    def make(seed=5):
+        return BatchLoader(Numbered(120), "train", 16, shuffle=True, permutation_seed=seed)
+
+    expected = [numbers(batch) for batch in make()]
+    left, resumed = make(), make()
+    found = [numbers(next(iter(left)))]
+    resumed.load_state_dict(left.state_dict())
+
+    assert found + [numbers(batch) for batch in resumed] == expected
+    with pytest.raises(ConfigError, match="permutation_seed is 5, but this loader has None"):
+        make(None).load_state_dict(left.state_dict())

@@ -206,6 +206,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             num_slots, pinned[:num_slots], is_in_files=is_in_files, is_on_device=is_on_device
         )
         self.tickets = []
+        self.rows_of = {}  # by what has the slots, which several tickets may share
 
     @rule(wanted=wanted_rows, in_background=st.booleans())
     def prefetch(self, wanted, in_background):
@@ -213,13 +214,14 @@ class ResidencyMachine(RuleBasedStateMachine):
         try:
             ticket, wanted = self.world.prefetch(wanted, in_background=in_background)
         except NotEnoughSlots:
-            others = {row for _, rows in self.tickets for row in rows}
+            others = {row for other, _ in self.tickets for row in self.rows_of[id(other._hold)]}
             assert self.has_failed or len(others | set(wanted)) > self.world.residency.hot.num_slots
         except OSError:
             pass
         else:
             if not in_background:
                 self.world.require_here(ticket, wanted)
+            self.rows_of[id(ticket._hold)] = wanted
             self.tickets.append((ticket, wanted))
 
     @rule()

@@ -1,0 +1,100 @@
+"""A schedule chosen by what steps take, which tests say here."""
+
+import pytest
+import torch
+
+from recsys.embeddings.optimizer import Adagrad
+from recsys.pipeline import Auto, Hotline, LookAhead, Sequential, TrainPipeline
+from recsys.pipeline.auto import Choice
+
+CANDIDATES = (Sequential(), LookAhead(2), LookAhead(4))
+
+
+def run(choice, seconds_of):
+    """Until something is chosen; what every step ran by."""
+    ran = []
+    while choice.chosen is None:
+        ran.append(choice.current)
+        choice.add(seconds_of(choice.current, len(ran)))
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([3.0, 2.0, 1.0], LookAhead(4)),
+        ([3.0, 1.0, 2.0], LookAhead(2)),
+        ([1.0, 2.0, 3.0], Sequential()),
+        ([1.0, 0.99, 0.985], Sequential()),  # for less than 2 % the simpler one stays
+        ([1.0, 0.99, 0.97], LookAhead(4)),
+    ],
+)
+def test_the_one_whose_steps_take_least_is_chosen(seconds, expected):
+    choice = Choice(Auto())
+
+    ran = run(choice, lambda schedule, _: seconds[CANDIDATES.index(schedule)])
+
+    assert choice.chosen == choice.current == expected
+    assert len(ran) == 3 * 3 * (8 + 16)
+    assert ran[: 3 * 24] == [each for each in CANDIDATES for _ in range(24)]
+    assert [each["step_ms"] for each in choice.describe()["measured"]] == pytest.approx(
+        [1e3 * each for each in seconds]
+    )
+
+
+def test_steps_in_which_the_window_changes_are_not_counted():
+    choice = Choice(Auto(CANDIDATES[:2], steps_per_turn=2, num_rounds=1))
+
+    def seconds_of(schedule, step):
+        first_steps = (step - 1) % 10 < 8
+        return 100.0 if first_steps == (schedule == LookAhead(2)) else 1.0
+
+    run(choice, seconds_of)
+
+    assert choice.chosen == LookAhead(2)
+    assert choice.describe() == {
+        "chosen": {"name": "lookahead", "depth": 2},
+        "measured": [
+            {"name": "sequential", "step_ms": 100e3},
+            {"name": "lookahead", "depth": 2, "step_ms": 1e3},
+        ],
+    }
+
+
+def test_a_run_that_ends_before_has_chosen_nothing():
+    choice = Choice(Auto())
+    for _ in range(30):
+        choice.add(1.0)
+
+    assert choice.describe()["chosen"] is None
+    assert [each["step_ms"] for each in choice.describe()["measured"]] == [1e3, None, None]
+
+
+def test_trying_and_choosing_change_no_bit(small):
+    optimizer = Adagrad(lr=0.1)
+    batches = [small.make_batch(small.tables, seed) for seed in range(60)]
+    runs = []
+    for schedule in (Sequential(), Auto(steps_per_turn=1, num_rounds=2)):
+        model = small.Model(small.tables, optimizer, budget=30_000)
+        dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+        pipeline = TrainPipeline(model, dense, schedule=schedule)
+        runs.append((model, small.run(pipeline, iter(batches))))
+        assert small.num_claimed(model) == 0
+
+    assert pipeline.choice.chosen in CANDIDATES
+    assert runs[0][1] == runs[1][1]
+    small.require_equal(runs[0][0], runs[1][0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"candidates": ()}, r"candidates must be Sequential\(\) and LookAhead\(depth\)"),
+        ({"candidates": (Hotline(),)}, "whose numbers are the same, got"),
+        ({"steps_per_turn": 0}, "steps_per_turn must be a whole number of at least 1, got 0"),
+        ({"num_rounds": 1.0}, "num_rounds must be a whole number of at least 1, got 1.0"),
+    ],
+)
+def test_what_cannot_be_chosen_from_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Auto(**arguments)
