@@ -249,7 +249,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), moves=st.booleans())
     def split(self, data, moves):
-        """What has come when a ticket is shared out may be computed on before the rest comes."""
+        """What had come when a ticket was claimed may be computed on, whatever became of the rest."""
         ticket, wanted = self.tickets.pop(data.draw(st.integers(0, len(self.tickets) - 1)))
         is_missing = ticket.was_missing()
         sides = []
@@ -258,6 +258,7 @@ class ResidencyMachine(RuleBasedStateMachine):
             part = ticket.share(places, was_missing=mask is is_missing)
             sides.append((part, [wanted[place] for place in places.tolist()]))
         del ticket
+        self.world.let_transfers_run()
         here, coming = sides
         try:
             here[0].wait()
