@@ -169,8 +169,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--shares",
         nargs="+",
         metavar="SHARE",
-        help="budgets: shares of the bytes of rows and state, or floor; default: floor 0.02 0.05 "
-        "0.1 0.2 0.5",
+        help="budgets: shares of the bytes of rows and state, or floor; 1 is everything resident; "
+        "default: floor 0.02 0.05 0.1 0.2 0.5 1",
+    )
+    bench_tiers.add_argument(
+        "--schedule",
+        default="sequential,lookahead-2",
+        metavar="NAME[,NAME...]",
+        help="sequential, or lookahead-DEPTH; default: sequential,lookahead-2",
     )
     bench_tiers.add_argument(
         "--dim", type=int, metavar="D", help="default: 64; 128 with --cold-tier file"
@@ -315,22 +321,25 @@ def _bench_file_tier(options: argparse.Namespace) -> int:
         default_table_bytes,
         scaled_table_sizes,
     )
+    from recsys.bench.scheduled import parse_schedules
 
     if options.cold_path is None:
         raise ConfigError("--cold-tier file needs --cold-path, a folder for the tables")
     parse_bytes(options.budget, "--budget")
-    dim = options.dim or 128
+    dim, batch_size = options.dim or 128, options.batch_size or 4096
     case = FileTierCase(
         table_sizes=(20_000,) * 26
         if options.quick
         else scaled_table_sizes(default_table_bytes(options.times_memory), dim),
         dim=dim,
-        batch_size=options.batch_size or 4096,
+        batch_size=batch_size,
         budget=options.budget,
         cold_path=options.cold_path,
+        schedules=parse_schedules(options.schedule),
         num_rounds=3 if options.quick else 15,
-        num_steps=2 if options.quick else 8,
         num_fill_steps=5 if options.quick else 700,
+        fill_batch_size=batch_size if options.quick else 4096,
+        is_quick=options.quick,
     )
     return _show_rows(bench_file_tier(case), options)
 
@@ -338,19 +347,29 @@ def _bench_file_tier(options: argparse.Namespace) -> int:
 def _bench_tiers(options: argparse.Namespace) -> int:
     if options.cold_tier == "file":
         return _bench_file_tier(options)
+    from recsys.bench.scheduled import parse_schedules
     from recsys.bench.tiers import SHARES, bench_tiers
+    from recsys.bench.tiers_curve import curve_file, write_curve
     from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
 
+    if options.json is not None:
+        curve_file(options.json)
+    batch_size = options.batch_size or 2048
     rows = bench_tiers(
-        options.shares or (["floor", "0.2"] if options.quick else SHARES),
+        options.shares or (["floor", "0.2", "1"] if options.quick else SHARES),
+        parse_schedules(options.schedule),
         dim=options.dim or 64,
-        batch_size=options.batch_size or 2048,
+        batch_size=batch_size,
         optimizer=options.optimizer,
         num_rounds=3 if options.quick else 30,
-        num_fill_steps=5 if options.quick else 1500,
+        num_fill_steps=5 if options.quick else 1500 * 2048 // batch_size,
         table_sizes=[100_000] * 26 if options.quick else KAGGLE_TABLE_SIZES,
+        is_quick=options.quick,
     )
-    return _show_rows(rows, options)
+    status = _show_rows(rows, options)
+    if options.json is not None:
+        write_curve(options.json)
+    return status
 
 
 def _bench_synthetic(options: argparse.Namespace) -> int:

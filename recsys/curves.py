@@ -1,4 +1,4 @@
-"""Pictures of runs: loss and AUC as they were measured on the way."""
+"""Pictures: loss and AUC of runs as they were measured on the way; speed over memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from recsys.run_folder import RunFolder
 
-__all__ = ["draw_run", "draw_variations", "plot_curves"]
+__all__ = ["draw_run", "draw_shares", "draw_variations", "plot_curves"]
 
 _NUM_COLORS = 10  # of matplotlib's cycle
 _DASHES = ("-", "--", ":", "-.")
@@ -103,7 +103,38 @@ def draw_variations(
         return _as_png(figure)
 
 
-def _line_styles(variations: Iterable[str]) -> dict[str, dict[str, str]]:
+def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]]) -> bytes:
+    """Share of speed over share of memory, a line per schedule, with its intervals; PNG.
+
+    Args:
+        curves: By schedule, its points: share of memory, share of speed, and the ends of the
+            latter's interval.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    percent = FuncFormatter(lambda share, _: f"{100 * share:g} %")
+    styles = _line_styles(curves)
+    with _style():
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axis = figure.subplots()
+        for name, points in curves.items():
+            memory, speed, low, high = zip(*sorted(points), strict=True)
+            axis.plot(memory, speed, **styles[name], label=name, marker="o", markersize=3)
+            axis.fill_between(memory, low, high, color=styles[name]["color"], alpha=0.15)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(percent)
+        axis.yaxis.set_major_formatter(percent)
+        axis.set_xlabel("fast memory, of what all rows and their state take")
+        axis.set_ylabel("speed, of that with every row resident")
+        axis.legend()
+        return _as_png(figure)
+
+
+def _line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:
     """A colour and a dash for each variation; no two have both in common, up to 40."""
     names = list(dict.fromkeys(variations))
     return {

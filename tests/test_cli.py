@@ -74,6 +74,7 @@ def test_options_are_these_and_no_others():
             "rand-em": {"--quick": "", "--json": ""},
             "tiers": {
                 "--shares": "",
+                "--schedule": "",
                 "--dim": "",
                 "--batch-size": "",
                 "--optimizer": "",
@@ -178,6 +179,8 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["bench", "synthetic", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "count", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "rand-em", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "tiers", "--json", "x.png"], "x.png is where the curve goes"),
+        (["bench", "tiers", "--schedule", "fae"], "'fae' must be a schedule's name; these are"),
     ],
 )
 def test_bad_input_ends_with_a_message_and_status_2(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from recsys.curves import draw_variations
+from recsys.curves import draw_shares, draw_variations
 
 
 @pytest.fixture
@@ -38,3 +38,17 @@ def test_no_two_variations_look_alike_and_the_runs_of_one_do(figures):
     assert looks[:25] == looks[25:]
     handles = figures[0].legends[0].legend_handles
     assert [(handle.get_color(), handle.get_linestyle()) for handle in handles] == looks[:25]
+
+
+def test_shares_of_speed_lie_over_shares_of_memory_in_order_with_their_intervals(figures):
+    points = [(0.5, 1.0, 0.9, 1.1), (0.02, 0.8, 0.7, 0.9)]
+
+    draw_shares({"sequential": points, "lookahead-2": [(0.5, 0.95, 0.9, 1.0)]})
+
+    (axis,) = figures[0].axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axis.lines[:2]}
+    assert lines == {"sequential": [[0.02, 0.8], [0.5, 1.0]], "lookahead-2": [[0.5, 0.95]]}
+    corners = axis.collections[0].get_paths()[0].vertices.tolist()
+    assert {(0.02, 0.7), (0.02, 0.9), (0.5, 0.9), (0.5, 1.1)} <= set(map(tuple, corners))
+    assert axis.get_xscale() == "log"
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == list(lines)

@@ -9,10 +9,14 @@ import pytest
 
 from recsys.ablate import ablate
 from recsys.ablate_config import load_ablation
+from recsys.bench.disk import rows_of_empty_cache
+from recsys.bench.file_tier_rows import Found, rows_of_file_tier
 from recsys.bench.harness import median_of_ratios, ratio, rows_by_provider, write_rows
 from recsys.bench.rand_em import bench_rand_em
+from recsys.bench.scheduled import Turn
 from recsys.bench.synthetic import write_store
 from recsys.datasets import SyntheticCriteo
+from recsys.embeddings.residency import TierCounts
 from recsys.trainer import train
 
 
@@ -254,6 +258,85 @@ def test_the_table_of_steps_has_a_column_for_ours_where_it_was_measured(pytestco
         "| 128 | fp32 | 2.00 | 4.00 | 3.00 | 1.60 | 3.20 | **2.00** (2.00-2.00) "
         "| **1.50** (1.50-1.50) | **1.25** (1.25-1.25) | **2.00** (2.00-2.00) |"
     )
+
+
+def test_the_table_of_budgets_has_a_line_for_each_schedule(pytestconfig, tmp_path):
+    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    case = "B=16,D=4,cold_tier=host,optimizer=sgd,share="
+    of_tiers = {"peak_over_resident": 2**20, "lookup_hit_rate": 0.9, "unique_hit_rate": 0.5}
+    rows = []
+    for share, schedule, more in (
+        ("floor", "lookahead-2", {**of_tiers, "exposed_fetch": 1.5}),
+        ("1", "sequential", {}),
+    ):
+        named = {"bench": "tiers", "case": f"{case}{share},schedule={schedule}"}
+        times = {"recsys": [4.0] * 6, "resident": [2.0] * 6}
+        rows += rows_by_provider(**named, metric="time", unit="ms", values=times)
+        pair = {"values": times["recsys"], "baseline": times["resident"]}
+        metric = "share_of_resident_speed"
+        rows.append(ratio(**named, provider="recsys", metric=metric, **pair))
+        sizes = {"budget": 2**21, "hot_memory": 2**20, "budget_share": 0.25}
+        for metric, value in (sizes | more).items():
+            values = {"recsys": [value]}
+            rows += rows_by_provider(**named, metric=metric, unit="u", values=values)
+    write_rows(tmp_path / "tiers.json", rows)
+
+    text = tables["tiers_table"](str(tmp_path / "tiers.json"))
+
+    _, _, header, _, tiered, resident = text.strip().split("\n")
+    assert header.count("|") == tiered.count("|") == resident.count("|")
+    assert tiered == (
+        "| the floor | lookahead-2 | 25.0 % | 2 | 1 | 1 | 90.0 % | 50.0 % | 1.5 | 4.0 | 2.0 "
+        "| **0.50** (0.50-0.50) |"
+    )
+    assert resident == (
+        "| 1 | sequential | 25.0 % | 2 | 1 |  |  |  |  | 4.0 | 2.0 | **0.50** (0.50-0.50) |"
+    )
+
+
+def test_the_table_of_the_file_tier_has_a_line_for_each_schedule(pytestconfig, tmp_path):
+    tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
+    case = "B=4,D=8,budget=1MiB,cold_tier=file,optimizer=sgd,tables=1GiB"
+    counts = TierCounts(num_lookups=10, num_hits=9, num_rows=9, num_rows_hit=1, num_fetched=8)
+    turns = {
+        name: [Turn(seconds, exposed, counts, disk_bytes=2 * 4096)] * 6
+        for name, seconds, exposed in (
+            ("sequential", 0.040, 0.030),
+            ("lookahead-2", 0.020, 0.001),
+        )
+    }
+    found = Found(turns, [Turn(0.004)] * 6, [Turn(0.080)] * 6, [500.0] * 6)
+    memory = {"anonymous_at_start": 2.0**20, "peak_anonymous": 2.0**21}
+    direct = {("direct", 4): [600.0] * 3, ("direct", 1): [200.0] * 3, ("ordinary", 16): [5.0]}
+    rows = rows_of_file_tier(
+        case,
+        batch_size=4,
+        row_bytes=32,
+        num_bytes=2**30,
+        num_timed_steps=1,
+        found=found,
+        told={"recsys": {**memory, "hot_bytes": 1.0}, "mmap": memory},
+    )
+    write_rows(tmp_path / "file.json", [*rows_of_empty_cache(case, direct), *rows])
+
+    text = tables["tiers_file_table"](str(tmp_path / "file.json"))
+
+    caption, _, header, _, sequential, ahead, mapped = text.strip().split("\n")
+    assert "with 1.0 GiB of tables" in caption
+    assert "fetched 2.00 rows a sample (90.0 % of lookups hit); a step that fetches none" in caption
+    assert "takes 4.0 ms. The disk gave 500 random reads of 4 KiB a second" in caption
+    assert "600 (4), 200 (1), at best 600, and 5 by way of it" in caption
+    assert "1 MiB for ours, 1 MiB for mmap." in caption
+    assert header.count("|") == sequential.count("|") == ahead.count("|") == mapped.count("|")
+    assert sequential == (
+        "| sequential | 100 | 100-100 | 40.0 | 30.0 | 16.0 | **0.40** (0.40-0.40) "
+        "| 0.10 (0.10-0.10) |  | **2.00** (2.00-2.00) |"
+    )
+    assert ahead == (
+        "| lookahead-2 | 200 | 200-200 | 20.0 | 1.0 | 16.0 | **0.80** (0.80-0.80) "
+        "| 0.20 (0.20-0.20) | **2.00** (2.00-2.00) | **4.00** (4.00-4.00) |"
+    )
+    assert mapped == "| mmap | 50 | 50-50 | 80.0 |  |  |  |  |  |  |"
 
 
 def _prepare_record(path, num_runs, *, has_ratio=True):

@@ -1,4 +1,4 @@
-"""Tables in the docs, made from the JSON that commands wrote; `make tables` runs this.
+"""Tables and curves in the docs, made from the JSON that commands wrote; `make tables` runs this.
 
 A table stands between two comments, `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function
 below. A test fails when a table is not what its JSON makes it.
@@ -14,15 +14,17 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from recsys.ablate_table import column_title, format_number
+from recsys.bench.tiers_curve import write_curve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["DOCUMENTS", "TABLES", "with_tables"]
+__all__ = ["CURVES", "DOCUMENTS", "TABLES", "with_tables"]
 
 _JSON = Path(__file__).resolve().parent
 _ROOT = _JSON.parent.parent
 DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/popularity.md", "docs/synthetic.md")
+CURVES = ("tiers.json",)
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -287,40 +289,121 @@ def count_table(file: str) -> str:
 
 
 def tiers_table(file: str) -> str:
-    """`recsys bench tiers`: share of the resident speed at each budget."""
+    """`recsys bench tiers`: share of the resident speed at each budget, under each schedule."""
     record = _read(file)
     cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
+    # Of older records none has a schedule: their steps were a plain loop's.
+    has_schedules = any("schedule" in _case(case) for case in cases)
     lines = []
-    for case in dict.fromkeys(row["case"] for row in record["rows"]):
+    for case in cases:
         ours = {name: row for (of, by, name), row in cells.items() if of == case and by == "recsys"}
-        lines.append(
-            [
-                _case(case)["share"].replace("floor", "the floor"),
-                f"{100 * ours['budget_share']['median']:.1f} %",
-                f"{ours['budget']['median'] / 2**20:,.0f}",
-                f"{ours['hot_memory']['median'] / 2**20:,.0f}",
-                f"{ours['peak_over_resident']['median'] / 2**20:,.0f}",
-                f"{100 * ours['lookup_hit_rate']['median']:.1f} %",
-                f"{100 * ours['unique_hit_rate']['median']:.1f} %",
-                f"{ours['time']['median']:.1f}",
-                f"{cells[case, 'resident', 'time']['median']:.1f}",
-                _ratio(ours["share_of_resident_speed"], mark="**"),
-            ]
-        )
-    keys = _case(record["rows"][0]["case"])
+        keys = _case(case)
+        line = [
+            keys["share"].replace("floor", "the floor"),
+            *([keys["schedule"]] if has_schedules else []),
+            _percent(ours["budget_share"]),
+            _mib(ours["budget"]),
+            _mib(ours["hot_memory"]),
+            _mib(ours.get("peak_over_resident")),
+            _percent(ours.get("lookup_hit_rate")),
+            _percent(ours.get("unique_hit_rate")),
+        ]
+        if has_schedules:
+            exposed = ours.get("exposed_fetch")
+            line.append(f"{exposed['median']:.1f}" if exposed else "")
+        line += [
+            f"{ours['time']['median']:.1f}",
+            f"{cells[case, 'resident', 'time']['median']:.1f}",
+            _ratio(ours["share_of_resident_speed"], mark="**"),
+        ]
+        lines.append(line)
+    keys = _case(cases[0])
     caption = (
         f"Milliseconds of a training step, B={keys['B']}, D={keys['D']}, {keys['optimizer']}, "
         f"cold tier {keys['cold_tier']}; median of {record['rows'][0]['num_runs']} rounds in which "
         f"both took turns; {_machine(record['environment'])}."
     )
-    header = ["budget", "of all bytes", "MiB", "slots and map, MiB", "peak over resident, MiB"]
-    header += ["lookups hit", "distinct rows hit", "recsys", "resident"]
+    header = ["budget", *(["schedule"] if has_schedules else []), "of all bytes", "MiB"]
+    header += ["slots and map, MiB", "peak over resident, MiB", "lookups hit", "distinct rows hit"]
+    header += [*(["waits for rows"] if has_schedules else []), "recsys", "resident"]
     return _table(caption, [*header, "share of resident speed (95 %)"], lines)
 
 
 def tiers_file_table(file: str) -> str:
-    """`recsys bench tiers --cold-tier file`: speed beside mapped files and the disk."""
+    """`recsys bench tiers --cold-tier file`: schedules beside mapped files, and their limits."""
     record = _read(file)
+    cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
+    of_schedules = [case for case in cases if "schedule" in _case(case)]
+    if not of_schedules:
+        return _tiers_file_table_of_plain_loop(record)
+    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    whole = of_schedules[0].rpartition(",schedule=")[0]
+    lines = []
+    for case in of_schedules:
+        ours = {name: row for (of, by, name), row in cells.items() if of == case and by == "recsys"}
+        speedup = ours.get("speedup_over_sequential")
+        of_reads = ours.get("share_of_limit_of_reads")
+        lines.append(
+            [
+                _case(case)["schedule"],
+                f"{ours['speed']['median']:,.0f}",
+                f"{ours['speed']['p20']:,.0f}-{ours['speed']['p80']:,.0f}",
+                f"{ours['time']['median']:.1f}",
+                f"{ours['exposed_fetch']['median']:.1f}",
+                f"{ours['disk_floor']['median']:.1f}",
+                _ratio(ours["share_of_limit"], mark="**"),
+                _ratio(of_reads) if of_reads else "",
+                _ratio(speedup, mark="**") if speedup else "",
+                _ratio(ours["speed_over_mmap"], mark="**"),
+            ]
+        )
+    mapped = cells[whole, "mmap", "speed"]
+    spread = f"{mapped['p20']:,.0f}-{mapped['p80']:,.0f}"
+    time = f"{1e3 * int(_case(whole)['B']) / mapped['median']:.1f}"
+    lines.append(["mmap", f"{mapped['median']:,.0f}", spread, time, *[""] * 6])
+    ours = {name: row for (of, by, name), row in cells.items() if of == whole and by == "recsys"}
+    direct = {
+        _case(case)["threads"]: row["median"]
+        for (case, _, metric), row in cells.items()
+        if metric == "direct_reads_of_empty_cache"
+    }
+    best = max(direct, key=lambda threads: direct[threads])
+    ordinary = next(
+        row["median"]
+        for (_, _, metric), row in cells.items()
+        if metric == "ordinary_reads_of_empty_cache"
+    )
+    peaks = {
+        provider: cells[whole, provider, "peak_anonymous_memory"]["median"]
+        - cells[whole, provider, "anonymous_memory_at_start"]["median"]
+        for provider in ("recsys", "mmap")
+    }
+    num_bytes = cells[whole, "disk", "num_bytes"]["median"]
+    first = {name: row for (of, _, name), row in cells.items() if of == of_schedules[0]}
+    keys = _case(whole)
+    caption = (
+        f"Training steps with {num_bytes / 2**30:.1f} GiB of tables, "
+        f"{num_bytes / record['environment']['memory_bytes']:.2f} times memory; B={keys['B']}, "
+        f"D={keys['D']}, SGD, budget {keys['budget']}; median of {mapped['num_runs']} rounds in "
+        f"which all took turns; {_machine(record['environment'])}. Ours fetched "
+        f"{first['fetched_rows_per_sample']['median']:.2f} rows a sample "
+        f"({_percent(first['lookup_hit_rate'])} of lookups hit); a step that fetches none takes "
+        f"{ours['compute_floor']['median']:.1f} ms. The disk gave "
+        f"{cells[whole, 'disk', 'random_reads_of_4096']['median']:,.0f} random reads of 4 KiB a "
+        "second in the same rounds; of an empty cache, with as many reads at once, "
+        + ", ".join(f"{reads:,.0f} ({threads})" for threads, reads in direct.items())
+        + f", at best {direct[best]:,.0f}, and {ordinary:,.0f} by way of it. Memory of its own "
+        f"since the start: {peaks['recsys'] / 2**20:,.0f} MiB for ours, "
+        f"{peaks['mmap'] / 2**20:,.0f} MiB for mmap."
+    )
+    header = ["", "samples/s", "20th to 80th percentile", "ms", "of it waits for rows"]
+    header += ["the disk's floor, ms", "of the limit (95 %)", "of that by pages read (95 %)"]
+    return _table(caption, [*header, "over sequential (95 %)", "over mmap (95 %)"], lines)
+
+
+def _tiers_file_table_of_plain_loop(record: dict[str, Any]) -> str:
+    """Of a record from before schedules were measured."""
     cells = {(row["provider"], row["metric"]): row for row in record["rows"]}
     memory = record["environment"]["memory_bytes"]
     lines = []
@@ -509,6 +592,14 @@ def _standard_error(runs: Mapping[Any, Sequence[Mapping[str, Any]]]) -> str:
     return f"; the standard error of one AUC is {min(errors):.4f} to {max(errors):.4f}"
 
 
+def _percent(row: Mapping[str, Any] | None) -> str:
+    return f"{100 * row['median']:.1f} %" if row else ""
+
+
+def _mib(row: Mapping[str, Any] | None) -> str:
+    return f"{row['median'] / 2**20:,.0f}" if row else ""
+
+
 def _ratio(row: Mapping[str, Any], *, mark: str = "") -> str:
     """A ratio, with its 95 % interval where it has one."""
     interval = "" if row["low"] is None else f" ({row['low']:.2f}-{row['high']:.2f})"
@@ -529,3 +620,5 @@ if __name__ == "__main__":
     for name in DOCUMENTS:
         document = _ROOT / name
         document.write_text(with_tables(document.read_text()))
+    for name in CURVES:
+        write_curve(_JSON / name)

@@ -1,6 +1,6 @@
 """`recsys bench tiers --cold-tier file`: training with tables that are larger than memory.
 
-    recsys   rows used often in memory, the rest in files
+    recsys   rows used often in memory, the rest in files; by `TrainPipeline`, under each schedule
     mmap     nn.EmbeddingBag over weights mapped from the same files, torch.optim.SGD; the system is
              told not to read ahead (madvise), without which it is many times slower
     disk     nothing but reads of 4 KiB from random places of the files, past the page cache
@@ -8,15 +8,19 @@
 The whole training step of the default model. Files are wholly written, with random values, before
 anything is measured, and the page cache is emptied of them then. Each provider has a process of its
 own; they take turns on the same files, on mini-batches of their own: what one has brought into the
-page cache is seldom what the next one needs. What `disk` reads directly is a limit for whoever
-reads a page for every row that he lacks, unless the cache has it. Before anybody trains, the same
-reads are made by way of the empty cache, too: what it costs that ours does so.
+page cache is seldom what the next one needs. All schedules are turns of one process, on the same
+slots, for no two may have the files at once.
+
+Two floors stand beside ours. `compute_floor` is a step that fetches nothing: mini-batches are
+trained on a second time, at once. `disk_floor` is what the disk takes for a page for every row that
+a step fetches, with as many reads at once as it likes best, which is found before anybody trains.
+No schedule can be faster than the slower of the two, but for rows that the page cache has: so there
+is `disk_floor_of_reads`, too, for the pages that the system says were read from the disk.
 """
 
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import shutil
 import threading
@@ -31,7 +35,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from recsys.bench.harness import Row, in_own_process, ratio, rows_by_provider, summarize, take_turns
+from recsys.bench.disk import Disk, best_num_threads, read_empty_cache, rows_of_empty_cache
+from recsys.bench.file_tier_rows import Found, rows_of_file_tier
+from recsys.bench.harness import Row, in_own_process, take_turns
+from recsys.bench.scheduled import (
+    ScheduledSteps,
+    Turn,
+    count_rows,
+    less,
+    num_ahead,
+    steps_of_turn,
+)
 from recsys.bench.worker import Worker, settle
 from recsys.build import table_configs
 from recsys.config import ModelConfig, OptimizerConfig
@@ -39,8 +53,6 @@ from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.embeddings.baselines import TorchEmbeddingBags
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.file_store import NUM_THREADS
-from recsys.embeddings.kernels.file_moves import move_share
 from recsys.embeddings.memory import advise_random
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.tier_report import describe_tiers
@@ -53,10 +65,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from recsys.batch import Batch
+    from recsys.bench.scheduled import TurnSteps
 
 __all__ = ["FileTierCase", "bench_file_tier", "default_table_bytes", "scaled_table_sizes"]
 
-_PAGE = 4096
 _LR = 0.01
 _NUM_WARM_UP_ROUNDS = 2
 
@@ -71,10 +83,12 @@ class FileTierCase:
         batch_size: B.
         budget: Of fast memory, for ours.
         cold_path: Folder of the files; made, or found whole.
+        schedules: Of ours: names, as in `SCHEDULES`.
         num_rounds: Rounds that count.
-        num_steps: Of a turn: the first half is not timed.
         num_fill_steps: Mini-batches that every provider trains on before.
+        fill_batch_size: Samples of those, so that a small B is measured with slots as full.
         disk_seconds: How long a turn of nothing but reads takes.
+        is_quick: Whether a turn may be as short as schedules allow.
     """
 
     table_sizes: tuple[int, ...]
@@ -82,10 +96,12 @@ class FileTierCase:
     batch_size: int
     budget: str
     cold_path: Path
+    schedules: tuple[str, ...]
     num_rounds: int
-    num_steps: int
     num_fill_steps: int
+    fill_batch_size: int
     disk_seconds: float = 1.0
+    is_quick: bool = False
 
     def __str__(self) -> str:
         return (
@@ -98,13 +114,23 @@ class FileTierCase:
         """Of all tables."""
         return sum(self.table_sizes) * self.dim * 4
 
+    @property
+    def steps(self) -> TurnSteps:
+        """Of a turn."""
+        return steps_of_turn(self.batch_size, self.schedules, is_quick=self.is_quick)
+
+    @property
+    def num_samples(self) -> int:
+        """That a provider takes."""
+        of_round = len(self.schedules) * self.steps.num_all + self.steps.num_timed
+        num_steps = of_round * (self.num_rounds + _NUM_WARM_UP_ROUNDS)
+        num_steps += sum(map(num_ahead, self.schedules))
+        return self.num_fill_steps * self.fill_batch_size + num_steps * self.batch_size
+
     def source(self) -> SyntheticCriteo:
         """The stream, long enough for every provider's mini-batches."""
-        per_provider = self.num_fill_steps + self.num_steps * (
-            self.num_rounds + _NUM_WARM_UP_ROUNDS
-        )
         return SyntheticCriteo(
-            num_samples=2 * len(_OFFSETS) * per_provider * self.batch_size,
+            num_samples=len(_PROVIDERS) * self.num_samples,
             table_sizes=self.table_sizes,
         )
 
@@ -143,95 +169,47 @@ def bench_file_tier(case: FileTierCase) -> list[Row]:
     in_own_process(_write_files, case)
     _forget_pages(case.cold_path)
     name = str(case)
-    ways = _direct_beside_ordinary(case)
+    of_empty_cache = read_empty_cache(name, case.cold_path, case.disk_seconds)
+    num_threads = best_num_threads(of_empty_cache)
     _forget_pages(case.cold_path)
     with ExitStack() as stack:
         workers = {
-            provider: stack.enter_context(Worker(provider, name, make, case))
-            for provider, make in (
-                ("recsys", _Ours),
-                ("mmap", _Mapped),
-                ("disk", partial(_Disk, is_direct=True)),
+            provider: stack.enter_context(Worker(provider, name, make, *arguments))
+            for provider, make, *arguments in (
+                ("recsys", _Ours, case),
+                ("mmap", _Mapped, case),
+                ("disk", partial(Disk, is_direct=True), case.cold_path, case.disk_seconds),
             )
         }
         for worker in workers.values():
             worker.wait()
-        found: dict[str, list[float]] = take_turns(
-            {provider: partial(worker.call, "turn") for provider, worker in workers.items()},
+        found: dict[str, list[Any]] = take_turns(
+            {
+                **{each: partial(workers["recsys"].call, "turn", each) for each in case.schedules},
+                "hits": partial(workers["recsys"].call, "turn_of_hits"),
+                "mmap": partial(workers["mmap"].call, "turn"),
+                "disk": partial(workers["disk"].call, "turn", num_threads),
+            },
             case.num_rounds,
             num_warm_up_rounds=_NUM_WARM_UP_ROUNDS,
         )
         told = {each: workers[each].call("tell") for each in ("recsys", "mmap")}
         workers["recsys"].call("sync")
-    return [*ways, *_rows(case, found, told)]
-
-
-def _direct_beside_ordinary(case: FileTierCase) -> list[Row]:
-    with ExitStack() as stack:
-        workers = {
-            how: stack.enter_context(
-                Worker("disk", str(case), partial(_Disk, is_direct=how == "direct"), case)
-            )
-            for how in ("direct", "ordinary")
-        }
-        found: dict[str, list[float]] = take_turns(
-            {how: partial(worker.call, "turn") for how, worker in workers.items()},
-            case.num_rounds,
-            num_warm_up_rounds=0,
-        )
-    return [
-        summarize(
-            bench="tiers",
-            case=str(case),
-            provider="disk",
-            metric=f"{how}_reads_of_empty_cache",
-            unit="reads/s",
-            values=reads,
-        )
-        for how, reads in found.items()
-    ]
-
-
-def _rows(
-    case: FileTierCase, found: dict[str, list[float]], told: dict[str, dict[str, Any]]
-) -> list[Row]:
-    name, reads = str(case), found.pop("disk")
-    speeds = {
-        provider: [case.batch_size / seconds for seconds in spent]
-        for provider, spent in found.items()
-    }
-    row_of = partial(summarize, bench="tiers", case=name)
-    ours = told["recsys"]
-    fetched_per_sample = ours["num_fetched"] / ours["num_samples"]
-    bound = float(np.median(reads)) / fetched_per_sample if fetched_per_sample else float("nan")
-    once: dict[tuple[str, str, str], float] = {
-        ("recsys", "fetched_rows_per_sample", "rows"): fetched_per_sample,
-        ("recsys", "lookup_hit_rate", "ratio"): ours["lookup_hit_rate"],
-        ("recsys", "hot_memory", "bytes"): ours["hot_bytes"],
-        ("disk", "speed_if_every_fetched_row_were_a_read", "samples/s"): bound,
-        ("disk", "num_bytes", "bytes"): case.num_bytes,
-    }
-    for provider, each in told.items():
-        once[provider, "anonymous_memory_at_start", "bytes"] = each["anonymous_at_start"]
-        once[provider, "peak_anonymous_memory", "bytes"] = each["peak_anonymous"]
-    return [
-        *rows_by_provider(
-            bench="tiers", case=name, metric="speed", unit="samples/s", values=speeds
+    rows = rows_of_file_tier(
+        name,
+        batch_size=case.batch_size,
+        row_bytes=case.dim * 4,
+        num_bytes=case.num_bytes,
+        num_timed_steps=case.steps.num_timed,
+        found=Found(
+            {each: found[each] for each in case.schedules},
+            found["hits"],
+            found["mmap"],
+            found["disk"],
         ),
-        row_of(provider="disk", metric="random_reads_of_4096", unit="reads/s", values=reads),
-        ratio(
-            bench="tiers",
-            case=name,
-            provider="recsys",
-            metric="speed_over_mmap",
-            values=found["recsys"],
-            baseline=found["mmap"],
-        ),
-        *(
-            row_of(provider=provider, metric=metric, unit=unit, values=[float(value)])
-            for (provider, metric, unit), value in once.items()
-        ),
-    ]
+        told=told,
+    )
+    return [*rows_of_empty_cache(name, of_empty_cache), *rows]
 
 
 def _write_files(case: FileTierCase) -> None:
@@ -250,8 +228,8 @@ def _forget_pages(folder: Path) -> None:
             os.close(descriptor)
 
 
-# Each provider has every so manieth mini-batch of the stream.
-_OFFSETS = {"recsys": 0, "mmap": 1}
+# Each has a part of the stream, one behind the other.
+_PROVIDERS = ("recsys", "mmap")
 
 
 class _Trainer:
@@ -259,8 +237,8 @@ class _Trainer:
 
     def __init__(self, case: FileTierCase, provider: str, embeddings: Any, optimizer: Any) -> None:
         self._case, self._source = case, case.source()
-        self._next, self._num_trained = _OFFSETS[provider], 0
-        self._embeddings, self._row_optimizer = embeddings, optimizer
+        self._next = _PROVIDERS.index(provider) * case.num_samples
+        self._embeddings = embeddings
         hidden = tuple(width for width in ModelConfig().dense_arch[:-1] if width > case.dim)
         dlrm = DLRM(
             embeddings,
@@ -270,48 +248,43 @@ class _Trainer:
         )
         self._model = DLRMTrain(dlrm)
         dense = [*dlrm.dense_arch.parameters(), *dlrm.over_arch.parameters()]
-        self._dense_optimizer = torch.optim.SGD(dense, lr=_LR)
+        self._optimizers = [torch.optim.SGD(dense, lr=_LR), optimizer]
         for _ in range(case.num_fill_steps):
-            self._train([self._batch()])
-        self._num_trained = 0
+            self._train([self._samples(case.fill_batch_size)])
         gc.disable()  # a turn ends with a collection; what is here now is here to stay
         gc.collect()
         gc.freeze()
 
-    def turn(self) -> float:
-        """Make the next turn's steps; the seconds of a timed one, the mean."""
-        batches = [self._batch() for _ in range(self._case.num_steps)]
-        half = len(batches) // 2
-        self._train(batches[:half])
-        begin = time.perf_counter()
-        self._train(batches[half:])
-        seconds = (time.perf_counter() - begin) / (len(batches) - half)
-        gc.collect()
-        settle()
-        return seconds
-
-    def tell(self) -> dict[str, Any]:
+    def tell(self) -> dict[str, float]:
         """Memory."""
-        return {
-            "num_samples": self._num_trained * self._case.batch_size,
-            "anonymous_at_start": self.watch.at_start,
-            "peak_anonymous": self.watch.peak,
-        }
+        return {"anonymous_at_start": self.watch.at_start, "peak_anonymous": self.watch.peak}
 
     def _batch(self) -> Batch:
-        size, number = self._case.batch_size, self._next
-        self._next += len(_OFFSETS)
-        return self._source.read(np.arange(number * size, (number + 1) * size))
+        return self._samples(self._case.batch_size)
+
+    def _samples(self, number: int) -> Batch:
+        begin = self._next
+        self._next += number
+        return self._source.read(np.arange(begin, self._next))
 
     def _train(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
             loss, _ = self._model(batch)
-            for optimizer in (self._dense_optimizer, self._row_optimizer):
+            for optimizer in self._optimizers:
                 optimizer.zero_grad()
             loss.backward()
-            for optimizer in (self._dense_optimizer, self._row_optimizer):
+            for optimizer in self._optimizers:
                 optimizer.step()
-        self._num_trained += len(batches)
+
+    def _timed(self, batches: Sequence[Batch]) -> float:
+        """Train on them; the seconds of a step, the mean."""
+        begin = time.perf_counter()
+        self._train(batches)
+        return (time.perf_counter() - begin) / len(batches)
+
+    def _end_turn(self) -> None:
+        gc.collect()
+        settle()
 
     watch: _AnonymousMemory
 
@@ -323,14 +296,37 @@ class _Ours(_Trainer):
         self.watch = _AnonymousMemory()
         embeddings = case.embeddings()
         super().__init__(case, "recsys", embeddings, embeddings.row_optimizer)
-        counts = [tiers.residency.counts.num_fetched for tiers in embeddings.tiers()]
-        self._num_fetched_before = sum(counts)
+        self._scheduled = {
+            name: ScheduledSteps(self._model, self._optimizers, name, self._batch, case.steps)
+            for name in case.schedules
+        }
 
-    def tell(self) -> dict[str, Any]:
+    def turn(self, schedule: str) -> Turn:
+        """Make the next turn's steps under a schedule, and leave the slots to the next one."""
+        made = self._scheduled[schedule].turn()
+        self._scheduled[schedule].leave()
+        self._end_turn()
+        return made
+
+    def turn_of_hits(self) -> Turn:
+        """Train on mini-batches a second time; as many as find all of their rows in slots then."""
+        batches = [self._batch() for _ in range(self._case.steps.num_timed)]
+        while True:
+            self._train(batches)
+            before = count_rows(self._model)
+            seconds = self._timed(batches)
+            counts = less(count_rows(self._model), before)
+            if not counts.num_fetched:
+                break
+            assert len(batches) > 1, "the rows of one mini-batch have slots"
+            batches = batches[: len(batches) // 2]
+        self._end_turn()
+        return Turn(seconds, counts=counts)
+
+    def tell(self) -> dict[str, float]:
         told = describe_tiers(self._model)
         assert told is not None
-        counts = [tiers.residency.counts.num_fetched for tiers in self._embeddings.tiers()]
-        return {**super().tell(), **told, "num_fetched": sum(counts) - self._num_fetched_before}
+        return {**super().tell(), "hot_bytes": told["hot_bytes"]}
 
     def sync(self) -> None:
         """Leave the files whole, for the next run."""
@@ -355,44 +351,14 @@ class _Mapped(_Trainer):
         optimizer = embeddings.make_optimizer(OptimizerConfig(name="sgd", lr=_LR))
         super().__init__(case, "mmap", embeddings, optimizer)
 
-
-class _Disk:
-    """Lives in a worker: random reads, by as many threads as ours has."""
-
-    def __init__(self, case: FileTierCase, *, is_direct: bool) -> None:
-        path = max(case.cold_path.glob("*.bin"), key=lambda each: each.stat().st_size)
-        self._num_pages, self._seconds = path.stat().st_size // _PAGE, case.disk_seconds
-        how = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
-        self._descriptor = np.array([os.open(path, how)], np.int32)
-        os.posix_fadvise(int(self._descriptor[0]), 0, 0, os.POSIX_FADV_RANDOM)
-        self._first = np.array([0, self._num_pages], np.uint64)
-        self._memory = [np.frombuffer(mmap.mmap(-1, _PAGE), np.uint8) for _ in range(NUM_THREADS)]
-        self._random = np.random.default_rng(0)
-        self.turn()  # compiles
-
-    def turn(self) -> float:
-        """Reads per second."""
-        counts = [0] * NUM_THREADS
-        pages = self._random.integers(0, self._num_pages, (NUM_THREADS, 1 << 14), np.int32)
-        # No page may be cached by an earlier turn.
-        os.posix_fadvise(int(self._descriptor[0]), 0, 0, os.POSIX_FADV_DONTNEED)
-        slots = np.zeros(pages.shape[1], np.int32)
-        end = time.perf_counter() + self._seconds
-
-        def read(thread: int) -> None:
-            hot, mine = self._memory[thread].reshape(1, _PAGE), pages[thread]
-            while time.perf_counter() < end and counts[thread] + 64 <= len(mine):
-                begin = counts[thread]
-                move_share(self._descriptor, self._first, mine, slots, hot, begin, begin + 64, True)
-                counts[thread] += 64
-
-        begin = time.perf_counter()
-        threads = [threading.Thread(target=read, args=(each,)) for each in range(NUM_THREADS)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        return sum(counts) / (time.perf_counter() - begin)
+    def turn(self) -> Turn:
+        """Make the next turn's steps in a plain loop."""
+        num_warm, num_timed = self._case.steps
+        batches = [self._batch() for _ in range(num_warm + num_timed)]
+        self._train(batches[:num_warm])
+        seconds = self._timed(batches[num_warm:])
+        self._end_turn()
+        return Turn(seconds)
 
 
 class _AnonymousMemory:

@@ -12,7 +12,16 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.tiers import Tiers
 
-__all__ = ["describe_tiers"]
+__all__ = ["describe_tiers", "tiers_of"]
+
+
+def tiers_of(model: nn.Module) -> list[Tiers]:
+    """Those of all modules of ours in a model, each once; none where every row is resident."""
+    found: dict[Tiers, None] = {}
+    for module in model.modules():
+        if isinstance(module, HotColdEmbeddingBag | HotColdEmbeddingBagCollection):
+            found |= dict.fromkeys(module.tiers())
+    return list(found)
 
 
 def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
@@ -22,10 +31,7 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
     each row once per mini-batch. `exposed_fetch_seconds` is the time in which nothing was done but
     waiting for rows.
     """
-    tiers: dict[Tiers, None] = {}
-    for module in model.modules():
-        if isinstance(module, HotColdEmbeddingBag | HotColdEmbeddingBagCollection):
-            tiers |= dict.fromkeys(module.tiers())
+    tiers = tiers_of(model)
     if not tiers:
         return None
     counts = [each.residency.counts for each in tiers]
