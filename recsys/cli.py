@@ -176,7 +176,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--schedule",
         default="sequential,lookahead-2",
         metavar="NAME[,NAME...]",
-        help="sequential, or lookahead-DEPTH; default: sequential,lookahead-2",
+        help="sequential, lookahead-DEPTH (1, 2, 4, 8); default: sequential,lookahead-2",
     )
     bench_tiers.add_argument(
         "--dim", type=int, metavar="D", help="default: 64; 128 with --cold-tier file"
