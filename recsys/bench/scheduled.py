@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from recsys.embeddings.residency import TierCounts
 from recsys.embeddings.tier_report import tiers_of
 from recsys.errors import ConfigError
-from recsys.pipeline import LookAhead, Sequential, TrainPipeline
+from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,6 +51,9 @@ SCHEDULES: dict[str, Schedule] = {
     "lookahead-2": LookAhead(2),
     "lookahead-4": LookAhead(4),
     "lookahead-8": LookAhead(8),
+    # Nothing is kept for being popular: others take turns in the same slots.
+    "hotline": Hotline(learning_steps=0),
+    "hotline-2": Hotline(depth=2, learning_steps=0),
 }
 
 _SAMPLES_OF_TURN = 8192

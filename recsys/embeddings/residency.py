@@ -144,7 +144,9 @@ class Ticket:
         assert self._hold is not None
         after = self._after if was_missing else self._after_hits
         part = Ticket(self._residency, _at(self.slot_of_value, places), self._hold, after)
-        if not was_missing:
+        part._after_hits, part._missing = self._after_hits, self._missing
+        part._waits_for = self._waits_for
+        if not was_missing and part._waits_for is None:
             are_missing = self._residency.map.are_among(self.held, self._missing)
             part._waits_for = _at(self.held, (~are_missing).nonzero().flatten())
         return part

@@ -249,7 +249,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tickets)
     @rule(data=st.data(), moves=st.booleans())
     def split(self, data, moves):
-        """What had come when a ticket was claimed may be computed on, whatever became of the rest."""
+        """What had come before a ticket was claimed may be computed on, whatever becomes of it."""
         ticket, wanted = self.tickets.pop(data.draw(st.integers(0, len(self.tickets) - 1)))
         is_missing = ticket.was_missing()
         sides = []
