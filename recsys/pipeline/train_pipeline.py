@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys.embeddings.fused_optimizer import FusedOptimizer
+from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.inputs import Inputs, cancel
 from recsys.pipeline.micro_batches import join_outputs
@@ -258,9 +259,10 @@ class TrainPipeline:
     def _split(self, current: _MiniBatch) -> list[MicroBatch]:
         if self.popular_split is None:
             return []
-        parts = self.popular_split.split(current.batch, current.claims)
-        if parts:  # which have the claims now
-            current.claims = [claim for part in parts for claim in part.claims]
+        with interrupts_held_back():  # claims that nobody has are given back by nobody
+            parts = self.popular_split.split(current.batch, current.claims)
+            if parts:
+                current.claims = [claim for part in parts for claim in part.claims]
         return parts
 
     def _compute(self, batch: Any) -> tuple[Tensor, Any]:
@@ -348,7 +350,7 @@ class TrainPipeline:
             f"schedule={self.schedule}: the model has looked up other ids than were fetched ahead "
             "for its mini-batch, so their rows were fetched when they were needed; give "
             "TrainPipeline(..., ids=fn) what each module is given",
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def _exposed_seconds(self) -> float:
