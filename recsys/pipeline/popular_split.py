@@ -7,6 +7,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from recsys.pipeline.micro_batches import select_samples
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from recsys.pipeline.schedule import Hotline
 
 __all__ = ["MicroBatch", "PopularSplit"]
+
+_NUM_SIZES = 16  # of parts of a mini-batch
 
 
 class MicroBatch(NamedTuple):
@@ -93,10 +96,14 @@ class PopularSplit:
         num_missing = int(is_missing.sum())
         self.num_samples += batch_size
         self.num_popular += batch_size - num_missing
-        if num_missing in (0, batch_size) or self._is_here(claims):
+        num_popular = _rounded(batch_size - num_missing, batch_size)
+        popular = (~is_missing).nonzero().flatten()[:num_popular]
+        if not num_missing or not num_popular or self._is_here(claims):
             return []
         self.num_split += 1
-        sides = [((~is_missing).nonzero().flatten(), False), (is_missing.nonzero().flatten(), True)]
+        is_other = torch.ones(batch_size, dtype=torch.bool)
+        is_other[popular] = False
+        sides = [(popular, False), (is_other.nonzero().flatten(), True)]
         batches = [select_samples(batch, samples, batch_size) for samples, _ in sides]
         of_claims = [claim.split(sides) for claim in claims]
         return [
@@ -135,3 +142,13 @@ class PopularSplit:
         get here.
         """
         return bool(self._schedule.depth) and all(claim.is_here for claim in claims)
+
+
+def _rounded(num_popular: int, batch_size: int) -> int:
+    """As many samples as the popular part is to have; those left over go with the others.
+
+    Libraries that multiply matrices compile a kernel for each size they meet (oneDNN: milliseconds
+    for every layer), so sizes should be few.
+    """
+    step = max(1, batch_size // _NUM_SIZES)
+    return num_popular // step * step

@@ -201,7 +201,7 @@ def sparse_batch(tables, rows_FB):
 
 def in_turn(tables, rows_of_samples):
     """A mini-batch whose sample b looks up row `rows_of_samples[b]` of every table."""
-    return sparse_batch(tables, torch.tensor([rows_of_samples] * len(tables)))
+    return sparse_batch(tables, torch.tensor([list(rows_of_samples)] * len(tables)))
 
 
 @pytest.fixture
@@ -244,6 +244,20 @@ def test_popular_samples_are_computed_on_while_rows_come_for_the_others(tiered):
     assert len(predictions) == 4
     assert pipeline.popular_split.num_split == 1
     assert pipeline.popular_split.num_popular == 3
+
+
+def test_parts_have_few_sizes_and_popular_samples_left_over_go_with_the_others(tiered):
+    tables, model, dense, _ = tiered(num_slots=120)
+    batches = [in_turn(tables, range(40)), in_turn(tables, [*range(35), *range(100, 105)])]
+    sizes = []
+    pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=0))
+    model.layer.register_forward_hook(lambda _, arguments, output: sizes.append(len(output)))
+
+    *_, (_, predictions) = pipeline.steps(batches)
+
+    assert sizes == [40, 34, 6]  # of 35 popular ones, by twos: a sixteenth of 40
+    assert len(predictions) == 40
+    assert pipeline.popular_split.num_popular == 35
 
 
 @pytest.mark.parametrize("auto_apply", [True, False])
