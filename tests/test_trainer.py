@@ -89,7 +89,7 @@ def test_a_run_on_a_budget_is_the_resident_run_and_tells_of_its_tiers(small_conf
     assert 0 < told["unique_hit_rate"] < told["lookup_hit_rate"] < 1
     assert min(told["fetched_bytes"], told["written_back_bytes"]) > 0
     assert told["num_slots"] < told["num_rows"] == 2401
-    assert tiered["stalls"]["fetch_seconds"] > 0
+    assert tiered["stalls"]["prefetch_wait_seconds"] > 0
     assert resident["schedule"] == {"name": "sequential"}
     assert tiered["schedule"]["name"] == "lookahead"
     assert tiered["schedule"]["depth"] == 2
@@ -153,7 +153,7 @@ def test_stages_add_up_to_the_time_that_samples_per_second_is_made_of(small_conf
 
     stages = {key: value for key, value in record["stalls"].items() if key != "evaluate_seconds"}
     assert set(record["stalls"]) == {f"{stage}_seconds" for stage in STAGES}
-    assert record["stalls"]["fetch_seconds"] == 0  # every row is resident
+    assert record["stalls"]["prefetch_wait_seconds"] == 0  # every row is resident
     assert sorted(record["stalls"].values())[1] > 0
     throughput = record["throughput"]
     assert sum(stages.values()) == pytest.approx(throughput["train_seconds"])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.transfer_clock import MoveSeconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,11 @@ class Inputs:
         for module in self.modules.values():
             found |= dict.fromkeys(module.tiers())
         return list(found)
+
+    def waited(self) -> MoveSeconds:
+        """How long somebody has waited for rows on their way, since the beginning."""
+        exposed = (tiers.residency.times.exposed for tiers in self.tiers())
+        return sum(exposed, MoveSeconds())
 
     def prefetch(self, batch: Any) -> list[Prefetched] | None:
         """Have the rows of a mini-batch fetched in the background.

@@ -84,6 +84,7 @@ class TrainPipeline:
         self._inputs = Inputs(model, ids)
         self._optimizers = _with_those_of_rows(model, optimizer)
         self.clock = clock or StageClock()
+        self.clock.watch(self._inputs.waited)
         if schedule is None:
             schedule = LookAhead() if self._inputs.modules else Sequential()
         self.schedule = schedule
@@ -208,12 +209,11 @@ class TrainPipeline:
                 optimizer.zero_grad()
             if self._depth:
                 self._look_ahead(current)
-        exposed = self._exposed_seconds()
         try:
             loss, output = self._forward(current.batch)
         except StopIteration as error:  # or the loop would take it for the end of the data
             raise RuntimeError("the model raised StopIteration") from error
-        self.clock.mark("forward", self._exposed_seconds() - exposed)
+        self.clock.mark("forward")
         if not is_training:
             cancel(current.claims)
             return loss, output
@@ -274,9 +274,6 @@ class TrainPipeline:
             "TrainPipeline(..., ids=fn) what each module is given",
             stacklevel=4,
         )
-
-    def _exposed_seconds(self) -> float:
-        return sum(tiers.residency.exposed_seconds for tiers in self._inputs.tiers())
 
     def _give_back(self) -> None:
         """Give up every claim; mini-batches stay."""

@@ -1,51 +1,154 @@
 """Where the time went: booked to stages, told in a table, kept as a timeline."""
 
 import json
+import time
 
 import pytest
 import torch
 
 from recsys.embeddings.optimizer import SGD
-from recsys.pipeline import LookAhead, TrainPipeline
-from recsys.pipeline.stalls import STAGES, StageClock, format_stalls
+from recsys.embeddings.transfer_clock import MoveSeconds
+from recsys.pipeline import LookAhead, Sequential, TrainPipeline
+from recsys.pipeline.stalls import STAGES, StageClock, format_stalls, stage_title
 from recsys.pipeline.timeline import Timeline
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """A clock whose time passes when told so: `clock.now`."""
-    now = [100.0]
-    monkeypatch.setattr("recsys.pipeline.stalls.time.perf_counter", lambda: now[0])
-    found = StageClock()
-    found.now = now
+def now(monkeypatch):
+    """The time of every clock, which passes when told so."""
+    found = [100.0]
+    for place in ("pipeline.stalls.time", "embeddings.transfer_clock", "embeddings.residency"):
+        monkeypatch.setattr(f"recsys.{place}.perf_counter", lambda: found[0])
     return found
 
 
-def test_waiting_for_rows_is_no_part_of_the_forward_it_was_in(clock):
-    clock.now[0] += 5
-    clock.mark("forward", 2)
-    clock.now[0] += 1
+def stages_of(clock):
+    return {stage: spent for stage, spent in clock.seconds.items() if spent}
+
+
+def test_waiting_for_rows_is_no_part_of_the_stage_it_was_in_but_of_an_evaluation(now):
+    waited, clock = [MoveSeconds(fetch=100.0)], StageClock()
+    clock.watch(lambda: waited[0])  # some of it is from before
+    now[0] += 5
+    waited[0] += MoveSeconds(fetch=2, write_back=0.5)
+    clock.mark("forward")
+    now[0] += 3
+    waited[0] += MoveSeconds(write_back=1)
+    clock.mark("update")
+    now[0] += 1
+    waited[0] += MoveSeconds(fetch=1)
     clock.mark("evaluate")
 
-    assert {stage: spent for stage, spent in clock.seconds.items() if spent} == {
-        "forward": 3,
-        "fetch": 2,
+    assert stages_of(clock) == {
+        "forward": 2.5,
+        "prefetch_wait": 2,
+        "write_back_wait": 1.5,
+        "update": 2,
         "evaluate": 1,
     }
-    assert clock.train_seconds == 5
+    assert clock.train_seconds == 8
+
+
+class SlowStore:
+    """A cold store that takes its time: `pause` is called before rows come, or go."""
+
+    def __init__(self, store, pause):
+        self._store, self._pause = store, pause
+
+    def fetch(self, hot, rows, slots):
+        self._pause("fetch", len(rows))
+        self._store.fetch(hot, rows, slots)
+
+    def write_back(self, hot, rows, slots):
+        self._pause("write_back", len(rows))
+        self._store.write_back(hot, rows, slots)
+
+
+def slowed(small, schedule, pause):
+    """A pipeline whose rows are long on their way."""
+    model = small.Model(small.tables, SGD(lr=0.1), budget=8000)
+    for tiers in model.embeddings.tiers():
+        tiers.residency._cold = SlowStore(tiers.residency._cold, pause)
+    dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    return TrainPipeline(model, dense, schedule=schedule)
+
+
+def batches_of(small, num_steps=12):
+    return [small.make_batch(small.tables, seed) for seed in range(num_steps)]
+
+
+def test_what_a_slow_cold_store_takes_is_booked_to_the_wait_for_it_and_nothing_else_is(small, now):
+    taken = {"fetch": 0.0, "write_back": 0.0}
+
+    def pause(what, _):
+        seconds = 0.25 if what == "fetch" else 0.5
+        now[0] += seconds
+        taken[what] += seconds
+
+    pipeline = slowed(small, Sequential(), pause)
+
+    small.run(pipeline, iter(batches_of(small)))
+
+    assert min(taken.values()) > 1
+    assert stages_of(pipeline.clock) == {
+        "prefetch_wait": taken["fetch"],
+        "write_back_wait": taken["write_back"],
+    }
+
+
+def test_sleeping_in_the_cold_store_is_found_in_the_wait_for_rows(small):
+    slept = [0.0]
+
+    def pause(what, _):
+        if what == "fetch":
+            begin = time.perf_counter()
+            time.sleep(0.02)
+            slept[0] += time.perf_counter() - begin
+
+    pipeline = slowed(small, Sequential(), pause)
+
+    small.run(pipeline, iter(batches_of(small)))
+
+    seconds = pipeline.clock.seconds
+    assert seconds["prefetch_wait"] >= slept[0] > 0.02 * 12
+    assert seconds["write_back_wait"] > 0
+
+
+def test_rows_that_come_while_a_mini_batch_computes_are_not_waited_for(small, now):
+    def pause(what, _):
+        now[0] += 1.0
+
+    pipeline = slowed(small, LookAhead(1), pause)
+    residencies = [tiers.residency for tiers in pipeline.detach().embeddings.tiers()]
+
+    def compute(*_):  # as long as it takes rows to come
+        while any(residency.queue.last for residency in residencies):
+            time.sleep(0.001)
+
+    pipeline.detach().layer.register_forward_hook(compute)
+    iterator = iter(batches_of(small))
+    pipeline.progress(iterator)  # whose rows are waited for
+    before = dict(pipeline.clock.seconds)
+
+    small.run(pipeline, iterator)
+
+    spent = {stage: pipeline.clock.seconds[stage] - before[stage] for stage in STAGES}
+    assert spent["forward"] >= 10  # a fetch and more for each mini-batch ahead
+    assert spent["prefetch_wait"] == spent["write_back_wait"] == 0
+    assert sum(each.times.busy.total for each in residencies) >= spent["forward"]
 
 
 def test_the_table_has_every_stage_of_training_and_what_would_loosen_the_largest():
-    seconds = dict.fromkeys(STAGES, 1.0) | {"fetch": 15.0, "evaluate": 100.0}
+    seconds = dict.fromkeys(STAGES, 1.0) | {"prefetch_wait": 15.0, "evaluate": 100.0}
 
     lines = format_stalls(seconds).splitlines()
 
-    told = [line.split()[0] for line in lines[1:-1]]
-    assert told == [stage for stage in STAGES if stage != "evaluate"]
-    assert lines[2].split() == ["fetch", "15.00", "75.0%"]
+    told = [line[:20].strip() for line in lines[1:-1]]
+    assert told == [stage_title(stage) for stage in STAGES if stage != "evaluate"]
+    assert lines[2].split() == ["prefetch", "wait", "15.00", "71.4%"]
     assert lines[-1] == (
-        "most is fetch; less of it by a larger budget, or more mini-batches looked ahead to "
-        "(schedule.depth)"
+        "most is prefetch wait; less of it by a larger budget, or more mini-batches looked ahead "
+        "to (schedule.depth)"
     )
     assert "faster computing" in format_stalls(seconds | {"backward": 90.0})
     assert format_stalls(dict.fromkeys(STAGES, 0.0)) == "no step was made"
