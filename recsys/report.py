@@ -89,7 +89,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"peak memory         {'-' if peak is None else f'{peak / 2**30:.2f} GiB'}",
         f"saved               {run_dir}/: {', '.join(files)}",
         "",
-        format_stalls(seconds),
+        format_stalls(record["stalls"]),
     ]
     return "\n".join(lines)
 

@@ -15,6 +15,7 @@ from recsys.curves import draw_run, draw_variations
 from recsys.errors import ConfigError
 from recsys.files import appearing_whole
 from recsys.pipeline.stalls import stage_seconds, stage_title
+from recsys.pipeline.ways_out import WayOut
 from recsys.report import (
     METRIC_NAMES,
     NO_METRICS,
@@ -97,7 +98,13 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
             *_notes(format_auc_error(record["metrics"]) + format_best_auc(data)),
         ),
         _section("Curves", _picture(draw_run(folder.read_history(), split))),
-        _section("Where the time went", _stage_bar(record["stalls"])),
+        _section(
+            "Where the time went",
+            _stage_bar(record["stalls"]),
+            # Records from before have none.
+            *_notes(map(WayOut.sentence, record["stalls"].get("predicted", ()))),
+        ),
+        *_timeline(folder),
         _section("Configuration", _table(["key", "value"], _flat(record["config"]))),
         _section("Environment", _table(["", ""], _flat(record["environment"]))),
         _section("Data", _table(["", ""], _flat(data))),
@@ -219,10 +226,17 @@ def _notes(lines: Iterable[str]) -> Iterator[str]:
     return (f"<p class=quiet>{escape(line)}</p>" for line in lines)
 
 
-def _picture(png: bytes | None) -> str:
+def _timeline(folder: RunFolder) -> Iterator[str]:
+    """What ran when, of a run that kept it."""
+    if folder.timeline_picture_file.is_file():
+        picture = _picture(folder.timeline_picture_file.read_bytes(), "timeline")
+        yield _section("Ten steps", picture)
+
+
+def _picture(png: bytes | None, what: str = "curves") -> str:
     if png is None:
         return "<p>Nothing was measured yet.</p>"
-    return f'<img alt="curves" src="data:image/png;base64,{b64encode(png).decode()}">'
+    return f'<img alt="{what}" src="data:image/png;base64,{b64encode(png).decode()}">'
 
 
 def _table(header: Sequence[str], lines: Iterable[Sequence[str]], *, numbers: bool = False) -> str:

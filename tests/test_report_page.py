@@ -11,6 +11,7 @@ from recsys.ablate_table import format_ablation
 from recsys.cli import main
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import STAGES, stage_seconds, stage_title
+from recsys.pipeline.ways_out import WayOut
 from recsys.report import format_metrics
 from recsys.report_page import write_report
 from recsys.run_folder import RunFolder
@@ -236,3 +237,21 @@ def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(
 def test_a_folder_that_is_neither_run_nor_ablation_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has neither a run\.json nor an ablate\.json"):
         write_report(tmp_path)
+
+
+def test_a_page_has_what_other_settings_would_save_and_the_timeline_of_a_run_that_kept_one(
+    small_config, tmp_path
+):
+    tables = "synthetic.table_sizes=[900, 700, 1, 800]"
+    config = small_config("timeline_steps=4", "budget=20KiB", tables)
+    record = train(config, tmp_path / "run", show_progress=False)
+
+    page = write_report(tmp_path / "run").read_text()
+
+    assert page.count('<img alt="timeline" src="data:image/png;base64,') == 1
+    for each in record["stalls"]["predicted"]:
+        assert WayOut.sentence(each) in page
+    file = tmp_path / "run" / "run.json"
+    del record["stalls"]["predicted"], record["stalls"]["binding"]
+    file.write_text(json.dumps(record))
+    assert "would save" not in write_report(tmp_path / "run").read_text()

@@ -4,6 +4,7 @@
     train_pipeline      TrainPipeline.progress: one step of training
     inputs              which module will look up which ids of a mini-batch
     stalls              where the time went; timeline: the same to be looked at
+    ways_out            what other settings would save of it
 
 No schedule changes a number. FAE changes the order of samples instead:
 

@@ -17,6 +17,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.transfer_clock import MoveSeconds
+from recsys.pipeline.stalls import Moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -58,10 +59,13 @@ class Inputs:
             found |= dict.fromkeys(module.tiers())
         return list(found)
 
-    def waited(self) -> MoveSeconds:
-        """How long somebody has waited for rows on their way, since the beginning."""
-        exposed = (tiers.residency.times.exposed for tiers in self.tiers())
-        return sum(exposed, MoveSeconds())
+    def moved(self) -> Moved:
+        """What moving rows has taken since the beginning, and how much of it was waited for."""
+        times = [tiers.residency.times for tiers in self.tiers()]
+        return Moved(
+            sum((each.busy for each in times), MoveSeconds()),
+            sum((each.exposed for each in times), MoveSeconds()),
+        )
 
     def prefetch(self, batch: Any) -> list[Prefetched] | None:
         """Have the rows of a mini-batch fetched in the background.

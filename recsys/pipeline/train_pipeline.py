@@ -19,6 +19,7 @@ from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.pipeline.inputs import Inputs, cancel
 from recsys.pipeline.schedule import LookAhead, Sequential
 from recsys.pipeline.stalls import StageClock
+from recsys.pipeline.ways_out import of_budget, of_schedule
 from recsys.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.ahead import Prefetched
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.timeline import Timeline
+    from recsys.pipeline.ways_out import WayOut
 
 __all__ = ["TrainPipeline"]
 
@@ -84,7 +86,7 @@ class TrainPipeline:
         self._inputs = Inputs(model, ids)
         self._optimizers = _with_those_of_rows(model, optimizer)
         self.clock = clock or StageClock()
-        self.clock.watch(self._inputs.waited)
+        self.clock.watch(self._inputs.moved)
         if schedule is None:
             schedule = LookAhead() if self._inputs.modules else Sequential()
         self.schedule = schedule
@@ -110,6 +112,14 @@ class TrainPipeline:
     def mean_depth(self) -> float:
         """Mini-batches ahead whose rows had slots, on average over the steps so far."""
         return self._num_ahead / max(1, self._num_steps)
+
+    def ways_out(self) -> list[WayOut | None]:
+        """What would loosen waiting for rows; None for what is not known, or not to be had."""
+        tiers = self._inputs.tiers()
+        return [
+            of_budget(self.clock, tiers),
+            of_schedule(self.clock, tiers, self.schedule, self.mean_depth),
+        ]
 
     def progress(self, iterator: Iterator[Any]) -> tuple[Tensor, Any]:
         """Train on the next mini-batch, or where `model.training` is off, only compute its loss.
