@@ -141,7 +141,7 @@ _LOOSENED_BY = {
     "write_back_wait": "a larger budget, or more mini-batches looked ahead to (schedule.depth)",
     "other": "fewer reports, or less between two steps",
 }
-_COMPUTING = "faster computing alone: neither data nor rows are waited for longer"
+_COMPUTING = "faster computing: neither data nor rows are waited for longer"
 _LEAST_SHARE = 0.01  # of the time; what saves less is told in the record alone
 
 
