@@ -1,4 +1,4 @@
-"""Pictures: loss and AUC of runs as they were measured on the way; speed over memory."""
+"""Pictures: of runs, loss and AUC on the way and what ran when; of tiers, speed over memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from recsys.pipeline.stalls import stage_title
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from matplotlib.figure import Figure
 
+    from recsys.pipeline.timeline import Timeline
     from recsys.run_folder import RunFolder
 
-__all__ = ["draw_run", "draw_shares", "draw_variations", "plot_curves"]
+__all__ = [
+    "draw_run",
+    "draw_shares",
+    "draw_timeline",
+    "draw_variations",
+    "plot_curves",
+    "plot_timeline",
+]
 
 _NUM_COLORS = 10  # of matplotlib's cycle
 _DASHES = ("-", "--", ":", "-.")
+_STEPS_SHOWN = 10
 
 
 def plot_curves(folder: RunFolder) -> None:
@@ -24,6 +35,13 @@ def plot_curves(folder: RunFolder) -> None:
     picture = draw_run(folder.read_history(), folder.read_config().eval.split)
     if picture is not None:
         folder.curves_file.write_bytes(picture)
+
+
+def plot_timeline(folder: RunFolder, timeline: Timeline) -> None:
+    """Draw `timeline.png`; no file where no step was made."""
+    picture = draw_timeline(timeline)
+    if picture is not None:
+        folder.timeline_picture_file.write_bytes(picture)
 
 
 def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
@@ -131,6 +149,35 @@ def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]
         axis.set_xlabel("fast memory, of what all rows and their state take")
         axis.set_ylabel("speed, of that with every row resident")
         axis.legend()
+        return _as_png(figure)
+
+
+def draw_timeline(timeline: Timeline) -> bytes | None:
+    """Some steps: a row for each track, a bar for each stage or transfer; PNG, None if empty."""
+    tracks = timeline.shown(_STEPS_SHOWN)
+    if not tracks:
+        return None
+    from matplotlib.figure import Figure
+
+    names = dict.fromkeys(name for spans in tracks.values() for name, _, _ in spans)
+    colors = {name: f"C{number % _NUM_COLORS}" for number, name in enumerate(names)}
+    with _style():
+        figure = Figure(figsize=(12, 1.3 + 0.5 * len(tracks)), layout="constrained")
+        axis = figure.subplots()
+        handles = {}
+        for row, spans in enumerate(tracks.values()):
+            for name in names:
+                bars = [
+                    (1e3 * begin, 1e3 * (end - begin)) for each, begin, end in spans if each == name
+                ]
+                if bars:
+                    handles[name] = axis.broken_barh(bars, (row - 0.4, 0.8), color=colors[name])
+        axis.set_yticks(range(len(tracks)), list(tracks))
+        axis.invert_yaxis()
+        axis.set_xlabel("milliseconds")
+        axis.grid(visible=False, axis="y")
+        titles = [stage_title(name) for name in handles]
+        figure.legend(list(handles.values()), titles, loc="outside lower center", ncols=8)
         return _as_png(figure)
 
 

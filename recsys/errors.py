@@ -12,6 +12,8 @@
     |-- MalformedBags       (ValueError,       ids, offsets or weights that do not make bags
     |                        RuntimeError)
     |-- BudgetTooSmall      (ValueError)       fast memory that cannot hold one mini-batch's rows
+    |-- ColdTierError       (OSError)          files of rows that cannot be made, opened or moved
+    |   `-- ColdTierDirty                      files of rows that a crash has left in the middle
     |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
     `-- MissingDependency   (ImportError)      an optional package that this call needs
 

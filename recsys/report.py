@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recsys.pipeline.stalls import format_stalls
+from recsys.pipeline.stalls import format_stalls, stage_seconds
 from recsys.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     """What `recsys train` prints at the end."""
     throughput = record["throughput"]
     rate = throughput["samples_per_second"]
-    seconds = {stage.removesuffix("_seconds"): spent for stage, spent in record["stalls"].items()}
+    seconds = stage_seconds(record["stalls"])
     evaluate = seconds.pop("evaluate")
     total = sum(seconds.values())
     config, sizes = record["config"], record["data"]["table_sizes"].values()
@@ -89,7 +89,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"peak memory         {'-' if peak is None else f'{peak / 2**30:.2f} GiB'}",
         f"saved               {run_dir}/: {', '.join(files)}",
         "",
-        format_stalls(seconds),
+        format_stalls(record["stalls"]),
     ]
     return "\n".join(lines)
 

@@ -14,6 +14,8 @@ from recsys.ablate_table import column_title, format_evaluations, format_number
 from recsys.curves import draw_run, draw_variations
 from recsys.errors import ConfigError
 from recsys.files import appearing_whole
+from recsys.pipeline.stalls import stage_seconds, stage_title
+from recsys.pipeline.ways_out import WayOut
 from recsys.report import (
     METRIC_NAMES,
     NO_METRICS,
@@ -43,7 +45,16 @@ table { border-collapse: collapse; } td, th { padding: .2rem .8rem .2rem 0; vert
 .legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; }
 .scroll { overflow-x: auto; }
 """
-_COLORS = ("#4878d0", "#82c6e2", "#ee854a", "#6acc64", "#956cb4", "#b8b8b8", "#d65f5f")
+_COLORS = (
+    "#4878d0",
+    "#82c6e2",
+    "#ee854a",
+    "#6acc64",
+    "#956cb4",
+    "#d65f5f",
+    "#dcdcdc",
+    "#8c8c8c",
+)
 
 
 def write_report(folder: Path) -> Path:
@@ -87,7 +98,13 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
             *_notes(format_auc_error(record["metrics"]) + format_best_auc(data)),
         ),
         _section("Curves", _picture(draw_run(folder.read_history(), split))),
-        _section("Where the time went", _stage_bar(record["stalls"])),
+        _section(
+            "Where the time went",
+            _stage_bar(record["stalls"]),
+            # Records from before have none.
+            *_notes(map(WayOut.sentence, record["stalls"].get("predicted", ()))),
+        ),
+        *_timeline(folder),
         _section("Configuration", _table(["key", "value"], _flat(record["config"]))),
         _section("Environment", _table(["", ""], _flat(record["environment"]))),
         _section("Data", _table(["", ""], _flat(data))),
@@ -178,16 +195,17 @@ def _metrics_table(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
     return _table(["", *measured], lines, numbers=True)
 
 
-def _stage_bar(stalls: Mapping[str, float]) -> str:
+def _stage_bar(stalls: Mapping[str, Any]) -> str:
     """One bar, a piece per stage, and a legend with seconds and shares."""
-    total = sum(stalls.values())
+    stages = stage_seconds(stalls)
+    total = sum(stages.values())
     if not total:
         return "<p>No step was made.</p>"
     pieces, legend = [], []
-    for color, (key, seconds) in zip(_COLORS, stalls.items(), strict=False):
-        stage, share = key.removesuffix("_seconds"), seconds / total
+    for color, (stage, seconds) in zip(_COLORS, stages.items(), strict=False):
+        share = seconds / total
         pieces.append(f'<div style="width:{share:.2%};background:{color}"></div>')
-        text = f"{stage} {seconds:.2f} s, {share:.0%}"
+        text = f"{stage_title(stage)} {seconds:.2f} s, {share:.0%}"
         legend.append(f'<span><i style="background:{color}"></i>{escape(text)}</span>')
     return f"<div class=bar>{''.join(pieces)}</div><p class=legend>{''.join(legend)}</p>"
 
@@ -208,10 +226,17 @@ def _notes(lines: Iterable[str]) -> Iterator[str]:
     return (f"<p class=quiet>{escape(line)}</p>" for line in lines)
 
 
-def _picture(png: bytes | None) -> str:
+def _timeline(folder: RunFolder) -> Iterator[str]:
+    """What ran when, of a run that kept it."""
+    if folder.timeline_picture_file.is_file():
+        picture = _picture(folder.timeline_picture_file.read_bytes(), "timeline")
+        yield _section("Ten steps", picture)
+
+
+def _picture(png: bytes | None, what: str = "curves") -> str:
     if png is None:
         return "<p>Nothing was measured yet.</p>"
-    return f'<img alt="curves" src="data:image/png;base64,{b64encode(png).decode()}">'
+    return f'<img alt="{what}" src="data:image/png;base64,{b64encode(png).decode()}">'
 
 
 def _table(header: Sequence[str], lines: Iterable[Sequence[str]], *, numbers: bool = False) -> str:

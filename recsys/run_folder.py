@@ -7,6 +7,7 @@
         model.safetensors  the final state_dict, readable without this library; not where
                            `save_model` is false
         timeline.json      the first steps for chrome://tracing, where `timeline_steps` asks for it
+        timeline.png       ten of them as a picture
 
 `run.json` and the model appear under their names only when whole.
 """
@@ -57,6 +58,7 @@ class RunFolder:
         self.curves_file = path / "curves.png"
         self.model_file = path / "model.safetensors"
         self.timeline_file = path / "timeline.json"
+        self.timeline_picture_file = path / "timeline.png"
 
     @classmethod
     def create(cls, path: str | Path, config: TrainConfig) -> RunFolder:

@@ -32,7 +32,7 @@ from recsys.build import (
     open_source,
 )
 from recsys.config import OptimizerConfig, describe_config
-from recsys.curves import plot_curves
+from recsys.curves import plot_curves, plot_timeline
 from recsys.datasets.loader import BatchLoader
 from recsys.embeddings.device_tables import check_input
 from recsys.embeddings.tier_report import describe_tiers
@@ -40,8 +40,9 @@ from recsys.errors import AlreadyExists, TrainingDiverged
 from recsys.machine import describe_environment, set_num_threads, tune_allocator
 from recsys.metrics import Metrics, MetricsAccumulator
 from recsys.pipeline.hot_cold_loader import HotColdLoader
-from recsys.pipeline.stalls import STAGES, StageClock
+from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.pipeline.timeline import Timeline
+from recsys.pipeline.ways_out import of_load
 from recsys.progress import Progress
 from recsys.run_folder import RunFolder
 
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
     from recsys.pipeline import TrainPipeline
+    from recsys.pipeline.ways_out import WayOut
 
 __all__ = ["evaluate_run", "evaluate_split", "train"]
 
@@ -143,7 +145,7 @@ def _train(
     finally:
         record |= {
             "throughput": progress.throughput(),
-            "stalls": {f"{stage}_seconds": clock.seconds[stage] for stage in STAGES},
+            "stalls": describe_stalls(clock, _ways_out(pipeline, config)),
             "schedule": describe_schedule(pipeline, loader),
             "tiers": describe_tiers(model),
             "skipped": None,
@@ -153,6 +155,8 @@ def _train(
             timeline.write(folder.timeline_file)
         folder.write_record(record)
     plot_curves(folder)
+    if timeline is not None:
+        plot_timeline(folder, timeline)
     return record
 
 
@@ -210,6 +214,13 @@ def _fit(
             if interrupted.is_set():
                 pipeline.detach()
                 return
+
+
+def _ways_out(pipeline: TrainPipeline, config: TrainConfig) -> list[WayOut | None]:
+    """What would loosen the run's stalls; with FAE's schedule, no other one."""
+    found = [of_load(pipeline.clock, config.prefetch), *pipeline.ways_out()]
+    is_kept = config.schedule.name == "fae"
+    return [each for each in found if not (each and is_kept and each.key.startswith("schedule"))]
 
 
 def _evaluate(model: nn.Module, source: SampleSource, split: str, config: TrainConfig) -> Metrics:

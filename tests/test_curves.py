@@ -2,7 +2,8 @@
 
 import pytest
 
-from recsys.curves import draw_shares, draw_variations
+from recsys.curves import draw_shares, draw_timeline, draw_variations
+from recsys.pipeline.timeline import Timeline
 
 
 @pytest.fixture
@@ -52,3 +53,26 @@ def test_shares_of_speed_lie_over_shares_of_memory_in_order_with_their_intervals
     assert {(0.02, 0.7), (0.02, 0.9), (0.5, 0.9), (0.5, 1.1)} <= set(map(tuple, corners))
     assert axis.get_xscale() == "log"
     assert [text.get_text() for text in axis.get_legend().get_texts()] == list(lines)
+
+
+def test_a_timeline_has_a_row_for_each_track_and_a_colour_for_each_stage(figures):
+    timeline = Timeline()
+    for step in range(3):
+        timeline.add("steps", "load", step, step + 0.25)
+        timeline.add("steps", "write_back_wait", step + 0.25, step + 1)
+        timeline.add("rows, group 0", "move", step + 0.5, step + 0.75)
+
+    draw_timeline(timeline)
+
+    (axis,) = figures[0].axes
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["steps", "rows, group 0"]
+    assert [len(bars.get_paths()) for bars in axis.collections] == [2, 2, 2]  # the first step apart
+    assert len({tuple(bars.get_facecolor()[0]) for bars in axis.collections}) == 3
+    (legend,) = figures[0].legends
+    titles = [text.get_text() for text in legend.get_texts()]
+    assert titles == ["load", "write-back wait", "move"]
+
+
+def test_a_timeline_without_a_step_has_no_picture(figures):
+    assert draw_timeline(Timeline()) is None
+    assert not figures

@@ -10,7 +10,8 @@ from recsys.ablate_config import load_ablation
 from recsys.ablate_table import format_ablation
 from recsys.cli import main
 from recsys.errors import ConfigError
-from recsys.pipeline.stalls import STAGES
+from recsys.pipeline.stalls import STAGES, stage_seconds, stage_title
+from recsys.pipeline.ways_out import WayOut
 from recsys.report import format_metrics
 from recsys.report_page import write_report
 from recsys.run_folder import RunFolder
@@ -81,7 +82,7 @@ def test_the_page_of_a_run_holds_all_of_its_record_and_needs_no_other_file(
     text = "".join(page.text)
     assert "finished: 1,800 samples in 15 steps" in text
     for stage in STAGES:
-        assert f"{stage} {record['stalls'][f'{stage}_seconds']:.2f} s" in text
+        assert f"{stage_title(stage)} {record['stalls'][f'{stage}_seconds']:.2f} s" in text
 
 
 def test_the_bar_of_stages_is_as_wide_as_they_took(small_config, tmp_path):
@@ -90,8 +91,8 @@ def test_the_bar_of_stages_is_as_wide_as_they_took(small_config, tmp_path):
     page = write_report(tmp_path / "run").read_text()
 
     widths = [float(width) for width in re.findall(r'style="width:([\d.]+)%', page)]
-    total = sum(record["stalls"].values())
-    expected = [seconds / total * 100 for seconds in record["stalls"].values()]
+    stages = stage_seconds(record["stalls"])
+    expected = [seconds / sum(stages.values()) * 100 for seconds in stages.values()]
     assert widths == pytest.approx(expected, abs=0.006)
 
 
@@ -236,3 +237,21 @@ def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(
 def test_a_folder_that_is_neither_run_nor_ablation_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has neither a run\.json nor an ablate\.json"):
         write_report(tmp_path)
+
+
+def test_a_page_has_what_other_settings_would_save_and_the_timeline_of_a_run_that_kept_one(
+    small_config, tmp_path
+):
+    tables = "synthetic.table_sizes=[900, 700, 1, 800]"
+    config = small_config("timeline_steps=4", "budget=20KiB", tables)
+    record = train(config, tmp_path / "run", show_progress=False)
+
+    page = write_report(tmp_path / "run").read_text()
+
+    assert page.count('<img alt="timeline" src="data:image/png;base64,') == 1
+    for each in record["stalls"]["predicted"]:
+        assert WayOut.sentence(each) in page
+    file = tmp_path / "run" / "run.json"
+    del record["stalls"]["predicted"], record["stalls"]["binding"]
+    file.write_text(json.dumps(record))
+    assert "would save" not in write_report(tmp_path / "run").read_text()

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from recsys.build import autocast, build_model, open_source
 from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
-from recsys.pipeline.stalls import STAGES
+from recsys.pipeline.stalls import STAGES, stage_seconds
 from recsys.run_folder import RunFolder
 from recsys.trainer import evaluate_run, evaluate_split, train
 
@@ -89,7 +89,12 @@ def test_a_run_on_a_budget_is_the_resident_run_and_tells_of_its_tiers(small_conf
     assert 0 < told["unique_hit_rate"] < told["lookup_hit_rate"] < 1
     assert min(told["fetched_bytes"], told["written_back_bytes"]) > 0
     assert told["num_slots"] < told["num_rows"] == 2401
-    assert tiered["stalls"]["fetch_seconds"] > 0
+    assert tiered["stalls"]["prefetch_wait_seconds"] > 0
+    predicted = {each["key"]: each for each in tiered["stalls"]["predicted"]}
+    assert set(predicted) == {"budget", "schedule.depth", "prefetch"}
+    assert predicted["budget"]["value"] == 2 * told["hot_bytes"]
+    assert predicted["schedule.depth"]["value"] == 4
+    assert 0 < predicted["budget"]["saved_share"] < 1
     assert resident["schedule"] == {"name": "sequential"}
     assert tiered["schedule"]["name"] == "lookahead"
     assert tiered["schedule"]["depth"] == 2
@@ -191,10 +196,13 @@ def test_rows_in_files_stay_where_they_were_asked_for_and_are_not_trained_anew(
 def test_stages_add_up_to_the_time_that_samples_per_second_is_made_of(small_config, tmp_path):
     record = run(small_config(), tmp_path / "run")
 
-    stages = {key: value for key, value in record["stalls"].items() if key != "evaluate_seconds"}
-    assert set(record["stalls"]) == {f"{stage}_seconds" for stage in STAGES}
-    assert record["stalls"]["fetch_seconds"] == 0  # every row is resident
-    assert sorted(record["stalls"].values())[1] > 0
+    stages = stage_seconds(record["stalls"])
+    assert set(stages) == set(STAGES)
+    assert stages["prefetch_wait"] == stages["write_back_wait"] == 0  # every row is resident
+    assert min(stages[stage] for stage in ("load", "forward", "backward", "other")) > 0
+    assert record["stalls"]["binding"] in STAGES
+    assert [each["key"] for each in record["stalls"]["predicted"]] == ["prefetch"]
+    del stages["evaluate"]
     throughput = record["throughput"]
     assert sum(stages.values()) == pytest.approx(throughput["train_seconds"])
     assert throughput["samples_per_second"] == pytest.approx(1800 / throughput["train_seconds"])
@@ -614,6 +622,7 @@ def test_first_steps_are_kept_as_a_timeline_where_that_is_asked_for(small_config
     tables = "synthetic.table_sizes=[900, 700, 1, 800]"
     run(small_config("timeline_steps=4", "budget=20KiB", tables), tmp_path / "run")
 
+    assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
 
     assert sum(each["name"] == "backward" for each in events) == 4

@@ -101,7 +101,6 @@ def synthetic_table(file: str) -> str:
     """The default run: what `make train` does."""
     run = _read(file)
     sizes = run["data"]["table_sizes"].values()
-    seconds = {stage.removesuffix("_seconds"): spent for stage, spent in run["stalls"].items()}
     train_seconds = run["throughput"]["train_seconds"]
     caption = (
         f"{run['throughput']['num_samples']:,} training samples, {len(sizes)} tables, "
@@ -112,7 +111,7 @@ def synthetic_table(file: str) -> str:
         f"{run['metrics']['test']['auc']:.4f}",
         f"{run['data']['best_auc']:.4f}",
         f"{run['throughput']['samples_per_second']:,.0f}",
-        f"{seconds['load'] / train_seconds:.0%}",
+        f"{run['stalls']['load_seconds'] / train_seconds:.0%}",
         f"{run['peak_memory_bytes'] / 2**30:.2f}",
     ]
     header = ["test AUC", "best AUC possible", "samples/s", "waiting for data", "peak memory, GiB"]

@@ -171,8 +171,8 @@ class ScheduledSteps:
             self._num_untrained += 1
         for _ in range(self._steps.num_warm):
             self._pipeline.progress(self._feed)
-        stages = self._pipeline.clock.seconds
-        exposed, counts = stages["fetch"], count_rows(self._model)
+        clock, counts = self._pipeline.clock, count_rows(self._model)
+        exposed = clock.waited_seconds
         disk_bytes = _bytes_read_from_disk()
         begin = time.perf_counter()
         for _ in range(self._steps.num_timed):
@@ -181,7 +181,7 @@ class ScheduledSteps:
         self._num_untrained -= self._steps.num_all
         return Turn(
             seconds / self._steps.num_timed,
-            (stages["fetch"] - exposed) / self._steps.num_timed,
+            (clock.waited_seconds - exposed) / self._steps.num_timed,
             less(count_rows(self._model), counts),
             _bytes_read_from_disk() - disk_bytes,
             self._pipeline.mean_depth,

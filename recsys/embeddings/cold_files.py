@@ -479,4 +479,7 @@ def _words(kind: _Kind | None) -> str:
 
 
 def _begin_anew(folder: Path) -> str:
-    return f"delete {folder}, and load a checkpoint into the tables that are made anew"
+    return (
+        f"delete {folder}, make the module anew and load a checkpoint into it (load_state_dict), "
+        "or train from the start"
+    )

@@ -127,6 +127,7 @@ class DeviceSlotMap:
     def __init__(self, hot: DeviceHotTier) -> None:
         self._hot, self._slots = hot, hot.slots
         self.num_unpinned = 0
+        self.forecast = None  # hits are known to the device alone
         self._first_slot = first_unpinned(hot.slots)
 
     @property

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from contextlib import contextmanager
+from contextlib import nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,11 +29,10 @@ import numpy as np
 import torch
 
 from recsys.embeddings.slot_map import Shortage
+from recsys.embeddings.transfer_clock import TransferClock
 from recsys.embeddings.transfers import TransferQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -121,7 +120,7 @@ class Ticket:
             BaseException: what a transfer raised that this ticket rests on; it holds nothing then
                 that could be computed on.
         """
-        with self._residency.waiting():
+        with self._residency.times.waiting():
             self._residency.queue.wait(self._after)
 
     @property
@@ -189,7 +188,7 @@ class Residency:
         hot: As given.
         map: Which row is in which slot.
         counts: What has happened since the beginning.
-        exposed_seconds: How long somebody waited for rows.
+        times: What moving rows takes, and how long somebody waited for it.
         queue: Of transfers.
         released: What tickets held that have been released since the last call.
     """
@@ -198,7 +197,7 @@ class Residency:
         self.hot, self._cold = hot, cold
         self.map = hot.make_map()
         self.counts = TierCounts()
-        self.exposed_seconds = 0.0
+        self.times = TransferClock()
         self.queue = TransferQueue()
         self.released: deque[Any] = deque()
         self._has_warned = False
@@ -242,7 +241,7 @@ class Residency:
         )
         if len(moves.fetched_rows):
             move = _Move(self, moves)
-            with self.waiting():
+            with nullcontext() if in_background else self.times.waiting():
                 self.queue.put(move.run, move.undo, in_background=in_background)
             ticket.expect(self.queue.last, moves.fetched_slots)
         elif not in_background:
@@ -258,7 +257,7 @@ class Residency:
             bags: The input, as for `prefetch`.
             result: As for `pooled_lookup`, and so is what is returned.
         """
-        self._settle()
+        self.settle()
         return self.map.look_up(tables, self._cold, lookups, bags, result)
 
     def renormalize(
@@ -273,7 +272,7 @@ class Residency:
             max_norm: At most.
             norm_type: The p of that norm.
         """
-        self._settle()
+        self.settle()
         distinct = np.unique(values.cpu().numpy()).astype(np.int64)
         slots = self.map.where(distinct + first_row)
         here, elsewhere = slots[slots >= 0], distinct[slots < 0]
@@ -282,19 +281,10 @@ class Residency:
         self.map.mark_dirty(here)
         torch.embedding_renorm_(rows, torch.from_numpy(elsewhere), max_norm, norm_type)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Wait until nothing is under way, and undo what has failed: slots hold what they say."""
-        with self.waiting():
+        with self.times.waiting():
             self.queue.settle(is_all=True)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time spent inside as time spent in waiting for rows."""
-        begin = perf_counter()
-        try:
-            yield
-        finally:
-            self.exposed_seconds += perf_counter() - begin
 
     def pin_popular(self, share: float, num_mini_batches: int) -> tuple[int, int]:
         """Keep the rows that are used most until the next call, beside those of a plan.
@@ -333,10 +323,13 @@ class Residency:
             OSError: they cannot be written; none has been forgotten.
         """
         self._collect()
-        self.queue.settle(is_all=True)
+        self.settle()
         rows, slots = self.map.dirty()
         if len(slots):
-            self.hot.write_back(self._cold, rows, slots)
+            with self.times.waiting():
+                begin = perf_counter()
+                self.hot.write_back(self._cold, rows, slots)
+                self.times.wrote_back(begin, perf_counter())
             self.map.mark_clean(slots)
             self.counts = self.counts._replace(
                 num_written_back=self.counts.num_written_back + len(slots)
@@ -351,9 +344,12 @@ class Residency:
             OSError: they cannot be fetched; call it again.
         """
         self._collect()
-        self.queue.settle(is_all=True)
+        self.settle()
         rows, slots = self.map.needed()
-        self.hot.fetch(self._cold, rows, slots)
+        with self.times.waiting():
+            begin = perf_counter()
+            self.hot.fetch(self._cold, rows, slots)
+            self.times.fetched(begin, perf_counter())
         self.map.forget_others()
 
     def _collect(self) -> None:
@@ -378,17 +374,20 @@ class _Move:
 
     def __init__(self, residency: Residency, moves: Moves) -> None:
         self._hot, self._map, self._cold = residency.hot, residency.map, residency._cold
-        self._moves = moves
+        self._moves, self._times = moves, residency.times
         self._in_order = residency.hot.in_order()
         self._has_written = False
 
     def run(self) -> None:
-        moves = self._moves
+        moves, begin = self._moves, perf_counter()
         with self._in_order:
             if len(moves.written_rows):
                 self._hot.write_back(self._cold, moves.written_rows, moves.written_slots)
+                begin, before = perf_counter(), begin
+                self._times.wrote_back(before, begin)
             self._has_written = True
             self._hot.fetch(self._cold, moves.fetched_rows, moves.fetched_slots)
+            self._times.fetched(begin, perf_counter())
 
     def undo(self) -> None:
         self._map.undo(self._moves, has_written=self._has_written)

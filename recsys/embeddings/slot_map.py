@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from recsys.embeddings.forecast import Forecast
 from recsys.embeddings.kernels.slots import (
     AWAITED,
     DIRTY,
@@ -121,6 +122,10 @@ class SlotMap(Protocol):
     num_unpinned: int
 
     @property
+    def forecast(self) -> Forecast | None:
+        """Follows what twice the memory would do; None where it is not known."""
+
+    @property
     def num_claimed(self) -> int:
         """Slots that somebody needs."""
 
@@ -196,6 +201,8 @@ class HostSlotMap:
         self._hand = 0
         # Neither claimed nor pinned.
         self._num_idle = hot.num_slots - int(((hot.slots.flags & PINNED) > 0).sum())
+        num_more = hot.slots_with(2 * hot.num_bytes) - hot.num_slots
+        self.forecast = Forecast(hot.slots, self._num_idle, self._num_idle + num_more)
         self._both: tuple[RowSpace, RowSpace] | None = None  # the tables, and they with the slots
         self._requests: dict[tuple[Lookups, int], Requests] = {}
 
@@ -228,6 +235,7 @@ class HostSlotMap:
         self._num_idle -= num_woken + num_missing
         fetched = np.concatenate([awaited, placed])
         moves = Moves(slots.row_of_slot[fetched], fetched, written_rows, written_slots)
+        self.forecast.add(requests, bags.values)
         return SlotClaim(
             slot_of_value,
             np.concatenate([found, placed]),
@@ -300,6 +308,7 @@ class HostSlotMap:
     def forget_others(self) -> None:
         """See `SlotMap`."""
         slots = self._slots
+        self.forecast.forget()
         slots.flags[:] &= np.uint8(255 - DIRTY)
         is_gone = (slots.num_claims == 0) & (slots.row_of_slot != EMPTY)
         is_pinned = is_gone & ((slots.flags & PINNED) > 0)

@@ -29,7 +29,7 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
 
     A lookup hits if its row was in fast memory when its mini-batch came; `unique_hit_rate` counts
     each row once per mini-batch. `exposed_fetch_seconds` is the time in which nothing was done but
-    waiting for rows.
+    waiting for rows, those that come and those that have to go for them.
     """
     tiers = tiers_of(model)
     if not tiers:
@@ -50,5 +50,5 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
         "written_back_bytes": sum(
             each.residency.counts.num_written_back * each.hot.row_bytes for each in tiers
         ),
-        "exposed_fetch_seconds": sum(each.residency.exposed_seconds for each in tiers),
+        "exposed_fetch_seconds": sum(each.residency.times.exposed.total for each in tiers),
     }

@@ -181,7 +181,7 @@ class Tiers:
     def settle(self) -> None:
         """Leave nothing under way: claims made ahead are given up, transfers waited for."""
         self.ahead.give_up_all()
-        self.residency.queue.settle(is_all=True)
+        self.residency.settle()
 
     def _claim_now(self, lookups: Lookups, bags: Bags) -> Sequence[Ticket]:
         """Claim slots, if need be those of lookups to come, then those of a plan's rows."""
@@ -240,7 +240,7 @@ class Tiers:
         other._tables, other._states, other._versions = self._tables, self._states, self._versions
         other._is_exposed = self._is_exposed
         other.residency.counts = self.residency.counts
-        other.residency.exposed_seconds = self.residency.exposed_seconds
+        other.residency.times = self.residency.times
         other.residency.queue.on_span = self.residency.queue.on_span
         return other
 
@@ -257,7 +257,7 @@ class Tiers:
             self._is_exposed = True  # until it has been done
             with interrupts_held_back():
                 # What is under way goes to and comes from the tables that were.
-                self.residency.queue.settle(is_all=True)
+                self.residency.settle()
                 self._tables = tables
                 self.residency.reload()
         self._tables, self._versions, self._is_exposed = tables, versions, False

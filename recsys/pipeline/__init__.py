@@ -6,6 +6,7 @@
     inputs              which module will look up which ids of a mini-batch
     popular_split       Hotline's parts of a mini-batch; micro_batches: how it is taken apart
     stalls              where the time went; timeline: the same to be looked at
+    ways_out            what other settings would save of it
 
 No schedule changes a number. FAE changes the order of samples instead:
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.transfer_clock import MoveSeconds
+from recsys.pipeline.stalls import Moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +58,14 @@ class Inputs:
         for module in self.modules.values():
             found |= dict.fromkeys(module.tiers())
         return list(found)
+
+    def moved(self) -> Moved:
+        """What moving rows has taken since the beginning, and how much of it was waited for."""
+        times = [tiers.residency.times for tiers in self.tiers()]
+        return Moved(
+            sum((each.busy for each in times), MoveSeconds()),
+            sum((each.exposed for each in times), MoveSeconds()),
+        )
 
     def prefetch(self, batch: Any) -> list[Prefetched] | None:
         """Have the rows of a mini-batch fetched in the background.

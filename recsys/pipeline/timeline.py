@@ -32,6 +32,29 @@ class Timeline:
         """
         self._spans.append((track, name, begin, end))
 
+    def shown(self, num_steps: int) -> dict[str, list[tuple[str, float, float]]]:
+        """What a picture has room for: some steps behind the first, which is slower than others.
+
+        Args:
+            num_steps: As many; where there is one step alone, that one.
+
+        Returns:
+            By track, what was spent from when to when, in seconds since the first step shown; waits
+            are on a track of their own, since they lie within stages.
+        """
+        spans = sorted(self._spans, key=lambda span: span[2])
+        starts = [begin for track, name, begin, _ in spans if (track, name) == ("steps", "load")]
+        if not starts:
+            return {}
+        first = starts[1:2] or starts[:1]
+        behind = starts[num_steps + 1 : num_steps + 2] or [float("inf")]
+        tracks: dict[str, list[tuple[str, float, float]]] = {}
+        for track, name, begin, end in spans:
+            if first[0] <= begin < behind[0]:
+                shown_on = "waiting" if name == "wait" else track
+                tracks.setdefault(shown_on, []).append((name, begin - first[0], end - first[0]))
+        return tracks
+
     def write(self, path: Path) -> None:
         """As Chrome's trace events, in microseconds since the first."""
         spans = list(self._spans)

@@ -25,6 +25,7 @@ from recsys.pipeline.micro_batches import join_outputs
 from recsys.pipeline.popular_split import PopularSplit
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.stalls import StageClock
+from recsys.pipeline.ways_out import of_budget, of_schedule
 from recsys.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from recsys.pipeline.popular_split import MicroBatch
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.timeline import Timeline
+    from recsys.pipeline.ways_out import WayOut
 
 __all__ = ["TrainPipeline"]
 
@@ -94,6 +96,7 @@ class TrainPipeline:
         self._inputs = Inputs(model, ids)
         self._optimizers = _with_those_of_rows(model, optimizer)
         self.clock = clock or StageClock()
+        self.clock.watch(self._inputs.moved)
         if schedule is None:
             schedule = LookAhead() if self._inputs.modules else Sequential()
         self.schedule = schedule
@@ -125,6 +128,14 @@ class TrainPipeline:
     def mean_depth(self) -> float:
         """Mini-batches ahead whose rows had slots, on average over the steps so far."""
         return self._num_ahead / max(1, self._num_steps)
+
+    def ways_out(self) -> list[WayOut | None]:
+        """What would loosen waiting for rows; None for what is not known, or not to be had."""
+        tiers = self._inputs.tiers()
+        return [
+            of_budget(self.clock, tiers),
+            of_schedule(self.clock, tiers, self._followed, self.mean_depth),
+        ]
 
     def progress(self, iterator: Iterator[Any]) -> tuple[Tensor, Any]:
         """Train on the next mini-batch, or where `model.training` is off, only compute its loss.
@@ -245,13 +256,13 @@ class TrainPipeline:
 
     def _try_next(self, choice: Choice, seconds: float) -> None:
         """Go on by what is to be tried next, or was chosen."""
-        before = choice.current
         choice.add(seconds)
-        if choice.current != before:
+        if choice.current != self._followed:
             self._follow(choice.current)
 
     def _follow(self, schedule: Schedule) -> None:
         """Look as many mini-batches ahead from now on."""
+        self._followed = schedule
         self._depth = 0 if isinstance(schedule, Sequential) else schedule.depth
         self._room = self._depth  # mini-batches ahead that there is room for
         self._steps_in_room = 0
@@ -266,12 +277,11 @@ class TrainPipeline:
         return parts
 
     def _compute(self, batch: Any) -> tuple[Tensor, Any]:
-        exposed = self._exposed_seconds()
         try:
             found = self._forward(batch)
         except StopIteration as error:  # or the loop would take it for the end of the data
             raise RuntimeError("the model raised StopIteration") from error
-        self.clock.mark("forward", self._exposed_seconds() - exposed)
+        self.clock.mark("forward")
         return found
 
     def _learn_from(
@@ -352,9 +362,6 @@ class TrainPipeline:
             "TrainPipeline(..., ids=fn) what each module is given",
             stacklevel=5,
         )
-
-    def _exposed_seconds(self) -> float:
-        return sum(tiers.residency.exposed_seconds for tiers in self._inputs.tiers())
 
     def _give_back(self) -> None:
         """Give up every claim; mini-batches stay."""
