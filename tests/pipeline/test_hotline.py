@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.hot_tier import floor_bytes, slot_bytes
@@ -402,3 +403,45 @@ def test_hotline_without_tiers_has_no_effect_and_says_so(small):
 def test_numbers_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Hotline(**arguments)
+
+
+def test_an_accelerated_model_is_split_too_and_moved_by_the_users_optimizer():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.bags = nn.ModuleList(
+                nn.EmbeddingBag(size, 4, mode="sum", sparse=True, dtype=torch.float64)
+                for size in (300, 200)
+            )
+            self.layer = nn.Linear(8, 1, dtype=torch.float64)
+
+        def forward(self, batch):
+            pooled = torch.cat([bag(ids) for bag, ids in zip(self.bags, batch.ids, strict=True)], 1)
+            predictions = self.layer(pooled).squeeze(1)
+            return nn.functional.mse_loss(predictions, batch.labels), predictions.detach()
+
+    batches = []
+    for seed in range(12):
+        popular, seldom = (make_batch((300, 200), seed, share) for share in (0.02, 1.0))
+        ids = [torch.cat(pair) for pair in zip(seldom.ids, popular.ids, strict=True)]
+        batches.append(MiniBatch(ids, torch.cat([seldom.labels, popular.labels])))
+    models = [Model(), Model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.02) for model in models]
+    recsys.accelerate(models[1], optimizer=optimizers[1], budget="6KiB")
+    pipeline = TrainPipeline(
+        models[1], optimizers[1], schedule=Hotline(learning_steps=0), ids=ids_of
+    )
+
+    for batch, (loss, predictions) in zip(batches, pipeline.steps(batches), strict=True):
+        optimizers[0].zero_grad()
+        expected_loss, expected = models[0](batch)
+        expected_loss.backward()
+        optimizers[0].step()
+        torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(predictions, expected, rtol=1e-9, atol=1e-12)
+    assert pipeline.popular_split.num_split > 3
+    recsys.restore(pipeline.detach())
+    torch.testing.assert_close(
+        models[1].state_dict(), models[0].state_dict(), rtol=1e-9, atol=1e-12
+    )
