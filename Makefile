@@ -14,7 +14,7 @@ help:
 	@echo "           RUN=DIR ARGS='--set k=v'  where the run is saved; more options of 'recsys train'"
 	@echo "make test                          run the tests"
 	@echo "make check                         ruff, formatting, mypy"
-	@echo "make stress                        the property tests with large counts"
+	@echo "make stress                        the property tests with large counts, half an hour of chance"
 	@echo "make bench, make reference         the numbers in docs/benchmarks/ (they need RECSYS_DATA)"
 	@echo "make coverage                      the numbers in docs/synthetic.md (needs RECSYS_DATA)"
 	@echo "make tables                        the tables in the docs, from those numbers"

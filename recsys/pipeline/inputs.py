@@ -51,6 +51,8 @@ class Inputs:
             if isinstance(module, _Ours) and module.tiers()
         }
         self._has_warned = False
+        # Tiers that are made anew, with other slots, go on with the same clock.
+        self._times = [tiers.residency.times for tiers in self.tiers()]
 
     def tiers(self) -> list[Tiers]:
         """Where the rows are."""
@@ -61,10 +63,11 @@ class Inputs:
 
     def moved(self) -> Moved:
         """What moving rows has taken since the beginning, and how much of it was waited for."""
-        times = [tiers.residency.times for tiers in self.tiers()]
+        if len(self._times) == 1:  # asked for several times a step
+            return Moved(self._times[0].busy, self._times[0].exposed)
         return Moved(
-            sum((each.busy for each in times), MoveSeconds()),
-            sum((each.exposed for each in times), MoveSeconds()),
+            sum((each.busy for each in self._times), MoveSeconds()),
+            sum((each.exposed for each in self._times), MoveSeconds()),
         )
 
     def prefetch(self, batch: Any) -> list[Prefetched] | None:

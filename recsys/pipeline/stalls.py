@@ -95,7 +95,7 @@ class StageClock:
         if stage == "load":
             self._end_step()
         self.seconds[stage] += now - last
-        if stage != "evaluate":
+        if stage != "evaluate" and moved != before:
             waited = moved.exposed - before.exposed
             self.seconds[stage] -= waited.total
             self.seconds["prefetch_wait"] += waited.fetch

@@ -105,6 +105,20 @@ def test_what_a_slow_cold_store_takes_is_booked_to_the_wait_for_it_and_nothing_e
     }
 
 
+def test_slots_of_another_number_go_on_with_the_same_times(small, now):
+    def pause(what, _):
+        now[0] += 1.0
+
+    pipeline = slowed(small, Sequential(), pause)
+    small.run(pipeline, iter(batches_of(small, 3)))
+    tiers = pipeline.detach().embeddings.tiers()[0]
+
+    other = tiers.resized(tiers.hot.num_slots + 5)
+    other.residency.times.fetched(0.0, 50.0)
+
+    assert pipeline._inputs.moved().busy.fetch > 50
+
+
 def test_sleeping_in_the_cold_store_is_found_in_the_wait_for_rows(small):
     slept = [0.0]
 
