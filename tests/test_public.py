@@ -52,7 +52,15 @@ def test_public_names_are_these_and_no_others():
             "plan_hot_rows",
         ],
         "recsys.models": ["DLRM", "DLRMTrain"],
-        "recsys.pipeline": ["FAE", "HotColdLoader", "LookAhead", "Sequential", "TrainPipeline"],
+        "recsys.pipeline": [
+            "FAE",
+            "Auto",
+            "HotColdLoader",
+            "Hotline",
+            "LookAhead",
+            "Sequential",
+            "TrainPipeline",
+        ],
     }
     for module in (recsys, recsys.datasets, recsys.embeddings, recsys.models, recsys.pipeline):
         assert all(hasattr(module, name) for name in module.__all__)
