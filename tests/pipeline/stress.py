@@ -1,11 +1,12 @@
 """One run of a pipeline as chance wants it, beside a twin whose rows are all resident.
 
 The seed says tables, optimizer, schedule, budget, plan, and what happens between two steps:
-evaluations, writes to tables by others, tables loaded anew, another budget and another plan,
-transfers that fail, graphs that are kept and dropped, claims that nobody takes. At every step a row
+evaluations, writes to tables by others, tables loaded anew, another budget and another plan, rows
+pinned by their uses, transfers that fail, graphs that are kept and dropped, claims that nobody
+takes, and claims that are split. At every step a row
 must be in one slot at most, slots must be counted as often as tickets hold them, and losses be the
 twin's; every few steps all rows must be, too, and at the end rows and optimizer state. Plans and
-budgets change by building the module anew: there is no other way to change a plan yet.
+budgets change by building the module anew.
 """
 
 import random
@@ -19,9 +20,10 @@ from recsys.embeddings.kernels.slots import AWAITED, PINNED
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.plan import plan_hot_rows
 from recsys.embeddings.popularity import PopularityProfile
-from recsys.embeddings.residency import Residency
+from recsys.embeddings.residency import Ticket
 from recsys.errors import BudgetTooSmall
-from recsys.pipeline import LookAhead, Sequential, TrainPipeline
+from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
+from recsys.pipeline.micro_batches import select_samples
 
 OPTIMIZERS = [
     SGD(lr=0.5),
@@ -64,14 +66,13 @@ class FaultyStore:
 
 def watch_tickets(monkeypatch):
     """Every ticket that is alive, of whatever residency."""
-    tickets, prefetch = WeakSet(), Residency.prefetch
+    tickets, make = WeakSet(), Ticket.__init__
 
-    def watched(residency, *arguments, **options):
-        ticket = prefetch(residency, *arguments, **options)
+    def watched(ticket, *arguments, **options):
+        make(ticket, *arguments, **options)
         tickets.add(ticket)
-        return ticket
 
-    monkeypatch.setattr(Residency, "prefetch", watched)
+    monkeypatch.setattr(Ticket, "__init__", watched)
     return tickets
 
 
@@ -117,6 +118,8 @@ class Run:
             (self._keep_a_graph, 2),
             (self._drop_graphs, 1),
             (self._claim_for_nobody, 2),
+            (self._split_a_claim, 2),
+            (self._pin_popular, 2),
             (self._pipeline_detaches, 1),
         ]
         names, weights = zip(*actions, strict=True)
@@ -181,7 +184,9 @@ class Run:
         model.embeddings.row_optimizer.load_state_dict(
             self._twin.embeddings.row_optimizer.state_dict()
         )
-        schedule = chance.choice([Sequential(), LookAhead(chance.randint(1, 8))])
+        schedule = chance.choice(
+            [Sequential(), LookAhead(chance.randint(1, 8)), Auto(steps_per_turn=1, num_rounds=1)]
+        )
         dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
         self._model, self._pipeline = model, TrainPipeline(model, dense, schedule=schedule)
         self._wrap()
@@ -261,6 +266,31 @@ class Run:
         if self._random.random() < 0.5:
             claim.cancel()
 
+    def _split_a_claim(self):
+        """As Hotline does; of the parts, each is looked up or given back."""
+        chance, batch = self._random, self._random.choice(self._batches)
+        try:
+            claim = self._model.embeddings.prefetch(batch.sparse_features)
+            if not claim.is_held:
+                return
+            is_missing = torch.stack(claim.missing_samples()).any(0)
+            sides = [side.nonzero().flatten() for side in (~is_missing, is_missing)]
+            parts = claim.split([(sides[0], False), (sides[1], True)])
+            for part, samples in zip(parts, sides, strict=True):
+                if chance.random() < 0.7 and len(samples):
+                    loss, _ = self._model(select_samples(batch, samples, len(is_missing)))
+                    self._graphs.append(loss)
+                elif chance.random() < 0.5:
+                    part.cancel()
+        except (OSError, BudgetTooSmall) as error:
+            self._require_known(error)
+            self._graphs.clear()
+        self._wrap()
+
+    def _pin_popular(self):
+        for tiers in self._model.embeddings.tiers():
+            tiers.residency.pin_popular(self._random.choice([0, 0.3, 0.8]), 1)
+
     def _pipeline_detaches(self):
         self._pipeline.detach()
         assert all(tiers.residency.queue.last == 0 for tiers in self._model.embeddings.tiers())
@@ -283,10 +313,10 @@ class Run:
             assert (slots.slot_of_row >= 0).sum() == len(full)
             assert (slots.slot_of_row >= -1).all()
             expected = np.zeros(tiers.hot.num_slots, np.int64)
-            for ticket in list(self._tickets):
-                if ticket._residency is residency and ticket.held is not None:
-                    assert len(np.unique(ticket.held)) == len(ticket.held)
-                    expected[ticket.held] += 1
+            known = [ticket for ticket in list(self._tickets) if ticket._residency is residency]
+            for hold in {ticket._hold for ticket in known if ticket.held is not None}:
+                assert len(np.unique(hold.slots)) == len(hold.slots)
+                expected[hold.slots] += 1
             assert np.array_equal(slots.num_claims, expected)
             is_idle = (slots.num_claims == 0) & (slots.flags & PINNED == 0)
             assert residency.map._num_idle == is_idle.sum()
