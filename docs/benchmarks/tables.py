@@ -23,7 +23,13 @@ __all__ = ["CURVES", "DOCUMENTS", "TABLES", "with_tables"]
 
 _JSON = Path(__file__).resolve().parent
 _ROOT = _JSON.parent.parent
-DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/popularity.md", "docs/synthetic.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/popularity.md",
+    "docs/schedules.md",
+    "docs/synthetic.md",
+)
 CURVES = ("tiers.json",)
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -235,6 +241,42 @@ def ablate_table(file: str) -> str:
         f"deviation of a sample); {_machine(record['environment'])}."
     )
     return _table(caption, ["variation", *titles.values()], lines)
+
+
+def schedules_table(file: str) -> str:
+    """`recsys ablate examples/ablate_schedules.toml`: quality, and how far from the first."""
+    record = _read(file)
+    runs: dict[str, dict[int, Any]] = {}
+    for cell in record["cells"]:
+        runs.setdefault(cell["variation"], {})[cell["seed"]] = cell["run"]
+    first = next(iter(runs.values()))
+    lines = []
+    for variation, by_seed in runs.items():
+        tests = {seed: run["metrics"]["test"] for seed, run in by_seed.items()}
+        line = [variation]
+        for metric, places in (("auc", 4), ("logloss", 4), ("calibration", 2)):
+            found = [test[metric] for test in tests.values()]
+            mean = sum(found) / len(found)
+            line.append(f"{mean:.{places}f} ({min(found):.{places}f}-{max(found):.{places}f})")
+        is_same = all(test == first[seed]["metrics"]["test"] for seed, test in tests.items())
+        apart = [
+            test["auc"] - first[seed]["metrics"]["test"]["auc"] for seed, test in tests.items()
+        ]
+        line.append("none" if is_same else f"{min(apart):+.4f} to {max(apart):+.4f}")
+        told = next(iter(by_seed.values()))["schedule"]
+        share = told.get("hot_sample_share", told.get("popular_sample_share"))
+        line.append("" if share is None else f"{share:.0%}")
+        lines.append(line)
+    run, seeds = next(iter(first.values())), ", ".join(map(str, record["config"]["seeds"]))
+    caption = (
+        f"One epoch of {run['throughput']['num_samples']:,} training samples of Criteo Kaggle, "
+        f"tested on {run['metrics']['test']['num_samples']:,}; B={run['config']['batch_size']}, "
+        f"budget={run['config']['budget']}, seeds {seeds}: mean (least-most); "
+        f"{_machine(record['environment'])}."
+    )
+    header = ["schedule", "test AUC", "logloss", "calibration"]
+    header += [f"AUC less that of {next(iter(runs))}, by seed", "hot or popular samples"]
+    return _table(caption, header, lines)
 
 
 def generator_table(file: str) -> str:
@@ -553,6 +595,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "count": partial(count_table, "count.json"),
     "rand_em": partial(rand_em_table, "rand_em.json"),
     "ablate_precision": partial(ablate_table, "ablate_precision.json"),
+    "ablate_schedules": partial(schedules_table, "ablate_schedules.json"),
     "generator": partial(generator_table, "generator.json"),
     "lookup": partial(lookup_table, "lookup.json"),
     "lookup_summary": partial(lookup_summary_table, "lookup.json"),
