@@ -321,6 +321,8 @@ class TrainPipeline:
         self._steps_in_room += 1
         if self._room < self._depth and self._steps_in_room > _STEPS_UNTIL_DEEPER:
             self._room, self._steps_in_room = self._room + 1, 0
+        if any(claim.is_given_up for claim in current.claims or ()):
+            current.give_back()
         if current.claims is None:
             current.claims = self._inputs.prefetch(current.batch)
         has_room = current.claims is not None

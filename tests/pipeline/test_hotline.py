@@ -355,6 +355,23 @@ def test_a_row_that_does_not_come_fails_the_step_and_nothing_has_moved(small, ti
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_claim_that_was_given_up_for_another_lookup_is_made_anew(small, tiered):
+    runs = []
+    for schedule in (Sequential(), Hotline(depth=1, learning_steps=0)):
+        tables, model, dense, _ = tiered(num_slots=30)
+        batches = [in_turn(tables, range(4 * n, 4 * n + 8)) for n in range(6)]
+        pipeline = TrainPipeline(model, dense, schedule=schedule)
+        iterator, losses = iter(batches), []
+        for number in range(6):
+            losses.append(pipeline.progress(iterator)[0].item())
+            # Needs slots that were claimed for the next mini-batch.
+            model(in_turn(tables, range(100 + 12 * number, 112 + 12 * number)))
+        runs.append(losses)
+
+    assert pipeline.popular_split.num_split > 0
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+
+
 def test_with_a_depth_mini_batches_whose_rows_have_come_stay_whole(small, tiered):
     tables, model, dense, residency = tiered(num_slots=100)
     batches = [in_turn(tables, [4 * n, 4 * n + 1, 4 * n - 3, 4 * n - 2]) for n in range(1, 9)]
