@@ -1,7 +1,7 @@
 """A disk's random reads: pages of 4 KiB from all over a file, so many at once.
 
     direct      past the page cache: what the disk can do
-    ordinary    by way of an empty cache: what it costs to go by way of it
+    ordinary    by way of an empty cache, as rows in files are read
 
 How many reads at once a disk likes best differs from one to another, so it is tried.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from recsys.bench.harness import Row, summarize, take_turns
 from recsys.bench.worker import Worker
 from recsys.embeddings.file_store import NUM_THREADS
-from recsys.embeddings.kernels.file_moves import move_share
+from recsys.embeddings.kernels.file_moves import advise_share, move_share
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,6 +47,7 @@ class Disk:
 
     def __init__(self, folder: Path, seconds: float, *, is_direct: bool) -> None:
         path = max(folder.glob("*.bin"), key=lambda each: each.stat().st_size)
+        self._is_direct = is_direct
         self._num_pages, self._seconds = path.stat().st_size // PAGE_BYTES, 0.0
         how = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
         self._descriptor = np.array([os.open(path, how)], np.int32)
@@ -83,6 +84,8 @@ class Disk:
     def _read(self, thread: int, pages: np.typing.NDArray[np.int32], begin: int, end: int) -> None:
         slots = np.zeros(len(pages), np.int32)
         memory = self._memory[thread]
+        if not self._is_direct:
+            advise_share(self._descriptor, self._first, pages, PAGE_BYTES, begin, end)
         move_share(self._descriptor, self._first, pages, slots, memory, begin, end, True)
 
 

@@ -1,4 +1,4 @@
-"""The cold tier on disk: rows and state in files, read and written by several threads at once.
+"""The cold tier on disk: rows and state in files, announced, then read and written by some threads.
 
 The system's page cache stands between: rows that lie in it come at the speed of memory, and writing
 returns before the disk has written. Files may be larger than memory all the same, for the cache
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recsys.embeddings.interrupts import interrupts_held_back
-from recsys.embeddings.kernels.file_moves import ALL_MOVED, move_share
+from recsys.embeddings.kernels.file_moves import ALL_MOVED, advise_share, move_share
 from recsys.errors import ColdTierError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FileStore"]
 
-NUM_THREADS = 16
+NUM_THREADS = 4  # more would ask no more of a disk that is told beforehand what they will read
 _LEAST_SHARE = 16  # rows; to wake a thread takes as long as to read some
 
 
@@ -98,6 +98,7 @@ class FileStore:
 
         def move(share: int) -> None:
             begin, end = bounds[share : share + 2]
+            advise_share(descriptors, first_rows, rows, hot.shape[1], begin, end)
             stopped = move_share(descriptors, first_rows, rows, slots, hot, begin, end, is_fetch)
             while stopped != ALL_MOVED:
                 table = int(np.searchsorted(first_rows, rows[stopped], side="right")) - 1

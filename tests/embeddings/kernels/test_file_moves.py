@@ -1,15 +1,20 @@
+import ctypes
+import mmap
 import os
+import sys
+import time
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.embeddings.kernels.file_moves import ALL_MOVED, move_share
+from recsys.embeddings.kernels.file_moves import ALL_MOVED, advise_share, move_share
 
 SIZES = (5, 1, 9)
 FIRST_ROWS = np.cumsum([0, *SIZES]).astype(np.uint64)
 NUM_BYTES = 6
+PAGE = 4096
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +91,37 @@ def test_a_row_behind_the_end_of_its_file_is_told_and_those_behind_it_wait(tmp_p
     assert stopped == 1
     assert hot[0].all()
     assert not hot[2].any()
+
+
+def cached_pages(pages):
+    """Which of a mapped file's pages are in memory; nothing is read by asking."""
+    found = np.zeros(len(pages) // PAGE, np.uint8)
+    ctypes.CDLL(None).mincore(
+        ctypes.c_void_p(pages.ctypes.data),
+        ctypes.c_size_t(len(pages)),
+        ctypes.c_void_p(found.ctypes.data),
+    )
+    return np.flatnonzero(found & 1).tolist()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems take no advice")
+def test_pages_of_rows_that_are_announced_are_read_and_no_others(tmp_path):
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(range(256)) * (64 * PAGE // 256))
+    descriptor = os.open(path, os.O_RDWR)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    pages = np.frombuffer(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), np.uint8)
+    if cached_pages(pages):
+        pytest.skip("the file system keeps all pages")
+    rows = np.array([PAGE // 8 * page + 3 for page in (7, 10, 50, 20)], np.int32)
+    first_rows = np.array([0, 64 * PAGE // 8], np.uint64)
+
+    advise_share(np.array([descriptor], np.int32), first_rows, rows, 8, 1, 3)
+
+    end = time.monotonic() + 30  # the disk takes its time
+    while cached_pages(pages) != [10, 50] and time.monotonic() < end:
+        time.sleep(0.001)
+    assert cached_pages(pages) == [10, 50]
+    os.close(descriptor)
