@@ -134,6 +134,7 @@ class BatchLoader:
             ConfigError: the state was taken with other data, another seed or another shuffling.
         """
         own_state = self.state_dict()
+        state = {"permutation_seed": None, **state}  # older ones have none
         if set(state) != set(own_state):
             raise ConfigError(
                 f"loader state: keys must be {sorted(own_state)}, got {sorted(state)}; "

@@ -92,7 +92,8 @@ class AheadClaim:
         for samples, was_missing in parts:
             places, ids = self._ids.select(samples)
             own = [ticket.share(places, was_missing=was_missing) for ticket in tickets]
-            claims.append(self._kept_in.add(self._lookups, ids, self._layers, own))
+            claims.append(AheadClaim(self._lookups, ids, self._layers, own, self._kept_in))
+        self._kept_in.replace(self, claims)
         return claims
 
     def take(self) -> Sequence[Ticket]:
@@ -134,6 +135,11 @@ class AheadClaims:
         else:
             self._claims = [claim]
         return claim
+
+    def replace(self, claim: AheadClaim, parts: Sequence[AheadClaim]) -> None:
+        """Keep parts in the place of a claim, whose tickets they have."""
+        place = self._claims.index(claim)
+        self._claims[place : place + 1] = parts
 
     def take(self, lookups: Lookups, bags: Bags) -> Sequence[Ticket] | None:
         """The tickets of a lookup; None where nobody has claimed them ahead.
@@ -212,5 +218,11 @@ class Prefetched:
         Args:
             parts: As for `AheadClaim.split`.
         """
-        found = [claim.split(parts) for claim in self._claims]
+        found: list[list[AheadClaim]] = []
+        try:
+            found.extend(claim.split(parts) for claim in self._claims)  # some, of an error
+        except BaseException:
+            for claim in (part for claims in found for part in claims):
+                claim.give_up()
+            raise
         return [Prefetched(claims[number] for claims in found) for number in range(len(parts))]

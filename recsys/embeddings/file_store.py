@@ -7,6 +7,7 @@ gives way to everything else.
 
 from __future__ import annotations
 
+import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,8 @@ class FileStore:
 
         def move(share: int) -> None:
             begin, end = bounds[share : share + 2]
-            advise_share(descriptors, first_rows, rows, hot.shape[1], begin, end)
+            if is_fetch or hot.shape[1] % mmap.PAGESIZE:  # whole pages are written unread
+                advise_share(descriptors, first_rows, rows, hot.shape[1], begin, end)
             stopped = move_share(descriptors, first_rows, rows, slots, hot, begin, end, is_fetch)
             while stopped != ALL_MOVED:
                 table = int(np.searchsorted(first_rows, rows[stopped], side="right")) - 1

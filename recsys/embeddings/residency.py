@@ -201,7 +201,6 @@ class Residency:
         self.queue = TransferQueue()
         self.released: deque[Any] = deque()
         self._has_warned = False
-        self._most_rows = 0  # of a ticket
 
     def prefetch(
         self, lookups: Lookups, bags: Any, *, in_background: bool = False, may_unpin: bool = True
@@ -229,7 +228,6 @@ class Residency:
             self._tell_of_unpinned()
         hold = _Hold(claim.held, self.released)
         ticket = Ticket(self, claim.slot_of_value, hold, self.queue.last)
-        self._most_rows = max(self._most_rows, claim.num_rows)
         moves, old = claim.moves, self.counts
         self.counts = TierCounts(
             num_lookups=old.num_lookups + claim.num_lookups,
@@ -286,7 +284,7 @@ class Residency:
         with self.times.waiting():
             self.queue.settle(is_all=True)
 
-    def pin_popular(self, share: float, num_mini_batches: int) -> tuple[int, int]:
+    def pin_popular(self, share: float, num_left: int) -> tuple[int, int]:
         """Keep the rows that are used most until the next call, beside those of a plan.
 
         Which they are is told by the uses that are counted for the clock's hand; of rows kept they
@@ -295,15 +293,15 @@ class Residency:
 
         Args:
             share: Of the slots, at most, with those of the plan.
-            num_mini_batches: Of as many, the largest so far, the rows have room beside them.
+            num_left: Slots that are left to mini-batches.
 
         Returns:
             How many rows are kept now that were not before, and how many not any more.
         """
         self._collect()
+        self.settle()  # a row that does not come after all must not keep the slot of another one
         num_slots = self.hot.num_slots
-        room = num_slots - num_mini_batches * self._most_rows
-        return self.map.pin_popular(max(0, min(int(share * num_slots), room)))
+        return self.map.pin_popular(max(0, min(int(share * num_slots), num_slots - num_left)))
 
     @property
     def num_claimed(self) -> int:

@@ -202,7 +202,9 @@ class HostSlotMap:
         # Neither claimed nor pinned.
         self._num_idle = hot.num_slots - int(((hot.slots.flags & PINNED) > 0).sum())
         num_more = hot.slots_with(2 * hot.num_bytes) - hot.num_slots
-        self.forecast = Forecast(hot.slots, self._num_idle, self._num_idle + num_more)
+        self.forecast: Forecast | None = Forecast(
+            hot.slots, self._num_idle, self._num_idle + num_more
+        )
         self._both: tuple[RowSpace, RowSpace] | None = None  # the tables, and they with the slots
         self._requests: dict[tuple[Lookups, int], Requests] = {}
 
@@ -235,7 +237,8 @@ class HostSlotMap:
         self._num_idle -= num_woken + num_missing
         fetched = np.concatenate([awaited, placed])
         moves = Moves(slots.row_of_slot[fetched], fetched, written_rows, written_slots)
-        self.forecast.add(requests, bags.values)
+        if self.forecast is not None:
+            self.forecast.add(requests, bags.values)
         return SlotClaim(
             slot_of_value,
             np.concatenate([found, placed]),
@@ -278,6 +281,8 @@ class HostSlotMap:
         flags[is_popular] |= np.uint8(PINNED | POPULAR)
         uses[is_popular] >>= np.uint8(1)
         self._let_go(given_up)
+        if is_popular.any():
+            self.forecast = None  # it follows slots that are not pinned, and these come and go
         self._num_idle = int(((slots.num_claims == 0) & ((flags & PINNED) == 0)).sum())
         return int((is_popular & ~was_popular).sum()), len(given_up)
 
@@ -308,7 +313,8 @@ class HostSlotMap:
     def forget_others(self) -> None:
         """See `SlotMap`."""
         slots = self._slots
-        self.forecast.forget()
+        if self.forecast is not None:
+            self.forecast.forget()
         slots.flags[:] &= np.uint8(255 - DIRTY)
         is_gone = (slots.num_claims == 0) & (slots.row_of_slot != EMPTY)
         is_pinned = is_gone & ((slots.flags & PINNED) > 0)

@@ -19,7 +19,7 @@ from recsys.pipeline.schedule import LookAhead, Sequential
 
 __all__ = ["Auto", "Choice"]
 
-_NOT_COUNTED = 8  # more than the deepest window
+_NOT_COUNTED = 8  # of a turn, or two for each mini-batch that a candidate looks ahead to
 _WORTH = 0.98  # of the time, for which a deeper window is taken
 
 
@@ -48,6 +48,8 @@ class Auto:
                 "Auto: candidates must be Sequential() and LookAhead(depth), whose numbers are the "
                 f"same, got {self.candidates}"
             )
+        if len(set(self.candidates)) < len(self.candidates):
+            raise ValueError(f"Auto: candidates must be distinct, got {self.candidates}")
         for name in ("steps_per_turn", "num_rounds"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
@@ -68,6 +70,9 @@ class Choice:
 
     def __init__(self, auto: Auto) -> None:
         self._auto = auto
+        self._num_not_counted = max(
+            _NOT_COUNTED, *(2 * getattr(each, "depth", 0) for each in auto.candidates)
+        )
         self._num_steps = 0
         self._counted: list[float] = []
         self._turns: list[list[float]] = [[] for _ in auto.candidates]
@@ -88,7 +93,7 @@ class Choice:
         place = self._auto.candidates.index(self.current)
         self._num_steps += 1
         step_of_turn = (self._num_steps - 1) % self._steps_of_turn
-        if step_of_turn >= _NOT_COUNTED:
+        if step_of_turn >= self._num_not_counted:
             self._counted.append(seconds)
         if step_of_turn == self._steps_of_turn - 1:
             self._turns[place].append(fmean(self._counted))
@@ -107,7 +112,7 @@ class Choice:
 
     @property
     def _steps_of_turn(self) -> int:
-        return _NOT_COUNTED + self._auto.steps_per_turn
+        return self._num_not_counted + self._auto.steps_per_turn
 
     def _choose(self) -> Sequential | LookAhead:
         seconds = [median(turns) for turns in self._turns]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from recsys.batch import Features
     from recsys.embeddings.ahead import Prefetched
+    from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.tiers import Tiers
 
 __all__ = ["Inputs", "cancel", "is_torchrec"]
@@ -41,6 +42,7 @@ class Inputs:
 
     Attributes:
         modules: Those modules, by the first of their names; none where every row is resident.
+        has_untold: Whether nothing tells what one of them is to look up.
     """
 
     def __init__(self, model: nn.Module, ids: Callable[[Any], Any] | None) -> None:
@@ -50,7 +52,9 @@ class Inputs:
             for name, module in model.named_modules()
             if isinstance(module, _Ours) and module.tiers()
         }
+        self._ours = [module for module in model.modules() if isinstance(module, _Ours)]
         self._has_warned = False
+        self.has_untold = False
         # Tiers that are made anew, with other slots, go on with the same clock.
         self._times = [tiers.residency.times for tiers in self.tiers()]
 
@@ -69,6 +73,11 @@ class Inputs:
             sum((each.busy for each in self._times), MoveSeconds()),
             sum((each.exposed for each in self._times), MoveSeconds()),
         )
+
+    def updaters(self) -> list[RowUpdater]:
+        """What moves rows of the model, those of resident modules, too."""
+        found = (module.row_updater for module in self._ours)
+        return list(dict.fromkeys(each for each in found if each is not None))
 
     def prefetch(self, batch: Any) -> list[Prefetched] | None:
         """Have the rows of a mini-batch fetched in the background.
@@ -137,6 +146,7 @@ class Inputs:
         return module
 
     def _warn_of(self, unknown: Sequence[str]) -> None:
+        self.has_untold = bool(unknown)
         if not unknown or self._has_warned:
             return
         self._has_warned = True

@@ -62,8 +62,8 @@ def select_samples(batch: Any, samples: Tensor, batch_size: int) -> Any:
 def join_outputs(outputs: Sequence[Any], parts: Sequence[Tensor]) -> Any:
     """What a model would have returned for the whole mini-batch.
 
-    Numbers, and tensors of one, are means over samples, or counts if they are integers; all other
-    tensors have a row for each sample.
+    Numbers, and tensors without dimensions, are means over samples, or counts if they are integers;
+    all other tensors have a row for each sample.
 
     Args:
         outputs: Of every part, alike in structure.

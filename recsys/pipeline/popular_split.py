@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from recsys.pipeline.inputs import cancel
 from recsys.pipeline.micro_batches import select_samples
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -48,7 +49,7 @@ class PopularSplit:
     Args:
         schedule: Says how.
         model: Whose steps they are.
-        tiers: Where its rows are.
+        tiers: Tells where its rows are.
 
     Attributes:
         num_steps: Mini-batches seen.
@@ -59,8 +60,12 @@ class PopularSplit:
         num_demoted: Rows that were no more.
     """
 
-    def __init__(self, schedule: Hotline, model: nn.Module, tiers: Sequence[Tiers]) -> None:
+    def __init__(
+        self, schedule: Hotline, model: nn.Module, tiers: Callable[[], Sequence[Tiers]]
+    ) -> None:
         self._schedule, self._tiers = schedule, tiers
+        self._num_rows: dict[Tiers, int] = {}  # claimed since the beginning
+        self._most_rows: dict[Tiers, int] = {}  # of a mini-batch
         self.num_steps = self.num_split = self.num_samples = self.num_popular = 0
         self.num_promoted = self.num_demoted = 0
         for name, module in model.named_modules():
@@ -86,12 +91,15 @@ class PopularSplit:
             claims: What is claimed for it; passes to the parts.
         """
         self.num_steps += 1
-        if self.num_steps <= self._schedule.learning_steps:
-            return []
+        self._count_rows()
         sizes = {size for claim in claims or () for size in claim.batch_sizes()}
         if claims is None or len(sizes) != 1:
             return []
         [batch_size] = sizes
+        if self.num_steps == 1:  # what cannot be split is better known now than after the learning
+            select_samples(batch, torch.arange(batch_size), batch_size)
+        if self.num_steps <= self._schedule.learning_steps:
+            return []
         is_missing = reduce(or_, (each for claim in claims for each in claim.missing_samples()))
         num_missing = int(is_missing.sum())
         self.num_samples += batch_size
@@ -105,7 +113,13 @@ class PopularSplit:
         is_other[popular] = False
         sides = [(popular, False), (is_other.nonzero().flatten(), True)]
         batches = [select_samples(batch, samples, batch_size) for samples, _ in sides]
-        of_claims = [claim.split(sides) for claim in claims]
+        of_claims: list[list[Prefetched]] = []
+        try:
+            of_claims.extend(claim.split(sides) for claim in claims)  # some, of an error
+        except BaseException:
+            for parts in of_claims:
+                cancel(parts)
+            raise
         return [
             MicroBatch(part, samples, len(samples) / batch_size, [each[side] for each in of_claims])
             for side, (part, (samples, _)) in enumerate(zip(batches, sides, strict=True))
@@ -116,12 +130,20 @@ class PopularSplit:
         period = self._schedule.learning_steps
         if not period or self.num_steps % period:
             return
-        for tiers in self._tiers:
-            promoted, demoted = tiers.residency.pin_popular(
-                self._schedule.pinned_share, num_mini_batches=1 + self._schedule.depth
-            )
+        for tiers in self._tiers():
+            num_left = (1 + self._schedule.depth) * self._most_rows.get(tiers, 0)
+            promoted, demoted = tiers.residency.pin_popular(self._schedule.pinned_share, num_left)
             self.num_promoted += promoted
             self.num_demoted += demoted
+
+    def _count_rows(self) -> None:
+        """Behind the claims of a step, which are those of one mini-batch."""
+        for tiers in self._tiers():
+            count = tiers.residency.counts.num_rows
+            if tiers in self._num_rows:  # in the first step the whole window is claimed
+                claimed = count - self._num_rows[tiers]
+                self._most_rows[tiers] = max(claimed, self._most_rows.get(tiers, 0))
+            self._num_rows[tiers] = count
 
     def describe(self) -> dict[str, Any]:
         """For a run record: shares of the steps and samples behind the learning."""

@@ -115,7 +115,7 @@ class TrainPipeline:
         else:
             self._follow(schedule)
             if isinstance(schedule, Hotline):
-                self.popular_split = PopularSplit(schedule, model, self._inputs.tiers())
+                self.popular_split = PopularSplit(schedule, model, self._inputs.tiers)
         self._has_warned_of_room = self._has_warned_of_others = False
         self._window: deque[_MiniBatch] = deque()
         self._current: _MiniBatch | None = None
@@ -271,7 +271,9 @@ class TrainPipeline:
         if self.popular_split is None:
             return []
         with interrupts_held_back():  # claims that nobody has are given back by nobody
-            parts = self.popular_split.split(current.batch, current.claims)
+            # Rows that nobody has claimed would need slots while those of the first part are held.
+            claims = None if self._inputs.has_untold else current.claims
+            parts = self.popular_split.split(current.batch, claims)
             if parts:
                 current.claims = [claim for part in parts for claim in part.claims]
         return parts
@@ -308,9 +310,8 @@ class TrainPipeline:
     def _learn_from_parts(self, parts: Sequence[MicroBatch]) -> tuple[Tensor, Any]:
         """As from the whole: gradients add up, and rows are moved once."""
         with ExitStack() as stack:
-            for module in self._inputs.modules.values():
-                if module.row_updater is not None:
-                    stack.enter_context(module.row_updater.moving_once())
+            for updater in self._inputs.updaters():
+                stack.enter_context(updater.moving_once())
             found = [self._learn_from(part.batch, part.claims, part.share) for part in parts]
             loss, output = join_outputs(found, [part.samples for part in parts])
         return loss, output

@@ -269,9 +269,9 @@ class ResidencyMachine(RuleBasedStateMachine):
             self.world.move(*here)
         self.tickets += [here, coming] if moves else [coming]
 
-    @rule(share=st.sampled_from([0, 0.3, 1]), num_mini_batches=st.integers(0, 2))
-    def pin_popular(self, share, num_mini_batches):
-        self.world.residency.pin_popular(share, num_mini_batches)
+    @rule(share=st.sampled_from([0, 0.3, 1]), num_left=st.integers(0, 20))
+    def pin_popular(self, share, num_left):
+        self.world.residency.pin_popular(share, num_left)
         flags = torch.as_tensor(self.world.residency.hot.slots.flags)
         num_popular = int(((flags & POPULAR) > 0).sum())
         assert num_popular <= share * self.world.residency.hot.num_slots
@@ -531,3 +531,23 @@ def test_memory_is_what_was_said():
     arrays = [*hot.slots, *hot.arrays]
 
     assert hot.num_bytes == sum(array.nbytes for array in arrays)
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_a_row_that_has_not_come_yet_is_not_kept_for_its_uses(is_on_device):
+    """Pinned, it would keep the slot of a row that could not be written back."""
+    world = World(num_slots=2, is_on_device=is_on_device)
+    moved(world, [(0, 0), (0, 1)])
+    world.store.gate.clear()
+    world.store.faults["write_back"] = 1
+    first, _ = world.prefetch([(0, 2)], in_background=True)
+    second, _ = world.prefetch([(0, 2)], in_background=True)  # used twice: popular
+
+    world.residency.pin_popular(1.0, 0)
+
+    for ticket in (first, second):
+        with pytest.raises(OSError, match="write_back failed"):
+            ticket.wait()
+        ticket.release()
+    world.require_here(*world.prefetch([(0, 0), (0, 1)]))
+    world.require_readable()

@@ -61,6 +61,14 @@ def test_steps_in_which_the_window_changes_are_not_counted():
     }
 
 
+def test_a_deep_window_is_used_up_before_the_next_candidate_is_counted():
+    choice = Choice(Auto((Sequential(), LookAhead(16)), steps_per_turn=2, num_rounds=1))
+
+    ran = run(choice, lambda schedule, step: 1.0)
+
+    assert ran == [Sequential()] * 34 + [LookAhead(16)] * 34
+
+
 def test_a_run_that_ends_before_has_chosen_nothing():
     choice = Choice(Auto())
     for _ in range(30):
@@ -91,6 +99,7 @@ def test_trying_and_choosing_change_no_bit(small):
     [
         ({"candidates": ()}, r"candidates must be Sequential\(\) and LookAhead\(depth\)"),
         ({"candidates": (Hotline(),)}, "whose numbers are the same, got"),
+        ({"candidates": (Sequential(), Sequential())}, "candidates must be distinct, got"),
         ({"steps_per_turn": 0}, "steps_per_turn must be a whole number of at least 1, got 0"),
         ({"num_rounds": 1.0}, "num_rounds must be a whole number of at least 1, got 1.0"),
     ],

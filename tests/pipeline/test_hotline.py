@@ -5,7 +5,7 @@ import threading
 import time
 import warnings
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 
 import numpy as np
 import pytest
@@ -28,6 +28,8 @@ OPTIMIZERS = [
     Adam(lr=0.02),
     PartialRowWiseAdam(lr=0.02),
 ]
+
+HALVES = Hotline(learning_steps=0)
 
 MiniBatch = namedtuple("MiniBatch", "ids labels")
 
@@ -368,7 +370,7 @@ def test_a_claim_that_was_given_up_for_another_lookup_is_made_anew(small, tiered
             model(in_turn(tables, range(100 + 12 * number, 112 + 12 * number)))
         runs.append(losses)
 
-    assert pipeline.popular_split.num_split > 0
+    assert pipeline.popular_split.num_samples == 6 * 8
     assert runs[1] == pytest.approx(runs[0], rel=1e-5)
 
 
@@ -462,3 +464,49 @@ def test_an_accelerated_model_is_split_too_and_moved_by_the_users_optimizer():
     torch.testing.assert_close(
         models[1].state_dict(), models[0].state_dict(), rtol=1e-9, atol=1e-12
     )
+
+
+def test_rows_of_resident_modules_move_once_too():
+    sizes, optimizer = (300, 12), Adagrad(lr=0.02)
+    batches = []
+    for seed in range(8):
+        popular, seldom = (make_batch((300, 12), seed, share) for share in (0.02, 1.0))
+        ids = [torch.cat(pair) for pair in zip(seldom.ids, popular.ids, strict=True)]
+        batches.append(MiniBatch(ids, torch.cat([seldom.labels, popular.labels])))
+    runs = []
+    for budgets, schedule in (([None, None], Sequential()), ([6000, None], HALVES)):
+        model = Bags(sizes, (4, 4), optimizer, budgets, auto_apply=True)
+        dense = torch.optim.SGD(model.layer.parameters(), lr=0.02)
+        pipeline = TrainPipeline(model, dense, schedule=schedule, ids=ids_of)
+        for _ in pipeline.steps(batches):
+            pass
+        runs.append(model.state_dict())
+
+    assert pipeline.popular_split.num_split > 3
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:schedule. nothing tells")
+def test_a_mini_batch_of_which_nothing_tells_all_ids_stays_whole():
+    batches = [make_batch((300, 200), seed, 0.3) for seed in range(8)]
+    model = Bags((300, 200), (4, 4), SGD(lr=0.02), [6000, 6000], auto_apply=False)
+    dense = torch.optim.SGD(model.layer.parameters(), lr=0.02)
+    pipeline = TrainPipeline(
+        model, dense, schedule=HALVES, ids=lambda batch: {"bags.0": batch.ids[0]}
+    )
+
+    assert len(list(pipeline.steps(batches))) == 8
+    assert pipeline.popular_split.num_split == 0
+
+
+def test_what_cannot_be_split_is_told_in_the_first_step(small, tiered):
+    tables, model, dense, _ = tiered()
+    batch = in_turn(tables, [0, 1, 2, 3])
+    batch.weights = {1, 2}
+    batch.__class__ = make_dataclass("Odd", ["sparse_features", "labels", "weights"])
+    pipeline = TrainPipeline(model, dense, schedule=Hotline())
+
+    with pytest.raises(TypeError, match="set of a mini-batch cannot be split"):
+        pipeline.progress(iter([batch]))
+
+    assert small.num_claimed(model) == 0
