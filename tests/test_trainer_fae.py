@@ -110,5 +110,5 @@ def test_where_all_rows_fit_all_samples_are_hot(small_config, tmp_path):
 
 
 def test_verify_refuses_it(small_config):
-    with pytest.raises(ConfigError, match="over the same samples in the same order"):
+    with pytest.raises(ConfigError, match="changes the order of samples"):
         verify_budgets(small_config(*FAE))

@@ -84,3 +84,8 @@ def test_a_budget_below_the_floor_is_refused_naming_the_floor(small_config):
 def test_other_providers_have_no_tiers_to_verify(small_config):
     with pytest.raises(ConfigError, match="got 'torch'"):
         verify_budgets(small_config("embeddings=torch"))
+
+
+def test_a_schedule_that_sums_in_another_order_is_refused(small_config):
+    with pytest.raises(ConfigError, match="'hotline' changes the order in which floats are summed"):
+        verify_budgets(small_config(TABLES, "schedule.name=hotline"))
