@@ -6,6 +6,7 @@ import warnings
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -64,8 +65,9 @@ class PopularSplit:
         self, schedule: Hotline, model: nn.Module, tiers: Callable[[], Sequence[Tiers]]
     ) -> None:
         self._schedule, self._tiers = schedule, tiers
-        self._num_rows: dict[Tiers, int] = {}  # claimed since the beginning
-        self._most_rows: dict[Tiers, int] = {}  # of a mini-batch
+        # Weak: tiers that are made anew, with other slots, are to let go of those they had.
+        self._num_rows: WeakKeyDictionary[Tiers, int] = WeakKeyDictionary()  # claimed so far
+        self._most_rows: WeakKeyDictionary[Tiers, int] = WeakKeyDictionary()  # of a mini-batch
         self.num_steps = self.num_split = self.num_samples = self.num_popular = 0
         self.num_promoted = self.num_demoted = 0
         for name, module in model.named_modules():
@@ -169,8 +171,8 @@ class PopularSplit:
 def _rounded(num_popular: int, batch_size: int) -> int:
     """As many samples as the popular part is to have; those left over go with the others.
 
-    Libraries that multiply matrices compile a kernel for each size they meet (oneDNN: milliseconds
-    for every layer), so sizes should be few.
+    Libraries that multiply matrices compile a kernel for each size they meet, as oneDNN does for
+    every layer, so sizes should be few.
     """
     step = max(1, batch_size // _NUM_SIZES)
     return num_popular // step * step
