@@ -1,6 +1,8 @@
 """What tests of pipelines share: a model, mini-batches, and budgets down to the floor."""
 
+import time
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +39,20 @@ class Model(nn.Module):
         pooled = self.embeddings(batch.sparse_features).values()
         predictions = self.layer(pooled).squeeze(1)
         return (predictions - batch.labels).square().mean(), predictions.detach()
+
+
+class WatchedStore:
+    """A cold store before whose every fetch something is done: by default, time passes."""
+
+    def __init__(self, store, before_fetch=partial(time.sleep, 0.001)):  # noqa: B008  # a constant
+        self._store, self._before_fetch = store, before_fetch
+
+    def fetch(self, hot, rows, slots):
+        self._before_fetch()
+        self._store.fetch(hot, rows, slots)
+
+    def write_back(self, hot, rows, slots):
+        self._store.write_back(hot, rows, slots)
 
 
 def make_tables(sizes, dims):
@@ -130,6 +146,7 @@ def small():
     """These, by name: test modules do not import each other."""
     return SimpleNamespace(
         Model=Model,
+        WatchedStore=WatchedStore,
         make_tables=make_tables,
         make_batch=make_batch,
         budget_for=budget_for,

@@ -1,7 +1,5 @@
 """Looking ahead changes no bit: not of a loss, not of a row, not of its optimizer's state."""
 
-import time
-
 import pytest
 import torch
 from hypothesis import assume, given
@@ -25,20 +23,6 @@ def is_soon_deeper():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_pipeline, "_STEPS_UNTIL_DEEPER", 1)
         yield
-
-
-class SlowStore:
-    """A cold store whose rows are long on their way."""
-
-    def __init__(self, store):
-        self._store = store
-
-    def fetch(self, hot, rows, slots):
-        time.sleep(0.001)
-        self._store.fetch(hot, rows, slots)
-
-    def write_back(self, hot, rows, slots):
-        self._store.write_back(hot, rows, slots)
 
 
 @pytest.mark.filterwarnings("ignore:schedule=LookAhead")
@@ -71,7 +55,7 @@ def test_look_ahead_is_sequential_is_resident(
         else:
             for tiers in model.embeddings.tiers():
                 if is_slow:
-                    tiers.residency._cold = SlowStore(tiers.residency._cold)
+                    tiers.residency._cold = small.WatchedStore(tiers.residency._cold)
             pipeline = TrainPipeline(model, dense, schedule=schedule)
             losses = small.run(pipeline, iter(batches))
         runs.append((model, losses))

@@ -2,7 +2,6 @@
 
 import itertools
 import threading
-import time
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass, make_dataclass
@@ -91,20 +90,6 @@ def budgets_for(sizes, dims, optimizer, batches, num_more):
     ]
 
 
-class SlowStore:
-    """A cold store whose rows are long on their way."""
-
-    def __init__(self, store):
-        self._store = store
-
-    def fetch(self, hot, rows, slots):
-        time.sleep(0.001)
-        self._store.fetch(hot, rows, slots)
-
-    def write_back(self, hot, rows, slots):
-        self._store.write_back(hot, rows, slots)
-
-
 @pytest.mark.filterwarnings("ignore:schedule=Hotline")
 @given(
     sizes=st.lists(st.integers(100, 400), min_size=1, max_size=4),
@@ -149,7 +134,7 @@ def test_hotline_is_a_plain_run_but_for_rounding(
         schedule = Hotline(depth, learning_steps, 0.5) if is_tiered else Sequential()
         for bag in model.bags if is_slow else []:
             for tiers in bag.tiers():
-                tiers.residency._cold = SlowStore(tiers.residency._cold)
+                tiers.residency._cold = small.WatchedStore(tiers.residency._cold)
         pipeline = TrainPipeline(model, dense, schedule=schedule, ids=ids_of)
         runs.append([*pipeline.steps(batches)])
         assert small.num_claimed(model) == 0
@@ -164,31 +149,6 @@ def test_hotline_is_a_plain_run_but_for_rounding(
         torch.testing.assert_close(
             own.state_dict()["state"], other.state_dict()["state"], rtol=1e-9, atol=1e-12
         )
-
-
-class GatedStore(SlowStore):
-    """A cold store whose rows come when the gate is open."""
-
-    def __init__(self, store):
-        super().__init__(store)
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def fetch(self, hot, rows, slots):
-        assert self.gate.wait(30)
-        self._store.fetch(hot, rows, slots)
-
-
-class FailingStore(SlowStore):
-    """A cold store whose next fetch fails when told so."""
-
-    is_failing = False
-
-    def fetch(self, hot, rows, slots):
-        if self.is_failing:
-            self.is_failing = False
-            raise OSError("the disk is gone")
-        self._store.fetch(hot, rows, slots)
 
 
 @dataclass
@@ -209,15 +169,15 @@ def in_turn(tables, rows_of_samples):
 
 @pytest.fixture
 def tiered(small):
-    def build(store=None, optimizer=None, num_slots=40, **options):
+    def build(before_fetch=None, optimizer=None, num_slots=40, **options):
         tables = small.make_tables([300, 200], [4, 4])
         optimizer = optimizer or SGD(lr=0.1)
         of_slot = slot_bytes(4, torch.float32, optimizer.state_sizes(4))
         budget = floor_bytes(500, [(num_slots, of_slot)])
         model = small.Model(tables, optimizer, budget=budget, **options)
         [tiers] = model.embeddings.tiers()
-        if store is not None:
-            tiers.residency._cold = store(tiers.residency._cold)
+        if before_fetch is not None:
+            tiers.residency._cold = small.WatchedStore(tiers.residency._cold, before_fetch)
         dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
         return tables, model, dense, tiers.residency
 
@@ -225,8 +185,13 @@ def tiered(small):
 
 
 def test_popular_samples_are_computed_on_while_rows_come_for_the_others(tiered):
-    tables, model, dense, residency = tiered(GatedStore)
-    gate, sizes = residency._cold.gate, []
+    gate, sizes = threading.Event(), []
+    gate.set()
+
+    def wait():
+        assert gate.wait(30)
+
+    tables, model, dense, _ = tiered(wait)
 
     def see(_, arguments, output):
         sizes.append(len(output))
@@ -336,13 +301,19 @@ def _take(iterator, count):
 
 
 def test_a_row_that_does_not_come_fails_the_step_and_nothing_has_moved(small, tiered):
-    tables, model, dense, residency = tiered(FailingStore)
+    failures = []
+
+    def fail():
+        if failures:
+            raise failures.pop()
+
+    tables, model, dense, _ = tiered(fail)
     first, second = in_turn(tables, [0, 1, 2, 3]), in_turn(tables, [2, 50, 0, 1])
     pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=0))
     small.run(pipeline, iter([first]))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     small.run(pipeline, iter([]))
-    residency._cold.is_failing = True
+    failures.append(OSError("the disk is gone"))
 
     with pytest.raises(OSError, match="the disk is gone"):
         pipeline.progress(iter([second]))
