@@ -58,7 +58,8 @@ bench: setup
 	$(BIN)/recsys bench step --json docs/benchmarks/step.json
 	$(BIN)/recsys bench lookup --json docs/benchmarks/lookup.json
 	$(BIN)/recsys bench synthetic --json docs/benchmarks/generator.json
-	$(BIN)/recsys bench tiers --json docs/benchmarks/tiers.json
+	$(BIN)/recsys bench tiers --shares floor 0.02 0.05 0.2 1 \
+		--schedule sequential,lookahead-2,hotline --json docs/benchmarks/tiers.json
 	$(BIN)/recsys bench count --json docs/benchmarks/count.json
 	$(BIN)/recsys bench rand-em --json docs/benchmarks/rand_em.json
 

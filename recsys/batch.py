@@ -270,7 +270,7 @@ class JaggedIds:
 
     def stride(self) -> int:
         """B, the number of samples."""
-        return (len(self._offsets) - 1) // len(self._keys)
+        return (self._offsets.numel() - 1) // len(self._keys)  # `len` of a tensor is Python
 
     def __getitem__(self, key: str) -> JaggedIds:
         """The bags of one feature, its offsets starting at 0 (reads two offsets to the host)."""

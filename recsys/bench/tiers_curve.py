@@ -53,7 +53,6 @@ def write_curve(file: Path) -> None:
         keys = dict(pair.split("=") for pair in row["case"].split(","))
         speed = row["median"]
         low, high = (speed if row[end] is None else row[end] for end in ("low", "high"))
-        # Records from before there were schedules have none in their cases.
-        points = curves.setdefault(keys.get("schedule", "sequential"), [])
+        points = curves.setdefault(keys["schedule"], [])
         points.append((shares[row["case"]], speed, low, high))
     curve_file(file).write_bytes(draw_shares(curves))

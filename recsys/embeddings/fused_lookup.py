@@ -217,8 +217,15 @@ class _FusedLookup(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Where no graph is made of gradients, all that saying so would do is take its time.
+        is_in_graph = torch.is_grad_enabled()
+        return (_FusedLookup._backward_once if is_in_graph else _FusedLookup._backward)(
+            ctx, gradient
+        )
+
+    @staticmethod
+    def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         work: _Work = ctx.work
         ctx.saved_tensors  # noqa: B018  # raises where one was changed, or backward runs twice
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -242,6 +249,8 @@ class _FusedLookup(torch.autograd.Function):
             if any(ctx.needs_input_grad[2:]) and work.updater.is_asked():
                 work.updater.keep(_entries(work, gradient), work.joined)
         return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
+
+    _backward_once = staticmethod(once_differentiable(_backward))
 
 
 def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor | None]:

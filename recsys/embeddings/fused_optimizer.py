@@ -170,9 +170,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _read_formula(self, settings: Mapping[str, Any]) -> RowOptimizer:
         known = self._formula
-        values = {field.name: settings[field.name] for field in fields(known)}
-        if any(getattr(known, name) != value for name, value in values.items()):
-            self._formula = type(known)(**values)
+        names = known.__dataclass_fields__
+        if any(getattr(known, name) != settings[name] for name in names):
+            self._formula = type(known)(**{name: settings[name] for name in names})
         return self._formula
 
 

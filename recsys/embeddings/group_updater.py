@@ -84,6 +84,9 @@ class GroupUpdater:
         self._states: list[_State] = []
         self._states_of: RowSpace | None = None
         self._numbers: list[int] = []
+        self._state_then: list[Any] = []  # all that the optimizer had when it was last looked into
+        self._found_then: list[dict[str, Any]] = []  # of these tables
+        self._equal_rates: tuple[tuple[float, float], NDArray[np.float64]] | None = None
         self.least_slots = 1
         self._files: ColdFiles | None = None
         self._names: list[str] = []  # of the tables there
@@ -92,6 +95,7 @@ class GroupUpdater:
         """For copies and pickles, whose memory is elsewhere; see `TableGroup`."""
         stand_ins = [each.weight for each in self.group.stand_ins()]
         own = {"_weights": stand_ins, "_states": [], "_states_of": None, "_files": None}
+        own |= {"_state_then": [], "_found_then": []}
         return self.__dict__ | own
 
     def stand_ins(self) -> dict[Tensor, Tensor]:
@@ -310,7 +314,12 @@ class GroupUpdater:
     def _state_by_table(self, moved: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
         """The optimizer's state of every table, and which tables move that had none until now."""
         known = self._optimizer.state
-        found = [known.get(weight, _NO_STATE) for weight in self._weights]
+        # A table hashes itself in Python: who knows what is there need not ask for each.
+        now = [self._weights, *known.keys(), *known.values()]
+        if len(now) != len(self._state_then) or not all(map(is_, now, self._state_then)):
+            self._state_then = now
+            self._found_then = [known.get(weight, _NO_STATE) for weight in self._weights]
+        found = list(self._found_then)
         new = [table for table in moved if found[table] is _NO_STATE]
         for table in new:
             found[table] = {}
@@ -327,10 +336,13 @@ class GroupUpdater:
     ) -> tuple[NDArray[np.float64], NDArray[Any], list[Any]]:
         """What `row_update` takes for each table, and the steps of those that count them."""
         translation = self._translation
-        rates_T2 = np.zeros((len(by_table), 2))
         if not counted:
-            rates_T2[:] = formula.rate_and_eps(translation.learning_rate(settings, 1), 1)
-            return rates_T2, TO_NEAREST, []
+            found = formula.rate_and_eps(translation.learning_rate(settings, 1), 1)
+            rate_and_eps = float(found[0]), float(found[1])  # of a tensor, which may be changed
+            if self._equal_rates is None or self._equal_rates[0] != rate_and_eps:
+                self._equal_rates = rate_and_eps, np.tile(rate_and_eps, (len(by_table), 1))
+            return self._equal_rates[1], TO_NEAREST, []
+        rates_T2 = np.zeros((len(by_table), 2))
         keys_T = np.zeros(len(by_table), np.uint64) if is_by_chance else TO_NEAREST
         steps: list[Any] = []
         of_step: dict[int, tuple[float, float]] = {}
@@ -406,7 +418,8 @@ class GroupUpdater:
         ]
         self._require_sizes(name, size, arrays)
         space = self.group.make_space(arrays)
-        return _State(name, [state.get(name) for state in by_table], arrays, space)
+        found = [state.get(name) for state in by_table]
+        return _State(name, found, all(each is not None for each in found), arrays, space)
 
     def _require_sizes(self, name: str, size: int, states: Sequence[Tensor]) -> None:
         """Refuse state that is another table's or another formula's, before a kernel writes there.
@@ -455,6 +468,7 @@ class _State(NamedTuple):
 
     name: str
     found: list[Tensor | None]  # what the optimizer has; None of a table that never moved
+    is_whole: bool  # every table has moved
     arrays: list[Tensor]  # nothing in place of None
     space: RowSpace
 
@@ -468,6 +482,6 @@ class _State(NamedTuple):
         found = [state.get(self.name) for state in by_table]
         return (
             all(map(is_, found, self.found))
-            and all(found[table] is not None for table in moved)
+            and (self.is_whole or all(found[table] is not None for table in moved))
             and self.space.holds(self.arrays)
         )

@@ -10,6 +10,7 @@ have left there, and what is done to it counts; as long as nobody does, no such 
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.row_space import RowSpace, compute_dtype
 from recsys.embeddings.sparse_gradients import sparse_gradients
 from recsys.embeddings.table_parameter import (
+    none_has_plain_grad,
     plain_grad,
     require_unmoved,
     requires_grad,
@@ -31,7 +33,7 @@ from recsys.embeddings.table_parameter import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from recsys.embeddings.ahead import AheadClaim
     from recsys.embeddings.kernels.pooled_lookup import Bags
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers import Tiers
 
 __all__ = ["Found", "TableGroup"]
+
+
+# Of a module's parameters, whose tables are never None.
+_weight_of: Callable[[Mapping[str, Any]], nn.Parameter] = itemgetter("weight")
 
 
 class Found(NamedTuple):
@@ -125,11 +131,14 @@ class TableGroup:
 
     def weights(self) -> list[nn.Parameter]:
         """The tables, (E, D) each."""
-        return [parameters["weight"] for parameters in self._parameters]  # type: ignore[misc]  # never None
+        return list(map(_weight_of, self._parameters))
 
     def weights_of(self, lookups: Lookups) -> list[nn.Parameter]:
         """The tables looked up in: one where bags of a group are looked up one by one."""
-        return [self._parameters[table]["weight"] for table in lookups.distinct_tables]  # type: ignore[misc]
+        numbers = lookups.distinct_tables
+        if len(numbers) == len(self._parameters):
+            return self.weights()
+        return [_weight_of(self._parameters[table]) for table in numbers]
 
     def are_sparse(self) -> list[bool]:
         """Which tables' gradients are sparse where no updater keeps them."""
@@ -261,10 +270,10 @@ class TableGroup:
         """Everything that has been collected, as entries of the ledger; nothing is left."""
         ledger = self._closed_ledger()
         weights = self.weights()
+        if none_has_plain_grad(weights):
+            return ledger
         gradients = list(map(plain_grad, weights))
         shown = [table for table, gradient in enumerate(gradients) if gradient is not None]
-        if not shown:
-            return ledger
         entries = [self._entry(table, cast("Tensor", gradients[table])) for table in shown]
         for table in shown:
             set_plain_grad(weights[table], None)
@@ -280,8 +289,8 @@ class TableGroup:
         """Empty the ledger and every `grad`; no row moves."""
         self.ledger.clear()
         weights = self.weights()
-        for weight, gradient in zip(weights, map(plain_grad, weights), strict=True):
-            if gradient is not None:
+        if not none_has_plain_grad(weights):
+            for weight in weights:
                 set_plain_grad(weight, None)
 
     def asking(self, lookups: Lookups) -> Lookups:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+from itertools import repeat
+from operator import is_
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from recsys.embeddings.table_group import TableGroup
 
@@ -25,6 +27,7 @@ __all__ = [
     "TieredParameter",
     "make_plain",
     "move_table",
+    "none_has_plain_grad",
     "plain_grad",
     "require_unmoved",
     "requires_grad",
@@ -171,6 +174,11 @@ def move_table(weight: nn.Parameter, device: torch.device) -> None:
         set_plain_grad(weight, None)
         weight.data = weight.data.to(device)
         set_plain_grad(weight, None if gradient is None else gradient.to(device))
+
+
+def none_has_plain_grad(weights: Iterable[Tensor]) -> bool:
+    """Whether nothing has been left at any of these tables; asked twice at every step."""
+    return all(map(is_, map(plain_grad, weights), repeat(None)))
 
 
 def _group_of(weight: Tensor) -> TableGroup | None:

@@ -96,12 +96,12 @@ def test_the_curve_has_a_line_for_each_schedule_and_lies_beside_the_json(tmp_pat
     assert (tmp_path / "tiers.png").read_bytes() == b"picture"
 
 
-def test_the_curve_of_a_record_without_intervals_or_schedules_is_drawn(tmp_path, monkeypatch):
+def test_the_curve_of_a_record_without_intervals_is_drawn(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(
         "recsys.bench.tiers_curve.draw_shares", lambda curves: drawn.append(curves) or b""
     )
-    named = {"case": "D=4,share=0.5", "provider": "recsys"}
+    named = {"case": "D=4,share=0.5,schedule=sequential", "provider": "recsys"}
     values = {"median": 0.5, "low": None, "high": None}
     rows = [
         {**named, **values, "metric": metric}

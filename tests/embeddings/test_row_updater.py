@@ -267,6 +267,34 @@ def test_state_that_another_array_has_taken_the_place_of_is_used():
     assert (state["momentum1"] > 1e6).any()
 
 
+def test_a_whole_state_that_has_taken_the_place_of_another_is_used():
+    module = build(RowWiseAdagrad(lr=0.1))
+    step(module)
+    users = module.table_weights()[0]
+    module.row_optimizer.state[users] = {"momentum1": torch.full((9,), 1e6)}
+
+    before = users.detach().clone()
+    step(module)
+
+    assert torch.allclose(users, before, atol=1e-3)
+
+
+def test_a_rate_that_a_tensor_holds_may_be_changed_in_place():
+    module = build(SGD(lr=0.5))
+    [settings] = module.row_optimizer.param_groups
+    settings["lr"] = torch.tensor(0.5)
+    before = [weight.detach().clone() for weight in module.table_weights()]
+    step(module)
+    moved = [weight.detach().clone() for weight in module.table_weights()]
+    settings["lr"].fill_(0.0)
+
+    step(module)
+
+    for weight, then, first in zip(module.table_weights(), moved, before, strict=True):
+        assert torch.equal(weight, then)
+        assert not torch.equal(then, first)
+
+
 @pytest.mark.parametrize("is_frozen_first", [True, False])
 def test_a_table_frozen_at_lookup_or_at_backward_stays_as_it_is(is_frozen_first):
     module = build(SGD(lr=0.5))

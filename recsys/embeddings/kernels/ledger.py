@@ -76,7 +76,7 @@ def join_ledger(
     )
     return (
         _segments(shapes, space.sizes_key),
-        _values(ledger, space.compute_dtype),
+        _values(_join_bags([entry.bags for entry in ledger], space.compute_dtype), space),
         _join([_flat(entry.gradient) for entry in ledger]),
     )
 
@@ -129,23 +129,32 @@ def _segments(entries: tuple[tuple[Lookups, int, int, int], ...], sizes_T: bytes
     return Segments(tables.astype(np.uint64), of_table.astype(np.uint64), *columns[1:])
 
 
-def _values(ledger: Sequence[LedgerEntry], dtype: np.dtype[Any]) -> Values:
-    bags = [entry.bags for entry in ledger]
-    rows = _join([each.values for each in bags])
+def _values(bags: Bags, space: RowSpace) -> Values:
+    return Values(
+        bags.values,
+        bags.offsets is None,
+        bags.values[:0] if bags.offsets is None else bags.offsets,
+        bags.weights is not None,
+        np.empty(0, space.compute_dtype) if bags.weights is None else bags.weights,
+        bags.is_mean,
+    )
+
+
+def _join_bags(bags: Sequence[Bags], dtype: np.dtype[Any]) -> Bags:
+    """Of several entries as of one; their batch sizes do not count here."""
+    if len(bags) == 1:
+        return bags[0]
     is_one_hot = all(each.offsets is None for each in bags)
     is_mean = any(each.is_mean for each in bags)
     if is_mean and not all(each.is_mean or each.offsets is None for each in bags):
         bags = [_mean_by_weights(each, dtype) if each.is_mean else each for each in bags]
         is_mean = False
     has_weights = any(each.weights is not None for each in bags)
-    return Values(
-        rows,
-        is_one_hot,
-        rows[:0] if is_one_hot else _join_offsets(bags),
-        has_weights,
-        _join([_weights_or_ones(each, dtype) for each in bags])
-        if has_weights
-        else np.empty(0, dtype),
+    return Bags(
+        np.concatenate([each.values for each in bags]),
+        None if is_one_hot else _join_offsets(bags),
+        np.concatenate([_weights_or_ones(each, dtype) for each in bags]) if has_weights else None,
+        sum(each.batch_size for each in bags),
         is_mean,
     )
 
@@ -172,8 +181,6 @@ def _join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:
-    if len(bags) == 1 and bags[0].offsets is not None:
-        return bags[0].offsets
     lengths = [
         np.ones(len(each.values), np.int64) if each.offsets is None else np.diff(each.offsets)
         for each in bags

@@ -40,9 +40,9 @@ __all__ = [
 ]
 
 _ONE = np.uint64(1)
-# Fewer bytes of one-hot rows are copied by one thread before a second one is awake: 0.2 MiB took 4
-# us alone and 17 us with two.
-MIN_SHARED_BYTES = 2**20
+# Fewer bytes of one-hot rows are copied by one thread before a second one is awake. Rows that no
+# cache holds are shared out from here on: of 0.8 MiB a whole small step took a twentieth less.
+MIN_SHARED_BYTES = 2**18
 # Lookups from a row's being named to its being read.
 _AHEAD = np.uint64(8)
 # One-hot lookups have a kernel for each of these dims: a row is then a few moves without a loop.
