@@ -218,11 +218,9 @@ class _FusedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Where no graph is made of gradients, all that saying so would do is take its time.
-        is_in_graph = torch.is_grad_enabled()
-        return (_FusedLookup._backward_once if is_in_graph else _FusedLookup._backward)(
-            ctx, gradient
-        )
+        if torch.is_grad_enabled():  # a graph of gradients is made, which ends here
+            return _FusedLookup._backward_once(ctx, gradient)
+        return _FusedLookup._backward(ctx, gradient)
 
     @staticmethod
     def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
