@@ -116,8 +116,8 @@ def schedules_table(file: str) -> str:
         line = [variation]
         for metric, places in (("auc", 4), ("logloss", 4), ("calibration", 2)):
             found = [test[metric] for test in tests.values()]
-            mean = sum(found) / len(found)
-            line.append(f"{mean:.{places}f} ({min(found):.{places}f}-{max(found):.{places}f})")
+            middle, low, high = (f"{of(found):.{places}f}" for of in (mean, min, max))
+            line.append(f"{middle} ({low}-{high})")
         is_same = all(test == first[seed]["metrics"]["test"] for seed, test in tests.items())
         apart = [
             test["auc"] - first[seed]["metrics"]["test"]["auc"] for seed, test in tests.items()
