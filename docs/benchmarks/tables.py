@@ -66,7 +66,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),
     "reference": partial(reference_table, "reference"),
     "step": partial(step_table, "step.json"),
-    "step_kernels": partial(step_table, "step_kernels.json"),
     "synthetic": partial(synthetic_table, "synthetic.json"),
     "tiers": partial(tiers_table, "tiers.json"),
     "tiers_file": partial(tiers_file_table, "tiers_file.json"),
