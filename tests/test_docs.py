@@ -71,7 +71,7 @@ def test_the_standard_error_of_an_auc_is_told_where_every_record_has_it(
             del run["metrics"]["test"]["auc_standard_error"]
             run["metrics"]["test"] |= error
         (tmp_path / "reference" / file.name).write_text(json.dumps(run))
-    monkeypatch.setitem(tables["reference_table"].__globals__, "_JSON", tmp_path)
+    monkeypatch.setitem(tables["reference_table"].__globals__, "RECORDS", tmp_path)
 
     caption = tables["TABLES"]["reference"]().partition("\n")[0]
 
