@@ -84,6 +84,9 @@ def require_aligned(place: str, table: Tensor) -> None:
         )
 
 
+_Beside = tuple[tuple["NDArray[Any]", "NDArray[Any]"], "NDArray[np.uint64]"]
+
+
 class AbstractRowSpace:
     """Several tables of one dtype and dim; where they lie, and what is computed in.
 
@@ -199,3 +202,24 @@ class RowSpace(AbstractRowSpace):
             [(table.data_ptr() - low) // itemsize if table.numel() else 0 for table in tables],
             np.uint64,
         )
+        self.nothing: NDArray[Any] = np.empty(0, self.compute_dtype)
+        self._beside: tuple[list[RowSpace], _Beside] | None = None
+
+    def beside(self, states: Sequence[RowSpace]) -> _Beside:
+        """The tables' state, as kernels take it together with the tables.
+
+        Kept for the state last asked for: making it takes longer than a small update.
+
+        Args:
+            states: Of the same tables, two at most.
+
+        Returns:
+            `flat` of the first and of the second, empty where there is none; and the `bases` of the
+            tables, the first and the second, (3, T) uint64, any where there is none.
+        """
+        if self._beside is None or self._beside[0] != states:
+            nothing = [self.nothing] * (2 - len(states))
+            first, second = [*(state.flat for state in states), *nothing]
+            bases = [self.bases, *(state.bases for state in states), *[self.bases] * len(nothing)]
+            self._beside = list(states), ((first, second), np.stack(bases))
+        return self._beside[1]

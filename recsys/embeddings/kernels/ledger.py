@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.residency import Ticket
     from recsys.embeddings.row_space import RowSpace
 
-__all__ = ["LedgerEntry", "Segments", "Values", "join_ledger"]
+__all__ = ["LedgerEntry", "Segments", "join_ledger"]
 
 
 class LedgerEntry(NamedTuple):
@@ -63,28 +63,31 @@ class LedgerEntry(NamedTuple):
 
 def join_ledger(
     ledger: Sequence[LedgerEntry], space: RowSpace
-) -> tuple[Segments, Values, NDArray[Any]]:
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], Bags, NDArray[Any]]:
     """All entries as one: what was looked up in which table, its rows, and the gradients.
 
     Args:
         ledger: At least one entry.
         space: The tables.
+
+    Returns:
+        Two arrays whose rows are those of `Segments`, (2, T + 1) and (4, S), not to be written to;
+        bags, whose batch size says nothing; and gradients, one-dimensional.
     """
-    shapes = tuple(
-        (entry.lookups, entry.bags.batch_size, _num_bags(entry.bags), entry.gradient.stride(0))
-        for entry in ledger
-    )
-    return (
-        _segments(shapes, space.sizes_key),
-        _values(_join_bags([entry.bags for entry in ledger], space.compute_dtype), space),
-        _join([_flat(entry.gradient) for entry in ledger]),
-    )
+    shapes = tuple([_shape(entry) for entry in ledger])
+    order_2T, segments_4S = _segments(shapes, space.sizes_key)
+    if len(ledger) == 1:
+        [entry] = ledger
+        return order_2T, segments_4S, entry.bags, _flat(entry.gradient)
+    bags = _join_bags([entry.bags for entry in ledger], space.compute_dtype)
+    gradient = np.concatenate([_flat(entry.gradient) for entry in ledger])
+    return order_2T, segments_4S, bags, gradient
 
 
 class Segments(NamedTuple):
     """Sorted by table; within a table, ledger entries stay in order."""
 
-    tables: NDArray[np.uint64]  # (T,) the largest first
+    tables: NDArray[np.uint64]  # (T + 1,) the largest first; the last number is none
     of_table: NDArray[np.uint64]  # (T + 1,) where each table's segments begin
     first_bags: NDArray[np.uint64]  # (S,)
     num_bags: NDArray[np.uint64]  # (S,)
@@ -92,19 +95,15 @@ class Segments(NamedTuple):
     widths: NDArray[np.uint64]  # (S,) from one bag's gradient to the next
 
 
-class Values(NamedTuple):
-    """What was looked up: `Bags` of several entries as one, empty arrays in place of None."""
-
-    rows: NDArray[Any]  # (N,)
-    is_one_hot: bool
-    offsets: NDArray[Any]
-    has_weights: bool
-    weights: NDArray[Any]
-    is_mean: bool
+def _shape(entry: LedgerEntry) -> tuple[Lookups, int, int, int]:
+    """What its segments depend on."""
+    return entry.lookups, entry.bags.batch_size, _num_bags(entry.bags), entry.gradient.stride(0)
 
 
 @lru_cache(maxsize=64)
-def _segments(entries: tuple[tuple[Lookups, int, int, int], ...], sizes_T: bytes) -> Segments:
+def _segments(
+    entries: tuple[tuple[Lookups, int, int, int], ...], sizes_T: bytes
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
     """Of entries of these lookups, batch sizes, numbers of bags and distances from one bag's
     gradient to the next; tables of these sizes.
     """  # noqa: D205  # one sentence
@@ -124,26 +123,13 @@ def _segments(entries: tuple[tuple[Lookups, int, int, int], ...], sizes_T: bytes
     segments.sort(key=lambda segment: segment[0])  # stable
     columns = np.array(segments, np.uint64).T.copy()
     sizes = np.frombuffer(sizes_T, np.uint64).astype(np.int64)
-    tables = np.argsort(-sizes, kind="stable")
+    tables = np.append(np.argsort(-sizes, kind="stable"), 0)
     of_table = np.searchsorted(columns[0].astype(np.int64), np.arange(len(sizes) + 1))
-    return Segments(tables.astype(np.uint64), of_table.astype(np.uint64), *columns[1:])
-
-
-def _values(bags: Bags, space: RowSpace) -> Values:
-    return Values(
-        bags.values,
-        bags.offsets is None,
-        bags.values[:0] if bags.offsets is None else bags.offsets,
-        bags.weights is not None,
-        np.empty(0, space.compute_dtype) if bags.weights is None else bags.weights,
-        bags.is_mean,
-    )
+    return np.stack([tables, of_table]).astype(np.uint64), columns[1:].copy()
 
 
 def _join_bags(bags: Sequence[Bags], dtype: np.dtype[Any]) -> Bags:
     """Of several entries as of one; their batch sizes do not count here."""
-    if len(bags) == 1:
-        return bags[0]
     is_one_hot = all(each.offsets is None for each in bags)
     is_mean = any(each.is_mean for each in bags)
     if is_mean and not all(each.is_mean or each.offsets is None for each in bags):
@@ -174,10 +160,6 @@ def _span(batch_size: int, width: int, stride: int) -> int:
 
 def _num_bags(bags: Bags) -> int:
     return len(bags.values) if bags.offsets is None else len(bags.offsets) - 1
-
-
-def _join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:

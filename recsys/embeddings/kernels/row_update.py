@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from recsys.embeddings.kernels.ledger import Segments, Values, join_ledger
+from recsys.embeddings.kernels.ledger import Segments, join_ledger
 from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
 from recsys.embeddings.kernels.rounding import TO_NEAREST, key_of_row, narrow, widen
 from recsys.embeddings.kernels.turns import next_turn
@@ -79,30 +79,34 @@ def row_update(
     """
     if not ledger:
         return
-    nothing = np.empty(0, space.compute_dtype)
-    first = states[0] if states else None
-    second = states[1] if len(states) > 1 else None
     beta1, beta2 = getattr(optimizer, "betas", (0.0, 0.0))
+    of_state, bases_3T = space.beside(states)
+    order_2T, segments_4S, bags, gradient = join_ledger(ledger, space)
+    is_one_hot, has_weights = bags.offsets is None, bags.weights is not None
+    # One by one, and flags as numbers: numba asks every argument what it is, and of a named tuple,
+    # or a bool, takes longer to find out than to copy a row.
     _row_update_kernel(
-        _Rows(
-            space.flat,
-            space.bases,
-            nothing if first is None else first.flat,
-            space.bases if first is None else first.bases,
-            nothing if second is None else second.flat,
-            space.bases if second is None else second.bases,
-            space.row_names,
-            space.first_names,
-        ),
+        space.flat,
+        *of_state,
+        bases_3T,
+        space.row_names,
+        space.first_names,
         _KINDS[type(optimizer)],
-        rates_T2.astype(space.compute_dtype),
-        space.compute_dtype.type(1 - beta1),
-        space.compute_dtype.type(1 - beta2),
+        rates_T2,
+        1.0 - beta1,
+        1.0 - beta2,
         keys_T,
-        *join_ledger(ledger, space),
-        np.uint64(space.dim),
+        order_2T,
+        segments_4S,
+        bags.values,
+        bags.values if is_one_hot else bags.offsets,
+        bags.weights if has_weights else space.nothing,
+        int(is_one_hot),
+        int(has_weights),
+        int(bags.is_mean),
+        gradient,
+        space.dim,
         num_parts(),
-        np.zeros(1, np.int64),
     )
 
 
@@ -110,13 +114,24 @@ class _Rows(NamedTuple):
     """The tables and their state; the latter empty where there is none."""
 
     flat: NDArray[Any]
-    bases: NDArray[np.uint64]  # (T,)
     first: NDArray[Any]
-    first_bases: NDArray[np.uint64]  # (T,)
     second: NDArray[Any]
+    bases: NDArray[np.uint64]  # (T,)
+    first_bases: NDArray[np.uint64]  # (T,)
     second_bases: NDArray[np.uint64]  # (T,)
     names: NDArray[np.int32]  # which row lies in a place, where that is not the row's number
     first_names: NDArray[np.uint64]  # (T + 1,)
+
+
+class _Values(NamedTuple):
+    """What was looked up: `Bags` with other arrays in place of None."""
+
+    rows: NDArray[Any]  # (N,)
+    offsets: NDArray[Any]
+    weights: NDArray[Any]
+    is_one_hot: bool
+    has_weights: bool
+    is_mean: bool
 
 
 class _Sorted(NamedTuple):
@@ -134,20 +149,52 @@ class _Sorted(NamedTuple):
 
 @parallel_kernel
 def _row_update_kernel(
-    rows: _Rows,
+    flat: NDArray[Any],
+    first_state: NDArray[Any],
+    second_state: NDArray[Any],
+    bases_3T: NDArray[np.uint64],
+    row_names: NDArray[np.int32],
+    first_names: NDArray[np.uint64],
     kind: int,
-    rates_T2: NDArray[Any],
+    rates_T2: NDArray[np.float64],
     share1: float,
     share2: float,
     keys_T: NDArray[Any],
-    segments: Segments,
-    values: Values,
+    order_2T: NDArray[np.uint64],
+    segments_4S: NDArray[np.uint64],
+    ids: NDArray[Any],
+    offsets: NDArray[Any],
+    weights: NDArray[Any],
+    is_one_hot: int,
+    has_weights: int,
+    is_mean: int,
     gradient: NDArray[Any],
-    dim: np.uint64,
+    any_dim: int,
     num_parts: int,
-    turns: NDArray[np.int64],
 ) -> None:
     """A part is a thread, which takes tasks until none are left."""
+    rows = _Rows(
+        flat,
+        first_state,
+        second_state,
+        bases_3T[0],
+        bases_3T[1],
+        bases_3T[2],
+        row_names,
+        first_names,
+    )
+    segments = Segments(
+        order_2T[0],
+        order_2T[1],
+        segments_4S[0],
+        segments_4S[1],
+        segments_4S[2],
+        segments_4S[3],
+    )
+    values = _Values(ids, offsets, weights, is_one_hot != 0, has_weights != 0, is_mean != 0)
+    dim = np.uint64(any_dim)
+    turns = np.empty(1, np.int64)
+    turns[0] = 0
     num_tables = len(rows.bases)
     num_shares = 1 if num_tables >= num_parts else (num_parts + num_tables - 1) // num_tables
     most = np.int64(0)
@@ -185,10 +232,10 @@ def _row_update_kernel(
                 num_rows,
                 gradient,
                 kind,
-                rates_T2[table, 0],
-                rates_T2[table, 1],
-                share1,
-                share2,
+                gradient.dtype.type(rates_T2[table, 0]),
+                gradient.dtype.type(rates_T2[table, 1]),
+                gradient.dtype.type(share1),
+                gradient.dtype.type(share2),
                 keys_T,
                 summed_D,
             )
@@ -216,7 +263,7 @@ def _make_room(most: np.int64, is_scaled: bool, gradient: NDArray[Any]) -> _Sort
 @kernel
 def _sort_lookups(
     segments: Segments,
-    values: Values,
+    values: _Values,
     first_segment: np.uint64,
     end_segment: np.uint64,
     share: np.uint64,
