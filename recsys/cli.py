@@ -295,7 +295,7 @@ def _bench_step(options: argparse.Namespace) -> int:
     rows = bench_step(
         options.batch_sizes,
         ("fp32", "bf16"),
-        num_rounds=5 if options.quick else 40,
+        num_rounds=5 if options.quick else 100,
         table_sizes=[1000] * 26 if options.quick else (),
     )
     return _show_rows(rows, options)

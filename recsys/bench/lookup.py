@@ -4,12 +4,16 @@
     recsys     HotColdEmbeddingBagCollection and its optimizer, stepped once per mini-batch
     fbgemm     FBGEMM's table-batched operator, its optimizer fused into backward
     torch      nn.EmbeddingBag(sparse=True) and torch.optim, which has no rowwise_adagrad
+    kernels    the two kernels of recsys on its tables, with nothing but autograd around them
+               (`bare_kernels`): what is between this and recsys is Python of ours
     stream     a triad over arrays far larger than the caches: what the memory gives
 
-Every provider has a process of its own. In each round each takes a turn, in an order drawn anew: as
-many untimed steps as timed ones, so that what others have left in the shared cache is gone from it,
-and then it waits until its threads have stopped spinning. A turn's result is the mean of its steps.
-No mini-batch is used twice. The gradient of the pooled vectors is random, and always the same.
+Every provider has a process of its own, but `kernels`, which is in that of recsys. In each round
+each takes a turn, in an order drawn anew: as many untimed steps as timed ones, so that what others
+have left in the shared cache is gone from it, and then it waits until its threads have stopped
+spinning. A turn's result is the mean of its steps. No mini-batch is used twice, but by `kernels`,
+which has those of the turn half a run away. The gradient of the pooled vectors is random, and
+always the same.
 """
 
 from __future__ import annotations
@@ -21,12 +25,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
 from recsys.batch import JaggedIds
+from recsys.bench.bare_kernels import BareKernels, bags_of
 from recsys.bench.harness import (
     Row,
     median_of_ratios,
@@ -39,15 +44,19 @@ from recsys.bench.worker import Worker, settle
 from recsys.config import OptimizerConfig
 from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.providers import build_embeddings
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
 from recsys.machine import peak_memory_bytes, set_num_threads, tune_allocator
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.pooled_lookup import Bags
 
 __all__ = ["OPTIMIZERS", "bench_lookup", "step_bytes"]
 
@@ -57,6 +66,7 @@ _OTHERS = {
     "adagrad": ("fbgemm", "torch"),
 }
 OPTIMIZERS = tuple(_OTHERS)
+_OURS = ("recsys", "kernels")
 
 _NUM_WARM_UP_ROUNDS = 3
 # Kaggle's tables at D=16 are 2 GiB; above, capped ones of three providers and their state fit RAM.
@@ -64,6 +74,8 @@ _MAX_UNCAPPED_DIM = 16
 _MAX_ROWS = 1_000_000
 _FLOAT_BYTES = 4
 _STREAM_FLOATS = 1 << 25  # an array of 128 MiB
+
+_B = TypeVar("_B")
 
 
 def bench_lookup(
@@ -96,7 +108,7 @@ def bench_lookup(
         table_sizes=table_sizes,
     )
     rows: list[Row] = []
-    pairs: dict[tuple[int, str], list[tuple[list[float], list[float]]]] = defaultdict(list)
+    pairs: dict[tuple[int, str, str], list[tuple[list[float], list[float]]]] = defaultdict(list)
     for dim, optimizer in product(dims, optimizers):
         sizes = _capped(table_sizes, dim)
         others = _OTHERS[optimizer]
@@ -108,18 +120,18 @@ def bench_lookup(
                 found = _measure(workers, case, lookups, num_rounds)
                 rows += _rows_of_case(case, found, others)
                 rows += _bandwidth_rows(case, found, lookups, dim, optimizer)
-                for other in others:
-                    pairs[batch_size, other].append((found["recsys"], found[other]))
+                for ours, other in product(_OURS, others):
+                    pairs[batch_size, ours, other].append((found[ours], found[other]))
             rows += _peak_memory_rows(workers, f"D={dim},optimizer={optimizer}")
     return rows + [
         median_of_ratios(
             bench="lookup",
             case=f"B={batch_size}",
-            provider="recsys",
+            provider=ours,
             metric=f"speed_over_{other}",
             pairs=of_cases,
         )
-        for (batch_size, other), of_cases in pairs.items()
+        for (batch_size, ours, other), of_cases in pairs.items()
     ]
 
 
@@ -206,7 +218,8 @@ def _measure(
         worker.case = case
         worker.call("prepare", lookups.ids)
     return take_turns(
-        {name: partial(worker.call, "turn") for name, worker in workers.items()},
+        {name: partial(worker.call, "turn") for name, worker in workers.items()}
+        | {"kernels": partial(workers["recsys"].call, "turn_of_kernels")},
         num_rounds,
         num_warm_up_rounds=_NUM_WARM_UP_ROUNDS,
     )
@@ -216,19 +229,19 @@ def _rows_of_case(
     case: str, found: Mapping[str, Sequence[float]], others: Sequence[str]
 ) -> list[Row]:
     """Times, and how many times faster ours is."""
-    times = {name: [1e3 * s for s in found[name]] for name in ("recsys", *others)}
+    times = {name: [1e3 * s for s in found[name]] for name in (*_OURS, *others)}
     return [
         *rows_by_provider(bench="lookup", case=case, metric="time", unit="ms", values=times),
         *(
             ratio(
                 bench="lookup",
                 case=case,
-                provider="recsys",
+                provider=ours,
                 metric=f"speed_over_{other}",
-                values=found["recsys"],
+                values=found[ours],
                 baseline=found[other],
             )
-            for other in others
+            for ours, other in product(_OURS, others)
         ),
     ]
 
@@ -288,13 +301,17 @@ class _Provider:
         ]
         config = OptimizerConfig(name=optimizer, lr=0.01)
         self._module, self._optimizer = build_embeddings(name, self._tables, config)
+        self._keys = [name for table in self._tables for name in table.feature_names]
+        self._kernels: BareKernels | None = None
         gc.disable()  # a turn ends with a collection; what is here now is here to stay
         gc.collect()
         gc.freeze()
 
     def prepare(self, ids: NDArray[np.int64]) -> None:
         """Take the mini-batches of the turns to come."""
-        self._turns = iter(torch.from_numpy(ids))
+        turns = list(torch.from_numpy(ids))
+        half = len(turns) // 2
+        self._turns, self._turns_of_kernels = iter(turns), iter(turns[half:] + turns[:half])
         num_features, batch_size = ids.shape[-2:]
         width = num_features * self._tables[0].embedding_dim
         self._gradient = torch.randn(batch_size, width) / batch_size
@@ -302,25 +319,51 @@ class _Provider:
 
     def turn(self) -> float:
         """Make the next turn's steps; the seconds of a timed one, the mean."""
-        keys = [name for table in self._tables for name in table.feature_names]
-        untimed, timed = (
-            [JaggedIds.from_one_hot(keys, ids_FB) for ids_FB in ids_KFB]
-            for ids_KFB in next(self._turns)
+        return self._timed(self._make_steps, *map(self._batches, next(self._turns)))
+
+    def turn_of_kernels(self) -> float:
+        """The same by the kernels of ours and nothing else."""
+        if self._kernels is None:
+            self._kernels = self._bare_kernels()
+        untimed, timed = map(self._batches, next(self._turns_of_kernels))
+        return self._timed(
+            self._make_steps_of_kernels, list(map(bags_of, untimed)), list(map(bags_of, timed))
         )
-        self._make_steps(untimed)
+
+    def _timed(
+        self, make_steps: Callable[[list[_B]], None], untimed: list[_B], timed: list[_B]
+    ) -> float:
+        make_steps(untimed)
         begin = time.perf_counter()
-        self._make_steps(timed)
+        make_steps(timed)
         seconds = (time.perf_counter() - begin) / len(timed)
         gc.collect()
         settle()
         return seconds
 
-    def _make_steps(self, batches: Sequence[JaggedIds]) -> None:
+    def _batches(self, ids_by_step: Tensor) -> list[JaggedIds]:
+        return [JaggedIds.from_one_hot(self._keys, ids_FB) for ids_FB in ids_by_step]
+
+    def _make_steps(self, batches: list[JaggedIds]) -> None:
         for features in batches:
             pooled = self._module(features).values()
             self._optimizer.zero_grad()
             pooled.backward(self._gradient)
             self._optimizer.step()
+
+    def _make_steps_of_kernels(self, batches: list[Bags]) -> None:
+        assert self._kernels is not None
+        for bags in batches:
+            self._kernels.look_up(bags).backward(self._gradient)  # type: ignore[no-untyped-call]
+            self._kernels.update()
+
+    def _bare_kernels(self) -> BareKernels:
+        """On the module's tables, each of which moves once before: then it has state."""
+        assert isinstance(self._module, HotColdEmbeddingBagCollection)
+        [features] = self._batches(torch.zeros(1, len(self._keys), 1, dtype=torch.int64))
+        self._module(features).values().sum().backward()
+        self._optimizer.step()
+        return BareKernels(self._module, features)
 
     def peak_memory_bytes(self) -> int | None:
         """The most memory this process has held."""

@@ -4,9 +4,9 @@
     recsys        the whole step: our dense path, our embeddings
     torch         the whole step: our dense path, nn.EmbeddingBag and torch.optim
     fbgemm        the whole step: our dense path, FBGEMM's fused operators
-    kernels       our dense path, and the two kernels of our embeddings called outright, on the same
-                  mini-batches: no module, no autograd, no optimizer around them. What is between
-                  this and recsys is Python; what is between this and dense no Python can save
+    kernels       our dense path, and the two kernels of our embeddings with nothing but autograd
+                  around them (`bare_kernels`), on the same mini-batches. What is between this and
+                  recsys is Python of ours; what is between this and dense no Python can save
     dense         our dense path alone: MLPs, interaction, loss, backward, update; pooled vectors
                   are given, and get a gradient
     dense_eager   the same with TorchRec's modules, as anybody runs them
@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recsys.bench.bare_kernels import BareKernels, bags_of
 from recsys.bench.harness import (
     Row,
     ratio,
@@ -42,10 +43,6 @@ from recsys.bench.harness import (
 from recsys.build import autocast, build_model, open_source
 from recsys.config import TrainConfig, load_config
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.kernels.ledger import LedgerEntry
-from recsys.embeddings.kernels.pooled_lookup import Bags, pooled_lookup
-from recsys.embeddings.kernels.row_update import row_update
-from recsys.embeddings.optimizer import SGD
 from recsys.errors import MissingDependency
 from recsys.machine import set_num_threads, tune_allocator
 from recsys.models.dlrm import DenseArch, OverArch
@@ -182,9 +179,7 @@ def _with_kernels(
     steps: dict[str, _WholeStep], batch_size: int, precision: str
 ) -> dict[str, Callable[[], None]]:
     """The same, and the kernels of ours on its tables and mini-batches."""
-    model, ours = TrainConfig().model, steps["recsys"]
-    archs = DenseArch(13, model.dense_arch), OverArch(_over_in(model), model.over_arch)
-    dense = _DenseStep(archs[0], InteractionArch(26), archs[1], batch_size, precision)
+    ours, dense = steps["recsys"], _our_dense_step(batch_size, precision)
     return {**steps, "kernels": _KernelsStep(_collection_of(ours.model), ours.batches, dense)}
 
 
@@ -250,10 +245,14 @@ class _DenseStep:
         self._is_bf16 = precision == "bf16"
 
     def __call__(self) -> None:
-        dense_arch, inter_arch, over_arch = self._archs
         self.pooled.grad = None
+        self.step(self.pooled)
+
+    def step(self, pooled: Tensor) -> None:
+        """One step, with pooled vectors (B, 26, D) from anywhere."""
+        dense_arch, inter_arch, over_arch = self._archs
         with torch.autocast("cpu", torch.bfloat16, enabled=self._is_bf16):
-            logits = over_arch(inter_arch(dense_arch(self._dense), self.pooled)).squeeze(-1)
+            logits = over_arch(inter_arch(dense_arch(self._dense), pooled)).squeeze(-1)
             loss = self._loss_fn(logits.float(), self._labels)
         self._optimizer.zero_grad()
         loss.backward()
@@ -269,29 +268,16 @@ class _KernelsStep:
     def __init__(
         self, embeddings: HotColdEmbeddingBagCollection, batches: list[Batch], dense: _DenseStep
     ) -> None:
-        [layout] = embeddings._layouts
-        self._space, self._dense = layout.group.space(), dense
-        features = [batch.sparse_features for batch in batches]
-        self._lookups = layout.lookups(embeddings._positions(features[0]))
-        self._bags = [
-            Bags.from_tensors(
-                ids.values(), ids.offsets(), None, ids.stride(), is_mean=False, is_one_hot=True
-            )
-            for ids in features
-        ]
-        self._formula = SGD(lr=0.1)
-        self._rates = np.tile(self._formula.rate_and_eps(0.1, 1), (len(self._space.sizes), 1))
+        self._kernels = BareKernels(embeddings, batches[0].sparse_features)
+        self._bags = [bags_of(batch.sparse_features) for batch in batches]
+        self._dense = dense
         self._num_calls = 0
 
     def __call__(self) -> None:
         bags = self._bags[self._num_calls % len(self._bags)]
         self._num_calls += 1
-        pooled = self._dense.pooled
-        pooled_lookup(self._space, self._lookups, bags, pooled.detach().flatten(1))
-        self._dense()
-        assert pooled.grad is not None
-        entry = LedgerEntry(self._lookups, bags, pooled.grad.flatten(1))
-        row_update(self._space, [], self._formula, self._rates, [entry])
+        self._dense.step(self._kernels.look_up(bags).view(self._dense.pooled.shape))
+        self._kernels.update()
 
 
 def _dense_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None]]:
@@ -304,21 +290,25 @@ def _dense_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None
         ) from error
     model = TrainConfig().model
     over_in = _over_in(model)
-    archs = {
-        "dense": (
-            DenseArch(13, model.dense_arch),
-            InteractionArch(26),
-            OverArch(over_in, model.over_arch),
-        ),
-        "dense_eager": (
-            torchrec_dlrm.DenseArch(13, list(model.dense_arch)),
-            torchrec_dlrm.InteractionArch(26),
-            torchrec_dlrm.OverArch(over_in, list(model.over_arch)),
-        ),
-    }
-    return {
-        provider: _DenseStep(*parts, batch_size, precision) for provider, parts in archs.items()
-    }
+    eager = _DenseStep(
+        torchrec_dlrm.DenseArch(13, list(model.dense_arch)),
+        torchrec_dlrm.InteractionArch(26),
+        torchrec_dlrm.OverArch(over_in, list(model.over_arch)),
+        batch_size,
+        precision,
+    )
+    return {"dense": _our_dense_step(batch_size, precision), "dense_eager": eager}
+
+
+def _our_dense_step(batch_size: int, precision: str) -> _DenseStep:
+    model = TrainConfig().model
+    return _DenseStep(
+        DenseArch(13, model.dense_arch),
+        InteractionArch(26),
+        OverArch(_over_in(model), model.over_arch),
+        batch_size,
+        precision,
+    )
 
 
 def _over_in(model: ModelConfig) -> int:

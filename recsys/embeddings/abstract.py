@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from recsys.batch import require_one_batch_size
+from recsys.batch import JaggedIds, require_one_batch_size
 from recsys.embeddings.table import data_type_of, output_names
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ class AbstractEmbeddingBags(nn.Module, ABC):
             KeyError: a feature is missing.
             ValueError: features have batch sizes of their own.
         """
-        require_one_batch_size(features)
+        if not isinstance(features, JaggedIds):
+            require_one_batch_size(features)
         keys = features.keys()
         if keys == self._known_keys:
             return self._known_positions

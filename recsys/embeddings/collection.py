@@ -309,7 +309,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         if not self.tiers():
             return Prefetched(())
         is_light = isinstance(features, JaggedIds)
-        if varies_in_batch_size(features):
+        if not is_light and varies_in_batch_size(features):
             features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
         parts, _, _ = self._read(features, None, is_light=is_light)
         return prefetch_parts(parts, partial(self._lookup_error, features))
@@ -320,7 +320,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     def _look_up(self, features: Features) -> Pooled:
         is_light = isinstance(features, JaggedIds)
-        if varies_in_batch_size(features):
+        if not is_light and varies_in_batch_size(features):
             features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
         is_deferred = self._layouts[0].group.kernels.errors is not None
         weights = self._lookup_weights(features, is_deferred) if self._is_weighted else None

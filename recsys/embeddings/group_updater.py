@@ -87,6 +87,7 @@ class GroupUpdater:
         self._state_then: list[Any] = []  # all that the optimizer had when it was last looked into
         self._found_then: list[dict[str, Any]] = []  # of these tables
         self._equal_rates: tuple[tuple[float, float], NDArray[np.float64]] | None = None
+        self._sizes_then: tuple[RowOptimizer, dict[str, int]] | None = None
         self.least_slots = 1
         self._files: ColdFiles | None = None
         self._names: list[str] = []  # of the tables there
@@ -133,7 +134,9 @@ class GroupUpdater:
             self.group.ledger[:0] = ledger
             raise
         row_update, tiers = self.group.kernels.row_update, self.group.tiers
-        changed = [self._weights[table] for table in moved]
+        changed = self._weights
+        if len(moved) < len(changed):
+            changed = [self._weights[table] for table in moved]
         # As an in-place operation of torch's raises versions: who has kept a table for backward
         # will know.
         if tiers is None:
@@ -281,9 +284,8 @@ class GroupUpdater:
             settings = self._optimizer.param_groups[self._number]
             by_table, _ = self._state_by_table(())
             self._states_of = None
-            self._state_spaces(
-                self.group.space(), self._translation.formula(settings), (), by_table
-            )
+            sizes = self._state_sizes_of(self._translation.formula(settings))
+            self._state_spaces(self.group.space(), sizes, (), by_table)
 
     def _formula_state_sizes(self) -> dict[str, int]:
         settings = self._optimizer.param_groups[self._number]
@@ -299,12 +301,13 @@ class GroupUpdater:
         is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
         counts_steps = self._translation.counts_steps or is_by_chance
         by_table, new = [_NO_STATE] * len(self._weights), list[int]()
-        if counts_steps or formula.state_sizes(self.group.dim):
+        sizes = self._state_sizes_of(formula)
+        if counts_steps or sizes:
             by_table, new = self._state_by_table(moved)
         rates_T2, keys_T, steps = self._rates_and_keys(
             settings, formula, moved if counts_steps else (), by_table, is_by_chance=is_by_chance
         )
-        states = self._state_spaces(space, formula, moved, by_table)
+        states = self._state_spaces(space, sizes, moved, by_table)
         for table, step in zip(moved, steps, strict=False):
             by_table[table]["step"] = step
         for table in new:
@@ -382,14 +385,10 @@ class GroupUpdater:
     def _state_spaces(
         self,
         rows: RowSpace,
-        formula: RowOptimizer,
+        sizes: Mapping[str, int],
         moved: Sequence[int],
         by_table: Sequence[dict[str, Any]],
     ) -> list[RowSpace]:
-        sizes = {
-            self._translation.state_names.get(name, name): size
-            for name, size in formula.state_sizes(self.group.dim).items()
-        }
         if (
             rows is self._states_of
             and [state.name for state in self._states] == list(sizes)
@@ -408,6 +407,14 @@ class GroupUpdater:
             )
             self.group.tiers.keep_state_in(spaces, are_others=are_others)
         return spaces
+
+    def _state_sizes_of(self, formula: RowOptimizer) -> dict[str, int]:
+        """Numbers per row of every state array, by the optimizer's name of it."""
+        if self._sizes_then is None or self._sizes_then[0] is not formula:
+            names = self._translation.state_names
+            sizes = formula.state_sizes(self.group.dim)
+            self._sizes_then = formula, {names.get(each, each): sizes[each] for each in sizes}
+        return self._sizes_then[1]
 
     def _make_state(
         self, name: str, size: int, moved: Sequence[int], by_table: Sequence[dict[str, Any]]

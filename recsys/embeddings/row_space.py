@@ -218,8 +218,7 @@ class RowSpace(AbstractRowSpace):
             tables, the first and the second, (3, T) uint64, any where there is none.
         """
         if self._beside is None or self._beside[0] != states:
-            nothing = [self.nothing] * (2 - len(states))
-            first, second = [*(state.flat for state in states), *nothing]
-            bases = [self.bases, *(state.bases for state in states), *[self.bases] * len(nothing)]
-            self._beside = list(states), ((first, second), np.stack(bases))
+            flats = [*(state.flat for state in states), self.nothing, self.nothing]
+            bases = [self.bases, *(state.bases for state in states), self.bases, self.bases]
+            self._beside = list(states), ((flats[0], flats[1]), np.stack(bases[:3]))
         return self._beside[1]

@@ -69,8 +69,15 @@ def test_providers_in_processes_of_their_own_are_measured():
     rows = cells(bench_lookup([4], [4], ["sgd"], num_rounds=2, table_sizes=[50, 3]))
 
     times = [key[1] for key in rows if key[2] == "time"]
-    assert times == ["recsys", "fbgemm", "torch"]
+    assert times == ["recsys", "kernels", "fbgemm", "torch"]
     assert all(row.median > 0 for row in rows.values())
+
+
+OURS = ("recsys", "kernels")
+
+
+def speeds_over(others):
+    return {(ours, f"speed_over_{other}") for ours in OURS for other in others}
 
 
 def test_every_case_has_its_rows(in_this_process):
@@ -83,15 +90,15 @@ def test_every_case_has_its_rows(in_this_process):
         others = ["fbgemm"] if optimizer == "rowwise_adagrad" else ["fbgemm", "torch"]
         for of_tables in (f"D={dim},optimizer={optimizer}" for dim in (4, 20)):
             for case in (f"B={size},{of_tables}" for size in (4, 8)):
-                expected |= {(case, name, "time", "ms") for name in ["recsys", *others]}
-                expected |= {(case, "recsys", f"speed_over_{name}", "ratio") for name in others}
+                expected |= {(case, name, "time", "ms") for name in [*OURS, *others]}
+                expected |= {(case, *each, "ratio") for each in speeds_over(others)}
                 expected |= {(case, "recsys", "bandwidth_share", "ratio")}
                 expected |= {(case, "stream", "bandwidth", "GB/s")}
             expected |= {(of_tables, n, "peak_memory", "bytes") for n in ["recsys", *others]}
     expected |= {
-        (f"B={size}", "recsys", f"speed_over_{name}", "ratio")
+        (f"B={size}", *each, "ratio")
         for size in (4, 8)
-        for name in ("fbgemm", "torch")
+        for each in speeds_over(["fbgemm", "torch"])
     }
     found = [(row.case, row.provider, row.metric, row.unit) for row in rows]
     assert len(found) == len(set(found))
@@ -140,7 +147,8 @@ def test_the_bandwidth_share_is_of_the_bytes_of_what_was_looked_up(in_this_proce
         lookup,
         "_measure",
         lambda workers, *_: (
-            {name: [seconds] * num_rounds for name in workers} | {"stream": [bandwidth] * 3}
+            {name: [seconds] * num_rounds for name in [*workers, "kernels"]}
+            | {"stream": [bandwidth] * 3}
         ),
     )
 
@@ -182,6 +190,31 @@ def test_all_providers_look_up_the_same_ids_each_mini_batch_once(in_this_process
     for values in seen.values():
         assert len(values) == len(expected)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(values, expected, strict=True))
+
+
+def test_the_bare_kernels_move_the_rows_of_the_module_by_its_formula(in_this_process, optimizer):
+    """Beside a second provider that makes the same steps by module and optimizer."""
+    ids = np.random.default_rng(0).integers(0, 5, (2, 2, 3, 2, 8))
+    both = [lookup._Provider("recsys", [50, 5], 4, optimizer) for _ in range(2)]
+    for each in both:
+        each.prepare(ids)
+        each._kernels = each._bare_kernels()
+
+    one, other = both
+    other._gradient = one._gradient
+    one.turn_of_kernels()
+    next(other._turns)  # of kernels, the first turn is that of half a run later
+    other.turn()
+
+    for found, expected in zip(
+        one._module.table_weights(), other._module.table_weights(), strict=True
+    ):
+        assert torch.equal(found, expected)
+
+
+@pytest.fixture(params=["sgd", "rowwise_adagrad", "adagrad"])
+def optimizer(request):
+    return request.param
 
 
 def test_tables_of_large_dims_are_capped_and_ids_go_modulo(in_this_process, monkeypatch):

@@ -54,11 +54,12 @@ class LedgerEntry(NamedTuple):
         Raises:
             RuntimeError: they have been.
         """
-        if any(tensor._version != version for tensor, version in self.ids):
-            raise RuntimeError(
-                "ids of a lookup, or its gradient, were overwritten after its backward, before its "
-                "rows were moved; step first, or use a clone of them"
-            )
+        for tensor, version in self.ids:
+            if tensor._version != version:
+                raise RuntimeError(
+                    "ids of a lookup, or its gradient, were overwritten after its backward, before "
+                    "its rows were moved; step first, or use a clone of them"
+                )
 
 
 def join_ledger(
@@ -74,11 +75,9 @@ def join_ledger(
         Two arrays whose rows are those of `Segments`, (2, T + 1) and (4, S), not to be written to;
         bags, whose batch size says nothing; and gradients, one-dimensional.
     """
-    shapes = tuple([_shape(entry) for entry in ledger])
-    order_2T, segments_4S = _segments(shapes, space.sizes_key)
+    order_2T, segments_4S = _segments(tuple(map(_shape, ledger)), space.sizes_key)
     if len(ledger) == 1:
-        [entry] = ledger
-        return order_2T, segments_4S, entry.bags, _flat(entry.gradient)
+        return order_2T, segments_4S, ledger[0].bags, _flat(ledger[0].gradient)
     bags = _join_bags([entry.bags for entry in ledger], space.compute_dtype)
     gradient = np.concatenate([_flat(entry.gradient) for entry in ledger])
     return order_2T, segments_4S, bags, gradient

@@ -82,7 +82,6 @@ def row_update(
     beta1, beta2 = getattr(optimizer, "betas", (0.0, 0.0))
     of_state, bases_3T = space.beside(states)
     order_2T, segments_4S, bags, gradient = join_ledger(ledger, space)
-    is_one_hot, has_weights = bags.offsets is None, bags.weights is not None
     # One by one, and flags as numbers: numba asks every argument what it is, and of a named tuple,
     # or a bool, takes longer to find out than to copy a row.
     _row_update_kernel(
@@ -99,10 +98,10 @@ def row_update(
         order_2T,
         segments_4S,
         bags.values,
-        bags.values if is_one_hot else bags.offsets,
-        bags.weights if has_weights else space.nothing,
-        int(is_one_hot),
-        int(has_weights),
+        bags.values if bags.offsets is None else bags.offsets,
+        space.nothing if bags.weights is None else bags.weights,
+        int(bags.offsets is None),
+        int(bags.weights is not None),
         int(bags.is_mean),
         gradient,
         space.dim,

@@ -1,0 +1,95 @@
+"""The two kernels of our embeddings, with nothing around them but autograd.
+
+No module, no check, no ledger, no optimizer: what is between this and our embeddings is Python of
+ours, and what takes longer than it should here no Python can save. An autograd function there must
+be, for a gradient comes to a lookup in no other way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from recsys.embeddings.kernels.ledger import LedgerEntry
+from recsys.embeddings.kernels.pooled_lookup import Bags, pooled_lookup
+from recsys.embeddings.kernels.row_update import row_update
+from recsys.embeddings.row_space import RowSpace
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recsys.batch import JaggedIds
+    from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+
+__all__ = ["BareKernels", "bags_of"]
+
+
+class BareKernels:
+    """Looks up in the tables of a collection and moves them, by its optimizer's formula.
+
+    Args:
+        embeddings: All tables of one dim, on the CPU, without tiers. It has moved every table once,
+            so that its optimizer has their state.
+        features: One-hot; which feature stands where in all to come.
+
+    Raises:
+        KeyError: the state is not there yet.
+        ValueError: the optimizer's formula counts steps.
+    """
+
+    def __init__(self, embeddings: HotColdEmbeddingBagCollection, features: JaggedIds) -> None:
+        [layout] = embeddings._layouts
+        optimizer = embeddings.row_optimizer
+        assert optimizer is not None
+        formula = optimizer._formula
+        if formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2):
+            raise ValueError(f"bare kernels have no count of steps, which {formula} asks for")
+        self._space, self._formula = layout.group.space(), formula
+        self._states = [
+            RowSpace([optimizer.state[table][name] for table in layout.group.weights()])
+            for name in formula.state_sizes(self._space.dim)
+        ]
+        rate_and_eps = formula.rate_and_eps(formula.lr, 1)
+        self._rates_T2 = np.tile(rate_and_eps, (len(self._space.sizes), 1))
+        self._lookups = layout.lookups(embeddings._positions(features))
+        self._asks = torch.empty(0, requires_grad=True)
+        self._entry: LedgerEntry | None = None
+
+    def look_up(self, bags: Bags) -> Tensor:
+        """Pooled rows, (B, W), whose gradient `update` will want."""
+        return cast("Tensor", _BareLookup.apply(self, bags, self._asks))  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        """Move the rows looked up last, by the gradient that backward has brought."""
+        assert self._entry is not None
+        row_update(self._space, self._states, self._formula, self._rates_T2, [self._entry])
+        self._entry = None
+
+
+class _BareLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: BareKernels, bags: Bags, asks: Tensor) -> Tensor:
+        result = torch.empty(bags.batch_size, kernels._lookups.width)
+        pooled_lookup(kernels._space, kernels._lookups, bags, result)
+        ctx.kernels, ctx.bags = kernels, bags
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        kernels: BareKernels = ctx.kernels
+        kernels._entry = LedgerEntry(kernels._lookups, ctx.bags, gradient.contiguous())
+        return None, None, None
+
+
+def bags_of(features: JaggedIds) -> Bags:
+    """One-hot features as the kernels take them."""
+    return Bags.from_tensors(
+        features.values(),
+        features.offsets(),
+        None,
+        features.stride(),
+        is_mean=False,
+        is_one_hot=True,
+    )
