@@ -93,21 +93,31 @@ def step_table(file: str) -> str:
 def lookup_summary_table(file: str) -> str:
     """`recsys bench lookup`: how many times faster ours is, by mini-batch size."""
     record = read_record(file)
-    cells = {(row["case"], row["metric"]): row for row in record["rows"]}
-    sizes = [case for case, metric in cells if "," not in case and metric == "speed_over_fbgemm"]
-    others = ("fbgemm", "torch")
+    cells = {
+        (row["case"], row["provider"], row["metric"]): row
+        for row in record["rows"]
+        if "," not in row["case"] and row["metric"].startswith("speed_over_")
+    }
+    sizes = list(dict.fromkeys(case for case, _, _ in cells))
+    columns = {
+        ("recsys", "fbgemm"): "recsys over fbgemm (95 %)",
+        ("recsys", "torch"): "recsys over torch (95 %)",
+        ("kernels", "fbgemm"): "kernels over fbgemm (95 %)",
+    }
     lines = []
     for case in sizes:
-        rows = [cells[case, f"speed_over_{other}"] for other in others]
+        rows = [cells[case, name, f"speed_over_{other}"] for name, other in columns]
         lines.append([keys_of_case(case)["B"], *(ratio(row, mark="**") for row in rows)])
-    counts = [str(cells[sizes[0], f"speed_over_{other}"]["num_runs"]) for other in others]
+    counts = [
+        cells[sizes[0], "recsys", f"speed_over_{other}"]["num_runs"]
+        for other in ("fbgemm", "torch")
+    ]
     caption = (
         f"Median over {counts[0]} cases beside fbgemm and {counts[1]} beside torch (dimensions "
         f"and optimizers), each the ratio of the medians of its rounds; "
         f"{machine(record['environment'])}."
     )
-    header = ["B", *(f"recsys over {other} (95 %)" for other in others)]
-    return markdown(caption, header, lines)
+    return markdown(caption, ["B", *columns.values()], lines)
 
 
 def lookup_table(file: str) -> str:
@@ -115,9 +125,10 @@ def lookup_table(file: str) -> str:
     record = read_record(file)
     cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
     timed = [case for case, name, metric in cells if (name, metric) == ("recsys", "time")]
+    names = ("recsys", "kernels", "fbgemm", "torch")
     lines = []
     for case in timed:
-        times = [cells.get((case, name, "time")) for name in ("recsys", "fbgemm", "torch")]
+        times = [cells.get((case, name, "time")) for name in names]
         speeds = [cells.get((case, "recsys", f"speed_over_{name}")) for name in ("fbgemm", "torch")]
         keys = keys_of_case(case)
         lines.append(
@@ -137,7 +148,7 @@ def lookup_table(file: str) -> str:
         f"memory streams {min(bandwidth):.0f} to {max(bandwidth):.0f} GB/s (its medians in the "
         f"same rounds); {machine(record['environment'])}."
     )
-    header = ["D", "optimizer", "B", "recsys", "fbgemm", "torch"]
+    header = ["D", "optimizer", "B", *names]
     header += ["over fbgemm (95 %)", "over torch (95 %)", "of the bandwidth"]
     return markdown(caption, header, lines)
 

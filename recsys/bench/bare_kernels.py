@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
+from recsys.embeddings.fused_lookup import empty_result
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Bags, pooled_lookup
 from recsys.embeddings.kernels.row_update import row_update
@@ -71,7 +72,8 @@ class BareKernels:
 class _BareLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: BareKernels, bags: Bags, asks: Tensor) -> Tensor:
-        result = torch.empty(bags.batch_size, kernels._lookups.width)
+        table = kernels._space.tables[0]
+        result = empty_result(table.dtype, table.device, bags, kernels._lookups)
         pooled_lookup(kernels._space, kernels._lookups, bags, result)
         ctx.kernels, ctx.bags = kernels, bags
         return result

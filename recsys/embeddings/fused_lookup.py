@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table_group import Found, TableGroup
 
-__all__ = ["Part", "fused_lookup", "prefetch_parts"]
+__all__ = ["Part", "empty_result", "fused_lookup", "prefetch_parts"]
 
 
 _MAX_KEPT_BYTES = 32 * 2**20
@@ -169,7 +169,7 @@ def _look_up_where_rows_are(parts: Sequence[Part], explain: Callable[[int], Exce
     if errors is not None:
         errors.poll()
     dtype, device = parts[0].group.weights()[0].dtype, parts[0].group.device
-    result = _empty_result(dtype, device, parts[0].bags, parts[0].lookups)
+    result = empty_result(dtype, device, parts[0].bags, parts[0].lookups)
     for group, lookups, bags in parts:
         bad = group.look_up(lookups, bags, result)
         if bad >= 0:
@@ -179,7 +179,7 @@ def _look_up_where_rows_are(parts: Sequence[Part], explain: Callable[[int], Exce
     return result
 
 
-def _empty_result(dtype: torch.dtype, device: torch.device, bags: Bags, lookups: Lookups) -> Tensor:
+def empty_result(dtype: torch.dtype, device: torch.device, bags: Bags, lookups: Lookups) -> Tensor:
     """Memory for the pooled rows of tables of a dtype, (B, W)."""
     computed, shape = compute_dtype(dtype), (bags.batch_size, lookups.width)
     # glibc asks the system for anything larger anew each time, and small pages of it are handed
@@ -204,7 +204,7 @@ class _FusedLookup(torch.autograd.Function):
         if kernels.errors is not None:
             kernels.errors.poll()
         table = found.space.tables[0]
-        result = _empty_result(table.dtype, table.device, found.bags, found.lookups)
+        result = empty_result(table.dtype, table.device, found.bags, found.lookups)
         for found, _ in work.calls:
             bad = kernels.pooled_lookup(found.space, found.lookups, found.bags, result)
             if bad >= 0:
