@@ -1,8 +1,8 @@
 """The two kernels of our embeddings, with nothing around them but autograd.
 
 No module, no check, no ledger, no optimizer: what is between this and our embeddings is Python of
-ours, and what takes longer than it should here no Python can save. An autograd function there must
-be, for a gradient comes to a lookup in no other way.
+ours, and what takes too long here is not saved by leaving Python out. An autograd function there
+must be, for a gradient comes to a lookup in no other way.
 """
 
 from __future__ import annotations
@@ -31,13 +31,9 @@ class BareKernels:
     """Looks up in the tables of a collection and moves them, by its optimizer's formula.
 
     Args:
-        embeddings: All tables of one dim, on the CPU, without tiers. It has moved every table once,
-            so that its optimizer has their state.
+        embeddings: All tables of one dim, on the CPU, without tiers; of a formula that counts no
+            steps. It has moved every table once, so that its optimizer has their state.
         features: One-hot; which feature stands where in all to come.
-
-    Raises:
-        KeyError: the state is not there yet.
-        ValueError: the optimizer's formula counts steps.
     """
 
     def __init__(self, embeddings: HotColdEmbeddingBagCollection, features: JaggedIds) -> None:
@@ -45,8 +41,6 @@ class BareKernels:
         optimizer = embeddings.row_optimizer
         assert optimizer is not None
         formula = optimizer._formula
-        if formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2):
-            raise ValueError(f"bare kernels have no count of steps, which {formula} asks for")
         self._space, self._formula = layout.group.space(), formula
         self._states = [
             RowSpace([optimizer.state[table][name] for table in layout.group.weights()])

@@ -6,7 +6,7 @@
     fbgemm        the whole step: our dense path, FBGEMM's fused operators
     kernels       our dense path, and the two kernels of our embeddings with nothing but autograd
                   around them (`bare_kernels`), on the same mini-batches. What is between this and
-                  recsys is Python of ours; what is between this and dense no Python can save
+                  recsys is Python: that of our embeddings, and that of the model around them
     dense         our dense path alone: MLPs, interaction, loss, backward, update; pooled vectors
                   are given, and get a gradient
     dense_eager   the same with TorchRec's modules, as anybody runs them
