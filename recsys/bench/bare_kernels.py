@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from recsys.embeddings.fused_lookup import empty_result
+from recsys.embeddings.fused_lookup import empty_result, with_dense_rows
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Bags, pooled_lookup
 from recsys.embeddings.kernels.row_update import row_update
@@ -75,7 +75,7 @@ class _BareLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         kernels: BareKernels = ctx.kernels
-        kernels._entry = LedgerEntry(kernels._lookups, ctx.bags, gradient.contiguous())
+        kernels._entry = LedgerEntry(kernels._lookups, ctx.bags, with_dense_rows(gradient))
         return None, None, None
 
 

@@ -5,8 +5,8 @@
     torch         the whole step: our dense path, nn.EmbeddingBag and torch.optim
     fbgemm        the whole step: our dense path, FBGEMM's fused operators
     kernels       our dense path, and the two kernels of our embeddings with nothing but autograd
-                  around them (`bare_kernels`), on the same mini-batches. What is between this and
-                  recsys is Python: that of our embeddings, and that of the model around them
+                  around them (`bare_kernels`), on the same mini-batches at other times. What is
+                  between this and recsys is Python: of our embeddings, and the model around them
     dense         our dense path alone: MLPs, interaction, loss, backward, update; pooled vectors
                   are given, and get a gradient
     dense_eager   the same with TorchRec's modules, as anybody runs them
@@ -271,7 +271,9 @@ class _KernelsStep:
         self._kernels = BareKernels(embeddings, batches[0].sparse_features)
         self._bags = [bags_of(batch.sparse_features) for batch in batches]
         self._dense = dense
-        self._num_calls = 0
+        # Half way round from those whose tables these are: rows that they have just looked up would
+        # lie in the caches.
+        self._num_calls = len(batches) // 2
 
     def __call__(self) -> None:
         bags = self._bags[self._num_calls % len(self._bags)]

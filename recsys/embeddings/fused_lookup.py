@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table_group import Found, TableGroup
 
-__all__ = ["Part", "empty_result", "fused_lookup", "prefetch_parts"]
+__all__ = ["Part", "empty_result", "fused_lookup", "prefetch_parts", "with_dense_rows"]
 
 
 _MAX_KEPT_BYTES = 32 * 2**20
@@ -228,7 +228,7 @@ class _FusedLookup(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018  # raises where one was changed, or backward runs twice
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.work = None  # its slots are the ledger's now, and then whose they may be
-        gradient = _with_dense_rows(gradient.detach())  # with create_graph it is part of a graph
+        gradient = with_dense_rows(gradient.detach())  # with create_graph it is part of a graph
         of_weights = None
         if ctx.needs_input_grad[1]:
             if ctx.versions != _versions(work):
@@ -280,7 +280,7 @@ def _entries(work: _Work, gradient: Tensor) -> list[tuple[TableGroup, LedgerEntr
     ]
 
 
-def _with_dense_rows(gradient: Tensor) -> Tensor:
+def with_dense_rows(gradient: Tensor) -> Tensor:
     """A gradient whose rows lie whole, one behind the other, with or without room between them.
 
     An interaction hands over a part of its own gradient like that; copying it costs a tenth of the

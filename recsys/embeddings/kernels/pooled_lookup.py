@@ -42,12 +42,12 @@ __all__ = [
 _ONE = np.uint64(1)
 # Fewer bytes of one-hot rows are copied by one thread before a second one is awake. Rows that no
 # cache holds are shared out from here on: of 0.8 MiB a whole small step took a twentieth less.
-MIN_SHARED_BYTES = 2**18
+MIN_SHARED_BYTES = 2**17
 # Lookups from a row's being named to its being read.
 _AHEAD = np.uint64(8)
 # One-hot lookups have a kernel for each of these dims: a row is then a few moves without a loop.
-# Other dims share one, and so do all dims where rows are added: LLVM unrolls a loop of known length
-# before it thinks of vectors, and adding took twice as long at 16 and 32.
+# Other dims share one, and so do all dims where rows are added or widened: LLVM unrolls a loop of
+# known length before it thinks of vectors, and adding took twice as long at 16 and 32.
 _COMPILED_DIMS = range(8, 257, 8)
 
 
@@ -228,7 +228,8 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
         columns of `result` are undefined where there is one.
     """
     if bags.offsets is None and bags.weights is None:
-        compiled_dim = space.dim if space.dim in _COMPILED_DIMS else 0
+        is_copied = space.dim in _COMPILED_DIMS and not space.is_narrow
+        compiled_dim = space.dim if is_copied else 0
         one_hot = _one_hot_kernel(compiled_dim, _line_of(space), space.is_narrow)
         num_bytes = len(lookups.tables) * bags.batch_size * space.dim * space.dtype.itemsize
         is_small = num_bytes < MIN_SHARED_BYTES
@@ -345,10 +346,11 @@ def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> ParallelKe
         result_BW: NDArray[Any],
     ) -> int:
         """A part is a run of samples: one row per lookup and sample, copied."""
-        dim = np.uint64(compiled_dim) if compiled_dim else np.uint64(any_dim)
         result = result_BW.reshape(-1)
         bad = np.full(num_parts, -1)
         for part in prange(num_parts):
+            # Not before the loop: numba hands its body what was found there, known or not.
+            dim = np.uint64(compiled_dim) if compiled_dim else np.uint64(any_dim)
             begin, end = _samples_of(part, num_parts, num_samples)
             for lookup in range(lookups_4L.shape[1]):
                 base, size, position, column = lookups_4L[:, lookup]

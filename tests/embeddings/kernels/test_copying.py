@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from numba import TypingError
 
-from recsys.embeddings.kernels.copying import copy_run
+from recsys.embeddings.kernels.copying import RUN, add_run, copy_run
 from recsys.jit import kernel
 
 
@@ -14,6 +14,16 @@ def copy_all(target, source, to, begin, count):
 @kernel
 def copy_sixteen(target, source, to, begin):
     copy_run(target, np.uint64(to), source, np.uint64(begin), np.uint64(16))
+
+
+@kernel
+def add_all(target, source, to, begin, count):
+    add_run(target, np.uint64(to), source, np.uint64(begin), np.uint64(count))
+
+
+@kernel
+def add_sixteen(target, source, to, begin):
+    add_run(target, np.uint64(to), source, np.uint64(begin), np.uint64(16))
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32, np.float64])
@@ -39,6 +49,36 @@ def test_bits_are_copied_whatever_they_mean():
     assert not target[17:].any()
 
 
-def test_arrays_of_two_dtypes_are_refused():
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("count", [0, RUN, 5 * RUN])
+def test_a_run_is_added_and_nothing_else_is_touched(dtype, count):
+    generator = np.random.default_rng(0)
+    source, target = (generator.standard_normal(60).astype(dtype) for _ in range(2))
+    expected = target.copy()
+    expected[7 : 7 + count] += source[3 : 3 + count]
+
+    add_all(target, source, 7, 3, count)
+
+    np.testing.assert_array_equal(target, expected)
+
+
+def test_a_run_of_known_length_is_added_as_any_other():
+    source = np.arange(20, dtype=np.float32)
+    target = np.ones(20, np.float32)
+
+    add_sixteen(target, source, 1, 2)
+
+    np.testing.assert_array_equal(target[1:17], 1 + source[2:18])
+    assert target[0] == 1
+    assert (target[17:] == 1).all()
+
+
+@pytest.mark.parametrize("of_all", [copy_all, add_all])
+def test_arrays_of_two_dtypes_are_refused(of_all):
     with pytest.raises(TypingError):
-        copy_all(np.zeros(2, np.float32), np.zeros(2), 0, 0, 1)
+        of_all(np.zeros(2, np.float32), np.zeros(2), 0, 0, 1)
+
+
+def test_what_is_no_number_of_floating_point_is_not_added():
+    with pytest.raises(TypingError):
+        add_all(np.zeros(9, np.uint16), np.zeros(9, np.uint16), 0, 0, 8)
