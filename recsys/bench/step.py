@@ -273,11 +273,11 @@ class _KernelsStep:
         self._dense = dense
         # Half way round from those whose tables these are: rows that they have just looked up would
         # lie in the caches.
-        self._num_calls = len(batches) // 2
+        self._next_batch = len(batches) // 2
 
     def __call__(self) -> None:
-        bags = self._bags[self._num_calls % len(self._bags)]
-        self._num_calls += 1
+        bags = self._bags[self._next_batch % len(self._bags)]
+        self._next_batch += 1
         self._dense.step(self._kernels.look_up(bags).view(self._dense.pooled.shape))
         self._kernels.update()
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recsys.embeddings.kernels import pooled_lookup as module
 from recsys.embeddings.kernels.pooled_lookup import (
     MIN_SHARED_BYTES,
     Bags,
@@ -14,7 +15,7 @@ from recsys.embeddings.kernels.pooled_lookup import (
     pooled_lookup_reference,
     row_gradient_dots,
 )
-from recsys.embeddings.row_space import RowSpace
+from recsys.embeddings.row_space import RowSpace, compute_dtype
 
 SIZES = [3, 7, 40]
 
@@ -112,6 +113,34 @@ def test_gradients_of_weights_are_the_references(seed, batch_size, longest):
     row_gradient_dots(RowSpace(tables), lookups, bags, gradient, found)
 
     torch.testing.assert_close(found, weights.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype"),
+    [
+        (5, torch.float32),
+        (8, torch.float32),
+        (16, torch.float64),
+        (5, torch.bfloat16),
+        (16, torch.float16),
+    ],
+    ids=str,
+)
+def test_rows_that_several_threads_copy_are_those_that_one_does(dim, dtype, monkeypatch):
+    monkeypatch.setattr(module, "MIN_SHARED_BYTES", 0)
+    tables, lookups, values, offsets, _ = make_case(3, dim, 50, None, dtype)
+    bags = Bags.from_tensors(values, offsets, None, 50, is_mean=False)
+    computed = compute_dtype(dtype)
+    expected = pooled_lookup_reference(
+        [table.to(computed) for table in tables], lookups, values, offsets, None, 50, is_mean=False
+    )
+
+    for num_threads in (1, 2, 7):
+        torch.set_num_threads(num_threads)
+        result = torch.full((50, lookups.width), torch.nan, dtype=computed)
+
+        assert pooled_lookup(RowSpace(tables), lookups, bags, result) == -1
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("dim", [16, 64])

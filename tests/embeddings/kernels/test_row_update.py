@@ -44,7 +44,16 @@ def make_tables(dim, generator, dtype=torch.float64):
     return [torch.randn(size, dim, generator=generator, dtype=dtype) for size in SIZES]
 
 
-def make_entry(dim, batch_size, generator, dtype=torch.float64, *, longest=None, is_mean=False):
+def make_entry(
+    dim,
+    batch_size,
+    generator,
+    dtype=torch.float64,
+    *,
+    longest=None,
+    is_mean=False,
+    has_weights=True,
+):
     """Five lookups over four tables: the last table is looked up by two features."""
     tables = [0, 1, 2, 3, 3]
     lookups = Lookups(
@@ -69,7 +78,7 @@ def make_entry(dim, batch_size, generator, dtype=torch.float64, *, longest=None,
     )
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     weights = torch.rand(len(values), generator=generator, dtype=dtype) if longest else None
-    if is_mean:
+    if is_mean or not has_weights:
         weights = None
     bags = Bags.from_tensors(values, offsets, weights, batch_size, is_mean=is_mean)
     gradient = torch.randn(batch_size, 5 * dim, generator=generator, dtype=dtype)
@@ -130,7 +139,7 @@ def run(tables, optimizer, ledgers, num_threads=2, seed=None):
 @each_optimizer
 @given(
     seed=st.integers(0, 2**31),
-    dim=st.sampled_from([1, 2, 3, 5, 7, 8, 9, 13, 20]),  # 16 would be compiled for it alone
+    dim=st.sampled_from([1, 2, 3, 5, 7, 8, 9, 13, 20]),  # of those with a kernel 8 alone
     batch_sizes=st.lists(st.integers(0, 12), min_size=1, max_size=3),
     longest=st.sampled_from([None, 1, 4]),
     is_mean=st.booleans(),
@@ -162,20 +171,35 @@ def test_every_row_moves_once_by_the_sum_of_its_gradients(
 
 
 @each_optimizer
-@pytest.mark.parametrize("longest", [None, 4], ids=["one_hot", "bags"])
-@pytest.mark.parametrize("dim", [8, 16, 64])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"longest": 4, "has_weights": False},
+        {"longest": 4},
+        {"longest": 4, "is_mean": True},
+    ],
+    ids=["one_hot", "bags", "weighted", "mean"],
+)
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(8, torch.float64), (16, torch.float32), (64, torch.float32)], ids=str
+)
 def test_a_dim_with_a_kernel_of_its_own_has_the_bits_of_the_kernel_for_any(
-    optimizer, longest, dim, monkeypatch
+    optimizer, kind, dim, dtype, monkeypatch
 ):
-    assert dim in module._COMPILED_DIMS
     generator = torch.Generator().manual_seed(dim)
-    tables = make_tables(dim, generator, torch.float32)
-    ledgers = [[make_entry(dim, 40, generator, torch.float32, longest=longest, is_mean=True)]] * 2
+    tables = make_tables(dim, generator, dtype)
+    ledgers = [[make_entry(dim, 40, generator, dtype, **kind)]] * 2
+    asked, kernel_for = [], module._row_update_kernel
+    monkeypatch.setattr(
+        module, "_row_update_kernel", lambda dim, line: asked.append(dim) or kernel_for(dim, line)
+    )
     found = run(tables, optimizer, ledgers)
 
     monkeypatch.setattr(module, "_COMPILED_DIMS", ())
     expected = run(tables, optimizer, ledgers)
 
+    assert asked == [dim, dim, 0, 0]
     assert not torch.equal(found[0], tables[0])
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
