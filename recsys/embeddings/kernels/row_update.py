@@ -5,8 +5,7 @@ threads; so no two threads touch a row. Each thread takes the next task, largest
 it is done with one: which thread moves a row changes nothing. What a table needs fits the
 processor's caches:
 
-    1. Its lookups are sorted by row: a hash table numbers the rows as they appear, lookups are
-       counted by number, and put in their places in order.
+    1. Its lookups are sorted by row (`row_sort`).
     2. Row by row the gradients are summed, read where backward left them, and the row and its
        state are moved. Where they lie is told to the processor some time ahead.
 
@@ -26,6 +25,13 @@ from recsys.embeddings.kernels.copying import RUN, add_run, copy_run
 from recsys.embeddings.kernels.ledger import Segments, join_ledger
 from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
 from recsys.embeddings.kernels.rounding import TO_NEAREST, key_of_row, narrow, widen
+from recsys.embeddings.kernels.row_sort import (
+    LOOKUPS_AHEAD,
+    LookupValues,
+    SortedLookups,
+    make_room,
+    sort_lookups,
+)
 from recsys.embeddings.kernels.turns import next_turn
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.jit import ParallelKernel, kernel, num_parts, parallel_kernel
@@ -50,13 +56,10 @@ _KINDS = {
     PartialRowWiseAdam: _PARTIAL_ROWWISE_ADAM,
 }
 
-# 2**64 / golden ratio: spreads neighbouring rows over the hash table.
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
-# How far ahead memory is asked for. With Kaggle's tables at D=16 and 2048 samples, half of either
-# took a tenth longer; at D=128 neither mattered.
+# How far ahead rows are asked for, as gradients are by `LOOKUPS_AHEAD`. With Kaggle tables at D=16
+# and 2048 samples, half of either took a tenth longer; at D=128 neither mattered.
 _ROWS_AHEAD = np.uint64(16)
-_LOOKUPS_AHEAD = np.uint64(32)
 # There is a kernel for each of these dims, whole runs: gradients are then added, and rows and they
 # asked for ahead of time, without a loop. Kaggle's 26 features of 2,048 samples were updated in a
 # fifth less at 8 and 16, a tenth at 32, a twentieth at 64, and at 128 in as long. Other dims share
@@ -131,30 +134,6 @@ class _Rows(NamedTuple):
     first_names: NDArray[np.uint64]  # (T + 1,)
 
 
-class _Values(NamedTuple):
-    """What was looked up: `Bags` with other arrays in place of None."""
-
-    rows: NDArray[Any]  # (N,)
-    offsets: NDArray[Any]
-    weights: NDArray[Any]
-    is_one_hot: bool
-    has_weights: bool
-    is_mean: bool
-
-
-class _Sorted(NamedTuple):
-    """The lookups of one table; room for those of the table that has most."""
-
-    numbers: NDArray[np.uint32]  # by lookup: the number of its row
-    sources: NDArray[np.uint64]  # by lookup: where its gradient begins
-    scales: NDArray[Any]  # by lookup: its factor; empty where all are 1
-    hash_table: NDArray[np.uint32]  # by hash: the number of a row, plus 1; 0 for none
-    rows: NDArray[np.uint64]  # by number
-    ends: NDArray[np.uint32]  # by number: where the row's lookups end in the arrays below
-    sources_by_row: NDArray[np.uint64]  # and as many zeros as are asked for ahead of time
-    scales_by_row: NDArray[Any]
-
-
 @cache
 def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None]:
     """The kernel for rows of this dim; 0 for one that takes any.
@@ -211,7 +190,9 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
             segments_4S[2],
             segments_4S[3],
         )
-        values = _Values(ids, offsets, weights, is_one_hot != 0, has_weights != 0, is_mean != 0)
+        values = LookupValues(
+            ids, offsets, weights, is_one_hot != 0, has_weights != 0, is_mean != 0
+        )
         dim = np.uint64(any_dim)
         turns = np.empty(1, np.int64)
         turns[0] = 0
@@ -229,14 +210,14 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
                     num_lookups += np.int64(end) - np.int64(begin)
             most = max(most, num_lookups)
         for _ in prange(num_parts):
-            found = _make_room(most, values.has_weights or values.is_mean, gradient)
+            found = make_room(most, values.has_weights or values.is_mean, gradient)
             summed_D = np.empty(dim, gradient.dtype)
             while True:
                 task = next_turn(turns)
                 if task >= num_tables * num_shares:
                     break
                 table = segments.tables[task // num_shares]
-                num_rows = _sort_lookups(
+                num_rows = sort_lookups(
                     segments,
                     values,
                     segments.of_table[table],
@@ -266,104 +247,10 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
 
 
 @kernel
-def _make_room(most: np.int64, is_scaled: bool, gradient: NDArray[Any]) -> _Sorted:
-    """For a table's lookups; the hash table stays at most half full."""
-    hash_size = 2
-    while hash_size < 2 * most:
-        hash_size *= 2
-    num_scales = most if is_scaled else 0
-    return _Sorted(
-        np.empty(most, np.uint32),
-        np.empty(most, np.uint64),
-        np.empty(num_scales, gradient.dtype),
-        np.empty(hash_size, np.uint32),
-        np.empty(most, np.uint64),
-        np.empty(most, np.uint32),
-        np.empty(most + _LOOKUPS_AHEAD, np.uint64),
-        np.empty(num_scales, gradient.dtype),
-    )
-
-
-@kernel
-def _sort_lookups(
-    segments: Segments,
-    values: _Values,
-    first_segment: np.uint64,
-    end_segment: np.uint64,
-    share: np.uint64,
-    num_shares: np.uint64,
-    found: _Sorted,
-) -> Any:
-    """Sort one table's lookups of the rows of one share; the number of distinct rows."""
-    numbers, sources, scales = found.numbers, found.sources, found.scales
-    hash_table, rows, ends = found.hash_table, found.rows, found.ends
-    is_scaled = len(scales) > 0
-    mask = np.uint64(len(hash_table)) - _ONE
-    shift, size = np.uint64(64), np.uint64(1)
-    while size <= mask:
-        size += size
-        shift -= _ONE
-    hash_table[:] = 0
-    num_rows = num_lookups = np.uint64(0)
-    for segment in range(first_segment, end_segment):
-        source = segments.first_gradients[segment]
-        first_bag = segments.first_bags[segment]
-        for bag in range(first_bag, first_bag + segments.num_bags[segment]):
-            begin, end = np.uint64(bag), np.uint64(bag) + _ONE
-            if not values.is_one_hot:
-                begin = np.uint64(values.offsets[bag])
-                end = np.uint64(values.offsets[bag + _ONE])
-            for position in range(begin, end):
-                row = np.uint64(values.rows[position])
-                spread = row * _GOLDEN
-                # By other bits than the place in the hash table.
-                if num_shares > _ONE and (spread & np.uint64(0xFFFF)) % num_shares != share:
-                    continue
-                sources[num_lookups] = source
-                if is_scaled:
-                    scale = scales.dtype.type(1)
-                    if values.has_weights:
-                        scale = values.weights[position]
-                    if values.is_mean:
-                        scale /= scales.dtype.type(end - begin)
-                    scales[num_lookups] = scale
-                entry = spread >> shift
-                number = np.uint64(hash_table[entry])
-                while number != 0 and rows[number - _ONE] != row:
-                    entry = (entry + _ONE) & mask
-                    number = np.uint64(hash_table[entry])
-                if number == 0:
-                    rows[num_rows] = row
-                    ends[num_rows] = 0
-                    num_rows += _ONE
-                    hash_table[entry] = num_rows
-                    number = num_rows
-                number -= _ONE
-                numbers[num_lookups] = number
-                ends[number] += np.uint32(1)
-                num_lookups += _ONE
-            source += segments.widths[segment]
-    place = np.uint32(0)
-    for row_number in range(num_rows):
-        count = ends[row_number]
-        ends[row_number] = place
-        place += count
-    for lookup in range(num_lookups):
-        number = np.uint64(numbers[lookup])
-        place = ends[number]
-        found.sources_by_row[np.uint64(place)] = sources[lookup]
-        if is_scaled:
-            found.scales_by_row[np.uint64(place)] = scales[lookup]
-        ends[number] = place + np.uint32(1)
-    found.sources_by_row[num_lookups : num_lookups + _LOOKUPS_AHEAD] = 0
-    return num_rows
-
-
-@kernel
 def _move_rows(
     rows: _Rows,
     table: np.uint64,
-    found: _Sorted,
+    found: SortedLookups,
     num_rows: np.uint64,
     gradient: NDArray[Any],
     kind: int,
@@ -409,7 +296,7 @@ def _move_rows(
                 prefetch(second_state, base2 + row)
         first_lookup = lookup
         while lookup < np.uint64(found.ends[number]):
-            ahead, source = sources[lookup + _LOOKUPS_AHEAD], sources[lookup]
+            ahead, source = sources[lookup + LOOKUPS_AHEAD], sources[lookup]
             for of_line in range(num_lines):
                 prefetch(gradient, ahead + of_line * line)
             if is_scaled:
