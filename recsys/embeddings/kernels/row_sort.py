@@ -1,7 +1,11 @@
 """The lookups of one table sorted by row: what an update goes through, row by row.
 
-A hash table numbers the rows as they appear, lookups are counted by number, and put in their places
-in order: a row's lookups stand together then, in lookup order.
+    number_rows     a hash table numbers the rows as they appear; lookups are counted by number
+    place_lookups   and put in their places in order: a row's lookups stand together then, in
+                    lookup order
+
+Gradients are asked for as soon as it is known where they lie, long before they are summed: sorting
+waits for nothing, and memory for nobody meanwhile. Whoever calls may ask for rows between the two.
 
 Numbers that index are unsigned, for the reason given in `pooled_lookup`.
 """
@@ -12,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from recsys.embeddings.kernels.prefetch import prefetch
 from recsys.jit import kernel
 
 if TYPE_CHECKING:
@@ -19,9 +24,17 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.kernels.ledger import Segments
 
-__all__ = ["LOOKUPS_AHEAD", "LookupValues", "SortedLookups", "make_room", "sort_lookups"]
+__all__ = [
+    "LOOKUPS_AHEAD",
+    "LookupValues",
+    "SortedLookups",
+    "make_room",
+    "number_rows",
+    "place_lookups",
+]
 
-# So far ahead gradients are asked for; there are as many zeros behind the sorted lookups.
+# So far ahead gradients are asked for once more, for the nearest cache; there are as many zeros
+# behind the sorted lookups.
 LOOKUPS_AHEAD = np.uint64(32)
 # 2**64 / golden ratio: spreads neighbouring rows over the hash table.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -72,16 +85,35 @@ def make_room(most: np.int64, is_scaled: bool, gradient: NDArray[Any]) -> Sorted
 
 
 @kernel
-def sort_lookups(
+def number_rows(
     segments: Segments,
     values: LookupValues,
     first_segment: np.uint64,
     end_segment: np.uint64,
     share: np.uint64,
     num_shares: np.uint64,
+    gradient: NDArray[Any],
+    num_lines: np.uint64,
+    line: np.uint64,
     found: SortedLookups,
 ) -> Any:
-    """Sort one table's lookups of the rows of one share; the number of distinct rows."""
+    """Number the rows of one share that one table's lookups name, and count the lookups of each.
+
+    Args:
+        segments: Of all tables.
+        values: What was looked up.
+        first_segment: Of the table.
+        end_segment: Behind its last one.
+        share: Rows are shared out by a hash of theirs.
+        num_shares: 1 where they are not.
+        gradient: One-dimensional.
+        num_lines: How many cache lines of it a lookup's gradient lies in.
+        line: How many numbers of it a cache line holds.
+        found: What is found, with the number of each row's lookups in `ends`.
+
+    Returns:
+        How many rows there are, and how many lookups.
+    """
     numbers, sources, scales = found.numbers, found.sources, found.scales
     hash_table, rows, ends = found.hash_table, found.rows, found.ends
     is_scaled = len(scales) > 0
@@ -107,6 +139,8 @@ def sort_lookups(
                 if num_shares > _ONE and (spread & np.uint64(0xFFFF)) % num_shares != share:
                     continue
                 sources[num_lookups] = source
+                for of_line in range(num_lines):
+                    prefetch(gradient, source + of_line * line)
                 if is_scaled:
                     scale = scales.dtype.type(1)
                     if values.has_weights:
@@ -130,17 +164,23 @@ def sort_lookups(
                 ends[number] += np.uint32(1)
                 num_lookups += _ONE
             source += segments.widths[segment]
+    return num_rows, num_lookups
+
+
+@kernel
+def place_lookups(found: SortedLookups, num_rows: np.uint64, num_lookups: np.uint64) -> None:
+    """Put lookups in their places, row by row; `ends` says where each row's end."""
+    ends, is_scaled = found.ends, len(found.scales) > 0
     place = np.uint32(0)
     for row_number in range(num_rows):
         count = ends[row_number]
         ends[row_number] = place
         place += count
     for lookup in range(num_lookups):
-        number = np.uint64(numbers[lookup])
+        number = np.uint64(found.numbers[lookup])
         place = ends[number]
-        found.sources_by_row[np.uint64(place)] = sources[lookup]
+        found.sources_by_row[np.uint64(place)] = found.sources[lookup]
         if is_scaled:
-            found.scales_by_row[np.uint64(place)] = scales[lookup]
+            found.scales_by_row[np.uint64(place)] = found.scales[lookup]
         ends[number] = place + np.uint32(1)
     found.sources_by_row[num_lookups : num_lookups + LOOKUPS_AHEAD] = 0
-    return num_rows

@@ -30,7 +30,8 @@ from recsys.embeddings.kernels.row_sort import (
     LookupValues,
     SortedLookups,
     make_room,
-    sort_lookups,
+    number_rows,
+    place_lookups,
 )
 from recsys.embeddings.kernels.turns import next_turn
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
@@ -212,20 +213,27 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
         for _ in prange(num_parts):
             found = make_room(most, values.has_weights or values.is_mean, gradient)
             summed_D = np.empty(dim, gradient.dtype)
+            num_lines = np.uint64(len(lines) if len(lines) else (any_dim + line - 1) // line)
             while True:
                 task = next_turn(turns)
                 if task >= num_tables * num_shares:
                     break
                 table = segments.tables[task // num_shares]
-                num_rows = sort_lookups(
+                num_rows, num_lookups = number_rows(
                     segments,
                     values,
                     segments.of_table[table],
                     segments.of_table[table + _ONE],
                     np.uint64(task % num_shares),
                     np.uint64(num_shares),
+                    gradient,
+                    num_lines,
+                    np.uint64(line),
                     found,
                 )
+                for number in range(num_rows):
+                    _ask_for_row(rows, table, found.rows[number], kind, dim, num_lines)
+                place_lookups(found, num_rows, num_lookups)
                 _move_rows(
                     rows,
                     table,
@@ -278,22 +286,10 @@ def _move_rows(
     line = np.uint64(LINE_BYTES // gradient.itemsize)
     run_dim = np.uint64(RUN * len(runs))
     num_lines = np.uint64(len(lines)) if len(lines) else (dim + line - _ONE) // line
-    is_wide1 = kind in (_ADAGRAD, _ADAM, _PARTIAL_ROWWISE_ADAM)
     lookup = np.uint64(0)
     for number in range(num_rows):
         if number + _ROWS_AHEAD < num_rows:
-            row = found.rows[number + _ROWS_AHEAD]
-            for of_line in range(num_lines):
-                begin = row * dim + of_line * line
-                prefetch(flat, base + begin)
-                if is_wide1:
-                    prefetch(first_state, base1 + begin)
-                if kind == _ADAM:
-                    prefetch(second_state, base2 + begin)
-            if kind == _ROWWISE_ADAGRAD:
-                prefetch(first_state, base1 + row)
-            if kind == _PARTIAL_ROWWISE_ADAM:
-                prefetch(second_state, base2 + row)
+            _ask_for_row(rows, table, found.rows[number + _ROWS_AHEAD], kind, dim, num_lines)
         first_lookup = lookup
         while lookup < np.uint64(found.ends[number]):
             ahead, source = sources[lookup + LOOKUPS_AHEAD], sources[lookup]
@@ -366,6 +362,25 @@ def _move_rows(
                 first_state[of_row + d] = average
                 moved = widen(flat[first + d]) - step * average
                 flat[first + d] = narrow(flat[first + d], moved, key, d)
+
+
+@kernel
+def _ask_for_row(
+    rows: _Rows, table: np.uint64, row: np.uint64, kind: int, dim: np.uint64, num_lines: np.uint64
+) -> None:
+    """Have a row fetched, with its state."""
+    line = np.uint64(LINE_BYTES // rows.first.itemsize)
+    for of_line in range(num_lines):
+        begin = row * dim + of_line * line
+        prefetch(rows.flat, rows.bases[table] + begin)
+        if kind in (_ADAGRAD, _ADAM, _PARTIAL_ROWWISE_ADAM):
+            prefetch(rows.first, rows.first_bases[table] + begin)
+        if kind == _ADAM:
+            prefetch(rows.second, rows.second_bases[table] + begin)
+    if kind == _ROWWISE_ADAGRAD:
+        prefetch(rows.first, rows.first_bases[table] + row)
+    if kind == _PARTIAL_ROWWISE_ADAM:
+        prefetch(rows.second, rows.second_bases[table] + row)
 
 
 @kernel
