@@ -10,7 +10,8 @@ have left there, and what is done to it counts; as long as nobody does, no such 
 
 from __future__ import annotations
 
-from operator import itemgetter
+from itertools import repeat
+from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Lookups
+from recsys.embeddings.residency import NotEnoughSlots
 from recsys.embeddings.row_space import RowSpace, compute_dtype
 from recsys.embeddings.sparse_gradients import sparse_gradients
 from recsys.embeddings.table_parameter import (
-    none_has_plain_grad,
     plain_grad,
     require_unmoved,
     requires_grad,
@@ -31,6 +32,7 @@ from recsys.embeddings.table_parameter import (
     unwatch,
     watch,
 )
+from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +97,8 @@ class TableGroup:
         self._space: RowSpace | None = None
         self._whole_tables: dict[int, Lookups] = {}
         self._stand_ins: list[nn.Module] = []
-        self._is_watched = False
+        self._watched: list[nn.Parameter] = []
+        self._all_ask = self._none_has_grad = False  # of those; as long as none of them says more
         self.kernels = kernels_on(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,6 +112,9 @@ class TableGroup:
             "_parameters": [each._parameters for each in self.stand_ins()],
             "_twins": [],
             "_space": None,
+            "_watched": [each.weight for each in self.stand_ins()] if self._watched else [],
+            "_all_ask": False,
+            "_none_has_grad": False,
             "kernels": None,
             "ledger": [],
             "_whole_tables": {},
@@ -151,12 +157,12 @@ class TableGroup:
             numbers = None if lookups is None else lookups.distinct_tables
             if self._space.holds(weights, numbers) and (
                 # Tables that are watched say themselves that they are shorter.
-                self._is_watched or self._space.has_sizes(weights, numbers)
+                self._watched or self._space.has_sizes(weights, numbers)
             ):
                 return self._space
         weights = self.weights()
         self._require_twins(weights)
-        if self._is_watched:
+        if self._watched:
             self.watch()
         self._space = space = self.make_space(weights)
         return space
@@ -232,10 +238,12 @@ class TableGroup:
         Raises:
             ValueError: another group has a table, and moves it.
         """
-        for weight in self.weights():
+        weights = self.weights()
+        for weight in weights:
             require_unmoved(f"a table of shape {tuple(weight.shape)}", weight, but_by=self)
-        self._is_watched = True
-        for weight in self.weights():
+        self._watched = weights
+        self.ask_again()
+        for weight in weights:
             watch(weight, self, is_tiered=self.tiers is not None)
 
     def unwatch(self) -> None:
@@ -244,15 +252,28 @@ class TableGroup:
         if self.tiers is not None:
             self.tiers.flush()
             self.keep_in(None)
-        self._is_watched = False
+        self._watched = []
         for weight in self.weights():
             unwatch(weight)
+
+    def ask_again(self) -> None:
+        """Ask the tables anew: the `grad` or `requires_grad` of one that is watched was set."""
+        self._all_ask = self._none_has_grad = False
+
+    def _follow(self, lookups: Lookups | None = None) -> None:
+        """Watch the parameters that have taken the tables' places, or those looked up in."""
+        watched = self._watched
+        if lookups is None or len(lookups.distinct_tables) == len(watched):
+            weights = self.weights()
+        else:
+            weights = self.weights_of(lookups)
+            watched = watched and [watched[table] for table in lookups.distinct_tables]
+        if watched and not all(map(is_, weights, watched)):
+            self.watch()
 
     def keep(self, entry: LedgerEntry) -> None:
         """Add to the ledger what one lookup's backward found."""
         self.ledger.append(entry)
-        if self._is_watched and nn.Parameter in map(type, self.weights_of(entry.lookups)):
-            self.watch()  # a parameter has taken a table's place
 
     def open_ledger(self) -> None:
         """Turn the ledger into a sparse `grad` of each table, added to what is there."""
@@ -263,18 +284,31 @@ class TableGroup:
         found = sparse_gradients(weights, ledger, [True] * len(weights))
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:
+                self.ask_again()
                 known = plain_grad(weight)
                 set_plain_grad(weight, gradient if known is None else _added(known, gradient))
 
     def take_ledger(self) -> list[LedgerEntry]:
-        """Everything that has been collected, as entries of the ledger; nothing is left."""
+        """Everything that has been collected, as entries of the ledger; nothing is left.
+
+        Raises:
+            BudgetTooSmall: tiered, there are too few slots for the rows; everything is left.
+        """
         ledger = self._closed_ledger()
-        weights = self.weights()
-        if none_has_plain_grad(weights):
+        if self._has_no_grad():
             return ledger
+        weights = self.weights()
         gradients = list(map(plain_grad, weights))
         shown = [table for table, gradient in enumerate(gradients) if gradient is not None]
-        entries = [self._entry(table, cast("Tensor", gradients[table])) for table in shown]
+        try:
+            entries = [self._entry(table, cast("Tensor", gradients[table])) for table in shown]
+        except NotEnoughSlots as error:
+            self.ledger = ledger
+            raise BudgetTooSmall(
+                f"budget: gradients left at tables of embedding_dim {self.dim}, not by a lookup, "
+                f"and those of lookups need {error.num_needed} rows in fast memory at once; give a "
+                "larger budget, or leave sparse gradients of fewer rows"
+            ) from None
         for table in shown:
             set_plain_grad(weights[table], None)
         return entries + ledger
@@ -288,14 +322,27 @@ class TableGroup:
     def forget(self) -> None:
         """Empty the ledger and every `grad`; no row moves."""
         self.ledger.clear()
-        weights = self.weights()
-        if not none_has_plain_grad(weights):
-            for weight in weights:
+        if not self._has_no_grad():
+            for weight in self.weights():
                 set_plain_grad(weight, None)
 
+    def _has_no_grad(self) -> bool:
+        """Whether nothing but the ledger holds gradients; asked twice a step."""
+        self._follow()
+        if self._none_has_grad:
+            return True
+        has_none = all(map(is_, map(plain_grad, self.weights()), repeat(None)))
+        self._none_has_grad = has_none and bool(self._watched)
+        return has_none
+
     def asking(self, lookups: Lookups) -> Lookups:
-        """The lookups in tables that ask for a gradient."""
-        if all(map(requires_grad, self.weights_of(lookups))):
+        """The lookups in tables that ask for a gradient; asked twice a step."""
+        self._follow(lookups)
+        if self._all_ask:
+            return lookups
+        asked = list(map(requires_grad, self.weights_of(lookups)))
+        if all(asked):
+            self._all_ask = len(asked) == len(self._watched)
             return lookups
         asks = map(requires_grad, self.weights())
         return lookups.of_tables({table for table, is_asked in enumerate(asks) if is_asked})

@@ -1,16 +1,15 @@
 """Tables as their users see them: `Parameter`s that show what is kept of them elsewhere.
 
 Their `grad` is what the ledger holds; their rows are those in the slots, where there are slots. It
-costs nothing as long as nobody looks.
+costs nothing as long as nobody looks. What becomes of them they tell their group, which would have
+to ask each of them several times a step.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
-from itertools import repeat
-from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from weakref import ref
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from recsys.embeddings.table_group import TableGroup
 
@@ -27,7 +26,6 @@ __all__ = [
     "TieredParameter",
     "make_plain",
     "move_table",
-    "none_has_plain_grad",
     "plain_grad",
     "require_unmoved",
     "requires_grad",
@@ -54,6 +52,29 @@ class LedgerParameter(nn.Parameter):
     def grad(self, gradient: Tensor | None) -> None:
         _open_ledger_of(self)
         set_plain_grad(self, gradient)
+        _tell_group(self)
+
+    @property
+    def requires_grad(self) -> bool:
+        """As of any tensor."""
+        return requires_grad(self)
+
+    @requires_grad.setter
+    def requires_grad(self, is_asked: bool) -> None:
+        _REQUIRES_GRAD.__set__(self, is_asked)
+        _listen(self)
+        _tell_group(self)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As `torch.Tensor.requires_grad_`."""
+        self.requires_grad = requires_grad
+        return self
+
+    def detach_(self) -> Self:
+        """As `torch.Tensor.detach_`."""
+        super().detach_()
+        _tell_group(self)
+        return self
 
     @property
     def data(self) -> Tensor:
@@ -121,8 +142,9 @@ _BLIND = {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()} |
     getattr(torch.Tensor, name) for name in _METHODS.split()
 }
 
-# By the tables' identity. No attribute of theirs: torch.save would take the group along.
+# By the tables' identity. No attributes of theirs: torch.save would take the group along.
 _GROUPS: Any = WeakIdKeyDictionary()
+_HOOKS: Any = WeakIdKeyDictionary()
 
 
 def require_unmoved(place: str, weight: nn.Parameter, but_by: TableGroup | None = None) -> None:
@@ -150,6 +172,7 @@ def watch(weight: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> None:
         _set_class(weight, LedgerParameter)
     if isinstance(weight, LedgerParameter):
         _GROUPS[weight] = ref(group)
+        _listen(weight)
         if is_tiered:
             _set_class(weight, TieredParameter)
 
@@ -158,13 +181,16 @@ def unwatch(weight: nn.Parameter) -> None:
     """Make a plain parameter of a table, whatever group has it."""
     if isinstance(weight, LedgerParameter):
         _GROUPS.pop(weight, None)
+        hook = _HOOKS.pop(weight, None)
+        if hook is not None:
+            hook.remove()
         _set_class(weight, nn.Parameter)
 
 
 def make_plain(weight: nn.Parameter) -> None:
     """Make a plain parameter of a table that no group has (any more)."""
-    if isinstance(weight, LedgerParameter) and _group_of(weight) is None:
-        _set_class(weight, nn.Parameter)
+    if _group_of(weight) is None:
+        unwatch(weight)
 
 
 def move_table(weight: nn.Parameter, device: torch.device) -> None:
@@ -174,11 +200,6 @@ def move_table(weight: nn.Parameter, device: torch.device) -> None:
         set_plain_grad(weight, None)
         weight.data = weight.data.to(device)
         set_plain_grad(weight, None if gradient is None else gradient.to(device))
-
-
-def none_has_plain_grad(weights: Iterable[Tensor]) -> bool:
-    """Whether nothing has been left at any of these tables; asked twice at every step."""
-    return all(map(is_, map(plain_grad, weights), repeat(None)))
 
 
 def _group_of(weight: Tensor) -> TableGroup | None:
@@ -202,13 +223,26 @@ def _forget_space_of(weight: LedgerParameter) -> None:
         group.forget_space()
 
 
+def _tell_group(weight: Tensor) -> None:
+    group = _group_of(weight)
+    if group is not None:
+        group.ask_again()
+
+
+def _listen(weight: nn.Parameter) -> None:
+    """Hear of a gradient that autograd leaves at a table, which asks no Python for it."""
+    if weight not in _HOOKS:
+        with torch._C.DisableTorchFunctionSubclass():  # it is us
+            if weight.requires_grad:
+                _HOOKS[weight] = weight.register_post_accumulate_grad_hook(_tell_group)  # type: ignore[no-untyped-call]
+
+
 def _nobody() -> None:
     """A reference to nothing, as that to a group that is gone."""
 
 
-requires_grad: Callable[[Tensor], bool] = inspect.getattr_static(
-    torch.Tensor, "requires_grad"
-).__get__
+_REQUIRES_GRAD: Any = inspect.getattr_static(torch.Tensor, "requires_grad")
+requires_grad: Callable[[Tensor], bool] = _REQUIRES_GRAD.__get__
 # What autograd and users have left at a table, the ledger aside.
 _GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
 _DATA: Any = inspect.getattr_static(torch.Tensor, "data")

@@ -1,0 +1,170 @@
+"""Tables tell their group what becomes of them; a step that went before must not be believed."""
+
+import copy
+
+import pytest
+import torch
+
+import recsys
+from recsys.batch import JaggedIds
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.table import TableConfig
+from recsys.errors import BudgetTooSmall
+
+TABLES = [
+    TableConfig(name="users", num_embeddings=8, embedding_dim=4),
+    TableConfig(name="goods", num_embeddings=40, embedding_dim=4),
+]
+IDS = JaggedIds.from_one_hot(["users", "goods"], torch.tensor([[0, 4, 3], [4, 4, 0]]))
+
+
+# All rows take 768 bytes; tiered, there are fewer slots than goods, and more than users.
+@pytest.fixture(params=[None, 600], ids=["resident", "tiered"])
+def module(request):
+    return build(request.param)
+
+
+def build(budget):
+    torch.manual_seed(0)
+    module = HotColdEmbeddingBagCollection(
+        TABLES, optimizer=SGD(lr=0.5), auto_apply=False, budget=budget
+    )
+    for _ in range(2):
+        step(module)
+    return module
+
+
+def step(module):
+    module.row_optimizer.zero_grad()
+    module(IDS).values().sum().backward()
+    module.row_optimizer.step()
+
+
+def rows_of(module):
+    return [weight.detach().clone() for weight in module.table_weights()]
+
+
+def set_attribute(weight, is_asked):
+    weight.requires_grad = is_asked
+
+
+def call_method(weight, is_asked):
+    assert weight.requires_grad_(is_asked) is weight
+
+
+def detach(weight, is_asked):
+    if is_asked:
+        weight.requires_grad_()
+    else:
+        assert weight.detach_() is weight
+
+
+@pytest.mark.parametrize("freeze", [set_attribute, call_method, detach])
+def test_a_table_that_is_frozen_between_steps_rests_until_it_is_thawed(module, freeze):
+    users, _ = module.table_weights()
+    before = rows_of(module)
+
+    freeze(users, False)
+    assert not users.requires_grad
+    step(module)
+    frozen = rows_of(module)
+    freeze(users, True)
+    assert users.requires_grad
+    step(module)
+
+    assert torch.equal(frozen[0], before[0])
+    assert not torch.equal(frozen[1], before[1])
+    assert not torch.equal(users, before[0])
+
+
+def test_a_gradient_of_another_use_is_added_behind_steps_without_one(module):
+    users, _ = module.table_weights()
+    before = rows_of(module)
+
+    (module(IDS).values().sum() + 2 * users.sum()).backward()
+    module.row_optimizer.step()
+
+    expected = before[0] - 0.5 * 2
+    expected[[0, 4, 3]] -= 0.5
+    assert torch.allclose(users, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_table_that_was_frozen_when_its_module_was_built_tells_of_gradients_too():
+    torch.manual_seed(0)
+    bags = {
+        table.name: torch.nn.EmbeddingBag(table.num_embeddings, 4, mode="sum") for table in TABLES
+    }
+    bags["users"].weight.requires_grad = False
+    module = HotColdEmbeddingBagCollection(
+        TABLES, optimizer=SGD(lr=0.5), auto_apply=False, _bags=torch.nn.ModuleDict(bags)
+    )
+    users, _ = module.table_weights()
+    users.requires_grad = True
+    step(module)
+    before = rows_of(module)
+
+    users.sum().backward()
+    module.row_optimizer.step()
+
+    assert torch.allclose(users, before[0] - 0.5)
+
+
+def test_a_gradient_that_a_user_leaves_is_used_and_forgotten(module):
+    users, goods = module.table_weights()
+    before = rows_of(module)
+
+    users.grad = torch.ones_like(users)
+    module.row_optimizer.step()
+    assert torch.allclose(users, before[0] - 0.5)
+    assert torch.equal(goods, before[1])
+
+    users.grad = torch.ones_like(users)
+    module.row_optimizer.zero_grad()
+    module.row_optimizer.step()
+    assert torch.allclose(users, before[0] - 0.5)
+
+
+def test_the_tables_of_a_copy_tell_its_own_group(module):
+    copied = copy.deepcopy(module)
+    step(copied)
+    before, copied_before = rows_of(module), rows_of(copied)
+
+    copied.table_weights()[0].requires_grad = False
+    step(module)
+    step(copied)
+
+    assert torch.equal(copied.table_weights()[0], copied_before[0])
+    assert not torch.equal(module.table_weights()[0], before[0])
+
+
+def test_a_table_that_nothing_moves_any_more_tells_nobody():
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(5, 4, mode="sum", sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    weight = model[0].weight
+    recsys.accelerate(model, optimizer=optimizer)
+    assert weight._post_accumulate_grad_hooks
+
+    recsys.restore(model)
+
+    assert type(weight) is torch.nn.Parameter
+    assert not weight._post_accumulate_grad_hooks
+
+
+def test_too_few_slots_for_a_gradient_of_another_use_lose_nothing():
+    module = build(600)
+    users, goods = module.table_weights()
+    before = rows_of(module)
+    module(IDS).values().sum().backward()
+    goods.grad = torch.ones_like(goods)
+
+    for _ in range(2):
+        with pytest.raises(BudgetTooSmall, match="give a larger budget, or leave sparse gradients"):
+            module.row_optimizer.step()
+    goods.grad = None
+    module.row_optimizer.step()
+
+    expected = before[0].clone()
+    expected[[0, 4, 3]] -= 0.5
+    assert torch.allclose(users, expected)
+    assert torch.equal(goods, before[1])
