@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from recsys.embeddings.group_updater import Translation
 from recsys.embeddings.row_updater import RowUpdater
+from recsys.embeddings.translation import Translation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -6,7 +6,6 @@ A `torch.optim.Optimizer` has the settings (`param_groups`) and the state; how t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -24,7 +23,7 @@ from recsys.embeddings.tiers import Tiers
 from recsys.errors import BudgetTooSmall, ColdTierError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import nn
@@ -33,29 +32,12 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_space import RowSpace
     from recsys.embeddings.table_group import TableGroup
+    from recsys.embeddings.translation import Settings, Translation
 
-__all__ = ["GroupUpdater", "Translation"]
+__all__ = ["GroupUpdater"]
 
+_FIXED = (int, float, str, tuple, type(None))
 _NO_STATE: dict[str, Any] = {}  # stands for a table that never moved; never written to
-
-
-@dataclass(frozen=True, kw_only=True)
-class Translation:
-    """How an optimizer's `param_groups` and `state` are read.
-
-    Attributes:
-        formula: From a param group to how its rows move.
-        state_names: Under which name the optimizer keeps each of the formula's state arrays; what
-            is not here has the formula's own name.
-        learning_rate: Of a param group at a step, the first being 1.
-        counts_steps: Whether `state[table]["step"]` is kept. Of rows that are rounded by chance it
-            is in any case.
-    """
-
-    formula: Callable[[Mapping[str, Any]], RowOptimizer]
-    state_names: Mapping[str, str]
-    learning_rate: Callable[[Mapping[str, Any], int], float]
-    counts_steps: bool
 
 
 class GroupUpdater:
@@ -86,8 +68,7 @@ class GroupUpdater:
         self._numbers: list[int] = []
         self._state_then: list[Any] = []  # all that the optimizer had when it was last looked into
         self._found_then: list[dict[str, Any]] = []  # of these tables
-        self._equal_rates: tuple[tuple[float, float], NDArray[np.float64]] | None = None
-        self._sizes_then: tuple[RowOptimizer, dict[str, int]] | None = None
+        self._settings_then: tuple[list[Any], Settings, NDArray[np.float64]] | None = None
         self.least_slots = 1
         self._files: ColdFiles | None = None
         self._names: list[str] = []  # of the tables there
@@ -284,7 +265,7 @@ class GroupUpdater:
             settings = self._optimizer.param_groups[self._number]
             by_table, _ = self._state_by_table(())
             self._states_of = None
-            sizes = self._state_sizes_of(self._translation.formula(settings))
+            sizes = self._read_settings(settings)[0].state_sizes
             self._state_spaces(self.group.space(), sizes, (), by_table)
 
     def _formula_state_sizes(self) -> dict[str, int]:
@@ -296,23 +277,36 @@ class GroupUpdater:
     ) -> tuple[RowSpace, list[RowSpace], RowOptimizer, NDArray[np.float64], NDArray[Any]]:
         """What `row_update` takes; steps are counted when nothing can be refused any more."""
         settings = self._optimizer.param_groups[self._number]
-        formula = self._translation.formula(settings)
+        (formula, sizes, _), rates_T2 = self._read_settings(settings)
         space = self.group.space()
         is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
         counts_steps = self._translation.counts_steps or is_by_chance
         by_table, new = [_NO_STATE] * len(self._weights), list[int]()
-        sizes = self._state_sizes_of(formula)
         if counts_steps or sizes:
             by_table, new = self._state_by_table(moved)
-        rates_T2, keys_T, steps = self._rates_and_keys(
-            settings, formula, moved if counts_steps else (), by_table, is_by_chance=is_by_chance
-        )
+        keys_T, steps = TO_NEAREST, list[Any]()
+        if counts_steps:
+            rates_T2, keys_T, steps = self._rates_and_keys(
+                settings, formula, moved, by_table, is_by_chance=is_by_chance
+            )
         states = self._state_spaces(space, sizes, moved, by_table)
         for table, step in zip(moved, steps, strict=False):
             by_table[table]["step"] = step
         for table in new:
             self._optimizer.state[self._weights[table]] = by_table[table]
         return space, states, formula, rates_T2, keys_T
+
+    def _read_settings(self, settings: Mapping[str, Any]) -> tuple[Settings, NDArray[np.float64]]:
+        """What they say, and the rates of tables that count no steps; read anew if one changed."""
+        now = [value for name, value in settings.items() if name != "params"]
+        if self._settings_then is not None and self._settings_then[0] == now:
+            return self._settings_then[1:]
+        found = self._translation.read(settings, self.group.dim)
+        rates_T2 = np.tile(found.rate_and_eps, (len(self._weights), 1))
+        # What may be changed in place, as a tensor may, is the same afterwards.
+        are_fixed = all(isinstance(value, _FIXED) for value in now)
+        self._settings_then = (now, found, rates_T2) if are_fixed else None
+        return found, rates_T2
 
     def _state_by_table(self, moved: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
         """The optimizer's state of every table, and which tables move that had none until now."""
@@ -337,14 +331,8 @@ class GroupUpdater:
         *,
         is_by_chance: bool,
     ) -> tuple[NDArray[np.float64], NDArray[Any], list[Any]]:
-        """What `row_update` takes for each table, and the steps of those that count them."""
+        """What `row_update` takes for each table that counts its steps, and these."""
         translation = self._translation
-        if not counted:
-            found = formula.rate_and_eps(translation.learning_rate(settings, 1), 1)
-            rate_and_eps = float(found[0]), float(found[1])  # of a tensor, which may be changed
-            if self._equal_rates is None or self._equal_rates[0] != rate_and_eps:
-                self._equal_rates = rate_and_eps, np.tile(rate_and_eps, (len(by_table), 1))
-            return self._equal_rates[1], TO_NEAREST, []
         rates_T2 = np.zeros((len(by_table), 2))
         keys_T = np.zeros(len(by_table), np.uint64) if is_by_chance else TO_NEAREST
         steps: list[Any] = []
@@ -407,14 +395,6 @@ class GroupUpdater:
             )
             self.group.tiers.keep_state_in(spaces, are_others=are_others)
         return spaces
-
-    def _state_sizes_of(self, formula: RowOptimizer) -> dict[str, int]:
-        """Numbers per row of every state array, by the optimizer's name of it."""
-        if self._sizes_then is None or self._sizes_then[0] is not formula:
-            names = self._translation.state_names
-            sizes = formula.state_sizes(self.group.dim)
-            self._sizes_then = formula, {names.get(each, each): sizes[each] for each in sizes}
-        return self._sizes_then[1]
 
     def _make_state(
         self, name: str, size: int, moved: Sequence[int], by_table: Sequence[dict[str, Any]]

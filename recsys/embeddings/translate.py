@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recsys.embeddings.group_updater import Translation
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
+from recsys.embeddings.translation import Translation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
