@@ -103,6 +103,7 @@ def lookup_summary_table(file: str) -> str:
         ("recsys", "fbgemm"): "recsys over fbgemm (95 %)",
         ("recsys", "torch"): "recsys over torch (95 %)",
         ("kernels", "fbgemm"): "kernels over fbgemm (95 %)",
+        ("floor", "fbgemm"): "floor over fbgemm (95 %)",
     }
     lines = []
     for case in sizes:
@@ -125,7 +126,7 @@ def lookup_table(file: str) -> str:
     record = read_record(file)
     cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
     timed = [case for case, name, metric in cells if (name, metric) == ("recsys", "time")]
-    names = ("recsys", "kernels", "fbgemm", "torch")
+    names = ("recsys", "kernels", "floor", "fbgemm", "torch")
     lines = []
     for case in timed:
         times = [cells.get((case, name, "time")) for name in names]

@@ -34,6 +34,13 @@ class BareKernels:
         embeddings: All tables of one dim, on the CPU, without tiers; of a formula that counts no
             steps. It has moved every table once, so that its optimizer has their state.
         features: One-hot; which feature stands where in all to come.
+
+    Attributes:
+        space: The tables.
+        states: Their state.
+        formula: How they move.
+        rates_T2: What it makes of the learning rate, for each table.
+        lookups: Of one mini-batch.
     """
 
     def __init__(self, embeddings: HotColdEmbeddingBagCollection, features: JaggedIds) -> None:
@@ -41,14 +48,14 @@ class BareKernels:
         optimizer = embeddings.row_optimizer
         assert optimizer is not None
         formula = optimizer._formula
-        self._space, self._formula = layout.group.space(), formula
-        self._states = [
+        self.space, self.formula = layout.group.space(), formula
+        self.states = [
             RowSpace([optimizer.state[table][name] for table in layout.group.weights()])
-            for name in formula.state_sizes(self._space.dim)
+            for name in formula.state_sizes(self.space.dim)
         ]
         rate_and_eps = formula.rate_and_eps(formula.lr, 1)
-        self._rates_T2 = np.tile(rate_and_eps, (len(self._space.sizes), 1))
-        self._lookups = layout.lookups(embeddings._positions(features))
+        self.rates_T2 = np.tile(rate_and_eps, (len(self.space.sizes), 1))
+        self.lookups = layout.lookups(embeddings._positions(features))
         self._asks = torch.empty(0, requires_grad=True)
         self._entry: LedgerEntry | None = None
 
@@ -58,24 +65,28 @@ class BareKernels:
 
     def update(self) -> None:
         """Move the rows looked up last, by the gradient that backward has brought."""
-        assert self._entry is not None
-        row_update(self._space, self._states, self._formula, self._rates_T2, [self._entry])
-        self._entry = None
+        row_update(self.space, self.states, self.formula, self.rates_T2, [self.take_entry()])
+
+    def take_entry(self) -> LedgerEntry:
+        """What was looked up last, with its gradient; once."""
+        entry, self._entry = self._entry, None
+        assert entry is not None
+        return entry
 
 
 class _BareLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernels: BareKernels, bags: Bags, asks: Tensor) -> Tensor:
-        table = kernels._space.tables[0]
-        result = empty_result(table.dtype, table.device, bags, kernels._lookups)
-        pooled_lookup(kernels._space, kernels._lookups, bags, result)
+        table = kernels.space.tables[0]
+        result = empty_result(table.dtype, table.device, bags, kernels.lookups)
+        pooled_lookup(kernels.space, kernels.lookups, bags, result)
         ctx.kernels, ctx.bags = kernels, bags
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         kernels: BareKernels = ctx.kernels
-        kernels._entry = LedgerEntry(kernels._lookups, ctx.bags, with_dense_rows(gradient))
+        kernels._entry = LedgerEntry(kernels.lookups, ctx.bags, with_dense_rows(gradient))
         return None, None, None
 
 

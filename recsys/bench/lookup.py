@@ -6,14 +6,16 @@
     torch      nn.EmbeddingBag(sparse=True) and torch.optim, which has no rowwise_adagrad
     kernels    the two kernels of recsys on its tables, with nothing but autograd around them
                (`bare_kernels`): what is between this and recsys is Python of ours
+    floor      rows copied out and moved in their places, by a module that does nothing else
+               (`touched_rows`): what any drop-in must do, and no update that is right
     stream     a triad over arrays far larger than the caches: what the memory gives
 
-Every provider has a process of its own, but `kernels`, which is in that of recsys. In each round
-each takes a turn, in an order drawn anew: as many untimed steps as timed ones, so that what others
-have left in the shared cache is gone from it, and then it waits until its threads have stopped
-spinning. A turn's result is the mean of its steps. No mini-batch is used twice, but by `kernels`,
-which has those of the turn half a run away. The gradient of the pooled vectors is random, and
-always the same.
+Every provider has a process of its own, but `kernels` and `floor`, which are in that of recsys. In
+each round each takes a turn, in an order drawn anew: as many untimed steps as timed ones, so that
+what others have left in the shared cache is gone from it, and then it waits until its threads have
+stopped spinning. A turn's result is the mean of its steps. No mini-batch is used twice, but by
+those in one process, which have them a third of a run after each other. The gradient of the pooled
+vectors is random, and always the same.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,6 +42,7 @@ from recsys.bench.harness import (
     summarize,
     take_turns,
 )
+from recsys.bench.touched_rows import TouchedRows
 from recsys.bench.worker import Worker, settle
 from recsys.config import OptimizerConfig
 from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
@@ -66,7 +69,7 @@ _OTHERS = {
     "adagrad": ("fbgemm", "torch"),
 }
 OPTIMIZERS = tuple(_OTHERS)
-_OURS = ("recsys", "kernels")
+_OURS = ("recsys", "kernels", "floor")
 
 _NUM_WARM_UP_ROUNDS = 3
 # Kaggle's tables at D=16 are 2 GiB; above, capped ones of three providers and their state fit RAM.
@@ -218,8 +221,11 @@ def _measure(
         worker.case = case
         worker.call("prepare", lookups.ids)
     return take_turns(
-        {name: partial(worker.call, "turn") for name, worker in workers.items()}
-        | {"kernels": partial(workers["recsys"].call, "turn_of_kernels")},
+        {
+            **{name: partial(worker.call, "turn") for name, worker in workers.items()},
+            "kernels": partial(workers["recsys"].call, "turn_of_kernels"),
+            "floor": partial(workers["recsys"].call, "turn_of_floor"),
+        },
         num_rounds,
         num_warm_up_rounds=_NUM_WARM_UP_ROUNDS,
     )
@@ -302,7 +308,6 @@ class _Provider:
         config = OptimizerConfig(name=optimizer, lr=0.01)
         self._module, self._optimizer = build_embeddings(name, self._tables, config)
         self._keys = [name for table in self._tables for name in table.feature_names]
-        self._kernels: BareKernels | None = None
         gc.disable()  # a turn ends with a collection; what is here now is here to stay
         gc.collect()
         gc.freeze()
@@ -310,8 +315,10 @@ class _Provider:
     def prepare(self, ids: NDArray[np.int64]) -> None:
         """Take the mini-batches of the turns to come."""
         turns = list(torch.from_numpy(ids))
-        half = len(turns) // 2
-        self._turns, self._turns_of_kernels = iter(turns), iter(turns[half:] + turns[:half])
+        third = len(turns) // 3
+        self._turns, self._turns_of_kernels, self._turns_of_floor = (
+            iter(turns[begin:] + turns[:begin]) for begin in (0, third, 2 * third)
+        )
         num_features, batch_size = ids.shape[-2:]
         width = num_features * self._tables[0].embedding_dim
         self._gradient = torch.randn(batch_size, width) / batch_size
@@ -323,12 +330,15 @@ class _Provider:
 
     def turn_of_kernels(self) -> float:
         """The same by the kernels of ours and nothing else."""
-        if self._kernels is None:
-            self._kernels = self._bare_kernels()
         untimed, timed = map(self._batches, next(self._turns_of_kernels))
-        return self._timed(
-            self._make_steps_of_kernels, list(map(bags_of, untimed)), list(map(bags_of, timed))
-        )
+        make_steps = partial(self._make_steps_of_kernels, self._bare_kernels)
+        return self._timed(make_steps, list(map(bags_of, untimed)), list(map(bags_of, timed)))
+
+    def turn_of_floor(self) -> float:
+        """The same by what any drop-in must do."""
+        untimed, timed = map(self._batches, next(self._turns_of_floor))
+        make_steps = partial(self._make_steps_of_floor, TouchedRows(self._bare_kernels))
+        return self._timed(make_steps, untimed, timed)
 
     def _timed(
         self, make_steps: Callable[[list[_B]], None], untimed: list[_B], timed: list[_B]
@@ -351,12 +361,17 @@ class _Provider:
             pooled.backward(self._gradient)
             self._optimizer.step()
 
-    def _make_steps_of_kernels(self, batches: list[Bags]) -> None:
-        assert self._kernels is not None
+    def _make_steps_of_kernels(self, kernels: BareKernels, batches: list[Bags]) -> None:
         for bags in batches:
-            self._kernels.look_up(bags).backward(self._gradient)  # type: ignore[no-untyped-call]
-            self._kernels.update()
+            kernels.look_up(bags).backward(self._gradient)  # type: ignore[no-untyped-call]
+            kernels.update()
 
+    def _make_steps_of_floor(self, floor: TouchedRows, batches: list[JaggedIds]) -> None:
+        for features in batches:
+            floor(features).backward(self._gradient)
+            floor.update()
+
+    @cached_property
     def _bare_kernels(self) -> BareKernels:
         """On the module's tables, each of which moves once before: then it has state."""
         assert isinstance(self._module, HotColdEmbeddingBagCollection)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupUpdater"]
 
-_FIXED = (int, float, str, tuple, type(None))
 _NO_STATE: dict[str, Any] = {}  # stands for a table that never moved; never written to
 
 
@@ -68,7 +67,7 @@ class GroupUpdater:
         self._numbers: list[int] = []
         self._state_then: list[Any] = []  # all that the optimizer had when it was last looked into
         self._found_then: list[dict[str, Any]] = []  # of these tables
-        self._settings_then: tuple[list[Any], Settings, NDArray[np.float64]] | None = None
+        self._settings_then: _SettingsThen | None = None
         self.least_slots = 1
         self._files: ColdFiles | None = None
         self._names: list[str] = []  # of the tables there
@@ -77,7 +76,7 @@ class GroupUpdater:
         """For copies and pickles, whose memory is elsewhere; see `TableGroup`."""
         stand_ins = [each.weight for each in self.group.stand_ins()]
         own = {"_weights": stand_ins, "_states": [], "_states_of": None, "_files": None}
-        own |= {"_state_then": [], "_found_then": []}
+        own |= {"_state_then": [], "_found_then": [], "_settings_then": None}
         return self.__dict__ | own
 
     def stand_ins(self) -> dict[Tensor, Tensor]:
@@ -298,14 +297,14 @@ class GroupUpdater:
 
     def _read_settings(self, settings: Mapping[str, Any]) -> tuple[Settings, NDArray[np.float64]]:
         """What they say, and the rates of tables that count no steps; read anew if one changed."""
-        now = [value for name, value in settings.items() if name != "params"]
-        if self._settings_then is not None and self._settings_then[0] == now:
-            return self._settings_then[1:]
+        known, names, values = self._settings_then, list(settings), list(settings.values())
+        if known is not None and known.names == names and all(map(is_, known.values, values)):
+            return known.found, known.rates
         found = self._translation.read(settings, self.group.dim)
         rates_T2 = np.tile(found.rate_and_eps, (len(self._weights), 1))
-        # What may be changed in place, as a tensor may, is the same afterwards.
-        are_fixed = all(isinstance(value, _FIXED) for value in now)
-        self._settings_then = (now, found, rates_T2) if are_fixed else None
+        # What may be changed in place, as a tensor may, is the same object afterwards.
+        are_fixed = all(_is_fixed(settings[name]) for name in names if name not in _OF_TABLES)
+        self._settings_then = _SettingsThen(names, values, found, rates_T2) if are_fixed else None
         return found, rates_T2
 
     def _state_by_table(self, moved: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
@@ -331,7 +330,7 @@ class GroupUpdater:
         *,
         is_by_chance: bool,
     ) -> tuple[NDArray[np.float64], NDArray[Any], list[Any]]:
-        """What `row_update` takes for each table that counts its steps, and these."""
+        """What `row_update` takes for each table that counts its steps, and the steps."""
         translation = self._translation
         rates_T2 = np.zeros((len(by_table), 2))
         keys_T = np.zeros(len(by_table), np.uint64) if is_by_chance else TO_NEAREST
@@ -448,6 +447,24 @@ class GroupUpdater:
             known = self._files.keep(self._names[table], name, known)
         state[name] = known
         return known
+
+
+class _SettingsThen(NamedTuple):
+    """An optimizer's settings when they were last read, and what they said."""
+
+    names: list[str]
+    values: list[Any]
+    found: Settings
+    rates: NDArray[np.float64]  # (T, 2), of tables that count no steps; not to be written to
+
+
+_OF_TABLES = ("params", "param_names")  # in a param group, what says nothing of how rows move
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a setting has the same value as long as it is the same object."""
+    values = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(each, int | float | str | None) for each in values)
 
 
 class _State(NamedTuple):

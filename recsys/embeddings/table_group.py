@@ -98,7 +98,8 @@ class TableGroup:
         self._whole_tables: dict[int, Lookups] = {}
         self._stand_ins: list[nn.Module] = []
         self._watched: list[nn.Parameter] = []
-        self._all_ask = self._none_has_grad = False  # of those; as long as none of them says more
+        # Of those: whether they tell when it changes; what they were found to be, until they do.
+        self._all_tell = self._all_ask = self._none_has_grad = False
         self.kernels = kernels_on(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,6 +114,7 @@ class TableGroup:
             "_twins": [],
             "_space": None,
             "_watched": [each.weight for each in self.stand_ins()] if self._watched else [],
+            "_all_tell": False,
             "_all_ask": False,
             "_none_has_grad": False,
             "kernels": None,
@@ -241,10 +243,11 @@ class TableGroup:
         weights = self.weights()
         for weight in weights:
             require_unmoved(f"a table of shape {tuple(weight.shape)}", weight, but_by=self)
+        self._let_go()
         self._watched = weights
-        self.ask_again()
-        for weight in weights:
-            watch(weight, self, is_tiered=self.tiers is not None)
+        is_tiered = self.tiers is not None
+        tell = [watch(weight, self, is_tiered=is_tiered) for weight in weights]
+        self._all_tell = all(tell)
 
     def unwatch(self) -> None:
         """Make the tables plain parameters again; the ledger goes to their `grad`."""
@@ -252,12 +255,19 @@ class TableGroup:
         if self.tiers is not None:
             self.tiers.flush()
             self.keep_in(None)
-        self._watched = []
-        for weight in self.weights():
-            unwatch(weight)
+        self._let_go()
+        for weight in self.weights():  # a copy's own, which it has not looked up in yet
+            unwatch(weight, self)
+
+    def _let_go(self) -> None:
+        """Watch no table any more."""
+        for weight in self._watched:
+            unwatch(weight, self)
+        self._watched, self._all_tell = [], False
+        self.ask_again()
 
     def ask_again(self) -> None:
-        """Ask the tables anew: the `grad` or `requires_grad` of one that is watched was set."""
+        """Forget what tables were found to be: the `grad` or `requires_grad` of one was set."""
         self._all_ask = self._none_has_grad = False
 
     def _follow(self, lookups: Lookups | None = None) -> None:
@@ -294,20 +304,23 @@ class TableGroup:
         Raises:
             BudgetTooSmall: tiered, there are too few slots for the rows; everything is left.
         """
+        has_none = self._has_no_grad()
         ledger = self._closed_ledger()
-        if self._has_no_grad():
+        if has_none:
             return ledger
         weights = self.weights()
         gradients = list(map(plain_grad, weights))
         shown = [table for table, gradient in enumerate(gradients) if gradient is not None]
         try:
             entries = [self._entry(table, cast("Tensor", gradients[table])) for table in shown]
-        except NotEnoughSlots as error:
+        except BaseException as error:
             self.ledger = ledger
+            if not isinstance(error, NotEnoughSlots):
+                raise
             raise BudgetTooSmall(
                 f"budget: gradients left at tables of embedding_dim {self.dim}, not by a lookup, "
-                f"and those of lookups need {error.num_needed} rows in fast memory at once; give a "
-                "larger budget, or leave sparse gradients of fewer rows"
+                f"and those of lookups need {error.num_needed} rows or more in fast memory at "
+                "once; give a larger budget, or leave sparse gradients of fewer rows"
             ) from None
         for table in shown:
             set_plain_grad(weights[table], None)
@@ -332,7 +345,7 @@ class TableGroup:
         if self._none_has_grad:
             return True
         has_none = all(map(is_, map(plain_grad, self.weights()), repeat(None)))
-        self._none_has_grad = has_none and bool(self._watched)
+        self._none_has_grad = has_none and self._all_tell
         return has_none
 
     def asking(self, lookups: Lookups) -> Lookups:
@@ -342,7 +355,7 @@ class TableGroup:
             return lookups
         asked = list(map(requires_grad, self.weights_of(lookups)))
         if all(asked):
-            self._all_ask = len(asked) == len(self._watched)
+            self._all_ask = self._all_tell and len(asked) == len(self._parameters)
             return lookups
         asks = map(requires_grad, self.weights())
         return lookups.of_tables({table for table, is_asked in enumerate(asks) if is_asked})

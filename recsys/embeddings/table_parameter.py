@@ -39,7 +39,8 @@ class LedgerParameter(nn.Parameter):
     """A table whose `grad` is what the ledger of its group holds.
 
     A `Parameter` becomes one by a change of class, so it stays the object that it was; pickles and
-    state dicts have plain ones.
+    state dicts have plain ones. What is set by a function of torch's, and neither by an attribute
+    nor by a method (`torch.Tensor.requires_grad_(table, False)`), it is not told.
     """
 
     @property
@@ -61,7 +62,8 @@ class LedgerParameter(nn.Parameter):
 
     @requires_grad.setter
     def requires_grad(self, is_asked: bool) -> None:
-        _REQUIRES_GRAD.__set__(self, is_asked)
+        with torch._C.DisableTorchFunctionSubclass():  # it tells nothing of the rows
+            _REQUIRES_GRAD.__set__(self, is_asked)
         _listen(self)
         _tell_group(self)
 
@@ -166,8 +168,12 @@ def require_unmoved(place: str, weight: nn.Parameter, but_by: TableGroup | None 
     make_plain(weight)
 
 
-def watch(weight: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> None:
-    """Let a table show what its group holds of it."""
+def watch(weight: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> bool:
+    """Let a table show what its group holds of it.
+
+    Returns:
+        Whether it will tell the group what becomes of it: a parameter of another class will not.
+    """
     if type(weight) is nn.Parameter:
         _set_class(weight, LedgerParameter)
     if isinstance(weight, LedgerParameter):
@@ -175,11 +181,12 @@ def watch(weight: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> None:
         _listen(weight)
         if is_tiered:
             _set_class(weight, TieredParameter)
+    return isinstance(weight, LedgerParameter)
 
 
-def unwatch(weight: nn.Parameter) -> None:
-    """Make a plain parameter of a table, whatever group has it."""
-    if isinstance(weight, LedgerParameter):
+def unwatch(weight: nn.Parameter, group: TableGroup | None) -> None:
+    """Make a plain parameter of a table that no group has, or but this one."""
+    if isinstance(weight, LedgerParameter) and _group_of(weight) in (None, group):
         _GROUPS.pop(weight, None)
         hook = _HOOKS.pop(weight, None)
         if hook is not None:
@@ -189,8 +196,7 @@ def unwatch(weight: nn.Parameter) -> None:
 
 def make_plain(weight: nn.Parameter) -> None:
     """Make a plain parameter of a table that no group has (any more)."""
-    if _group_of(weight) is None:
-        unwatch(weight)
+    unwatch(weight, None)
 
 
 def move_table(weight: nn.Parameter, device: torch.device) -> None:

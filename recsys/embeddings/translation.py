@@ -53,5 +53,5 @@ class Translation:
         return Settings(
             formula,
             {self.state_names.get(name, name): size for name, size in sizes.items()},
-            (float(rate), float(eps)),  # of a tensor, which may be changed
+            (float(rate), float(eps)),  # where they were tensors, which may be changed, no more
         )

@@ -69,11 +69,11 @@ def test_providers_in_processes_of_their_own_are_measured():
     rows = cells(bench_lookup([4], [4], ["sgd"], num_rounds=2, table_sizes=[50, 3]))
 
     times = [key[1] for key in rows if key[2] == "time"]
-    assert times == ["recsys", "kernels", "fbgemm", "torch"]
+    assert times == ["recsys", "kernels", "floor", "fbgemm", "torch"]
     assert all(row.median > 0 for row in rows.values())
 
 
-OURS = ("recsys", "kernels")
+OURS = ("recsys", "kernels", "floor")
 
 
 def speeds_over(others):
@@ -147,7 +147,7 @@ def test_the_bandwidth_share_is_of_the_bytes_of_what_was_looked_up(in_this_proce
         lookup,
         "_measure",
         lambda workers, *_: (
-            {name: [seconds] * num_rounds for name in [*workers, "kernels"]}
+            {name: [seconds] * num_rounds for name in [*workers, "kernels", "floor"]}
             | {"stream": [bandwidth] * 3}
         ),
     )
@@ -194,22 +194,46 @@ def test_all_providers_look_up_the_same_ids_each_mini_batch_once(in_this_process
 
 def test_the_bare_kernels_move_the_rows_of_the_module_by_its_formula(in_this_process, optimizer):
     """Beside a second provider that makes the same steps by module and optimizer."""
-    ids = np.random.default_rng(0).integers(0, 5, (2, 2, 3, 2, 8))
+    ids = np.random.default_rng(0).integers(0, 5, (3, 2, 3, 2, 8))
     both = [lookup._Provider("recsys", [50, 5], 4, optimizer) for _ in range(2)]
     for each in both:
         each.prepare(ids)
-        each._kernels = each._bare_kernels()
+        assert each._bare_kernels
 
     one, other = both
     other._gradient = one._gradient
     one.turn_of_kernels()
-    next(other._turns)  # of kernels, the first turn is that of half a run later
+    next(other._turns)  # of kernels, the first turn is that of a third of the run later
     other.turn()
 
     for found, expected in zip(
         one._module.table_weights(), other._module.table_weights(), strict=True
     ):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dim", [16, 20])
+def test_the_floor_moves_rows_that_are_looked_up_once(in_this_process, optimizer, dim):
+    rng = np.random.default_rng(0)
+    rows = [rng.permutation(size)[:8] for _ in range(3 * 2 * 2) for size in (50, 9)]
+    both = [lookup._Provider("recsys", [50, 9], dim, optimizer) for _ in range(2)]
+    for each in both:
+        each.prepare(np.stack(rows).reshape(3, 2, 2, 2, 8))
+        assert each._bare_kernels
+
+    one, other = both
+    other._gradient = one._gradient
+    one.turn_of_floor()
+    for _ in range(2):
+        next(other._turns)
+    before = [weight.detach().clone() for weight in other._module.table_weights()]
+    other.turn()
+
+    for found, expected, then in zip(
+        one._module.table_weights(), other._module.table_weights(), before, strict=True
+    ):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-7)
+        assert not torch.allclose(found, then, rtol=1e-5, atol=1e-7)
 
 
 @pytest.fixture(params=["sgd", "rowwise_adagrad", "adagrad"])

@@ -10,6 +10,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.table import TableConfig
+from recsys.embeddings.table_parameter import LedgerParameter
 from recsys.errors import BudgetTooSmall
 
 TABLES = [
@@ -138,17 +139,120 @@ def test_the_tables_of_a_copy_tell_its_own_group(module):
     assert not torch.equal(module.table_weights()[0], before[0])
 
 
-def test_a_table_that_nothing_moves_any_more_tells_nobody():
-    model = torch.nn.Sequential(torch.nn.EmbeddingBag(5, 4, mode="sum", sparse=True))
+@pytest.mark.parametrize("budget", [None, 250])
+def test_a_table_that_nothing_moves_any_more_tells_nobody(budget):
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(20, 4, mode="sum", sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     weight = model[0].weight
-    recsys.accelerate(model, optimizer=optimizer)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget)
     assert weight._post_accumulate_grad_hooks
 
     recsys.restore(model)
 
     assert type(weight) is torch.nn.Parameter
     assert not weight._post_accumulate_grad_hooks
+
+
+class OfTheUser(torch.nn.Parameter):
+    """A class of its own: it cannot become one of ours, and tells nobody."""
+
+
+def test_a_parameter_that_cannot_tell_is_asked_at_every_step():
+    module = build(None)
+    module.embedding_bags["users"].weight = OfTheUser(module.table_weights()[0].data)
+    users, goods = module.table_weights()
+    for _ in range(2):
+        step(module)
+    assert type(users) is OfTheUser
+    before = rows_of(module)
+
+    users.sum().backward()
+    module.row_optimizer.step()
+    assert torch.allclose(users, before[0] - 0.5)
+
+    before = rows_of(module)
+    users.requires_grad = False
+    step(module)
+    assert torch.equal(users, before[0])
+    assert not torch.equal(goods, before[1])
+
+
+def test_a_frozen_parameter_on_the_same_memory_takes_a_tables_place():
+    module = build(None)
+    before = rows_of(module)
+    old = module.table_weights()[0]
+
+    module.embedding_bags["users"].weight = torch.nn.Parameter(old.data, requires_grad=False)
+    step(module)
+
+    assert torch.equal(module.table_weights()[0], before[0])
+    assert not torch.equal(module.table_weights()[1], before[1])
+    assert type(old) is torch.nn.Parameter
+
+
+def test_the_gradient_of_a_parameter_that_has_taken_a_tables_place_is_used():
+    module = build(None)
+    before = rows_of(module)
+    new = torch.nn.Parameter(module.table_weights()[0].data)
+    new.grad = torch.ones_like(new)
+
+    module.embedding_bags["users"].weight = new
+    module.row_optimizer.step()
+
+    assert torch.allclose(new, before[0] - 0.5)
+
+
+def test_bags_that_are_looked_up_one_by_one_follow_what_becomes_of_their_tables():
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(torch.nn.EmbeddingBag(5, 4, sparse=True) for _ in range(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer)
+    ids = torch.tensor([[0, 4], [4, 3]])
+
+    def step():
+        optimizer.zero_grad()
+        sum(bag(ids).sum() for bag in model).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    before = [bag.weight.detach().clone() for bag in model]
+    model[0].weight.requires_grad_(False)
+    model[1].weight = torch.nn.Parameter(model[1].weight.data, requires_grad=False)
+    step()
+
+    assert torch.equal(model[0].weight, before[0])
+    assert torch.equal(model[1].weight, before[1])
+    assert not torch.equal(model[2].weight, before[2])
+
+
+def test_a_table_that_another_module_moves_is_refused_and_no_gradient_is_lost():
+    module, other = build(None), build(None)
+    own = module.table_weights()[0]
+    before = rows_of(module)
+    module(IDS).values().sum().backward()
+
+    module.embedding_bags["users"].weight = other.table_weights()[0]
+    with pytest.raises(ValueError, match="moves its rows already"):
+        module.row_optimizer.step()
+    module.embedding_bags["users"].weight = own
+    module.row_optimizer.step()
+
+    assert torch.allclose(own[3], before[0][3] - 0.5)
+    step(other)
+    assert isinstance(other.table_weights()[0], LedgerParameter)
+
+
+def test_freezing_tables_on_a_budget_leaves_their_slots_alone():
+    module = build(600)
+    [tiers] = module.tiers()
+    assert not tiers._is_exposed
+
+    for weight in module.table_weights():
+        weight.requires_grad_(False)
+        weight.requires_grad = True
+
+    assert not tiers._is_exposed
 
 
 def test_too_few_slots_for_a_gradient_of_another_use_lose_nothing():

@@ -4,8 +4,9 @@
     place_lookups   and put in their places in order: a row's lookups stand together then, in
                     lookup order
 
-Gradients are asked for as soon as it is known where they lie, long before they are summed: sorting
-waits for nothing, and memory for nobody meanwhile. Whoever calls may ask for rows between the two.
+Gradients are asked for as soon as it is known where they lie, long before they are summed: what is
+sorted lies in the caches, so memory has nothing else to do. Whoever calls may ask for rows between
+the two.
 
 Numbers that index are unsigned, for the reason given in `pooled_lookup`.
 """

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_space import RowSpace
 
-__all__ = ["row_update"]
+__all__ = ["row_update", "sum_of_squares"]
 
 _SGD, _ADAGRAD, _ROWWISE_ADAGRAD, _ADAM, _PARTIAL_ROWWISE_ADAM = range(5)
 _KINDS = {
@@ -58,8 +58,10 @@ _KINDS = {
 }
 
 _ONE = np.uint64(1)
-# How far ahead rows are asked for, as gradients are by `LOOKUPS_AHEAD`. With Kaggle tables at D=16
-# and 2048 samples, half of either took a tenth longer; at D=128 neither mattered.
+# A table's rows are asked for when all are known, as many as a core's own cache may hold.
+_MAX_ASKED_BYTES = np.uint64(2**20)
+# So far ahead they are asked for once more, for the nearest cache, as gradients are by
+# `LOOKUPS_AHEAD`.
 _ROWS_AHEAD = np.uint64(16)
 # There is a kernel for each of these dims, whole runs: gradients are then added, and rows and they
 # asked for ahead of time, without a loop. Kaggle's 26 features of 2,048 samples were updated in a
@@ -214,6 +216,7 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
             found = make_room(most, values.has_weights or values.is_mean, gradient)
             summed_D = np.empty(dim, gradient.dtype)
             num_lines = np.uint64(len(lines) if len(lines) else (any_dim + line - 1) // line)
+            num_asked = _MAX_ASKED_BYTES // (num_lines * np.uint64(LINE_BYTES))
             while True:
                 task = next_turn(turns)
                 if task >= num_tables * num_shares:
@@ -231,7 +234,7 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
                     np.uint64(line),
                     found,
                 )
-                for number in range(num_rows):
+                for number in range(min(num_rows, num_asked)):
                     _ask_for_row(rows, table, found.rows[number], kind, dim, num_lines)
                 place_lookups(found, num_rows, num_lookups)
                 _move_rows(
@@ -275,8 +278,9 @@ def _move_rows(
 
     By the formulas of `recsys.embeddings.optimizer`. One function for a whole table: called for
     each row, it would hand over its arrays' fifty numbers each time, which takes longer than the
-    row itself. `runs` and `lines` are as long as a row has runs of numbers and cache lines, where
-    that was known when this was compiled; else they are empty.
+    row itself (a short one, as `_ask_for_row`, becomes part of its caller). `runs` and `lines` are
+    as long as a row has runs of numbers and cache lines, where that was known when this was
+    compiled; else they are empty.
     """
     flat, first_state, second_state = rows.flat, rows.first, rows.second
     base, base1, base2 = rows.bases[table], rows.first_bases[table], rows.second_bases[table]
@@ -334,7 +338,7 @@ def _move_rows(
                 flat[first + d] = narrow(flat[first + d], moved, key, d)
         elif kind == _ROWWISE_ADAGRAD:
             of_row = base1 + row
-            first_state[of_row] += _sum_of_squares(summed_D) / summed_D.dtype.type(dim)
+            first_state[of_row] += sum_of_squares(summed_D) / summed_D.dtype.type(dim)
             step = rate / (np.sqrt(first_state[of_row]) + eps)
             for d in range(dim):
                 moved = widen(flat[first + d]) - step * summed_D[d]
@@ -353,7 +357,7 @@ def _move_rows(
         else:
             of_row, of_row2 = base1 + row * dim, base2 + row
             squares = second_state[of_row2]
-            squares += share2 * (_sum_of_squares(summed_D) / summed_D.dtype.type(dim) - squares)
+            squares += share2 * (sum_of_squares(summed_D) / summed_D.dtype.type(dim) - squares)
             second_state[of_row2] = squares
             step = rate / (np.sqrt(squares) + eps)
             for d in range(dim):
@@ -384,7 +388,7 @@ def _ask_for_row(
 
 
 @kernel
-def _sum_of_squares(summed_D: NDArray[Any]) -> Any:
+def sum_of_squares(summed_D: NDArray[Any]) -> Any:
     """In eight sums that the processor can make side by side, always the same eight."""
     zero = summed_D.dtype.type(0)
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = zero
