@@ -1,11 +1,11 @@
 """The least that a drop-in for `nn.EmbeddingBag`s must do to train: a floor, and no embedding.
 
     forward   an `nn.Module` is called, copies one row for each lookup, is found by autograd
-    update    each lookup's gradient moves its row where the row lies, and the row's state
+    update    each lookup's gradient is added to its row where the row lies, and to the row's state
 
 Left out is what makes an update right: lookups of one row are not brought together, so it moves
-once for each of them, in the order of the input; and rows are taken to be where they were, asked
-for gradients, and free of others'. What is slower than this may be made faster; what would have to
+once for each of them; no formula is computed; and rows are taken to be where they were, asked for
+gradients, and free of others'. What takes longer than this may be made faster; what would have to
 be faster than this may not.
 """
 
@@ -20,7 +20,6 @@ from torch import nn
 
 from recsys.bench.bare_kernels import BareKernels, bags_of
 from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
-from recsys.embeddings.kernels.row_update import sum_of_squares
 from recsys.embeddings.kernels.turns import next_turn
 from recsys.embeddings.optimizer import SGD, Adagrad, RowWiseAdagrad
 from recsys.jit import ParallelKernel, num_parts, parallel_kernel
@@ -51,7 +50,7 @@ class TouchedRows(nn.Module):
         space, lookups = kernels.space, kernels.lookups
         (self._state, _), bases_3T = space.beside(kernels.states)
         self._bases_4L, self._state_bases_L = lookups.placed_in(space), bases_3T[1, lookups.tables]
-        self._rate, self._eps = kernels.rates_T2[0].astype(np.float32)
+        self._rate = np.float32(kernels.rates_T2[0, 0])
         self._kernel = _touch_kernel(_KINDS[type(kernels.formula)], space.dim)
 
     def forward(self, features: JaggedIds) -> Tensor:
@@ -59,7 +58,7 @@ class TouchedRows(nn.Module):
         return self._kernels.look_up(bags_of(features))
 
     def update(self) -> None:
-        """Move the row of every lookup, by the gradient that backward has brought."""
+        """Touch the row of every lookup, with the gradient that backward has brought."""
         entry = self._kernels.take_entry()
         self._kernel(
             self._kernels.space.flat,
@@ -69,7 +68,6 @@ class TouchedRows(nn.Module):
             entry.bags.values,
             entry.gradient.numpy().reshape(-1),
             self._rate,
-            self._eps,
             entry.bags.batch_size,
             entry.lookups.width,
             num_parts(),
@@ -89,7 +87,6 @@ def _touch_kernel(kind: int, compiled_dim: int) -> ParallelKernel[..., None]:
         values_N: NDArray[Any],
         gradient: NDArray[Any],
         rate: float,
-        eps: float,
         num_samples: int,
         width: int,
         num_parts: int,
@@ -117,21 +114,13 @@ def _touch_kernel(kind: int, compiled_dim: int) -> ParallelKernel[..., None]:
                             prefetch(state, of_state + ahead)
                     row = np.uint64(values_N[place])
                     first = base + row * dim
-                    if kind == _SGD:
+                    for d in range(dim):
+                        flat[first + d] -= rate * gradient[source + d]
+                    if kind == _ADAGRAD:
                         for d in range(dim):
-                            flat[first + d] -= rate * gradient[source + d]
-                    elif kind == _ADAGRAD:
-                        squares = of_state + row * dim
-                        for d in range(dim):
-                            state[squares + d] += gradient[source + d] * gradient[source + d]
-                            step = rate / (np.sqrt(state[squares + d]) + eps)
-                            flat[first + d] -= step * gradient[source + d]
-                    else:
-                        total = sum_of_squares(gradient[source : source + dim])
-                        state[of_state + row] += total / np.float32(dim)
-                        step = rate / (np.sqrt(state[of_state + row]) + eps)
-                        for d in range(dim):
-                            flat[first + d] -= step * gradient[source + d]
+                            state[of_state + row * dim + d] += gradient[source + d]
+                    if kind == _ROWWISE_ADAGRAD:
+                        state[of_state + row] += gradient[source]
                     source += np.uint64(width)
                     place += np.uint64(1)
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_space import RowSpace
 
-__all__ = ["row_update", "sum_of_squares"]
+__all__ = ["row_update"]
 
 _SGD, _ADAGRAD, _ROWWISE_ADAGRAD, _ADAM, _PARTIAL_ROWWISE_ADAM = range(5)
 _KINDS = {
@@ -338,7 +338,7 @@ def _move_rows(
                 flat[first + d] = narrow(flat[first + d], moved, key, d)
         elif kind == _ROWWISE_ADAGRAD:
             of_row = base1 + row
-            first_state[of_row] += sum_of_squares(summed_D) / summed_D.dtype.type(dim)
+            first_state[of_row] += _sum_of_squares(summed_D) / summed_D.dtype.type(dim)
             step = rate / (np.sqrt(first_state[of_row]) + eps)
             for d in range(dim):
                 moved = widen(flat[first + d]) - step * summed_D[d]
@@ -357,7 +357,7 @@ def _move_rows(
         else:
             of_row, of_row2 = base1 + row * dim, base2 + row
             squares = second_state[of_row2]
-            squares += share2 * (sum_of_squares(summed_D) / summed_D.dtype.type(dim) - squares)
+            squares += share2 * (_sum_of_squares(summed_D) / summed_D.dtype.type(dim) - squares)
             second_state[of_row2] = squares
             step = rate / (np.sqrt(squares) + eps)
             for d in range(dim):
@@ -388,7 +388,7 @@ def _ask_for_row(
 
 
 @kernel
-def sum_of_squares(summed_D: NDArray[Any]) -> Any:
+def _sum_of_squares(summed_D: NDArray[Any]) -> Any:
     """In eight sums that the processor can make side by side, always the same eight."""
     zero = summed_D.dtype.type(0)
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = zero
