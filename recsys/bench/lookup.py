@@ -7,7 +7,7 @@
     kernels    the two kernels of recsys on its tables, with nothing but autograd around them
                (`bare_kernels`): what is between this and recsys is Python of ours
     floor      rows copied out and moved in their places, by a module that does nothing else
-               (`touched_rows`): what any drop-in must do, and no update that is right
+               (`touched_rows`): no update that is right, and nearly all that memory must do
     stream     a triad over arrays far larger than the caches: what the memory gives
 
 Every provider has a process of its own, but `kernels` and `floor`, which are in that of recsys. In

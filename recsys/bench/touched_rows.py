@@ -1,12 +1,12 @@
-"""The least that a drop-in for `nn.EmbeddingBag`s must do to train: a floor, and no embedding.
+"""A floor for what a drop-in for `nn.EmbeddingBag`s does to train: each row is merely touched.
 
     forward   an `nn.Module` is called, copies one row for each lookup, is found by autograd
     update    each lookup's gradient is added to its row where the row lies, and to the row's state
 
 Left out is what makes an update right: lookups of one row are not brought together, so it moves
 once for each of them; no formula is computed; and rows are taken to be where they were, asked for
-gradients, and free of others'. What takes longer than this may be made faster; what would have to
-be faster than this may not.
+gradients, and free of others'. Where few rows get most lookups it is no bound: what brings lookups
+together writes a row once that is written many times here, and may be faster.
 """
 
 from __future__ import annotations
