@@ -52,9 +52,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         settings |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed}
         super().__init__([table for table, _ in tables.values()], settings)
         self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
-        self._formula = formula
+        self._kind = type(formula)
         translation = Translation(
-            formula=self._read_formula,
+            formula=self.formula,
             state_names={},
             learning_rate=_read_lr,
             counts_steps=formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2),
@@ -69,7 +69,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: modules bring their tables and the state of these themselves."""
-        own = {name: self.__dict__[name] for name in ("_prefixes", "_formula", "updater")}
+        own = {name: self.__dict__[name] for name in ("_prefixes", "_kind", "updater")}
         stand_ins = self.updater.stand_ins()
         [group] = self.param_groups
         group = group | {"params": [stand_ins[table] for table in group["params"]]}
@@ -168,12 +168,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group[name] = value
         self.updater.follow_state()
 
-    def _read_formula(self, settings: Mapping[str, Any]) -> RowOptimizer:
-        known = self._formula
-        names = known.__dataclass_fields__
-        if any(getattr(known, name) != settings[name] for name in names):
-            self._formula = type(known)(**{name: settings[name] for name in names})
-        return self._formula
+    def formula(self, settings: Mapping[str, Any]) -> RowOptimizer:
+        """How rows move by the settings of a param group."""
+        return self._kind(**{field.name: settings[field.name] for field in fields(self._kind)})
 
 
 def _read_lr(settings: Mapping[str, Any], step: int) -> float:

@@ -133,9 +133,7 @@ class GroupUpdater:
     def space_size(self) -> SpaceSize:
         """What there is to keep in slots."""
         num_rows = sum(len(weight) for weight in self._weights)
-        return SpaceSize(
-            num_rows, self.group.dim, self._weights[0].dtype, self._formula_state_sizes()
-        )
+        return SpaceSize(num_rows, self.group.dim, self._weights[0].dtype, self._state_sizes())
 
     def order_pinned(
         self, pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]
@@ -162,7 +160,7 @@ class GroupUpdater:
         """
         sizes = [len(weight) for weight in self._weights]
         dtype = self._weights[0].dtype
-        states = self._formula_state_sizes()
+        states = self._state_sizes()
         device = self._weights[0].device if device is None else device
         self.move_tables(torch.device("cpu"))
         self.group.keep_in(
@@ -208,8 +206,7 @@ class GroupUpdater:
         """
         self._files = files
         self._names = [names[weight] for weight in self._weights]
-        own = self._translation.state_names
-        wanted = [own.get(name, name) for name in self._formula_state_sizes()]
+        wanted = list(self._state_sizes())
         for weight, name in zip(self._weights, self._names, strict=True):
             known = files.state_names(name)
             if known and sorted(known) != sorted(wanted):
@@ -261,15 +258,13 @@ class GroupUpdater:
             return
         with torch._C.DisableTorchFunctionSubclass():
             self.follow_tables()
-            settings = self._optimizer.param_groups[self._number]
             by_table, _ = self._state_by_table(())
             self._states_of = None
-            sizes = self._read_settings(settings)[0].state_sizes
-            self._state_spaces(self.group.space(), sizes, (), by_table)
+            self._state_spaces(self.group.space(), self._state_sizes(), (), by_table)
 
-    def _formula_state_sizes(self) -> dict[str, int]:
-        settings = self._optimizer.param_groups[self._number]
-        return self._translation.formula(settings).state_sizes(self.group.dim)
+    def _state_sizes(self) -> dict[str, int]:
+        settings, _ = self._read_settings(self._optimizer.param_groups[self._number])
+        return settings.state_sizes
 
     def _prepared(
         self, moved: Sequence[int]
