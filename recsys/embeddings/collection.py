@@ -338,7 +338,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             explain=explain,
         )
         if is_light:
-            return PooledEmbeddings(self._output_keys, self._output_dims, pooled)
+            return PooledEmbeddings._unchecked(self._output_keys, self._output_dims, pooled)
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
         return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))
@@ -358,16 +358,14 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         is_one_hot = (
             True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
         )
-        bags = {
-            is_mean: kernels.make_bags(
-                values, offsets, weights, batch_size, is_mean=is_mean, is_one_hot=is_one_hot
-            )
-            for is_mean in self._means
-        }
-        parts = [
-            Part(layout.group, layout.lookups(positions), bags[layout.is_mean])
-            for layout in self._layouts
-        ]
+        parts, bags_of = list[Part](), dict[bool, Any]()
+        for layout in self._layouts:
+            is_mean = layout.is_mean
+            if is_mean not in bags_of:
+                bags_of[is_mean] = kernels.make_bags(
+                    values, offsets, weights, batch_size, is_mean=is_mean, is_one_hot=is_one_hot
+                )
+            parts.append(Part(layout.group, layout.lookups(positions), bags_of[is_mean]))
         return parts, weights, (values, offsets)
 
     def _make_bags(self, device: torch.device | None, files: ColdFiles | None) -> nn.ModuleDict:
@@ -426,7 +424,6 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             Layout(self._lookups, self._output_dims, group, pooling == "mean", tables, numbers)
             for (group, pooling), tables in members.items()
         ]
-        self._means = {layout.is_mean for layout in self._layouts}
 
     def _optimize(
         self,

@@ -69,8 +69,10 @@ def fused_lookup(
     """
     with torch._C.DisableTorchFunctionSubclass():  # it is us who read the tables
         may_move = updater is not None and torch.is_grad_enabled()
-        asking = [part.group.asking(part.lookups) if may_move else _NOTHING for part in parts]
-        asks_tables = any(each.distinct_tables for each in asking)
+        asking, asks_tables = list[Lookups](), False
+        for part in parts:
+            asking.append(part.group.asking(part.lookups) if may_move else _NOTHING)
+            asks_tables = asks_tables or bool(asking[-1].distinct_tables)
         if not asks_tables and updater is not None and parts[0].group.tiers is not None:
             asks_weights = may_move and bag_weights is not None and bag_weights.requires_grad
             if not asks_weights:
@@ -78,9 +80,7 @@ def fused_lookup(
         calls = None
         while calls is None:
             try:
-                calls = [
-                    call for pair in zip(parts, asking, strict=True) for call in _calls_of(*pair)
-                ]
+                calls = _calls_of(parts, asking)
             except NoSuchRow as error:
                 raise explain(error.position) from None
             except NotEnoughSlots as error:
@@ -94,7 +94,7 @@ def fused_lookup(
             tables = [weight for part in parts for weight in part.group.weights()]
         elif asks_tables:
             tables = (updater.asks_gradient,)
-            if DistributedDataParallel._get_active_ddp_module() is not None:  # type: ignore[no-untyped-call]
+            if DistributedDataParallel._active_ddp_module is not None:
                 raise RuntimeError(
                     "DistributedDataParallel: rows that an optimizer of recsys moves are not "
                     "shared between processes; build the tables without optimizer= (their sparse "
@@ -149,18 +149,19 @@ def _count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
     return found
 
 
-def _calls_of(part: Part, asking: Lookups) -> list[tuple[Found, Lookups]]:
-    """The kernel calls of a part, and which lookups of each ask for a gradient.
+def _calls_of(parts: Sequence[Part], asking: Sequence[Lookups]) -> list[tuple[Found, Lookups]]:
+    """The kernel calls of all parts, and which lookups of each ask for a gradient.
 
     Args:
-        part: What is looked up.
-        asking: Of all of them.
+        parts: What is looked up.
+        asking: Of the lookups of each.
     """
-    group, lookups, bags = part
-    return [
-        (found, asking if found.lookups is lookups else group.asking(found.lookups))
-        for found in group.find(lookups, bags)
-    ]
+    calls = []
+    for (group, lookups, bags), its_asking in zip(parts, asking, strict=True):
+        for found in group.find(lookups, bags):
+            is_whole = found.lookups is lookups
+            calls.append((found, its_asking if is_whole else group.asking(found.lookups)))
+    return calls
 
 
 def _look_up_where_rows_are(parts: Sequence[Part], explain: Callable[[int], Exception]) -> Tensor:
@@ -228,7 +229,9 @@ class _FusedLookup(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018  # raises where one was changed, or backward runs twice
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.work = None  # its slots are the ledger's now, and then whose they may be
-        gradient = with_dense_rows(gradient.detach())  # with create_graph it is part of a graph
+        if gradient.requires_grad:  # with create_graph it is part of a graph
+            gradient = gradient.detach()
+        gradient = with_dense_rows(gradient)
         of_weights = None
         if ctx.needs_input_grad[1]:
             if ctx.versions != _versions(work):
