@@ -295,7 +295,8 @@ def _bench_step(options: argparse.Namespace) -> int:
     rows = bench_step(
         options.batch_sizes,
         ("fp32", "bf16"),
-        num_rounds=5 if options.quick else 100,
+        num_rounds=5 if options.quick else 60,
+        num_processes=1 if options.quick else 4,
         table_sizes=[1000] * 26 if options.quick else (),
     )
     return _show_rows(rows, options)

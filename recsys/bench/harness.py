@@ -107,21 +107,25 @@ def take_turns(
     return results
 
 
-def timed(function: Callable[[], object], *, num_before: int = 0) -> Callable[[], float]:
+def timed(
+    function: Callable[[], object], *, num_before: int = 0, num_timed: int = 1
+) -> Callable[[], float]:
     """A call that returns the seconds the function takes.
 
     Args:
         function: What is measured.
-        num_before: Calls before the one that is timed: then it follows one of its own, as it does
-            outside of a benchmark, and not another's.
+        num_before: Calls before those that are timed: then these follow one of their own, as they
+            do outside of a benchmark, and not another's.
+        num_timed: Calls that are timed; the result is their mean.
     """
 
     def call() -> float:
         for _ in range(num_before):
             function()
         begin = time.perf_counter()
-        function()
-        return time.perf_counter() - begin
+        for _ in range(num_timed):
+            function()
+        return (time.perf_counter() - begin) / num_timed
 
     return call
 

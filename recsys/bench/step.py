@@ -14,17 +14,18 @@
     gemm_onednn   the same products, by oneDNN
 
 Precisions take turns too: everything of one batch size runs in one process, each with operands of
-its own, after warm-up rounds that are not counted. A turn is up to 17 steps of which the last is
-timed: in training a step follows its own kind, and finds in the caches what that left. As there,
+its own, after warm-up rounds that are not counted. A turn is as many untimed steps as timed ones:
+in training a step follows its own kind, and finds in the caches what that left. As there,
 bfloat16 rules the forward pass and what backward makes of it, and the update is in float32.
-Mini-batches are made beforehand.
+Mini-batches are made beforehand. Where a process's memory happens to lie makes a small step by a
+hundredth or two longer or shorter, of every provider by another, however often it is repeated
+there: so rounds are shared out among several processes, one after the other.
 Kaggle's tables are 2 GiB and every whole step has its own, but `kernels`, which works on those of
 `recsys`: both precisions take 13 GiB together.
 """
 
 from __future__ import annotations
 
-import gc
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from recsys.bench.bare_kernels import BareKernels, bags_of
 from recsys.bench.harness import (
     Row,
+    in_own_process,
     ratio,
     rows_by_provider,
     take_turns,
@@ -50,7 +52,7 @@ from recsys.models.interaction import InteractionArch
 from recsys.models.linear import onednn_product, weight_gradient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.optim import Optimizer
 
@@ -71,6 +73,7 @@ def bench_step(
     precisions: Sequence[str],
     *,
     num_rounds: int,
+    num_processes: int = 1,
     table_sizes: Sequence[int] = (),
 ) -> list[Row]:
     """Measure every provider in every case.
@@ -78,26 +81,33 @@ def bench_step(
     Args:
         batch_sizes: Each makes a case with each precision.
         precisions: "fp32" or "bf16".
-        num_rounds: Rounds that count; each provider makes one step that counts in each.
+        num_rounds: Rounds that count, of all processes; in each every provider takes its turn.
+        num_processes: Among how many they are shared out, for each batch size.
         table_sizes: Rows per table; Kaggle's where empty.
 
     Raises:
         MissingDependency: TorchRec or FBGEMM is not installed.
     """
-    set_num_threads(0)
-    tune_allocator()
     rows = []
     for batch_size in batch_sizes:
-        rows += _bench_batch_size(batch_size, precisions, num_rounds, table_sizes)
-        gc.collect()  # a module's parts know the module: tables would outlive their case
+        seconds: dict[tuple[str, str], list[float]] = {}
+        for share in np.diff(np.arange(num_processes + 1) * num_rounds // num_processes).tolist():
+            found = in_own_process(_measure, batch_size, precisions, share, table_sizes)
+            for name, spent in found.items():
+                seconds.setdefault(name, []).extend(spent)
+        rows += _rows_of_batch_size(batch_size, precisions, seconds)
     return rows
 
 
-def _bench_batch_size(
+def _measure(
     batch_size: int, precisions: Sequence[str], num_rounds: int, table_sizes: Sequence[int]
-) -> list[Row]:
+) -> dict[tuple[str, str], list[float]]:
+    """By precision and provider, the seconds of a step in every round."""
+    set_num_threads(0)
+    tune_allocator()
+    steps_of_turn = _steps_of_turn(batch_size)
     steps = {
-        (precision, provider): timed(step, num_before=_num_before(batch_size))
+        (precision, provider): timed(step, num_before=steps_of_turn, num_timed=steps_of_turn)
         for precision in precisions
         for provider, step in {
             **_with_kernels(
@@ -107,7 +117,14 @@ def _bench_batch_size(
             **_gemm_steps(batch_size, precision),
         }.items()
     }
-    seconds = take_turns(steps, num_rounds, num_warm_up_rounds=_NUM_WARM_UP_ROUNDS)
+    return take_turns(steps, num_rounds, num_warm_up_rounds=_NUM_WARM_UP_ROUNDS)
+
+
+def _rows_of_batch_size(
+    batch_size: int,
+    precisions: Sequence[str],
+    seconds: Mapping[tuple[str, str], Sequence[float]],
+) -> list[Row]:
     rows = []
     for precision in precisions:
         dim = TrainConfig().model.embedding_dim
@@ -152,7 +169,7 @@ def _whole_steps(
     batch_size: int, precision: str, table_sizes: Sequence[int], num_rounds: int
 ) -> dict[str, _WholeStep]:
     """Steps of the main job, by embeddings."""
-    num_steps = (_num_before(batch_size) + 1) * (num_rounds + _NUM_WARM_UP_ROUNDS)
+    num_steps = 2 * _steps_of_turn(batch_size) * (num_rounds + _NUM_WARM_UP_ROUNDS)
     num_batches = max(1, min(num_steps, _MAX_SAMPLES // batch_size))
     steps: dict[str, _WholeStep] = {}
     for embeddings in _WHOLE:
@@ -188,8 +205,8 @@ def _collection_of(model: nn.Module) -> HotColdEmbeddingBagCollection:
     return found
 
 
-def _num_before(batch_size: int) -> int:
-    """Untimed steps of a turn: the more, the less a step touches."""
+def _steps_of_turn(batch_size: int) -> int:
+    """Timed steps of a turn, and untimed ones before: the more, the less a step touches."""
     return min(16, max(1, 8192 // batch_size))
 
 

@@ -147,7 +147,7 @@ def test_what_is_timed_follows_calls_of_its_own_that_are_not(monkeypatch):
     monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock))
     calls = []
 
-    seconds = timed(lambda: calls.append(len(calls)), num_before=2)()
+    seconds = timed(lambda: calls.append(len(calls)), num_before=2, num_timed=5)()
 
-    assert seconds == 2.5
-    assert calls == [0, 1, 2]
+    assert seconds == 0.5
+    assert calls == [0, 1, 2, 3, 4, 5, 6]

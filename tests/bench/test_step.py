@@ -1,5 +1,3 @@
-import weakref
-
 import pytest
 import torch
 
@@ -19,12 +17,36 @@ def threads_as_before():
 
 @pytest.fixture
 def short_turns(monkeypatch):
-    """An untimed step before a timed one, where a small mini-batch has sixteen."""
-    monkeypatch.setattr(step, "_num_before", lambda _: 1)
+    """An untimed step before a timed one, where a small mini-batch has sixteen; in this process."""
+    monkeypatch.setattr(step, "_steps_of_turn", lambda _: 1)
+    monkeypatch.setattr(step, "in_own_process", lambda function, *arguments: function(*arguments))
 
 
-def test_the_smaller_a_mini_batch_the_more_untimed_steps_come_before_a_timed_one():
-    assert [step._num_before(size) for size in (4, 1024, 8192, 10_000)] == [16, 8, 1, 1]
+def test_the_smaller_a_mini_batch_the_more_steps_a_turn_has():
+    assert [step._steps_of_turn(size) for size in (4, 1024, 8192, 10_000)] == [16, 8, 1, 1]
+
+
+def test_rounds_are_shared_out_among_processes_and_all_of_them_count(monkeypatch):
+    calls = []
+
+    def in_own_process(function, *arguments):
+        assert function is step._measure
+        calls.append(arguments)
+        _, precisions, num_rounds, _ = arguments
+        providers = ("recsys", "torch", "fbgemm", "kernels", "dense", "dense_eager")
+        return {
+            (precision, provider): [float(len(calls))] * num_rounds
+            for precision in precisions
+            for provider in providers
+        }
+
+    monkeypatch.setattr(step, "in_own_process", in_own_process)
+
+    rows = bench_step([4, 8], ["fp32"], num_rounds=7, num_processes=3, table_sizes=[5])
+
+    assert calls == [(size, ["fp32"], share, [5]) for size in (4, 8) for share in (2, 2, 3)]
+    assert {row.num_runs for row in rows} == {7}
+    assert [row.median for row in rows if row.metric == "time"] == [2e3] * 6 + [5e3] * 6
 
 
 @pytest.mark.slow
@@ -145,25 +167,6 @@ def test_dense_steps_multiply_in_their_precision_and_update(precision):
 
         assert watched.dtypes["bmm"] == {dtype}
         assert watched.dtypes["add_"] == {torch.float32}  # parameters move, in float32
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_turns")
-def test_a_batch_size_leaves_no_tables_behind_for_the_next(monkeypatch):
-    pytest.importorskip("torchrec", exc_type=ImportError)
-    whole_steps, made, held = step._whole_steps, [], []
-
-    def watched(*arguments):
-        held.append(sum(reference() is not None for reference in made))
-        steps = whole_steps(*arguments)
-        made.extend(weakref.ref(whole.model) for whole in steps.values())
-        return steps
-
-    monkeypatch.setattr(step, "_whole_steps", watched)
-
-    bench_step([3, 4], ["fp32"], num_rounds=1, table_sizes=[5] * 26)
-
-    assert held == [0, 0]
 
 
 def test_a_whole_step_trains():
