@@ -172,15 +172,31 @@ def ratio(
     metric: str,
     values: Sequence[float],
     baseline: Sequence[float],
+    is_by_round: bool = False,
 ) -> Row:
     """How many times faster than a baseline, from the times of rounds in which both took turns.
 
     `median` is the ratio of the medians and `low` to `high` its interval, rounds drawn in pairs;
     `p20` and `p80` are those of the rounds' own ratios.
+
+    Args:
+        bench: As in `Row`.
+        case: As in `Row`.
+        provider: As in `Row`.
+        metric: As in `Row`.
+        values: Of the provider, by round.
+        baseline: Of the baseline.
+        is_by_round: Whether `median` is that of the rounds' own ratios too: for rounds so far apart
+            that the machine is faster in some than in others, of which the medians know nothing.
     """
     ours, theirs = np.asarray(values), np.asarray(baseline)
     rounds = _resampled(len(ours))
-    ratios = np.median(theirs[rounds], axis=1) / np.median(ours[rounds], axis=1)
+    if is_by_round:
+        median = float(np.median(theirs / ours))
+        ratios = np.median((theirs / ours)[rounds], axis=1)
+    else:
+        median = float(np.median(theirs) / np.median(ours))
+        ratios = np.median(theirs[rounds], axis=1) / np.median(ours[rounds], axis=1)
     low, high = _interval(ratios, len(ours))
     p20, p80 = np.percentile(theirs / ours, [20, 80]).tolist()
     return Row(
@@ -189,7 +205,7 @@ def ratio(
         provider=provider,
         metric=metric,
         unit="ratio",
-        median=float(np.median(theirs) / np.median(ours)),
+        median=median,
         p20=p20,
         p80=p80,
         num_runs=len(ours),

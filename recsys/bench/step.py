@@ -19,7 +19,8 @@ in training a step follows its own kind, and finds in the caches what that left.
 bfloat16 rules the forward pass and what backward makes of it, and the update is in float32.
 Mini-batches are made beforehand. Where a process's memory happens to lie makes a small step by a
 hundredth or two longer or shorter, of every provider by another, however often it is repeated
-there: so rounds are shared out among several processes, one after the other.
+there: so rounds are shared out among several processes, one after the other. Minutes lie between
+them, and a machine that others use is faster in some than in others, so ratios are those of rounds.
 Kaggle's tables are 2 GiB and every whole step has its own, but `kernels`, which works on those of
 `recsys`: both precisions take 13 GiB together.
 """
@@ -159,6 +160,7 @@ def _rows_of_batch_size(
                 metric=metric,
                 values=values,
                 baseline=baseline,
+                is_by_round=True,
             )
             for provider, metric, values, baseline in ratios
         ]

@@ -70,6 +70,20 @@ def test_a_ratio_is_that_of_the_medians_with_an_interval_around_it():
     assert row.unit == "ratio"
 
 
+def test_a_ratio_by_round_knows_that_the_machine_was_faster_in_some():
+    names = {"bench": "b", "case": "c", "provider": "p", "metric": "m"}
+    ours, theirs = [1.0, 10.0, 10.0], [2.0, 15.0, 40.0]
+
+    row = ratio(**names, values=ours, baseline=theirs, is_by_round=True)
+    steady = ratio(
+        **names, values=ours * 3, baseline=[2 * each for each in ours] * 3, is_by_round=True
+    )
+
+    assert row.median == 2.0
+    assert ratio(**names, values=ours, baseline=theirs).median == 1.5
+    assert (steady.low, steady.median, steady.high) == (2.0, 2.0, 2.0)
+
+
 @pytest.mark.parametrize(("num_runs", "has_interval"), [(1, False), (5, False), (6, True)])
 def test_neither_a_median_nor_a_ratio_of_few_runs_has_an_interval(num_runs, has_interval):
     values = [float(number) for number in range(1, num_runs + 1)]
