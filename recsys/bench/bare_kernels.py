@@ -47,7 +47,7 @@ class BareKernels:
         [layout] = embeddings._layouts
         optimizer = embeddings.row_optimizer
         assert optimizer is not None
-        formula = optimizer.formula(optimizer.param_groups[0])
+        formula = optimizer._formula_of(optimizer.param_groups[0])
         self.space, self.formula = layout.group.space(), formula
         self.states = [
             RowSpace([optimizer.state[table][name] for table in layout.group.weights()])

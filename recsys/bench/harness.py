@@ -73,7 +73,11 @@ class Row:
 
 
 def take_turns(
-    calls: Mapping[_K, Callable[[], _T]], num_rounds: int, *, num_warm_up_rounds: int = 3
+    calls: Mapping[_K, Callable[[], _T]],
+    num_rounds: int,
+    *,
+    num_warm_up_rounds: int = 3,
+    seed: int = 0,
 ) -> dict[_K, list[_T]]:
     """Call everyone once per round, in an order drawn anew for each round.
 
@@ -85,13 +89,14 @@ def take_turns(
         calls: By provider.
         num_rounds: Rounds that count.
         num_warm_up_rounds: Rounds before those.
+        seed: Of the orders.
 
     Returns:
         By provider, what its calls returned in the rounds that count.
     """
     results: dict[_K, list[_T]] = {name: [] for name in calls}
     names = list(calls)
-    orders = np.random.default_rng(0)
+    orders = np.random.default_rng(seed)
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -176,8 +181,8 @@ def ratio(
 ) -> Row:
     """How many times faster than a baseline, from the times of rounds in which both took turns.
 
-    `median` is the ratio of the medians and `low` to `high` its interval, rounds drawn in pairs;
-    `p20` and `p80` are those of the rounds' own ratios.
+    `median` is the ratio of the medians, unless `is_by_round`, and `low` to `high` its interval,
+    rounds drawn in pairs; `p20` and `p80` are those of the rounds' own ratios.
 
     Args:
         bench: As in `Row`.

@@ -335,7 +335,7 @@ class _Provider:
         return self._timed(make_steps, list(map(bags_of, untimed)), list(map(bags_of, timed)))
 
     def turn_of_floor(self) -> float:
-        """The same by what any drop-in must do."""
+        """The same by touching the rows and nothing else."""
         untimed, timed = map(self._batches, next(self._turns_of_floor))
         make_steps = partial(self._make_steps_of_floor, TouchedRows(self._bare_kernels))
         return self._timed(make_steps, untimed, timed)

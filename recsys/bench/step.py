@@ -89,11 +89,14 @@ def bench_step(
     Raises:
         MissingDependency: TorchRec or FBGEMM is not installed.
     """
+    set_num_threads(0)  # as the processes do, for the record of the run
+    num_processes = min(num_processes, num_rounds)
+    shares = np.diff(np.arange(num_processes + 1) * num_rounds // num_processes).tolist()
     rows = []
     for batch_size in batch_sizes:
         seconds: dict[tuple[str, str], list[float]] = {}
-        for share in np.diff(np.arange(num_processes + 1) * num_rounds // num_processes).tolist():
-            found = in_own_process(_measure, batch_size, precisions, share, table_sizes)
+        for process, share in enumerate(shares):
+            found = in_own_process(_measure, batch_size, precisions, share, table_sizes, process)
             for name, spent in found.items():
                 seconds.setdefault(name, []).extend(spent)
         rows += _rows_of_batch_size(batch_size, precisions, seconds)
@@ -101,9 +104,13 @@ def bench_step(
 
 
 def _measure(
-    batch_size: int, precisions: Sequence[str], num_rounds: int, table_sizes: Sequence[int]
+    batch_size: int,
+    precisions: Sequence[str],
+    num_rounds: int,
+    table_sizes: Sequence[int],
+    seed: int,
 ) -> dict[tuple[str, str], list[float]]:
-    """By precision and provider, the seconds of a step in every round."""
+    """By precision and provider, the seconds of a step in every round; `seed` is of their order."""
     set_num_threads(0)
     tune_allocator()
     steps_of_turn = _steps_of_turn(batch_size)
@@ -118,7 +125,7 @@ def _measure(
             **_gemm_steps(batch_size, precision),
         }.items()
     }
-    return take_turns(steps, num_rounds, num_warm_up_rounds=_NUM_WARM_UP_ROUNDS)
+    return take_turns(steps, num_rounds, num_warm_up_rounds=_NUM_WARM_UP_ROUNDS, seed=seed)
 
 
 def _rows_of_batch_size(

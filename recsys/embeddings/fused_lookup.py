@@ -268,13 +268,17 @@ def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor
 
 
 def _entries(work: _Work, gradient: Tensor) -> list[tuple[TableGroup, LedgerEntry]]:
-    read_later = work.ids if gradient._is_view() else (*work.ids, gradient)
-    ids = [(tensor, tensor._version) for tensor in read_later]
+    read_later = [(tensor, tensor._version) for tensor in (*work.ids, gradient)]
     return [
         (
             group,
             LedgerEntry(
-                still_asking, bags.kept(), gradient, ids, None if ticket is None else rows, ticket
+                still_asking,
+                bags.kept(),
+                gradient,
+                read_later,
+                None if ticket is None else rows,
+                ticket,
             ),
         )
         for (group, _, rows, _, bags, ticket), asking in work.calls

@@ -54,7 +54,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
         self._kind = type(formula)
         translation = Translation(
-            formula=self.formula,
+            formula=self._formula_of,
             state_names={},
             learning_rate=_read_lr,
             counts_steps=formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2),
@@ -168,8 +168,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group[name] = value
         self.updater.follow_state()
 
-    def formula(self, settings: Mapping[str, Any]) -> RowOptimizer:
-        """How rows move by the settings of a param group."""
+    def _formula_of(self, settings: Mapping[str, Any]) -> RowOptimizer:
         return self._kind(**{field.name: settings[field.name] for field in fields(self._kind)})
 
 

@@ -32,7 +32,7 @@ def test_rounds_are_shared_out_among_processes_and_all_of_them_count(monkeypatch
     def in_own_process(function, *arguments):
         assert function is step._measure
         calls.append(arguments)
-        _, precisions, num_rounds, _ = arguments
+        _, precisions, num_rounds, _, _ = arguments
         providers = ("recsys", "torch", "fbgemm", "kernels", "dense", "dense_eager")
         return {
             (precision, provider): [float(len(calls))] * num_rounds
@@ -44,9 +44,17 @@ def test_rounds_are_shared_out_among_processes_and_all_of_them_count(monkeypatch
 
     rows = bench_step([4, 8], ["fp32"], num_rounds=7, num_processes=3, table_sizes=[5])
 
-    assert calls == [(size, ["fp32"], share, [5]) for size in (4, 8) for share in (2, 2, 3)]
+    assert calls == [
+        (size, ["fp32"], share, [5], seed)
+        for size in (4, 8)
+        for seed, share in enumerate((2, 2, 3))
+    ]
     assert {row.num_runs for row in rows} == {7}
     assert [row.median for row in rows if row.metric == "time"] == [2e3] * 6 + [5e3] * 6
+
+    calls.clear()
+    bench_step([4], ["fp32"], num_rounds=2, num_processes=3)
+    assert [share for _, _, share, _, _ in calls] == [1, 1]
 
 
 @pytest.mark.slow

@@ -204,10 +204,11 @@ def test_state_of_a_table_that_has_grown_is_refused():
         module.row_optimizer.step()
 
 
-def test_a_gradient_that_is_overwritten_before_the_step_is_noticed():
+@pytest.mark.parametrize("shape", [(4, 12), (4, 3, 4)])
+def test_a_gradient_that_is_overwritten_before_the_step_is_noticed(shape):
     module = build(SGD(lr=1.0))
-    gradient = torch.ones(4, 12)
-    module(IDS).values().backward(gradient)
+    gradient = torch.ones(shape)
+    module(IDS).values().view(shape).backward(gradient)
     gradient.zero_()
 
     with pytest.raises(RuntimeError, match="or its gradient, were overwritten"):

@@ -35,8 +35,7 @@ class LedgerEntry(NamedTuple):
         bags: The input.
         gradient: Of the pooled rows, (B, W), in the dtype that rows are computed in; each row
             contiguous, and behind the one before.
-        ids: What the bags are views of, and the gradient where it is a tensor of its own; with the
-            version of each.
+        ids: What the bags are views of, and the gradient; with the version of each.
         rows: The input by rows, where `bags` has slots of them.
         ticket: Has the slots.
     """
