@@ -402,15 +402,6 @@ class PooledEmbeddings:
                 f"got {tuple(values.shape)}"
             )
 
-    @classmethod
-    def _unchecked(
-        cls, keys: list[str], length_per_key: list[int], values: Tensor
-    ) -> PooledEmbeddings:
-        """For what fits together by construction; the lists are not copied."""
-        pooled = object.__new__(cls)
-        pooled._keys, pooled._length_per_key, pooled._values = keys, length_per_key, values
-        return pooled
-
     def keys(self) -> list[str]:
         """Feature names, in column order."""
         return self._keys

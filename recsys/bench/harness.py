@@ -30,6 +30,7 @@ __all__ = [
     "print_rows",
     "ratio",
     "rows_by_provider",
+    "steps_of_turn",
     "summarize",
     "take_turns",
     "timed",
@@ -110,6 +111,11 @@ def take_turns(
         if was_enabled:
             gc.enable()
     return results
+
+
+def steps_of_turn(batch_size: int) -> int:
+    """Timed steps of a turn, and untimed ones before: small mini-batches need more of either."""
+    return min(16, max(1, 8192 // batch_size))
 
 
 def timed(

@@ -39,6 +39,7 @@ from recsys.bench.harness import (
     median_of_ratios,
     ratio,
     rows_by_provider,
+    steps_of_turn,
     summarize,
     take_turns,
 )
@@ -160,13 +161,8 @@ def _capped(table_sizes: Sequence[int], dim: int) -> tuple[int, ...]:
     return tuple(size if dim <= _MAX_UNCAPPED_DIM else min(size, _MAX_ROWS) for size in table_sizes)
 
 
-def _steps_of_turn(batch_size: int) -> int:
-    """Timed steps of a turn, and untimed ones before: small mini-batches need more of either."""
-    return min(16, max(1, 8192 // batch_size))
-
-
 def _samples_of_turn(batch_size: int) -> int:
-    return 2 * _steps_of_turn(batch_size) * batch_size
+    return 2 * steps_of_turn(batch_size) * batch_size
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ Precisions take turns too: everything of one batch size runs in one process, eac
 its own, after warm-up rounds that are not counted. A turn is as many untimed steps as timed ones:
 in training a step follows its own kind, and finds in the caches what that left. As there,
 bfloat16 rules the forward pass and what backward makes of it, and the update is in float32.
-Mini-batches are made beforehand. Where a process's memory happens to lie makes a small step by a
-hundredth or two longer or shorter, of every provider by another, however often it is repeated
-there: so rounds are shared out among several processes, one after the other. Minutes lie between
-them, and a machine that others use is faster in some than in others, so ratios are those of rounds.
+Mini-batches are made beforehand. Of the same code one process takes longer for a small step than
+another, of every provider by another share, however often it is repeated there: so rounds are
+shared out among several processes, one after the other. Minutes lie between them, and a machine
+that others use is faster in some than in others, so ratios are those of rounds.
 Kaggle's tables are 2 GiB and every whole step has its own, but `kernels`, which works on those of
 `recsys`: both precisions take 13 GiB together.
 """
@@ -40,6 +40,7 @@ from recsys.bench.harness import (
     in_own_process,
     ratio,
     rows_by_provider,
+    steps_of_turn,
     take_turns,
     timed,
 )
@@ -113,9 +114,9 @@ def _measure(
     """By precision and provider, the seconds of a step in every round; `seed` is of their order."""
     set_num_threads(0)
     tune_allocator()
-    steps_of_turn = _steps_of_turn(batch_size)
+    num_steps = steps_of_turn(batch_size)
     steps = {
-        (precision, provider): timed(step, num_before=steps_of_turn, num_timed=steps_of_turn)
+        (precision, provider): timed(step, num_before=num_steps, num_timed=num_steps)
         for precision in precisions
         for provider, step in {
             **_with_kernels(
@@ -178,7 +179,7 @@ def _whole_steps(
     batch_size: int, precision: str, table_sizes: Sequence[int], num_rounds: int
 ) -> dict[str, _WholeStep]:
     """Steps of the main job, by embeddings."""
-    num_steps = 2 * _steps_of_turn(batch_size) * (num_rounds + _NUM_WARM_UP_ROUNDS)
+    num_steps = 2 * steps_of_turn(batch_size) * (num_rounds + _NUM_WARM_UP_ROUNDS)
     num_batches = max(1, min(num_steps, _MAX_SAMPLES // batch_size))
     steps: dict[str, _WholeStep] = {}
     for embeddings in _WHOLE:
@@ -212,11 +213,6 @@ def _with_kernels(
 def _collection_of(model: nn.Module) -> HotColdEmbeddingBagCollection:
     [found] = [each for each in model.modules() if isinstance(each, HotColdEmbeddingBagCollection)]
     return found
-
-
-def _steps_of_turn(batch_size: int) -> int:
-    """Timed steps of a turn, and untimed ones before: the more, the less a step touches."""
-    return min(16, max(1, 8192 // batch_size))
 
 
 class _WholeStep:

@@ -90,9 +90,7 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
                 self._lookups, self._bags(features), strict=True
             )
         ]
-        return PooledEmbeddings._unchecked(
-            self._output_keys, self._output_dims, torch.cat(pooled, dim=1)
-        )
+        return PooledEmbeddings(self._output_keys, self._output_dims, torch.cat(pooled, dim=1))
 
 
 class FbgemmEmbeddingBags(AbstractEmbeddingBags):
@@ -189,7 +187,7 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
             self._hidden[0].set_learning_rate(lr)
             self._lr = lr
         pooled = self._hidden[0](values.long(), offsets.long(), weights)
-        return PooledEmbeddings._unchecked(self._output_keys, self._output_dims, pooled)
+        return PooledEmbeddings(self._output_keys, self._output_dims, pooled)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool

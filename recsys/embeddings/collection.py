@@ -338,7 +338,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             explain=explain,
         )
         if is_light:
-            return PooledEmbeddings._unchecked(self._output_keys, self._output_dims, pooled)
+            return PooledEmbeddings(self._output_keys, self._output_dims, pooled)
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
         return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))

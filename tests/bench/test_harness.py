@@ -156,6 +156,10 @@ def test_a_median_of_ratios_is_over_the_cases_and_its_interval_over_their_rounds
     assert (of_few.low, of_few.high) == (None, None)
 
 
+def test_the_smaller_a_mini_batch_the_more_steps_a_turn_has():
+    assert [harness.steps_of_turn(size) for size in (4, 1024, 8192, 10_000)] == [16, 8, 1, 1]
+
+
 def test_what_is_timed_follows_calls_of_its_own_that_are_not(monkeypatch):
     clock = iter([10.0, 12.5])
     monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock))

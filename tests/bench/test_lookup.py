@@ -43,7 +43,7 @@ def in_this_process(monkeypatch):
     pytest.importorskip("fbgemm_gpu")
     before = torch.get_num_threads()
     monkeypatch.setattr(lookup, "set_num_threads", lambda _: torch.set_num_threads(1))
-    monkeypatch.setattr(lookup, "_steps_of_turn", lambda _: 2)
+    monkeypatch.setattr(lookup, "steps_of_turn", lambda _: 2)
     monkeypatch.setattr(InThisProcess, "made", ())
     monkeypatch.setattr(lookup, "Worker", InThisProcess)
     monkeypatch.setattr(lookup, "settle", lambda: None)

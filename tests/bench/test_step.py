@@ -18,12 +18,8 @@ def threads_as_before():
 @pytest.fixture
 def short_turns(monkeypatch):
     """An untimed step before a timed one, where a small mini-batch has sixteen; in this process."""
-    monkeypatch.setattr(step, "_steps_of_turn", lambda _: 1)
+    monkeypatch.setattr(step, "steps_of_turn", lambda _: 1)
     monkeypatch.setattr(step, "in_own_process", lambda function, *arguments: function(*arguments))
-
-
-def test_the_smaller_a_mini_batch_the_more_steps_a_turn_has():
-    assert [step._steps_of_turn(size) for size in (4, 1024, 8192, 10_000)] == [16, 8, 1, 1]
 
 
 def test_rounds_are_shared_out_among_processes_and_all_of_them_count(monkeypatch):
