@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 import numba
 import torch
 from numba import njit
+from torch import get_num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,7 @@ class ParallelKernel(Generic[_P, _R]):
 
     def __call__(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
         """Run it, on several threads where that may be done."""
-        is_shared = torch.get_num_threads() > 1 and _may_share() and not _thread.works_alone
+        is_shared = get_num_threads() > 1 and _may_share() and not _thread.works_alone
         return (self._parallel if is_shared else self._serial)(*arguments, **more)
 
     def alone(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
@@ -80,7 +81,7 @@ _thread = _Thread()
 
 def num_parts() -> int:
     """Parts to cut a parallel kernel's work into: one for each of torch's threads."""
-    return torch.get_num_threads()
+    return get_num_threads()
 
 
 def _compile(function: _F, *, is_parallel: bool) -> _F:
@@ -131,7 +132,7 @@ _is_forked = _Fork()
 @cache
 def _threads_are_here() -> bool:
     """Start numba's threads; whether several of ours may use them at once."""
-    before = torch.get_num_threads()
+    before = get_num_threads()
     numba.get_num_threads()
     # Starting them tells the OpenMP runtime, which torch shares, how many there are.
     torch.set_num_threads(before)

@@ -177,7 +177,7 @@ def test_a_parallel_kernel_made_for_a_number_knows_it_on_one_thread_and_on_two()
 def test_a_thread_that_works_alone_runs_kernels_by_itself(monkeypatch):
     doubled = jit.parallel_kernel(_doubled)
     monkeypatch.setattr(doubled, "_parallel", lambda *_: "shared")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(jit, "get_num_threads", lambda: 2)
     numbers = np.arange(3.0)
 
     with ThreadPoolExecutor(1, initializer=jit.work_alone) as alone, ThreadPoolExecutor(1) as other:

@@ -345,8 +345,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     def _read(
         self, features: Features, weights: Tensor | None, *, is_light: bool
-    ) -> tuple[list[Part], Tensor | None, tuple[Tensor, Tensor]]:
-        """What the kernels look up, the weights of what is in bags, and the ids."""
+    ) -> tuple[list[Part], Tensor | None, Sequence[Tensor]]:
+        """What the kernels look up, the weights of what is in bags, and what bags are views of."""
         kernels = self._layouts[0].group.kernels
         is_deferred = kernels.errors is not None
         positions = self._positions(features)
@@ -358,7 +358,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         is_one_hot = (
             True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
         )
-        parts, bags_of = list[Part](), dict[bool, Any]()
+        parts: list[Part] = []
+        bags_of: dict[bool, Any] = {}
         for layout in self._layouts:
             is_mean = layout.is_mean
             if is_mean not in bags_of:
@@ -366,7 +367,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
                     values, offsets, weights, batch_size, is_mean=is_mean, is_one_hot=is_one_hot
                 )
             parts.append(Part(layout.group, layout.lookups(positions), bags_of[is_mean]))
-        return parts, weights, (values, offsets)
+        return parts, weights, (values,) if is_one_hot else (values, offsets)
 
     def _make_bags(self, device: torch.device | None, files: ColdFiles | None) -> nn.ModuleDict:
         if files is None:

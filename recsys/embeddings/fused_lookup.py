@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,11 +69,14 @@ def fused_lookup(
         RuntimeError: the tables' gradients would have to be shared between processes; in backward,
             what it reads again was changed in place meanwhile.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # it is us who read the tables
-        may_move = updater is not None and torch.is_grad_enabled()
-        asking, asks_tables = list[Lookups](), False
-        for part in parts:
-            asking.append(part.group.asking(part.lookups) if may_move else _NOTHING)
+    with DisableTorchFunctionSubclass():  # it is us who read the tables
+        may_move = updater is not None and is_grad_enabled()
+        weights_of: list[Sequence[nn.Parameter]] = []
+        asking: list[Lookups] = []
+        asks_tables = False
+        for group, lookups, _ in parts:
+            weights_of.append(group.follow(lookups))
+            asking.append(group.asking(lookups, weights_of[-1]) if may_move else _NOTHING)
             asks_tables = asks_tables or bool(asking[-1].distinct_tables)
         if not asks_tables and updater is not None and parts[0].group.tiers is not None:
             asks_weights = may_move and bag_weights is not None and bag_weights.requires_grad
@@ -80,7 +85,7 @@ def fused_lookup(
         calls = None
         while calls is None:
             try:
-                calls = _calls_of(parts, asking)
+                calls = _calls_of(parts, weights_of, asking)
             except NoSuchRow as error:
                 raise explain(error.position) from None
             except NotEnoughSlots as error:
@@ -117,7 +122,7 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
         where no table asks for a gradient, since rows are then read where they are.
     """
     claims: list[AheadClaim] = []
-    with torch._C.DisableTorchFunctionSubclass():  # it is us who read the tables
+    with DisableTorchFunctionSubclass():  # it is us who read the tables
         if not any(part.group.asking(part.lookups).distinct_tables for part in parts):
             return Prefetched(())
         try:
@@ -149,16 +154,21 @@ def _count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
     return found
 
 
-def _calls_of(parts: Sequence[Part], asking: Sequence[Lookups]) -> list[tuple[Found, Lookups]]:
+def _calls_of(
+    parts: Sequence[Part],
+    weights_of: Sequence[Sequence[nn.Parameter]],
+    asking: Sequence[Lookups],
+) -> list[tuple[Found, Lookups]]:
     """The kernel calls of all parts, and which lookups of each ask for a gradient.
 
     Args:
         parts: What is looked up.
+        weights_of: Each one's tables.
         asking: Of the lookups of each.
     """
     calls = []
-    for (group, lookups, bags), its_asking in zip(parts, asking, strict=True):
-        for found in group.find(lookups, bags):
+    for (group, lookups, bags), weights, its_asking in zip(parts, weights_of, asking, strict=True):
+        for found in group.find(lookups, bags, weights):
             is_whole = found.lookups is lookups
             calls.append((found, its_asking if is_whole else group.asking(found.lookups)))
     return calls
@@ -219,7 +229,7 @@ class _FusedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # a graph of gradients is made, which ends here
+        if is_grad_enabled():  # a graph of gradients is made, which ends here
             return _FusedLookup._backward_once(ctx, gradient)
         return _FusedLookup._backward(ctx, gradient)
 
@@ -227,7 +237,7 @@ class _FusedLookup(torch.autograd.Function):
     def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         work: _Work = ctx.work
         ctx.saved_tensors  # noqa: B018  # raises where one was changed, or backward runs twice
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not _get_current_graph_task_keep_graph():
             ctx.work = None  # its slots are the ledger's now, and then whose they may be
         if gradient.requires_grad:  # with create_graph it is part of a graph
             gradient = gradient.detach()
@@ -244,7 +254,7 @@ class _FusedLookup(torch.autograd.Function):
                 found.group.kernels.row_gradient_dots(
                     found.space, found.lookups, found.bags, gradient.contiguous(), of_weights
                 )
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if work.updater is None:
                 return None, of_weights, *_gradients_of_tables(ctx, work, gradient)
             if any(ctx.needs_input_grad[2:]) and work.updater.is_asked():
@@ -282,8 +292,7 @@ def _entries(work: _Work, gradient: Tensor) -> list[tuple[TableGroup, LedgerEntr
             ),
         )
         for (group, _, rows, _, bags, ticket), asking in work.calls
-        # A table that was frozen meanwhile gets no gradient, as in torch.
-        if (still_asking := group.asking(asking)).distinct_tables
+        if (still_asking := group.still_asking(asking)).distinct_tables
     ]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _profiler_enabled
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from recsys.embeddings.row_updater import RowUpdater
@@ -94,7 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _is_watched(self) -> bool:
         """Whether a profiler or a hook of step is to be told of it."""
         return bool(
-            torch._C._autograd._profiler_enabled()
+            _profiler_enabled()
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from recsys.embeddings.budget import SpaceSize
 from recsys.embeddings.interrupts import interrupts_held_back
@@ -61,7 +62,7 @@ class GroupUpdater:
     ) -> None:
         self.group = group
         self._optimizer, self._number, self._translation = optimizer, number, translation
-        self._weights = group.weights()
+        self._weights: Sequence[nn.Parameter] = group.weights()
         self._states: list[_State] = []
         self._states_of: RowSpace | None = None
         self._numbers: list[int] = []
@@ -100,8 +101,9 @@ class GroupUpdater:
 
     def update_rows(self) -> None:
         """Move every row that gradients were collected for, once; forgets the gradients."""
-        self.follow_tables()
-        ledger = self.group.take_ledger()
+        weights = self.group.tables()
+        self.follow_tables(weights)
+        ledger = self.group.take_ledger(weights)
         if not ledger:
             return
         moved = ledger[0].lookups.distinct_tables
@@ -121,13 +123,13 @@ class GroupUpdater:
         # will know.
         if tiers is None:
             row_update(space, states, formula, rates_T2, ledger, keys_T)
-            torch.autograd.graph.increment_version(changed)
+            increment_version(changed)
             return
         tiers.heed_others(space)
         hot = tiers.hot
         with interrupts_held_back():  # rows that are moved and not known to be would be lost
             row_update(hot.space, hot.state_spaces, formula, rates_T2, ledger, keys_T)
-            torch.autograd.graph.increment_version(changed)
+            increment_version(changed)
             tiers.note_moved((entry.ticket for entry in ledger), space)
 
     def space_size(self) -> SpaceSize:
@@ -272,13 +274,14 @@ class GroupUpdater:
         """What `row_update` takes; steps are counted when nothing can be refused any more."""
         settings = self._optimizer.param_groups[self._number]
         (formula, sizes, _), rates_T2 = self._read_settings(settings)
-        space = self.group.space()
+        space = self.group.space(weights=self._weights)
         is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
         counts_steps = self._translation.counts_steps or is_by_chance
-        by_table, new = [_NO_STATE] * len(self._weights), list[int]()
-        if counts_steps or sizes:
-            by_table, new = self._state_by_table(moved)
-        keys_T, steps = TO_NEAREST, list[Any]()
+        if not (counts_steps or sizes or self._states):
+            return space, [], formula, rates_T2, TO_NEAREST
+        by_table, new = self._state_by_table(moved)
+        keys_T: NDArray[Any] = TO_NEAREST
+        steps: list[Any] = []
         if counts_steps:
             rates_T2, keys_T, steps = self._rates_and_keys(
                 settings, formula, moved, by_table, is_by_chance=is_by_chance
@@ -343,10 +346,15 @@ class GroupUpdater:
                 keys_T[table] = table_key(seed, step, self._number_of(table))
         return rates_T2, keys_T, steps
 
-    def follow_tables(self) -> None:
-        """Give settings and state of a table to the one that has taken its place, if any."""
-        weights = self.group.weights()
-        if all(map(is_, weights, self._weights)):
+    def follow_tables(self, weights: Sequence[nn.Parameter] | None = None) -> None:
+        """Give settings and state of a table to the one that has taken its place, if any.
+
+        Args:
+            weights: What the group has just said that the tables are; None to ask it.
+        """
+        if weights is None:
+            weights = self.group.weights()
+        elif weights is self._weights:
             return
         for old, new in zip(self._weights, weights, strict=True):
             if new is not old:

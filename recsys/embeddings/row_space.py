@@ -12,7 +12,6 @@ What lies between the tables is never touched.
 from __future__ import annotations
 
 import ctypes
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,7 +103,6 @@ class AbstractRowSpace:
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
         self.tables = [table.detach() for table in tables]  # keeps the memory alive
-        self._given = list(tables)
         self._addresses = [table.data_ptr() for table in tables]
         self._numels = [table.numel() for table in tables]
         kinds = {(table.dtype, table.shape[1:].numel(), str(table.device)) for table in tables}
@@ -126,22 +124,19 @@ class AbstractRowSpace:
                 raise ValueError(f"rows must be contiguous, got strides {table.stride()}")
 
     def holds(self, tables: Sequence[Tensor], numbers: Sequence[int] | None = None) -> bool:
-        """Whether tables lie where they lay, and others than were given are as long.
+        """Whether tables lie where they lay.
 
-        Asked at every step. That a table is shorter than it was, in the same memory, the table
-        itself has to say, or `has_sizes`, which takes as long as all the rest.
+        Asked at every step. Whether they are as long as they were, in the same memory, they have
+        to say themselves, or `has_sizes`.
 
         Args:
             tables: Those of the row space, or some.
             numbers: Which, in ascending order; None for all.
         """
-        known, given = self._addresses, self._given
+        known = self._addresses
         if numbers is not None and len(numbers) < len(known):
             known = [known[number] for number in numbers]
-            given = [given[number] for number in numbers]
-        return list(map(_address, tables)) == known and (
-            all(map(is_, tables, given)) or self.has_sizes(tables, numbers)
-        )
+        return list(map(_address, tables)) == known
 
     def has_sizes(self, tables: Sequence[Tensor], numbers: Sequence[int] | None = None) -> bool:
         """Whether tables are as long as they were.

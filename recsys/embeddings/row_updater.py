@@ -15,6 +15,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _current_graph_task_id,
+    _will_engine_execute_node,
+)
 from torch.autograd import Variable
 
 from recsys.embeddings.budget import divide_budget
@@ -86,14 +91,14 @@ class RowUpdater:
         """In backward: whether the pass is about tables; `torch.autograd.grad` may not be."""
         if self._asks_node is None:
             self._asks_node = torch.autograd.graph.get_gradient_edge(self.asks_gradient).node
-        return bool(torch._C._will_engine_execute_node(self._asks_node))
+        return bool(_will_engine_execute_node(self._asks_node))
 
     def join_pass(self) -> int | None:
         """The backward pass that a lookup is made in, by activation checkpointing; else None.
 
         Its gradients belong to that pass, although the reentrant kind finds them in one of its own.
         """
-        backward_pass: int = torch._C._current_graph_task_id()
+        backward_pass: int = _current_graph_task_id()
         if backward_pass == _NO_PASS:
             return None
         self._begin(backward_pass)
@@ -109,7 +114,7 @@ class RowUpdater:
             joined: What `join_pass` said when the lookup was made.
         """
         if joined is None or joined != self._queued_for:
-            self._begin(torch._C._current_graph_task_id())
+            self._begin(_current_graph_task_id())
         for group, entry in entries:
             group.keep(entry)
 
@@ -124,7 +129,7 @@ class RowUpdater:
     def update_rows(self) -> None:
         """Move every row that gradients were collected for, once; forgets the gradients."""
         self._queued_for = None
-        with torch._C.DisableTorchFunctionSubclass():  # it is us who read the tables
+        with DisableTorchFunctionSubclass():  # it is us who read the tables
             for group in self._groups:
                 group.update_rows()
 

@@ -98,8 +98,9 @@ class TableGroup:
         self._whole_tables: dict[int, Lookups] = {}
         self._stand_ins: list[nn.Module] = []
         self._watched: list[nn.Parameter] = []
-        # Of those: whether they tell when it changes; what they were found to be, until they do.
+        # Of those: whether they tell what becomes of them; what they were, until they tell.
         self._all_tell = self._all_ask = self._none_has_grad = False
+        self._are_looked_up = False  # all of them, for their gradients, since the last update
         self.kernels = kernels_on(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,6 +118,7 @@ class TableGroup:
             "_all_tell": False,
             "_all_ask": False,
             "_none_has_grad": False,
+            "_are_looked_up": False,
             "kernels": None,
             "ledger": [],
             "_whole_tables": {},
@@ -152,14 +154,21 @@ class TableGroup:
         """Which tables' gradients are sparse where no updater keeps them."""
         return [bool(holder.sparse) for holder in self._holders]
 
-    def space(self, lookups: Lookups | None = None) -> RowSpace:
-        """The tables where they lie now: all of them, or at least those looked up in."""
+    def space(
+        self, lookups: Lookups | None = None, weights: Sequence[nn.Parameter] | None = None
+    ) -> RowSpace:
+        """The tables where they lie now: all of them, or at least those looked up in.
+
+        Args:
+            lookups: Those.
+            weights: What `follow` has just said of them.
+        """
+        if weights is None:
+            weights = self.follow(lookups)
         if self._space is not None:
-            weights = self.weights() if lookups is None else self.weights_of(lookups)
             numbers = None if lookups is None else lookups.distinct_tables
             if self._space.holds(weights, numbers) and (
-                # Tables that are watched say themselves that they are shorter.
-                self._watched or self._space.has_sizes(weights, numbers)
+                self._all_tell or self._space.has_sizes(weights, numbers)
             ):
                 return self._space
         weights = self.weights()
@@ -169,26 +178,29 @@ class TableGroup:
         self._space = space = self.make_space(weights)
         return space
 
-    def find(self, lookups: Lookups, rows: Bags) -> Sequence[Found]:
+    def find(
+        self, lookups: Lookups, rows: Bags, weights: Sequence[nn.Parameter] | None = None
+    ) -> Sequence[Found]:
         """Where the rows of a lookup are that may be moved on its account, as kernel calls.
 
         Args:
             lookups: What is looked up where.
             rows: The input.
+            weights: What `follow` has just said of its tables.
 
         Raises:
             NoSuchRow: tiered, a value is no row of its table.
             NotEnoughSlots: tiered, there is no room for the rows.
         """
-        space = self.space(lookups if self.tiers is None else None)
         if self.tiers is not None:
+            space = self.space()
             return [
                 Found(
                     self, claimed.lookups, rows, self.tiers.hot.space, claimed.bags, claimed.ticket
                 )
                 for claimed in self.tiers.claim(space, lookups, rows)
             ]
-        return (Found(self, lookups, rows, space, rows, None),)
+        return (Found(self, lookups, rows, self.space(lookups, weights), rows, None),)
 
     def claim_ahead(self, lookups: Lookups, rows: Bags) -> AheadClaim:
         """Tiered: have rows fetched for a lookup to come; see `Tiers.claim_ahead`."""
@@ -207,7 +219,7 @@ class TableGroup:
 
     def forget_space(self) -> None:
         """Look anew where the tables lie: one of them has other memory, or less of it."""
-        self._space = None
+        self._space, self._are_looked_up = None, False
         self.kernels = kernels_on(self.device)
 
     def keep_in(self, tiers: Tiers | None) -> None:
@@ -244,7 +256,7 @@ class TableGroup:
         for weight in weights:
             require_unmoved(f"a table of shape {tuple(weight.shape)}", weight, but_by=self)
         self._let_go()
-        self._watched = weights
+        self._watched, self._space = weights, None
         is_tiered = self.tiers is not None
         tell = [watch(weight, self, is_tiered=is_tiered) for weight in weights]
         self._all_tell = all(tell)
@@ -263,23 +275,50 @@ class TableGroup:
         """Watch no table any more."""
         for weight in self._watched:
             unwatch(weight, self)
-        self._watched, self._all_tell = [], False
+        self._watched, self._all_tell, self._are_looked_up = [], False, False
         self.ask_again()
 
     def ask_again(self) -> None:
         """Forget what tables were found to be: the `grad` or `requires_grad` of one was set."""
         self._all_ask = self._none_has_grad = False
 
-    def _follow(self, lookups: Lookups | None = None) -> None:
-        """Watch the parameters that have taken the tables' places, or those looked up in."""
+    def follow(self, lookups: Lookups | None = None) -> Sequence[nn.Parameter]:
+        """The tables, or those looked up in; watched, if others have come in their places.
+
+        Returns:
+            They; where it is all of them, the same list until one is exchanged.
+        """
         watched = self._watched
-        if lookups is None or len(lookups.distinct_tables) == len(watched):
+        if lookups is None or len(lookups.distinct_tables) == len(self._parameters):
             weights = self.weights()
         else:
             weights = self.weights_of(lookups)
             watched = watched and [watched[table] for table in lookups.distinct_tables]
-        if watched and not all(map(is_, weights, watched)):
-            self.watch()
+        if not watched:
+            return weights
+        if all(map(is_, weights, watched)):
+            return watched
+        before = self._watched
+        self.watch()
+        self._let_frozen_be(before)
+        return weights
+
+    def tables(self) -> Sequence[nn.Parameter]:
+        """Those that an update is about: once all were looked up, they, as in torch, though modules
+        may have others by now; else as `follow` finds them.
+        """  # noqa: D205  # one sentence
+        return self._watched if self._are_looked_up else self.follow()
+
+    def _let_frozen_be(self, before: Sequence[nn.Parameter]) -> None:
+        """Forget what lookups have left for tables that were exchanged for frozen ones."""
+        is_left = [
+            now is known or requires_grad(now)
+            for now, known in zip(self._watched, before, strict=True)
+        ]
+        if not all(is_left):
+            left = {table for table, its in enumerate(is_left) if its}
+            ledger = [each._replace(lookups=each.lookups.of_tables(left)) for each in self.ledger]
+            self.ledger = [each for each in ledger if each.lookups.distinct_tables]
 
     def keep(self, entry: LedgerEntry) -> None:
         """Add to the ledger what one lookup's backward found."""
@@ -290,7 +329,7 @@ class TableGroup:
         if not self.ledger:
             return
         ledger = self._closed_ledger()
-        weights = self.weights()
+        weights = self.tables()
         found = sparse_gradients(weights, ledger, [True] * len(weights))
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:
@@ -298,17 +337,20 @@ class TableGroup:
                 known = plain_grad(weight)
                 set_plain_grad(weight, gradient if known is None else _added(known, gradient))
 
-    def take_ledger(self) -> list[LedgerEntry]:
+    def take_ledger(self, weights: Sequence[nn.Parameter]) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left.
+
+        Args:
+            weights: What `tables` has just said.
 
         Raises:
             BudgetTooSmall: tiered, there are too few slots for the rows; everything is left.
         """
-        has_none = self._has_no_grad()
+        has_none = self._has_no_grad(weights)
         ledger = self._closed_ledger()
+        self._are_looked_up = False
         if has_none:
             return ledger
-        weights = self.weights()
         gradients = list(map(plain_grad, weights))
         shown = [table for table, gradient in enumerate(gradients) if gradient is not None]
         try:
@@ -335,30 +377,44 @@ class TableGroup:
     def forget(self) -> None:
         """Empty the ledger and every `grad`; no row moves."""
         self.ledger.clear()
-        if not self._has_no_grad():
-            for weight in self.weights():
+        weights = self.tables()
+        if not self._has_no_grad(weights):
+            for weight in weights:
                 set_plain_grad(weight, None)
 
-    def _has_no_grad(self) -> bool:
-        """Whether nothing but the ledger holds gradients; asked twice a step."""
-        self._follow()
+    def _has_no_grad(self, weights: Sequence[nn.Parameter]) -> bool:
+        """Whether nothing but the ledger holds gradients of the tables; asked twice a step."""
         if self._none_has_grad:
             return True
-        has_none = all(map(is_, map(plain_grad, self.weights()), repeat(None)))
+        has_none = all(map(is_, map(plain_grad, weights), repeat(None)))
         self._none_has_grad = has_none and self._all_tell
         return has_none
 
-    def asking(self, lookups: Lookups) -> Lookups:
-        """The lookups in tables that ask for a gradient; asked twice a step."""
-        self._follow(lookups)
+    def asking(self, lookups: Lookups, weights: Sequence[nn.Parameter] | None = None) -> Lookups:
+        """The lookups in tables that ask for a gradient.
+
+        Args:
+            lookups: All.
+            weights: What `follow` has just said of their tables.
+        """
+        if weights is None:
+            weights = self.follow(lookups)
+        self._are_looked_up = weights is self._watched
         if self._all_ask:
             return lookups
-        asked = list(map(requires_grad, self.weights_of(lookups)))
+        asked = list(map(requires_grad, weights))
         if all(asked):
             self._all_ask = self._all_tell and len(asked) == len(self._parameters)
             return lookups
         asks = map(requires_grad, self.weights())
         return lookups.of_tables({table for table, is_asked in enumerate(asks) if is_asked})
+
+    def still_asking(self, lookups: Lookups) -> Lookups:
+        """Those of them that ask still: frozen since, a table gets no gradient, as in torch.
+
+        One that was exchanged since is found by the next `follow`, before rows move.
+        """
+        return lookups if self._all_ask else self.asking(lookups)
 
     def _entry(self, table: int, gradient: Tensor) -> LedgerEntry:
         """A table's gradient as if each of its rows had been looked up alone."""

@@ -117,7 +117,8 @@ def test_a_row_space_that_nothing_has_happened_to_is_kept():
 
     assert space.holds(tables)
     assert space.holds([table.detach() for table in tables])  # other objects on the same rows
-    assert not space.holds([tables[0], tables[1][:2], tables[2]])
+    assert space.has_sizes(tables)
+    assert not space.has_sizes([tables[0], tables[1][:2], tables[2]])
     assert not space.holds([tables[0], tables[1].clone(), tables[2]])
 
 

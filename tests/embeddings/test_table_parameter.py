@@ -202,6 +202,39 @@ def test_the_gradient_of_a_parameter_that_has_taken_a_tables_place_is_used():
     assert torch.allclose(new, before[0] - 0.5)
 
 
+def test_an_update_is_of_the_tables_that_were_looked_up_as_in_torch(module):
+    plain = torch.nn.EmbeddingBag(8, 4, mode="sum", _weight=rows_of(module)[0])
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    holder, ids = module.embedding_bags["users"], IDS["users"].values().view(-1, 1)
+    old, expected = holder.weight, plain.weight
+    new, untouched = torch.nn.Parameter(torch.ones(8, 4)), torch.ones(8, 4)
+
+    plain(ids).sum().backward()
+    module(IDS).values().sum().backward()
+    holder.weight = plain.weight = new
+    optimizer.step()
+    module.row_optimizer.step()
+
+    torch.testing.assert_close(old.detach(), expected.detach())
+    assert torch.equal(new, untouched)
+    step(module)
+    assert not torch.equal(new, untouched)
+
+
+def test_gradients_that_wait_for_a_table_move_no_frozen_one_in_its_place():
+    module = build(None)
+    users, goods = rows_of(module)
+    module(IDS).values().sum().backward()
+
+    frozen = torch.nn.Parameter(users.clone(), requires_grad=False)
+    module.embedding_bags["users"].weight = frozen
+    module(IDS).values().sum().backward()
+    module.row_optimizer.step()
+
+    assert torch.equal(frozen, users)
+    assert torch.allclose(module.table_weights()[1][0], goods[0] - 2 * 0.5)
+
+
 def test_bags_that_are_looked_up_one_by_one_follow_what_becomes_of_their_tables():
     torch.manual_seed(0)
     model = torch.nn.ModuleList(torch.nn.EmbeddingBag(5, 4, sparse=True) for _ in range(3))
@@ -234,7 +267,7 @@ def test_a_table_that_another_module_moves_is_refused_and_no_gradient_is_lost():
 
     module.embedding_bags["users"].weight = other.table_weights()[0]
     with pytest.raises(ValueError, match="moves its rows already"):
-        module.row_optimizer.step()
+        module(IDS)
     module.embedding_bags["users"].weight = own
     module.row_optimizer.step()
 

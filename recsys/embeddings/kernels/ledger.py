@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from recsys.embeddings.kernels.pooled_lookup import Bags
 
@@ -63,7 +64,7 @@ class LedgerEntry(NamedTuple):
 
 def join_ledger(
     ledger: Sequence[LedgerEntry], space: RowSpace
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64], Bags, NDArray[Any]]:
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], Bags, Tensor, int]:
     """All entries as one: what was looked up in which table, its rows, and the gradients.
 
     Args:
@@ -72,14 +73,17 @@ def join_ledger(
 
     Returns:
         Two arrays whose rows are those of `Segments`, (2, T + 1) and (4, S), not to be written to;
-        bags, whose batch size says nothing; and gradients, one-dimensional.
+        bags, whose batch size says nothing; and gradients, with how many numbers there are in
+        memory from the first to the last.
     """
-    order_2T, segments_4S = _segments(tuple(map(_shape, ledger)), space.sizes_key)
+    shapes = tuple(map(_shape, ledger))
+    order_2T, segments_4S = _segments(shapes, space.sizes_key)
     if len(ledger) == 1:
-        return order_2T, segments_4S, ledger[0].bags, _flat(ledger[0].gradient)
+        [(_, bags, gradient, *_)], [(*_, span)] = ledger, shapes
+        return order_2T, segments_4S, bags, gradient, span
     bags = _join_bags([entry.bags for entry in ledger], space.compute_dtype)
-    gradient = np.concatenate([_flat(entry.gradient) for entry in ledger])
-    return order_2T, segments_4S, bags, gradient
+    gradient = torch.cat([_flat(entry.gradient) for entry in ledger])
+    return order_2T, segments_4S, bags, gradient, len(gradient)
 
 
 class Segments(NamedTuple):
@@ -93,21 +97,22 @@ class Segments(NamedTuple):
     widths: NDArray[np.uint64]  # (S,) from one bag's gradient to the next
 
 
-def _shape(entry: LedgerEntry) -> tuple[Lookups, int, int, int]:
+def _shape(entry: LedgerEntry) -> tuple[Lookups, int, int, int, int]:
     """What its segments depend on."""
-    return entry.lookups, entry.bags.batch_size, _num_bags(entry.bags), entry.gradient.stride(0)
+    lookups, bags, gradient, *_ = entry
+    return lookups, bags.batch_size, _num_bags(bags), gradient.stride(0), _span(gradient)
 
 
 @lru_cache(maxsize=64)
 def _segments(
-    entries: tuple[tuple[Lookups, int, int, int], ...], sizes_T: bytes
+    entries: tuple[tuple[Lookups, int, int, int, int], ...], sizes_T: bytes
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Of entries of these lookups, batch sizes, numbers of bags and distances from one bag's
-    gradient to the next; tables of these sizes.
+    """Of entries of these lookups, batch sizes, numbers of bags, distances from one bag's gradient
+    to the next, and from the first number of all to the last; tables of these sizes.
     """  # noqa: D205  # one sentence
     segments = []
     first_bag = first_gradient = 0
-    for lookups, batch_size, num_bags, stride in entries:
+    for lookups, batch_size, num_bags, stride, span in entries:
         for table, position, column in zip(
             lookups.tables.tolist(),
             lookups.positions.tolist(),
@@ -117,7 +122,7 @@ def _segments(
             bag = first_bag + position * batch_size
             segments.append((table, bag, batch_size, first_gradient + column, stride))
         first_bag += num_bags
-        first_gradient += _span(batch_size, lookups.width, stride)
+        first_gradient += span
     segments.sort(key=lambda segment: segment[0])  # stable
     columns = np.array(segments, np.uint64).T.copy()
     sizes = np.frombuffer(sizes_T, np.uint64).astype(np.int64)
@@ -143,17 +148,15 @@ def _join_bags(bags: Sequence[Bags], dtype: np.dtype[Any]) -> Bags:
     )
 
 
-def _flat(gradient: Tensor) -> NDArray[Any]:
+def _flat(gradient: Tensor) -> Tensor:
     """From its first number to its last, with what lies between its rows."""
-    if gradient.is_contiguous():
-        return gradient.numpy().reshape(-1)
-    span = _span(gradient.shape[0], gradient.shape[1], gradient.stride(0))
-    flat: NDArray[Any] = gradient.as_strided((span,), (1,)).numpy()
-    return flat
+    return gradient.as_strided((_span(gradient),), (1,))
 
 
-def _span(batch_size: int, width: int, stride: int) -> int:
-    return (batch_size - 1) * stride + width if batch_size else 0
+def _span(gradient: Tensor) -> int:
+    """How many numbers that is."""
+    batch_size, width = gradient.shape
+    return (batch_size - 1) * gradient.stride(0) + width if batch_size else 0
 
 
 def _num_bags(bags: Bags) -> int:

@@ -16,6 +16,7 @@ import torch
 from numba import prange
 from torch.nn import functional
 
+from recsys.embeddings.kernels.addresses import array_at
 from recsys.embeddings.kernels.copying import copy_run
 from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
 from recsys.embeddings.kernels.rounding import widen
@@ -242,7 +243,8 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
             bags.batch_size,
             lookups.width,
             1 if is_small else num_parts(),
-            result.numpy(),
+            result.data_ptr(),
+            space.nothing,
         )
     return _bags_kernel(
         space.flat,
@@ -252,12 +254,13 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
         bags.values,
         _offsets_of(bags),
         bags.weights is not None,
-        np.empty(0, space.compute_dtype) if bags.weights is None else bags.weights,
+        space.nothing if bags.weights is None else bags.weights,
         bags.is_mean,
         bags.batch_size,
         lookups.width,
         num_parts(),
-        result.numpy(),
+        result.data_ptr(),
+        space.nothing,
     )
 
 
@@ -344,10 +347,11 @@ def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> ParallelKe
         num_samples: int,
         width: int,
         num_parts: int,
-        result_BW: NDArray[Any],
+        result_at: int,
+        like_result: NDArray[Any],
     ) -> int:
         """A part is a run of samples: one row per lookup and sample, copied."""
-        result = result_BW.reshape(-1)
+        result = array_at(result_at, num_samples * width, like_result)
         bad = np.full(num_parts, -1)
         for part in prange(num_parts):
             # Not before the loop: numba hands its body what was found there, known or not.
@@ -391,11 +395,12 @@ def _bags_kernel(
     num_samples: int,
     width: int,
     num_parts: int,
-    result_BW: NDArray[Any],
+    result_at: int,
+    like_result: NDArray[Any],
 ) -> int:
     """A part is a run of samples: any number of rows per lookup and sample, added in order."""
     dim = np.uint64(any_dim)
-    result = result_BW.reshape(-1)
+    result = array_at(result_at, num_samples * width, like_result)
     bad = np.full(num_parts, -1)
     for part in prange(num_parts):
         begin, end = _samples_of(part, num_parts, num_samples)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numba import prange
 
+from recsys.embeddings.kernels.addresses import array_at
 from recsys.embeddings.kernels.copying import RUN, add_run, copy_run
 from recsys.embeddings.kernels.ledger import Segments, join_ledger
 from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
@@ -94,7 +95,7 @@ def row_update(
         return
     beta1, beta2 = getattr(optimizer, "betas", (0.0, 0.0))
     of_state, bases_3T = space.beside(states)
-    order_2T, segments_4S, bags, gradient = join_ledger(ledger, space)
+    order_2T, segments_4S, bags, gradient, num_gradients = join_ledger(ledger, space)
     # One by one, and flags as numbers: numba asks every argument what it is, and of a named tuple,
     # or a bool, takes longer to find out than to copy a row.
     has_kernel = space.dim in _COMPILED_DIMS and not space.is_narrow
@@ -118,7 +119,9 @@ def row_update(
         int(bags.offsets is None),
         int(bags.weights is not None),
         int(bags.is_mean),
-        gradient,
+        gradient.data_ptr(),
+        num_gradients,
+        space.nothing,
         space.dim,
         num_parts(),
     )
@@ -170,7 +173,9 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
         is_one_hot: int,
         has_weights: int,
         is_mean: int,
-        gradient: NDArray[Any],
+        gradient_at: int,
+        num_gradients: int,
+        like_gradient: NDArray[Any],
         any_dim: int,
         num_parts: int,
     ) -> None:
@@ -196,6 +201,7 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
         values = LookupValues(
             ids, offsets, weights, is_one_hot != 0, has_weights != 0, is_mean != 0
         )
+        gradient = array_at(gradient_at, num_gradients, like_gradient)
         dim = np.uint64(any_dim)
         turns = np.empty(1, np.int64)
         turns[0] = 0
