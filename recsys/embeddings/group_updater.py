@@ -101,7 +101,7 @@ class GroupUpdater:
 
     def update_rows(self) -> None:
         """Move every row that gradients were collected for, once; forgets the gradients."""
-        weights = self.group.tables()
+        weights = self.group.follow()
         self.follow_tables(weights)
         ledger = self.group.take_ledger(weights)
         if not ledger:
@@ -277,8 +277,9 @@ class GroupUpdater:
         space = self.group.space(weights=self._weights)
         is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
         counts_steps = self._translation.counts_steps or is_by_chance
-        if not (counts_steps or sizes or self._states):
-            return space, [], formula, rates_T2, TO_NEAREST
+        if not (counts_steps or sizes):
+            states = self._state_spaces(space, sizes, moved, ()) if self._states else []
+            return space, states, formula, rates_T2, TO_NEAREST
         by_table, new = self._state_by_table(moved)
         keys_T: NDArray[Any] = TO_NEAREST
         steps: list[Any] = []

@@ -95,6 +95,7 @@ class AbstractRowSpace:
     Attributes:
         tables: Views of them, which share their memory and their versions.
         dim: D.
+        computed: The dtype that is computed in.
         is_narrow: Whether rows are rounded as they are written.
 
     Raises:
@@ -118,7 +119,8 @@ class AbstractRowSpace:
                 "rows must be float32, float64, bfloat16 or float16 on the CPU or on CUDA, got "
                 f"{dtype} on {device_type}; {way_out}"
             )
-        self.is_narrow = compute_dtype(dtype) != dtype
+        self.computed = compute_dtype(dtype)
+        self.is_narrow = self.computed != dtype
         for table in tables:
             if not table.is_contiguous():
                 raise ValueError(f"rows must be contiguous, got strides {table.stride()}")

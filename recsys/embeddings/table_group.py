@@ -100,7 +100,6 @@ class TableGroup:
         self._watched: list[nn.Parameter] = []
         # Of those: whether they tell what becomes of them; what they were, until they tell.
         self._all_tell = self._all_ask = self._none_has_grad = False
-        self._are_looked_up = False  # all of them, for their gradients, since the last update
         self.kernels = kernels_on(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,7 +117,6 @@ class TableGroup:
             "_all_tell": False,
             "_all_ask": False,
             "_none_has_grad": False,
-            "_are_looked_up": False,
             "kernels": None,
             "ledger": [],
             "_whole_tables": {},
@@ -219,7 +217,7 @@ class TableGroup:
 
     def forget_space(self) -> None:
         """Look anew where the tables lie: one of them has other memory, or less of it."""
-        self._space, self._are_looked_up = None, False
+        self._space = None
         self.kernels = kernels_on(self.device)
 
     def keep_in(self, tiers: Tiers | None) -> None:
@@ -275,7 +273,7 @@ class TableGroup:
         """Watch no table any more."""
         for weight in self._watched:
             unwatch(weight, self)
-        self._watched, self._all_tell, self._are_looked_up = [], False, False
+        self._watched, self._all_tell = [], False
         self.ask_again()
 
     def ask_again(self) -> None:
@@ -286,7 +284,7 @@ class TableGroup:
         """The tables, or those looked up in; watched, if others have come in their places.
 
         Returns:
-            They; where it is all of them, the same list until one is exchanged.
+            They; of all of them, watched, the same list until one is exchanged.
         """
         watched = self._watched
         if lookups is None or len(lookups.distinct_tables) == len(self._parameters):
@@ -298,16 +296,12 @@ class TableGroup:
             return weights
         if all(map(is_, weights, watched)):
             return watched
+        if self.tiers is not None:
+            self.tiers.flush()  # whoever has a table that was exchanged has its rows
         before = self._watched
         self.watch()
         self._let_frozen_be(before)
-        return weights
-
-    def tables(self) -> Sequence[nn.Parameter]:
-        """Those that an update is about: once all were looked up, they, as in torch, though modules
-        may have others by now; else as `follow` finds them.
-        """  # noqa: D205  # one sentence
-        return self._watched if self._are_looked_up else self.follow()
+        return self._watched if len(weights) == len(before) else weights
 
     def _let_frozen_be(self, before: Sequence[nn.Parameter]) -> None:
         """Forget what lookups have left for tables that were exchanged for frozen ones."""
@@ -329,7 +323,7 @@ class TableGroup:
         if not self.ledger:
             return
         ledger = self._closed_ledger()
-        weights = self.tables()
+        weights = self.weights()
         found = sparse_gradients(weights, ledger, [True] * len(weights))
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:
@@ -341,14 +335,13 @@ class TableGroup:
         """Everything that has been collected, as entries of the ledger; nothing is left.
 
         Args:
-            weights: What `tables` has just said.
+            weights: What `follow` has just said of all tables.
 
         Raises:
             BudgetTooSmall: tiered, there are too few slots for the rows; everything is left.
         """
         has_none = self._has_no_grad(weights)
         ledger = self._closed_ledger()
-        self._are_looked_up = False
         if has_none:
             return ledger
         gradients = list(map(plain_grad, weights))
@@ -377,7 +370,7 @@ class TableGroup:
     def forget(self) -> None:
         """Empty the ledger and every `grad`; no row moves."""
         self.ledger.clear()
-        weights = self.tables()
+        weights = self.follow()
         if not self._has_no_grad(weights):
             for weight in weights:
                 set_plain_grad(weight, None)
@@ -399,7 +392,6 @@ class TableGroup:
         """
         if weights is None:
             weights = self.follow(lookups)
-        self._are_looked_up = weights is self._watched
         if self._all_ask:
             return lookups
         asked = list(map(requires_grad, weights))

@@ -202,23 +202,38 @@ def test_the_gradient_of_a_parameter_that_has_taken_a_tables_place_is_used():
     assert torch.allclose(new, before[0] - 0.5)
 
 
-def test_an_update_is_of_the_tables_that_were_looked_up_as_in_torch(module):
-    plain = torch.nn.EmbeddingBag(8, 4, mode="sum", _weight=rows_of(module)[0])
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    holder, ids = module.embedding_bags["users"], IDS["users"].values().view(-1, 1)
-    old, expected = holder.weight, plain.weight
-    new, untouched = torch.nn.Parameter(torch.ones(8, 4)), torch.ones(8, 4)
+def test_a_table_that_is_exchanged_keeps_the_rows_that_were_moved(module):
+    old, before = module.table_weights()[0], rows_of(module)[0]
+    step(module)
 
-    plain(ids).sum().backward()
+    module.embedding_bags["users"].weight = torch.nn.Parameter(torch.ones(8, 4))
+    step(module)
+
+    assert torch.allclose(old[3], before[3] - 0.5)
+
+
+def test_gradients_that_wait_move_tables_that_are_of_another_dtype_by_then():
+    module = build(None)
+    before = rows_of(module)
     module(IDS).values().sum().backward()
-    holder.weight = plain.weight = new
-    optimizer.step()
+
+    for weight in module.table_weights():
+        weight.data = weight.data.double()
     module.row_optimizer.step()
 
-    torch.testing.assert_close(old.detach(), expected.detach())
-    assert torch.equal(new, untouched)
-    step(module)
-    assert not torch.equal(new, untouched)
+    users, goods = module.table_weights()
+    assert torch.allclose(users[3], before[0][3].double() - 0.5)
+    assert torch.allclose(goods[4], before[1][4].double() - 1)
+
+
+def test_a_gradient_that_is_the_negative_of_its_memory_is_taken_for_what_it_is():
+    module = build(None)
+    before = rows_of(module)
+
+    module(IDS).values().backward(torch._neg_view(torch.full((3, 8), -1.0)))
+    module.row_optimizer.step()
+
+    assert torch.allclose(module.table_weights()[0][3], before[0][3] - 0.5)
 
 
 def test_gradients_that_wait_for_a_table_move_no_frozen_one_in_its_place():
@@ -267,7 +282,7 @@ def test_a_table_that_another_module_moves_is_refused_and_no_gradient_is_lost():
 
     module.embedding_bags["users"].weight = other.table_weights()[0]
     with pytest.raises(ValueError, match="moves its rows already"):
-        module(IDS)
+        module.row_optimizer.step()
     module.embedding_bags["users"].weight = own
     module.row_optimizer.step()
 

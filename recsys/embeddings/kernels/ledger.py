@@ -76,6 +76,7 @@ def join_ledger(
         bags, whose batch size says nothing; and gradients, with how many numbers there are in
         memory from the first to the last.
     """
+    ledger = [_as_it_lies(entry, space.computed) for entry in ledger]
     shapes = tuple(map(_shape, ledger))
     order_2T, segments_4S = _segments(shapes, space.sizes_key)
     if len(ledger) == 1:
@@ -84,6 +85,18 @@ def join_ledger(
     bags = _join_bags([entry.bags for entry in ledger], space.compute_dtype)
     gradient = torch.cat([_flat(entry.gradient) for entry in ledger])
     return order_2T, segments_4S, bags, gradient, len(gradient)
+
+
+def _as_it_lies(entry: LedgerEntry, dtype: torch.dtype) -> LedgerEntry:
+    """With a gradient that kernels may read from memory.
+
+    Tables may have become others of another dtype since; and a tensor may say of its memory that
+    it is the negative.
+    """
+    gradient = entry.gradient
+    if gradient.dtype is dtype and not gradient.is_neg():
+        return entry
+    return entry._replace(gradient=gradient.to(dtype).resolve_neg().contiguous())
 
 
 class Segments(NamedTuple):
