@@ -68,10 +68,28 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         self._known_positions: list[int] = []
         self._output_keys = output_names(self._tables)
         self._output_dims = [self._tables[position].embedding_dim for position, _ in self._lookups]
+        self._num_stacked = len(self._output_dims) if len(set(self._output_dims)) == 1 else 0
 
     def embedding_bag_configs(self) -> list[TableConfig]:
         """The tables, in order."""
         return self._tables
+
+    def output_keys(self) -> list[str]:
+        """The feature of each pooled vector, in column order."""
+        return self._output_keys
+
+    def num_stacked(self) -> int:
+        """F, how many pooled vectors a sample has that can be one tensor.
+
+        Raises:
+            ValueError: tables are of different dims.
+        """
+        if not self._num_stacked:
+            raise ValueError(
+                f"stacked=True: tables must be of one embedding_dim, got {self._output_dims}; take "
+                "values(), or the vectors by their names"
+            )
+        return self._num_stacked
 
     @abstractmethod
     def table_weights(self) -> Sequence[Tensor]:

@@ -279,19 +279,24 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         """Where the tables live, or their rows in fast memory: where ids go and pooled rows are."""
         return self._layouts[0].group.device
 
-    def forward(self, features: Features) -> Pooled:
+    def forward(self, features: Features, *, stacked: bool = False) -> Pooled | Tensor:
         """Look up and pool; a `KeyedJaggedTensor` gives a `KeyedTensor`, `JaggedIds` give
         `PooledEmbeddings`.
+
+        Args:
+            features: What is looked up.
+            stacked: Of tables of one dim D: give the pooled vectors as one tensor, (B, F, D). It is
+                what `values()` has, but autograd need not know of a view.
 
         Raises:
             IdOutOfRange: a value is no row of its table; on CUDA, of features before.
             KeyError: a feature is missing.
             MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together.
             ValueError: weights are missing or not numbers, or features have batch sizes of their
-                own and no `inverse_indices`.
+                own and no `inverse_indices`; or `stacked` asks for tables of one dim.
         """  # noqa: D205  # two kinds of input, one sentence
         look_up = self._break_graph if torch.compiler.is_compiling() else self._look_up
-        return cast("Pooled", look_up(features))
+        return cast("Pooled | Tensor", look_up(features, stacked))
 
     def prefetch(self, features: Features) -> Prefetched:
         """Have the rows of a lookup to come fetched in the background.
@@ -315,10 +320,10 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         return prefetch_parts(parts, partial(self._lookup_error, features))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _break_graph(self, features: Features) -> Pooled:
-        return self._look_up(features)
+    def _break_graph(self, features: Features, stacked: bool) -> Pooled | Tensor:
+        return self._look_up(features, stacked)
 
-    def _look_up(self, features: Features) -> Pooled:
+    def _look_up(self, features: Features, stacked: bool) -> Pooled | Tensor:
         is_light = isinstance(features, JaggedIds)
         if not is_light and varies_in_batch_size(features):
             features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
@@ -336,7 +341,10 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             ids=ids,
             updater=self._updater,
             explain=explain,
+            num_stacked=self.num_stacked() if stacked else 0,
         )
+        if stacked:
+            return pooled
         if is_light:
             return PooledEmbeddings(self._output_keys, self._output_dims, pooled)
         from torchrec.sparse.jagged_tensor import KeyedTensor

@@ -49,6 +49,7 @@ def fused_lookup(
     ids: Sequence[Tensor],
     updater: RowUpdater | None,
     explain: Callable[[int], Exception],
+    num_stacked: int = 0,
 ) -> Tensor:
     """Look up and pool every part, side by side.
 
@@ -60,9 +61,11 @@ def fused_lookup(
         ids: What the parts' bags are views of; backward reads it again.
         updater: Keeps the gradients; None where they go to the tables as sparse gradients.
         explain: From the position of a value that is no row to the error that says so.
+        num_stacked: F, if pooled vectors, of one dim, are to come each by itself; else 0.
 
     Shape:
-        bag_weights (N,); result (B, W), both in the dtype that rows are computed in.
+        bag_weights (N,); result (B, W) or (B, F, W / F); both in the dtype that rows are computed
+        in.
 
     Raises:
         BudgetTooSmall: the budget has no room for the rows.
@@ -81,7 +84,7 @@ def fused_lookup(
         if not asks_tables and updater is not None and parts[0].group.tiers is not None:
             asks_weights = may_move and bag_weights is not None and bag_weights.requires_grad
             if not asks_weights:
-                return _look_up_where_rows_are(parts, explain)
+                return _look_up_where_rows_are(parts, explain, num_stacked)
         calls = None
         while calls is None:
             try:
@@ -106,7 +109,7 @@ def fused_lookup(
                     "gradients are shared), or train in one process"
                 )
         joined = None if updater is None else updater.join_pass()
-        work = _Work(calls, ids, updater, explain, joined)
+        work = _Work(calls, ids, updater, explain, joined, num_stacked)
         return cast("Tensor", _FusedLookup.apply(work, bag_weights, *tables))  # type: ignore[no-untyped-call]
 
 
@@ -174,15 +177,17 @@ def _calls_of(
     return calls
 
 
-def _look_up_where_rows_are(parts: Sequence[Part], explain: Callable[[int], Exception]) -> Tensor:
+def _look_up_where_rows_are(
+    parts: Sequence[Part], explain: Callable[[int], Exception], num_stacked: int
+) -> Tensor:
     """Of tiered rows, for nobody who would come back to them: no slots, no graph."""
     errors = parts[0].group.kernels.errors
     if errors is not None:
         errors.poll()
     dtype, device = parts[0].group.weights()[0].dtype, parts[0].group.device
-    result = empty_result(dtype, device, parts[0].bags, parts[0].lookups)
+    result = empty_result(dtype, device, parts[0].bags, parts[0].lookups, num_stacked)
     for group, lookups, bags in parts:
-        bad = group.look_up(lookups, bags, result)
+        bad = group.look_up(lookups, bags, result.flatten(1))
         if bad >= 0:
             raise explain(bad)
     if errors is not None:
@@ -190,12 +195,15 @@ def _look_up_where_rows_are(parts: Sequence[Part], explain: Callable[[int], Exce
     return result
 
 
-def empty_result(dtype: torch.dtype, device: torch.device, bags: Bags, lookups: Lookups) -> Tensor:
-    """Memory for the pooled rows of tables of a dtype, (B, W)."""
-    computed, shape = compute_dtype(dtype), (bags.batch_size, lookups.width)
+def empty_result(
+    dtype: torch.dtype, device: torch.device, bags: Bags, lookups: Lookups, num_stacked: int = 0
+) -> Tensor:
+    """Memory for the pooled rows of tables of a dtype, (B, W) or (B, F, W / F)."""
+    computed, batch_size, width = compute_dtype(dtype), bags.batch_size, lookups.width
+    shape = (batch_size, num_stacked, width // num_stacked) if num_stacked else (batch_size, width)
     # glibc asks the system for anything larger anew each time, and small pages of it are handed
     # out one by one: at 100 MiB that took longer than looking up.
-    is_large = shape[0] * shape[1] * computed.itemsize > _MAX_KEPT_BYTES
+    is_large = batch_size * width * computed.itemsize > _MAX_KEPT_BYTES
     return (empty_rows if is_large else torch.empty)(*shape, dtype=computed, device=device)
 
 
@@ -205,6 +213,7 @@ class _Work(NamedTuple):
     updater: RowUpdater | None
     explain: Callable[[int], Exception]
     joined: int | None
+    num_stacked: int
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -215,7 +224,9 @@ class _FusedLookup(torch.autograd.Function):
         if kernels.errors is not None:
             kernels.errors.poll()
         table = found.space.tables[0]
-        result = empty_result(table.dtype, table.device, found.bags, found.lookups)
+        result = empty_result(
+            table.dtype, table.device, found.bags, found.lookups, work.num_stacked
+        )
         for found, _ in work.calls:
             bad = kernels.pooled_lookup(found.space, found.lookups, found.bags, result)
             if bad >= 0:
@@ -241,7 +252,7 @@ class _FusedLookup(torch.autograd.Function):
             ctx.work = None  # its slots are the ledger's now, and then whose they may be
         if gradient.requires_grad:  # with create_graph it is part of a graph
             gradient = gradient.detach()
-        gradient = with_dense_rows(gradient)
+        gradient = with_dense_rows(gradient.flatten(1) if work.num_stacked else gradient)
         of_weights = None
         if ctx.needs_input_grad[1]:
             if ctx.versions != _versions(work):

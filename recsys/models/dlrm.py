@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.table import output_names
 from recsys.models.interaction import InteractionArch
 from recsys.models.linear import linear_relu
@@ -79,7 +80,13 @@ class SparseArch(nn.Module):
 
     def forward(self, features: Features) -> Tensor:
         """Pooled vectors, (B, F, D), in the tables' order."""
-        pooled: Pooled = self.embedding_bag_collection(features)
+        embeddings = self.embedding_bag_collection
+        if (
+            isinstance(embeddings, HotColdEmbeddingBagCollection)
+            and embeddings.output_keys() == self.sparse_feature_names
+        ):
+            return cast("Tensor", embeddings(features, stacked=True))
+        pooled: Pooled = embeddings(features)
         values = pooled.values()
         if pooled.keys() != self.sparse_feature_names:
             # Sharded collections return their columns in an order of their own.

@@ -174,6 +174,38 @@ def test_light_ids_give_light_vectors():
     assert isinstance(HotColdEmbeddingBagCollection(TABLES)(IDS), PooledEmbeddings)
 
 
+@pytest.mark.parametrize("budget", [None, 400], ids=["resident", "tiered"])
+@pytest.mark.parametrize("kind", [JaggedIds, "KeyedJaggedTensor"], ids=["light", "torchrec's"])
+def test_stacked_vectors_are_those_that_stand_side_by_side(kind, budget):
+    if kind != JaggedIds:
+        pytest.importorskip("torchrec", exc_type=ImportError)
+    features = IDS if kind is JaggedIds else kjt()
+    tables = [dataclasses.replace(table, embedding_dim=8) for table in TABLES]
+    side_by_side = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.5), budget=budget)
+    stacked = copy.deepcopy(side_by_side)
+
+    for _ in range(2):
+        expected = side_by_side(features).values().view(3, 3, 8)
+        found = stacked(features, stacked=True)
+        assert torch.equal(found, expected)
+        (expected * weighting(expected)).sum().backward()
+        (found * weighting(found)).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(
+            stacked(features, stacked=True).flatten(1), side_by_side(features).values()
+        )
+
+    for found, expected in zip(stacked.table_weights(), side_by_side.table_weights(), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_vectors_of_different_dims_cannot_be_stacked():
+    module = HotColdEmbeddingBagCollection(TABLES)
+
+    with pytest.raises(ValueError, match=r"must be of one embedding_dim, got \[4, 4, 8\]"):
+        module(IDS, stacked=True)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [SGD(lr=0.5), Adagrad(lr=0.1), RowWiseAdagrad(lr=0.1)],

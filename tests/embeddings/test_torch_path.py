@@ -1,6 +1,7 @@
 """Modules on a device, whose kernels are operations of torch; here the CPU stands in for one."""
 
 import copy
+import dataclasses
 import gc
 import pickle
 import weakref
@@ -172,6 +173,23 @@ def test_two_towers_over_one_table_are_one_update(device):
     torch.optim.Adagrad([plain.weight], lr=0.1).step()
 
     torch.testing.assert_close(ours.weight, plain.weight)
+
+
+@pytest.mark.parametrize("longest", [None, 4], ids=["one-hot", "jagged"])
+def test_stacked_vectors_are_those_that_stand_side_by_side(device, longest):
+    tables = [dataclasses.replace(table, embedding_dim=4) for table in TABLES]
+    stacked = HotColdEmbeddingBagCollection(tables, device=device, optimizer=SGD(lr=0.1))
+    side_by_side = HotColdEmbeddingBagCollection(tables, device=device, optimizer=SGD(lr=0.1))
+    side_by_side.load_state_dict(stacked.state_dict())
+    ids = make_ids(0, longest=longest, device=device)
+
+    found, expected = stacked(ids, stacked=True), side_by_side(ids).values()
+    assert torch.equal(found, expected.view_as(found))
+    assert found.shape[2] == 4
+    found.square().sum().backward()
+    expected.square().sum().backward()
+
+    assert_same(stacked, side_by_side)
 
 
 def test_weights_of_lookups_get_a_gradient(device):

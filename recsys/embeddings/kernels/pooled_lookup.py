@@ -222,8 +222,8 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
         space: The tables.
         lookups: What is looked up where.
         bags: The input.
-        result: (B, W), contiguous, in the dtype that rows are computed in; other columns are left
-            alone.
+        result: (B, W) or, of vectors of one dim, (B, F, D), contiguous, in the dtype that rows are
+            computed in; other columns are left alone.
 
     Returns:
         The first value that is no row of its table, by position; -1 where there is none. The

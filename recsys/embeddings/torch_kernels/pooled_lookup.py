@@ -40,7 +40,8 @@ def pooled_lookup(
         space: The tables.
         lookups: What is looked up where.
         bags: The input.
-        result: (B, W), in the dtype that rows are computed in; other columns are left alone.
+        result: (B, W) or, of vectors of one dim, (B, F, D), contiguous, in the dtype that rows are
+            computed in; other columns are left alone.
 
     Returns:
         -1: that a value is no row, or anything else wrong, is noted in `space.errors`, and what
@@ -48,6 +49,7 @@ def pooled_lookup(
     """
     if not bags.batch_size or not len(lookups.tables):
         return -1
+    result = result.flatten(1)
     whole, layers = layers_of(space, lookups, bags.num_features)
     if bags.is_plain:
         rows_LB = locate_one_hot(space, whole, bags)
