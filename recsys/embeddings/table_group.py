@@ -401,13 +401,6 @@ class TableGroup:
         asks = map(requires_grad, self.weights())
         return lookups.of_tables({table for table, is_asked in enumerate(asks) if is_asked})
 
-    def still_asking(self, lookups: Lookups) -> Lookups:
-        """Those of them that ask still: frozen since, a table gets no gradient, as in torch.
-
-        One that was exchanged since is found by the next `follow`, before rows move.
-        """
-        return lookups if self._all_ask else self.asking(lookups)
-
     def _entry(self, table: int, gradient: Tensor) -> LedgerEntry:
         """A table's gradient as if each of its rows had been looked up alone."""
         gradient = gradient.detach()

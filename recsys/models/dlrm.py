@@ -82,7 +82,9 @@ class SparseArch(nn.Module):
         """Pooled vectors, (B, F, D), in the tables' order."""
         embeddings = self.embedding_bag_collection
         if (
-            isinstance(embeddings, HotColdEmbeddingBagCollection)
+            type(embeddings) is HotColdEmbeddingBagCollection
+            and not embeddings._forward_hooks  # they expect what they would see elsewhere
+            and "forward" not in embeddings.__dict__
             and embeddings.output_keys() == self.sparse_feature_names
         ):
             return cast("Tensor", embeddings(features, stacked=True))

@@ -199,6 +199,15 @@ def test_stacked_vectors_are_those_that_stand_side_by_side(kind, budget):
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["users", "goods"])
+def test_tables_that_are_computed_in_different_dtypes_are_refused(name):
+    module = HotColdEmbeddingBagCollection(TABLES)
+    module.embedding_bags[name].double()
+
+    with pytest.raises(ValueError, match="cannot be looked up together"):
+        module(IDS)
+
+
 def test_vectors_of_different_dims_cannot_be_stacked():
     module = HotColdEmbeddingBagCollection(TABLES)
 

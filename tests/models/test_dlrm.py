@@ -6,8 +6,9 @@ import torch
 from recsys import DLRM, Batch, DLRMTrain, JaggedIds, PooledEmbeddings
 from recsys.config import OptimizerConfig
 from recsys.embeddings.baselines import TorchEmbeddingBags
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.table import TableConfig
-from recsys.models.dlrm import initialize_classic
+from recsys.models.dlrm import SparseArch, initialize_classic
 
 SIZES = {"cat_0": 11, "cat_1": 1, "cat_2": 7}
 
@@ -196,3 +197,16 @@ def test_the_loss_goes_down_on_a_batch_that_is_seen_again():
         losses.append(loss.item())
 
     assert losses[-1] < losses[0]
+
+
+def test_hooks_of_a_collection_see_what_they_see_elsewhere():
+    tables = [TableConfig(name=name, num_embeddings=9, embedding_dim=4) for name in "ab"]
+    collection = HotColdEmbeddingBagCollection(tables)
+    ids, seen = JaggedIds.from_one_hot(["a", "b"], torch.tensor([[1, 2], [3, 4]])), []
+    arch = SparseArch(collection)
+    expected = arch(ids)
+
+    collection.register_forward_hook(lambda _module, _args, output: seen.append(output))
+
+    assert torch.equal(arch(ids), expected)
+    assert isinstance(seen[0], PooledEmbeddings)

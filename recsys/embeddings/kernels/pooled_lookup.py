@@ -228,7 +228,15 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
     Returns:
         The first value that is no row of its table, by position; -1 where there is none. The
         columns of `result` are undefined where there is one.
+
+    Raises:
+        ValueError: `result` is of another dtype, as when tables of several are looked up together.
     """
+    if result.dtype is not space.computed:
+        raise ValueError(
+            f"tables that are computed in {space.computed} cannot be looked up together with some "
+            f"that are computed in {result.dtype}; convert all tables of the module, not some"
+        )
     if bags.offsets is None and bags.weights is None:
         has_kernel = space.dim in _COMPILED_DIMS and not space.is_narrow
         compiled_dim = space.dim if has_kernel else 0
