@@ -298,13 +298,13 @@ def _entries(work: _Work, gradient: Tensor) -> list[tuple[TableGroup, LedgerEntr
                 bags.kept(),
                 gradient,
                 read_later,
+                space if ticket is None else None,
                 None if ticket is None else rows,
                 ticket,
             ),
         )
-        for (group, _, rows, _, bags, ticket), asking in work.calls
-        # A table that was frozen meanwhile gets no gradient, as in torch.
-        if (still_asking := group.asking(asking)).distinct_tables
+        for (group, _, rows, space, bags, ticket), asking in work.calls
+        if (still_asking := group.still_asking(asking)).distinct_tables
     ]
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.embeddings.cold_files import ColdFiles
+    from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_space import RowSpace
     from recsys.embeddings.table_group import TableGroup
@@ -110,7 +111,7 @@ class GroupUpdater:
         if len(ledger) > 1:
             moved = sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
         try:
-            space, states, formula, rates_T2, keys_T = self._prepared(moved)
+            space, states, formula, rates_T2, keys_T = self._prepared(moved, ledger)
         except Exception:
             # Whoever corrects what was wrong and steps again means these gradients.
             self.group.ledger[:0] = ledger
@@ -269,12 +270,14 @@ class GroupUpdater:
         return settings.state_sizes
 
     def _prepared(
-        self, moved: Sequence[int]
+        self, moved: Sequence[int], ledger: Sequence[LedgerEntry]
     ) -> tuple[RowSpace, list[RowSpace], RowOptimizer, NDArray[np.float64], NDArray[Any]]:
         """What `row_update` takes; steps are counted when nothing can be refused any more."""
         settings = self._optimizer.param_groups[self._number]
         (formula, sizes, _), rates_T2 = self._read_settings(settings)
         space = self.group.space(weights=self._weights)
+        for entry in ledger:
+            entry.require_rows_in(space)
         is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
         counts_steps = self._translation.counts_steps or is_by_chance
         if not (counts_steps or sizes):
@@ -357,12 +360,13 @@ class GroupUpdater:
             weights = self.group.weights()
         elif weights is self._weights:
             return
-        for old, new in zip(self._weights, weights, strict=True):
-            if new is not old:
-                for group in self._optimizer.param_groups:
-                    group["params"] = [new if known is old else known for known in group["params"]]
-                if old in self._optimizer.state:
-                    self._optimizer.state[new] = self._optimizer.state.pop(old)
+        both = zip(self._weights, weights, strict=True)
+        if taken := {old: new for old, new in both if new is not old}:
+            for group in self._optimizer.param_groups:
+                group["params"] = [taken.get(known, known) for known in group["params"]]
+            states = self._optimizer.state
+            # All are out before one is in: two tables may have taken each other's places.
+            states.update({new: states.pop(old) for old, new in taken.items() if old in states})
         self._weights = weights
 
     def _number_of(self, table: int) -> int:

@@ -173,7 +173,9 @@ class TableGroup:
         self._require_twins(weights)
         if self._watched:
             self.watch()
-        self._space = space = self.make_space(weights)
+        space = self.make_space(weights)
+        self._require_room_for(space)
+        self._space = space
         return space
 
     def find(
@@ -234,6 +236,26 @@ class TableGroup:
         """Tables, or their state, as kernels take them; those of a cold store are the CPU's."""
         space = self.kernels.make_space(tables) if self.tiers is None else RowSpace(tables)
         return cast("RowSpace", space)
+
+    def _require_room_for(self, space: RowSpace) -> None:
+        """Refuse tables that pooled vectors, or slots and row maps, were not made for."""
+        if space.dim != self.dim:
+            raise ValueError(
+                f"tables of embedding_dim {self.dim} were exchanged for some of {space.dim}, which "
+                "pooled vectors have no room for; build the module anew, for those"
+            )
+        if self.tiers is None:
+            return
+        for holder, table, num_rows in zip(
+            self._holders, space.tables, self.tiers.sizes, strict=True
+        ):
+            is_known = (len(table), table.dtype) == (num_rows, self.tiers.dtype)
+            if not is_known and not isinstance(holder, _StandIn):
+                raise ValueError(
+                    f"a table of {num_rows} rows of {self.tiers.dtype} in two tiers was exchanged "
+                    f"for one of {len(table)} rows of {table.dtype}; build the module anew, for "
+                    "that one"
+                )
 
     def _require_twins(self, weights: Sequence[nn.Parameter]) -> None:
         for holder, table in self._twins:
@@ -322,8 +344,11 @@ class TableGroup:
         """Turn the ledger into a sparse `grad` of each table, added to what is there."""
         if not self.ledger:
             return
+        weights = self.follow()
+        space = self.space(weights=weights)
+        for entry in self.ledger:
+            entry.require_rows_in(space)
         ledger = self._closed_ledger()
-        weights = self.weights()
         found = sparse_gradients(weights, ledger, [True] * len(weights))
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:
@@ -347,7 +372,7 @@ class TableGroup:
         gradients = list(map(plain_grad, weights))
         shown = [table for table, gradient in enumerate(gradients) if gradient is not None]
         try:
-            entries = [self._entry(table, cast("Tensor", gradients[table])) for table in shown]
+            entries = [self._entry(table, weights[table], gradients[table]) for table in shown]
         except BaseException as error:
             self.ledger = ledger
             if not isinstance(error, NotEnoughSlots):
@@ -401,8 +426,21 @@ class TableGroup:
         asks = map(requires_grad, self.weights())
         return lookups.of_tables({table for table, is_asked in enumerate(asks) if is_asked})
 
-    def _entry(self, table: int, gradient: Tensor) -> LedgerEntry:
+    def still_asking(self, lookups: Lookups) -> Lookups:
+        """Those of them that ask still: frozen since, a table gets no gradient, as in torch.
+
+        One that was exchanged for a frozen one since is found by the next `follow`, without which
+        nobody reads the ledger.
+        """
+        return lookups if self._all_ask else self.asking(lookups)
+
+    def _entry(self, table: int, weight: Tensor, gradient: Tensor) -> LedgerEntry:
         """A table's gradient as if each of its rows had been looked up alone."""
+        if gradient.shape != weight.shape:
+            raise ValueError(
+                f"the grad of a table of shape {tuple(weight.shape)} is of shape "
+                f"{tuple(gradient.shape)}, of rows that it had before; set it to None"
+            )
         gradient = gradient.detach()
         if gradient.is_sparse:
             rows, values = gradient._indices()[0], gradient._values()
@@ -419,7 +457,9 @@ class TableGroup:
         bags = self.kernels.make_bags(rows, rows, None, len(rows), is_mean=False, is_one_hot=True)
         values = values.to(self.device, compute_dtype(values.dtype)).contiguous()
         [found] = self.find(self._whole_tables[table], bags)
-        return LedgerEntry(found.lookups, found.bags, values, (), found.rows, found.ticket)
+        return LedgerEntry(
+            found.lookups, found.bags, values, rows=found.rows, ticket=found.ticket
+        )
 
 
 class _StandIn(nn.Module):

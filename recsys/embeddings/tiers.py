@@ -83,7 +83,7 @@ class Tiers:
         files: Have tables and state, if files do; copies have theirs in memory.
 
     Attributes:
-        files: As given.
+        files: As given, and so are `sizes` and `dtype`.
         device: Where the slots are.
         hot: The slots.
         residency: What moves rows between them and the cold store.
@@ -102,7 +102,7 @@ class Tiers:
         files: ColdFiles | None = None,
     ) -> None:
         self._made_of = _Recipe(sizes, dim, dtype, state_sizes, num_slots, pinned, device)
-        self.files = files
+        self.files, self.sizes, self.dtype = files, sizes, dtype
         self.hot = _make_hot_tier(self._made_of)
         self.device = self.hot.rows.device
         self.hot.pin(pinned)

@@ -91,6 +91,96 @@ def test_a_longer_table_at_the_same_address_has_more_rows(exchange):
     assert own(torch.tensor([4]), OFFSETS).tolist() == [ROWS[4].tolist()]
 
 
+@each_way
+@pytest.mark.parametrize("when", ["before backward", "before the step"])
+def test_rows_that_a_shorter_table_lacks_are_not_moved(exchange, when):
+    memory = ROWS.clone()
+    own = bag(SGD(lr=0.5))
+    own.row_optimizer.updater.auto_apply = False
+    own.weight.data = memory
+    pooled = own(torch.tensor([4]), OFFSETS)
+
+    if when == "before backward":
+        exchange(own, memory[:3])
+    pooled.sum().backward()
+    if when == "before the step":
+        exchange(own, memory[:3])
+
+    for _ in range(2):  # the gradient is there still
+        with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
+            own.row_optimizer.step()
+        with pytest.raises(ValueError, match="call zero_grad"):
+            own.weight.grad  # noqa: B018  # it is the ledger's
+    own.row_optimizer.zero_grad()
+    own.row_optimizer.step()
+    assert torch.equal(memory, ROWS)
+
+    own(torch.tensor([4]) - 2, OFFSETS).sum().backward()
+    own.row_optimizer.step()
+    assert torch.equal(memory[2], ROWS[2] - 0.5)
+
+
+def test_a_gradient_of_rows_that_a_table_had_is_refused():
+    memory = ROWS.clone()
+    own = bag(SGD(lr=0.5))
+    own.row_optimizer.updater.auto_apply = False
+    own.weight.data = memory
+    own.weight.grad = torch.ones(5, 4)
+
+    own.weight.data = memory[:3]
+
+    with pytest.raises(ValueError, match=r"grad of a table of shape \(3, 4\) is of shape \(5, 4"):
+        own.row_optimizer.step()
+    own.weight.grad = None
+    own.row_optimizer.step()
+    assert torch.equal(memory, ROWS)
+
+
+@each_way
+@pytest.mark.parametrize("optimizer", [None, SGD(lr=0.5)], ids=["torch's", "ours"])
+@pytest.mark.parametrize("dim", [3, 64])
+def test_rows_of_another_dim_are_refused(exchange, optimizer, dim):
+    own = collection(optimizer)
+    for holder in own.embedding_bags.values():
+        exchange(holder, torch.zeros(5, dim))
+
+    with pytest.raises(ValueError, match=f"embedding_dim 4 were exchanged for some of {dim}"):
+        own(JaggedIds.from_one_hot(["f"], torch.tensor([[4]])))
+
+
+@pytest.mark.parametrize("exchange", [set_data, set_parameter], ids=["data", "parameter"])
+@pytest.mark.parametrize("rows", [ROWS[:3], torch.zeros(7, 4), ROWS.double()])
+def test_a_tiered_table_is_exchanged_for_its_equal_alone(exchange, rows):
+    own = HotColdEmbeddingBag(500, 4, optimizer=SGD(lr=0.5), budget=4096)
+    own(torch.tensor([499]), OFFSETS).sum().backward()
+
+    exchange(own, rows.clone())
+
+    with pytest.raises(ValueError, match=r"of 500 rows of torch.float32 in two tiers was exch"):
+        own(torch.tensor([2]), OFFSETS)
+    exchange(own, torch.zeros(500, 4))
+    assert own(torch.tensor([499]), OFFSETS).tolist() == [[0.0] * 4]
+
+
+def test_tables_that_take_each_others_places_leave_their_state_in_its_place():
+    own = collection(Adagrad(lr=0.1))
+    first, second = own.embedding_bags.values()
+    features = JaggedIds.from_one_hot(["f"], torch.tensor([[4]]))
+    own(features).values().backward(torch.tensor([[1.0] * 4 + [2.0] * 4]))
+    states = own.row_optimizer.state_dict()["state"]
+    key_a, key_b = states
+    before = {key: {name: each.clone() for name, each in states[key].items()} for key in states}
+
+    first.weight, second.weight = second.weight, first.weight
+
+    now = own.row_optimizer.state_dict()["state"]
+    assert list(now) == [key_a, key_b]
+    for key in (key_a, key_b):
+        for name, value in before[key].items():
+            assert torch.equal(now[key][name], value)
+    assert own.row_optimizer.param_groups[0]["params"] == [first.weight, second.weight]
+
+
 def test_a_shorter_state_at_the_same_address_is_refused():
     own = bag(Adagrad(lr=0.1))
     own(torch.tensor([4]), OFFSETS).sum().backward()

@@ -250,6 +250,23 @@ def test_gradients_that_wait_for_a_table_move_no_frozen_one_in_its_place():
     assert torch.allclose(module.table_weights()[1][0], goods[0] - 2 * 0.5)
 
 
+def test_whoever_reads_a_gradient_finds_none_of_a_frozen_table_in_anothers_place():
+    module = build(None)
+    module.row_optimizer.updater.auto_apply = False
+    users, goods = rows_of(module)
+    pooled = module(IDS).values()
+    frozen = torch.nn.Parameter(users.clone(), requires_grad=False)
+    module.embedding_bags["users"].weight = frozen
+    pooled.sum().backward()
+
+    assert module.embedding_bags["goods"].weight.grad is not None
+    assert frozen.grad is None
+    module.row_optimizer.step()
+
+    assert torch.equal(frozen, users)
+    assert torch.allclose(module.table_weights()[1][0], goods[0] - 0.5)
+
+
 def test_bags_that_are_looked_up_one_by_one_follow_what_becomes_of_their_tables():
     torch.manual_seed(0)
     model = torch.nn.ModuleList(torch.nn.EmbeddingBag(5, 4, sparse=True) for _ in range(3))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.kernels.pooled_lookup import Lookups
     from recsys.embeddings.residency import Ticket
-    from recsys.embeddings.row_space import RowSpace
+    from recsys.embeddings.row_space import AbstractRowSpace, RowSpace
 
 __all__ = ["LedgerEntry", "Segments", "join_ledger"]
 
@@ -37,6 +37,8 @@ class LedgerEntry(NamedTuple):
         gradient: Of the pooled rows, (B, W), in the dtype that rows are computed in; each row
             contiguous, and behind the one before.
         ids: What the bags are views of, and the gradient; with the version of each.
+        space: What was looked up in; None of slots, which are as they were as long as they are
+            claimed.
         rows: The input by rows, where `bags` has slots of them.
         ticket: Has the slots.
     """
@@ -45,6 +47,7 @@ class LedgerEntry(NamedTuple):
     bags: Bags
     gradient: Tensor
     ids: Sequence[tuple[Tensor, int]] = ()
+    space: AbstractRowSpace | None = None
     rows: Bags | None = None
     ticket: Ticket | None = None
 
@@ -59,6 +62,23 @@ class LedgerEntry(NamedTuple):
                 raise RuntimeError(
                     "ids of a lookup, or its gradient, were overwritten after its backward, before "
                     "its rows were moved; step first, or use a clone of them"
+                )
+
+    def require_rows_in(self, space: AbstractRowSpace) -> None:
+        """Refuse tables that may lack rows which were looked up: they would be written to.
+
+        Raises:
+            ValueError: a table was exchanged for a shorter one, or one of another dim.
+        """
+        if self.space is None or self.space is space:
+            return
+        for table in self.lookups.distinct_tables:
+            before, now = self.space.tables[table].shape, space.tables[table].shape
+            if now[0] < before[0] or now[1:] != before[1:]:
+                raise ValueError(
+                    f"a table of shape {tuple(before)} was looked up, and before its gradient was "
+                    f"used it was exchanged for one of {tuple(now)}; call zero_grad() to forget "
+                    "the gradient, or give the rows back"
                 )
 
 
