@@ -34,7 +34,7 @@ def sparse_gradients(
             for lookup in np.flatnonzero(entry.lookups.tables == number):
                 first = int(entry.lookups.positions[lookup]) * entry.bags.batch_size
                 column = int(entry.lookups.columns[lookup])
-                of_bags = entry.gradient[:, column : column + weight.shape[1]]
+                of_bags = entry.gradient.flatten(1)[:, column : column + weight.shape[1]]
                 bags: Any = entry.rows or entry.bags
                 if isinstance(bags, TorchBags):
                     rows_n, gradients_nD = by_value(bags, first, of_bags, len(weight))

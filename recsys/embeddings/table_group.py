@@ -372,7 +372,10 @@ class TableGroup:
         gradients = list(map(plain_grad, weights))
         shown = [table for table, gradient in enumerate(gradients) if gradient is not None]
         try:
-            entries = [self._entry(table, weights[table], gradients[table]) for table in shown]
+            entries = [
+                self._entry(table, weights[table], cast("Tensor", gradients[table]))
+                for table in shown
+            ]
         except BaseException as error:
             self.ledger = ledger
             if not isinstance(error, NotEnoughSlots):
@@ -457,9 +460,7 @@ class TableGroup:
         bags = self.kernels.make_bags(rows, rows, None, len(rows), is_mean=False, is_one_hot=True)
         values = values.to(self.device, compute_dtype(values.dtype)).contiguous()
         [found] = self.find(self._whole_tables[table], bags)
-        return LedgerEntry(
-            found.lookups, found.bags, values, rows=found.rows, ticket=found.ticket
-        )
+        return LedgerEntry(found.lookups, found.bags, values, rows=found.rows, ticket=found.ticket)
 
 
 class _StandIn(nn.Module):

@@ -199,6 +199,40 @@ def test_stacked_vectors_are_those_that_stand_side_by_side(kind, budget):
         assert torch.equal(found, expected)
 
 
+LAYOUTS = {
+    "whole": lambda gradient: gradient.contiguous(),
+    "part of a larger one": lambda gradient: torch.cat([gradient, gradient], dim=1)[:, 1:4],
+    "columns of larger ones": lambda gradient: torch.cat([gradient, gradient], dim=2)[..., 2:10],
+    "features outside": lambda gradient: gradient.transpose(0, 1).contiguous().transpose(0, 1),
+    "columns outside": lambda gradient: gradient.mT.contiguous().mT,
+    "one for all": lambda gradient: gradient[:1, :1].expand_as(gradient),
+    "one for all samples": lambda gradient: gradient[:1].expand_as(gradient),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("auto_apply", [True, False], ids=["moved", "collected"])
+def test_a_gradient_of_stacked_vectors_may_lie_anyhow(layout, auto_apply):
+    tables = [dataclasses.replace(table, embedding_dim=8) for table in TABLES]
+    module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.5), auto_apply=auto_apply)
+    plain = HotColdEmbeddingBagCollection(tables)
+    plain.load_state_dict(module.state_dict())
+    gradient = layout(torch.rand(3, 3, 8))
+
+    for _ in range(1 if auto_apply else 2):
+        module(IDS, stacked=True).backward(gradient)
+        plain(IDS).values().backward(gradient.flatten(1))
+
+    for found, expected in zip(module.table_weights(), plain.table_weights(), strict=True):
+        if not auto_apply:
+            torch.testing.assert_close(found.grad.to_dense(), expected.grad.to_dense())
+    if not auto_apply:
+        module.row_optimizer.step()
+    for found, expected in zip(module.table_weights(), plain.table_weights(), strict=True):
+        moved = expected - 0.5 * expected.grad.to_dense()
+        torch.testing.assert_close(found, moved, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["users", "goods"])
 def test_tables_that_are_computed_in_different_dtypes_are_refused(name):
     module = HotColdEmbeddingBagCollection(TABLES)

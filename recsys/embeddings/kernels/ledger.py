@@ -34,8 +34,8 @@ class LedgerEntry(NamedTuple):
     Attributes:
         lookups: What was looked up where.
         bags: The input.
-        gradient: Of the pooled rows, (B, W), in the dtype that rows are computed in; each row
-            contiguous, and behind the one before.
+        gradient: Of the pooled rows, (B, W) or (B, F, W / F), in the dtype that rows are computed
+            in; each of the B contiguous, and behind the one before.
         ids: What the bags are views of, and the gradient; with the version of each.
         space: What was looked up in; None of slots, which are as they were as long as they are
             claimed.
@@ -103,7 +103,7 @@ def join_ledger(
         [(_, bags, gradient, *_)], [(*_, span)] = ledger, shapes
         return order_2T, segments_4S, bags, gradient, span
     bags = _join_bags([entry.bags for entry in ledger], space.compute_dtype)
-    gradient = torch.cat([_flat(entry.gradient) for entry in ledger])
+    gradient = torch.cat([_flat(entry) for entry in ledger])
     return order_2T, segments_4S, bags, gradient, len(gradient)
 
 
@@ -133,7 +133,7 @@ class Segments(NamedTuple):
 def _shape(entry: LedgerEntry) -> tuple[Lookups, int, int, int, int]:
     """What its segments depend on."""
     lookups, bags, gradient, *_ = entry
-    return lookups, bags.batch_size, _num_bags(bags), gradient.stride(0), _span(gradient)
+    return lookups, bags.batch_size, _num_bags(bags), gradient.stride(0), _span(entry)
 
 
 @lru_cache(maxsize=64)
@@ -181,15 +181,15 @@ def _join_bags(bags: Sequence[Bags], dtype: np.dtype[Any]) -> Bags:
     )
 
 
-def _flat(gradient: Tensor) -> Tensor:
-    """From its first number to its last, with what lies between its rows."""
-    return gradient.as_strided((_span(gradient),), (1,))
+def _flat(entry: LedgerEntry) -> Tensor:
+    """Its gradient from the first number to the last, with what lies between its rows."""
+    return entry.gradient.as_strided((_span(entry),), (1,))
 
 
-def _span(gradient: Tensor) -> int:
+def _span(entry: LedgerEntry) -> int:
     """How many numbers that is."""
-    batch_size, width = gradient.shape
-    return (batch_size - 1) * gradient.stride(0) + width if batch_size else 0
+    batch_size, stride = entry.gradient.shape[0], entry.gradient.stride(0)
+    return (batch_size - 1) * stride + entry.lookups.width if batch_size else 0
 
 
 def _num_bags(bags: Bags) -> int:

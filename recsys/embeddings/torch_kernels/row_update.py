@@ -144,10 +144,10 @@ def _parts(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Iterator[tuple[Lo
             numbers = torch.arange(rows_LB.numel(), device=rows_LB.device)
             sources = numbers % batch_size * num_lookups + numbers // batch_size
             found = Located(rows_LB.reshape(-1), sources, None)
-            yield found, whole.of_columns(gradient, space.dim)
+            yield found, whole.of_columns(gradient.flatten(1), space.dim)
             continue
         for layer in layers:
-            yield locate(space, layer, bags), layer.of_columns(gradient, space.dim)
+            yield locate(space, layer, bags), layer.of_columns(gradient.flatten(1), space.dim)
 
 
 def _joined(
