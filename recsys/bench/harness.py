@@ -84,7 +84,7 @@ def take_turns(
 
     An order that only rotated would keep neighbours together, and whoever follows one that leaves
     the caches warm would always be the faster for it. Python's garbage is collected between rounds,
-    not within them.
+    not within them; what was there before is not looked through.
 
     Args:
         calls: By provider.
@@ -100,6 +100,8 @@ def take_turns(
     orders = np.random.default_rng(seed)
     was_enabled = gc.isenabled()
     gc.disable()
+    gc.collect()
+    gc.freeze()
     try:
         for number in range(-num_warm_up_rounds, num_rounds):
             for name in (names[position] for position in orders.permutation(len(names))):
@@ -108,6 +110,7 @@ def take_turns(
                     results[name].append(result)
             gc.collect()
     finally:
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
     return results

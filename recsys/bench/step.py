@@ -20,7 +20,10 @@ bfloat16 rules the forward pass and what backward makes of it, and the update is
 Mini-batches are made beforehand. Of the same code one process takes longer for a small step than
 another, of every provider by another share, however often it is repeated there: so rounds are
 shared out among several processes, one after the other. Minutes lie between them, and a machine
-that others use is faster in some than in others, so ratios are those of rounds.
+that others use is faster in some than in others, so ratios are those of rounds. A turn among so
+many is seconds from the next, in which such a machine changes by more than the hundredths that a
+lookup adds to a dense part: how many times the dense part recsys and kernels take, these three
+measure among themselves, in rounds of a few steps, at a small batch size in many of them.
 Kaggle's tables are 2 GiB and every whole step has its own, but `kernels`, which works on those of
 `recsys`: both precisions take 13 GiB together.
 """
@@ -54,7 +57,7 @@ from recsys.models.interaction import InteractionArch
 from recsys.models.linear import onednn_product, weight_gradient
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.optim import Optimizer
 
@@ -68,6 +71,11 @@ _MAX_SAMPLES = 2**18
 _NUM_WARM_UP_ROUNDS = 3
 _WHOLE = ("recsys", "torch", "fbgemm")
 _OVER_DENSE = (*_WHOLE, "kernels")
+_CLOSE = ("recsys", "kernels", "dense")
+_MAX_CLOSE_STEPS = 2  # timed in a turn, and as many before
+
+# The seconds of a step in every round, by precision and provider.
+_Seconds = dict[tuple[str, str], list[float]]
 
 
 def bench_step(
@@ -95,12 +103,13 @@ def bench_step(
     shares = np.diff(np.arange(num_processes + 1) * num_rounds // num_processes).tolist()
     rows = []
     for batch_size in batch_sizes:
-        seconds: dict[tuple[str, str], list[float]] = {}
+        both: tuple[_Seconds, _Seconds] = {}, {}
         for process, share in enumerate(shares):
             found = in_own_process(_measure, batch_size, precisions, share, table_sizes, process)
-            for name, spent in found.items():
-                seconds.setdefault(name, []).extend(spent)
-        rows += _rows_of_batch_size(batch_size, precisions, seconds)
+            for seconds, more in zip(both, found, strict=True):
+                for name, spent in more.items():
+                    seconds.setdefault(name, []).extend(spent)
+        rows += _rows_of_batch_size(batch_size, precisions, *both)
     return rows
 
 
@@ -110,13 +119,13 @@ def _measure(
     num_rounds: int,
     table_sizes: Sequence[int],
     seed: int,
-) -> dict[tuple[str, str], list[float]]:
-    """By precision and provider, the seconds of a step in every round; `seed` is of their order."""
+) -> tuple[_Seconds, _Seconds]:
+    """What all take among each other, and what some take in close rounds; `seed`: of the orders."""
     set_num_threads(0)
     tune_allocator()
     num_steps = steps_of_turn(batch_size)
     steps = {
-        (precision, provider): timed(step, num_before=num_steps, num_timed=num_steps)
+        (precision, provider): step
         for precision in precisions
         for provider, step in {
             **_with_kernels(
@@ -126,13 +135,34 @@ def _measure(
             **_gemm_steps(batch_size, precision),
         }.items()
     }
-    return take_turns(steps, num_rounds, num_warm_up_rounds=_NUM_WARM_UP_ROUNDS, seed=seed)
+    turns = {
+        name: timed(step, num_before=num_steps, num_timed=num_steps) for name, step in steps.items()
+    }
+    among_all = take_turns(turns, num_rounds, num_warm_up_rounds=_NUM_WARM_UP_ROUNDS, seed=seed)
+    num_steps = min(_MAX_CLOSE_STEPS, num_steps)
+    among_close: _Seconds = {}
+    for precision in precisions:
+        names = [(precision, provider) for provider in _CLOSE]
+        turns = {
+            name: timed(steps[name], num_before=num_steps, num_timed=num_steps) for name in names
+        }
+        num_close = num_rounds * _close_rounds(batch_size)
+        among_close |= take_turns(
+            turns, num_close, num_warm_up_rounds=_NUM_WARM_UP_ROUNDS, seed=seed
+        )
+    return among_all, among_close
+
+
+def _close_rounds(batch_size: int) -> int:
+    """How many of them there are for each of the others."""
+    return min(32, max(1, 4096 // batch_size))
 
 
 def _rows_of_batch_size(
     batch_size: int,
     precisions: Sequence[str],
-    seconds: Mapping[tuple[str, str], Sequence[float]],
+    seconds: _Seconds,
+    close: _Seconds,
 ) -> list[Row]:
     rows = []
     for precision in precisions:
@@ -156,10 +186,10 @@ def _rows_of_batch_size(
             if other != "recsys"
         ]
         # `ratio` divides the second times by the first: how many times the dense part a step takes.
-        ratios += [
-            (provider, "time_over_dense", found["dense"], found[provider])
-            for provider in _OVER_DENSE
-        ]
+        for provider in _OVER_DENSE:
+            of = close if provider in _CLOSE else seconds
+            pair = of[precision, "dense"], of[precision, provider]
+            ratios.append((provider, "time_over_dense", *pair))
         rows += [
             ratio(
                 bench="step",
@@ -179,7 +209,9 @@ def _whole_steps(
     batch_size: int, precision: str, table_sizes: Sequence[int], num_rounds: int
 ) -> dict[str, _WholeStep]:
     """Steps of the main job, by embeddings."""
-    num_steps = 2 * steps_of_turn(batch_size) * (num_rounds + _NUM_WARM_UP_ROUNDS)
+    of_turn = steps_of_turn(batch_size)
+    of_close = min(_MAX_CLOSE_STEPS, of_turn) * _close_rounds(batch_size)
+    num_steps = 2 * (of_turn + of_close) * (num_rounds + _NUM_WARM_UP_ROUNDS)
     num_batches = max(1, min(num_steps, _MAX_SAMPLES // batch_size))
     steps: dict[str, _WholeStep] = {}
     for embeddings in _WHOLE:

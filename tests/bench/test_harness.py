@@ -126,6 +126,7 @@ def test_garbage_is_collected_again_when_turns_end_by_an_error():
         take_turns({"a": fail}, num_rounds=1)
 
     assert gc.isenabled()
+    assert not gc.get_freeze_count()
 
 
 def test_every_provider_gets_a_row():
