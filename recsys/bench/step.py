@@ -264,10 +264,10 @@ class _WholeStep:
     def __call__(self) -> None:
         batch = self.batches[self.num_calls % len(self.batches)]
         self.num_calls += 1
+        for optimizer in self.optimizers:  # first, as `TrainPipeline` does
+            optimizer.zero_grad()
         with self.autocast:
             loss, _ = self.model(batch)
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
@@ -305,10 +305,10 @@ class _DenseStep:
     def step(self, pooled: Tensor) -> None:
         """One step, with pooled vectors (B, 26, D) from anywhere."""
         dense_arch, inter_arch, over_arch = self._archs
+        self._optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=self._is_bf16):
             logits = over_arch(inter_arch(dense_arch(self._dense), pooled)).squeeze(-1)
             loss = self._loss_fn(logits.float(), self._labels)
-        self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
 

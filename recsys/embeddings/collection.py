@@ -296,7 +296,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
                 own and no `inverse_indices`; or `stacked` asks for tables of one dim.
         """  # noqa: D205  # two kinds of input, one sentence
         look_up = self._break_graph if torch.compiler.is_compiling() else self._look_up
-        return cast("Pooled | Tensor", look_up(features, stacked))
+        pooled: Pooled | Tensor = look_up(features, stacked)
+        return pooled
 
     def prefetch(self, features: Features) -> Prefetched:
         """Have the rows of a lookup to come fetched in the background.

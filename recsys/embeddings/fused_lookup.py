@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, is_grad_enabled, nn
-from torch._C import DisableTorchFunctionSubclass
+from torch._C import DisableTorchFunctionSubclass, _are_functorch_transforms_active
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
@@ -110,7 +110,13 @@ def fused_lookup(
                 )
         joined = None if updater is None else updater.join_pass()
         work = _Work(calls, ids, updater, explain, joined, num_stacked)
-        return cast("Tensor", _FusedLookup.apply(work, bag_weights, *tables))  # type: ignore[no-untyped-call]
+        # torch's own first looks, in Python, for tensors that a transform of functorch's has left
+        # among the arguments; where they are all of our making, there are none.
+        is_ours = updater is not None and bag_weights is None
+        is_plain = is_ours and not _are_functorch_transforms_active()
+        apply = _apply_plainly if is_plain else _FusedLookup.apply
+        pooled: Tensor = apply(work, bag_weights, *tables)
+        return pooled
 
 
 def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -> Prefetched:
@@ -274,6 +280,10 @@ class _FusedLookup(torch.autograd.Function):
         return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
 
     _backward_once = staticmethod(once_differentiable(_backward))
+
+
+# What `torch.autograd.Function.apply` calls when it has looked.
+_apply_plainly: Callable[..., Any] = super(torch.autograd.Function, _FusedLookup).apply
 
 
 def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor | None]:

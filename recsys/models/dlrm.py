@@ -87,7 +87,8 @@ class SparseArch(nn.Module):
             and "forward" not in embeddings.__dict__
             and embeddings.output_keys() == self.sparse_feature_names
         ):
-            return cast("Tensor", embeddings(features, stacked=True))
+            stacked: Tensor = embeddings(features, stacked=True)
+            return stacked
         pooled: Pooled = embeddings(features)
         values = pooled.values()
         if pooled.keys() != self.sparse_feature_names:
