@@ -315,7 +315,8 @@ def _entries(work: _Work, gradient: Tensor) -> list[tuple[TableGroup, LedgerEntr
             ),
         )
         for (group, _, rows, space, bags, ticket), asking in work.calls
-        if (still_asking := group.still_asking(asking)).distinct_tables
+        # A table that was frozen meanwhile gets no gradient, as in torch.
+        if (still_asking := group.asking(asking)).distinct_tables
     ]
 
 

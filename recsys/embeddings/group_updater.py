@@ -277,7 +277,7 @@ class GroupUpdater:
         (formula, sizes, _), rates_T2 = self._read_settings(settings)
         space = self.group.space(weights=self._weights)
         for entry in ledger:
-            entry.require_rows_in(space)
+            entry.require_rows_in(space.tables)
         is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
         counts_steps = self._translation.counts_steps or is_by_chance
         if not (counts_steps or sizes):

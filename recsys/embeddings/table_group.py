@@ -172,7 +172,9 @@ class TableGroup:
         weights = self.weights()
         self._require_twins(weights)
         if self._watched:
+            before = self._watched
             self.watch()
+            self._let_frozen_be(before)
         space = self.make_space(weights)
         self._require_room_for(space)
         self._space = space
@@ -345,9 +347,8 @@ class TableGroup:
         if not self.ledger:
             return
         weights = self.follow()
-        space = self.space(weights=weights)
         for entry in self.ledger:
-            entry.require_rows_in(space)
+            entry.require_rows_in(weights)
         ledger = self._closed_ledger()
         found = sparse_gradients(weights, ledger, [True] * len(weights))
         for weight, gradient in zip(weights, found, strict=True):
@@ -429,14 +430,6 @@ class TableGroup:
         asks = map(requires_grad, self.weights())
         return lookups.of_tables({table for table, is_asked in enumerate(asks) if is_asked})
 
-    def still_asking(self, lookups: Lookups) -> Lookups:
-        """Those of them that ask still: frozen since, a table gets no gradient, as in torch.
-
-        One that was exchanged for a frozen one since is found by the next `follow`, without which
-        nobody reads the ledger.
-        """
-        return lookups if self._all_ask else self.asking(lookups)
-
     def _entry(self, table: int, weight: Tensor, gradient: Tensor) -> LedgerEntry:
         """A table's gradient as if each of its rows had been looked up alone."""
         if gradient.shape != weight.shape:
@@ -460,7 +453,14 @@ class TableGroup:
         bags = self.kernels.make_bags(rows, rows, None, len(rows), is_mean=False, is_one_hot=True)
         values = values.to(self.device, compute_dtype(values.dtype)).contiguous()
         [found] = self.find(self._whole_tables[table], bags)
-        return LedgerEntry(found.lookups, found.bags, values, rows=found.rows, ticket=found.ticket)
+        return LedgerEntry(
+            found.lookups,
+            found.bags,
+            values,
+            space=None if found.ticket is not None else found.space,
+            rows=found.rows,
+            ticket=found.ticket,
+        )
 
 
 class _StandIn(nn.Module):

@@ -64,16 +64,16 @@ class LedgerEntry(NamedTuple):
                     "its rows were moved; step first, or use a clone of them"
                 )
 
-    def require_rows_in(self, space: AbstractRowSpace) -> None:
+    def require_rows_in(self, tables: Sequence[Tensor]) -> None:
         """Refuse tables that may lack rows which were looked up: they would be written to.
 
         Raises:
             ValueError: a table was exchanged for a shorter one, or one of another dim.
         """
-        if self.space is None or self.space is space:
+        if self.space is None or self.space.tables is tables:
             return
         for table in self.lookups.distinct_tables:
-            before, now = self.space.tables[table].shape, space.tables[table].shape
+            before, now = self.space.tables[table].shape, tables[table].shape
             if now[0] < before[0] or now[1:] != before[1:]:
                 raise ValueError(
                     f"a table of shape {tuple(before)} was looked up, and before its gradient was "
