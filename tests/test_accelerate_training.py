@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import recsys
-from recsys.embeddings import Adagrad
+from recsys.embeddings import SGD, Adagrad
 
 SIZES, BATCH_SIZE = [9, 5, 30], 6
 
@@ -337,3 +337,42 @@ def test_data_parallel_models_are_refused_before_and_after(process_group):
     (_, _), (model, _) = pair()
     with pytest.raises(RuntimeError, match="DistributedDataParallel: rows that an optimizer"):
         loss_of(DistributedDataParallel(model), 0)
+
+
+def bags(*sizes):
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.EmbeddingBag(size, 4, mode="sum", sparse=True) for size in sizes)
+
+
+@pytest.mark.parametrize("budget", [None, 600])
+def test_a_gradient_of_a_lookup_before_restore_is_the_tables_grad(budget):
+    both = bags(50), bags(50)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in both]
+    recsys.accelerate(both[1], optimizer=optimizers[1], budget=budget)
+
+    for model, optimizer in zip(both, optimizers, strict=True):
+        pooled = model[0](torch.tensor([49, 7, 7]), torch.tensor([0, 1]))
+        if model is both[1]:
+            recsys.restore(model)
+        pooled.square().sum().backward()
+        assert model[0].weight.grad.shape == (50, 4)
+        optimizer.step()
+
+    assert torch.equal(both[1][0].weight, both[0][0].weight)
+
+
+def test_a_gradient_of_a_lookup_before_restore_is_used_by_what_moves_the_rows_by_then():
+    model = bags(5)
+    recsys.accelerate(model, optimizer=SGD(lr=0.5))
+    ids, offsets = torch.tensor([4]), torch.tensor([0])
+    pooled = model[0](ids, offsets)
+    recsys.restore(model)
+    recsys.accelerate(model, optimizer=SGD(lr=0.5))
+    for _ in range(2):  # it knows by then that no grad was left
+        model[0](ids - 1, offsets).sum().backward()
+    before = model[0].weight[4].detach().clone()
+
+    pooled.sum().backward()
+    model[0](ids - 1, offsets).sum().backward()
+
+    assert torch.equal(model[0].weight[4], before - 0.5)

@@ -98,11 +98,12 @@ def take_turns(
     results: dict[_K, list[_T]] = {name: [] for name in calls}
     names = list(calls)
     orders = np.random.default_rng(seed)
-    was_enabled = gc.isenabled()
-    gc.disable()
-    gc.collect()
-    gc.freeze()
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     try:
+        gc.disable()
+        gc.collect()
+        if not was_frozen:
+            gc.freeze()
         for number in range(-num_warm_up_rounds, num_rounds):
             for name in (names[position] for position in orders.permutation(len(names))):
                 result = calls[name]()
@@ -110,7 +111,8 @@ def take_turns(
                     results[name].append(result)
             gc.collect()
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
     return results
@@ -187,6 +189,7 @@ def ratio(
     values: Sequence[float],
     baseline: Sequence[float],
     is_by_round: bool = False,
+    num_per_block: int = 1,
 ) -> Row:
     """How many times faster than a baseline, from the times of rounds in which both took turns.
 
@@ -202,16 +205,18 @@ def ratio(
         baseline: Of the baseline.
         is_by_round: Whether `median` is that of the rounds' own ratios too: for rounds so far apart
             that the machine is faster in some than in others, of which the medians know nothing.
+        num_per_block: Rounds that follow each other at once are of one state of the machine, and
+            tell less than as many from other times: they are drawn together, as blocks.
     """
     ours, theirs = np.asarray(values), np.asarray(baseline)
-    rounds = _resampled(len(ours))
+    rounds = _resampled(len(ours), num_per_block=num_per_block)
     if is_by_round:
         median = float(np.median(theirs / ours))
         ratios = np.median((theirs / ours)[rounds], axis=1)
     else:
         median = float(np.median(theirs) / np.median(ours))
         ratios = np.median(theirs[rounds], axis=1) / np.median(ours[rounds], axis=1)
-    low, high = _interval(ratios, len(ours))
+    low, high = _interval(ratios, len(ours) // num_per_block)
     p20, p80 = np.percentile(theirs / ours, [20, 80]).tolist()
     return Row(
         bench=bench,
@@ -281,9 +286,12 @@ def _interval(
     return low, high
 
 
-def _resampled(num_values: int, seed: int = 0) -> NDArray[np.int64]:
+def _resampled(num_values: int, seed: int = 0, num_per_block: int = 1) -> NDArray[np.int64]:
     """Draws with replacement for the bootstrap; always the same, so that tables can be remade."""
-    return np.random.default_rng(seed).integers(0, num_values, (2000, num_values))
+    num_blocks = num_values // num_per_block
+    blocks = np.random.default_rng(seed).integers(0, num_blocks, (2000, num_blocks))
+    draws = blocks[:, :, np.newaxis] * num_per_block + np.arange(num_per_block)
+    return draws.reshape(len(blocks), -1)
 
 
 def in_own_process(function: Callable[..., _T], *arguments: Any) -> _T:

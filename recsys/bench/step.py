@@ -109,7 +109,7 @@ def bench_step(
             for seconds, more in zip(both, found, strict=True):
                 for name, spent in more.items():
                     seconds.setdefault(name, []).extend(spent)
-        rows += _rows_of_batch_size(batch_size, precisions, *both)
+        rows += _rows_of_batch_size(batch_size, precisions, *both, _close_rounds(batch_size))
     return rows
 
 
@@ -163,7 +163,9 @@ def _rows_of_batch_size(
     precisions: Sequence[str],
     seconds: _Seconds,
     close: _Seconds,
+    num_per_block: int,
 ) -> list[Row]:
+    """Of all rounds, and of close ones, so many in a block."""
     rows = []
     for precision in precisions:
         dim = TrainConfig().model.embedding_dim
@@ -176,20 +178,20 @@ def _rows_of_batch_size(
             unit="ms",
             values={provider: [1e3 * s for s in spent] for provider, spent in found.items()},
         )
-        # (provider, metric, its times, the times they are compared with)
-        ratios = [("dense", "speed_over_dense_eager", found["dense"], found["dense_eager"])]
+        # (provider, metric, its times, the times they are compared with, rounds per block)
+        ratios = [("dense", "speed_over_dense_eager", found["dense"], found["dense_eager"], 1)]
         if precision != "fp32" and "fp32" in precisions:
-            ratios.append(("dense", "speed_over_fp32", found["dense"], seconds["fp32", "dense"]))
+            ratios.append(("dense", "speed_over_fp32", found["dense"], seconds["fp32", "dense"], 1))
         ratios += [
-            ("recsys", f"speed_over_{other}", found["recsys"], found[other])
+            ("recsys", f"speed_over_{other}", found["recsys"], found[other], 1)
             for other in _WHOLE
             if other != "recsys"
         ]
         # `ratio` divides the second times by the first: how many times the dense part a step takes.
         for provider in _OVER_DENSE:
-            of = close if provider in _CLOSE else seconds
+            of, per_block = (close, num_per_block) if provider in _CLOSE else (seconds, 1)
             pair = of[precision, "dense"], of[precision, provider]
-            ratios.append((provider, "time_over_dense", *pair))
+            ratios.append((provider, "time_over_dense", *pair, per_block))
         rows += [
             ratio(
                 bench="step",
@@ -199,8 +201,9 @@ def _rows_of_batch_size(
                 values=values,
                 baseline=baseline,
                 is_by_round=True,
+                num_per_block=per_block,
             )
-            for provider, metric, values, baseline in ratios
+            for provider, metric, values, baseline, per_block in ratios
         ]
     return rows
 

@@ -288,10 +288,10 @@ _apply_plainly: Callable[..., Any] = super(torch.autograd.Function, _FusedLookup
 
 def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor | None]:
     tables: list[Tensor | None] = []
-    for (group, lookups, _, _, bags, _), _ in work.calls:
-        weights = group.weights()
-        is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(weights)]
-        found = sparse_gradients(weights, [LedgerEntry(lookups, bags, gradient)], is_asked)
+    for (group, lookups, *_, bags, looked_up, _), _ in work.calls:
+        is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(looked_up)]
+        # Of the tables as they were: what has come in the place of one may have fewer rows.
+        found = sparse_gradients(looked_up, [LedgerEntry(lookups, bags, gradient)], is_asked)
         tables += [
             gradient if is_sparse or gradient is None else gradient.to_dense()
             for gradient, is_sparse in zip(found, group.are_sparse(), strict=True)
@@ -309,12 +309,12 @@ def _entries(work: _Work, gradient: Tensor) -> list[tuple[TableGroup, LedgerEntr
                 bags.kept(),
                 gradient,
                 read_later,
-                space if ticket is None else None,
+                tables,
                 None if ticket is None else rows,
                 ticket,
             ),
         )
-        for (group, _, rows, space, bags, ticket), asking in work.calls
+        for (group, _, rows, _, bags, tables, ticket), asking in work.calls
         # A table that was frozen meanwhile gets no gradient, as in torch.
         if (still_asking := group.asking(asking)).distinct_tables
     ]

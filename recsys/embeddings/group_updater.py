@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from recsys.embeddings.budget import SpaceSize
+from recsys.embeddings.exchanged_tables import require_own
 from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
 from recsys.embeddings.memory import empty_rows
@@ -188,8 +189,7 @@ class GroupUpdater:
         assert tiers is not None
         if tiers.device == device:
             return
-        num_claimed = tiers.residency.num_claimed
-        if num_claimed:
+        if num_claimed := tiers.residency.num_claimed:
             raise ValueError(
                 f"rows in fast memory on '{tiers.device}' cannot be moved to '{device}' while "
                 f"{num_claimed} of them are in use; let go of what was computed before (its loss "
@@ -246,8 +246,7 @@ class GroupUpdater:
         assert tiers is not None
         if tiers.hot.num_slots == num_slots:
             return
-        num_claimed = tiers.residency.num_claimed
-        if num_claimed:
+        if num_claimed := tiers.residency.num_claimed:
             raise BudgetTooSmall(
                 f"budget: another mini-batch needs the memory of rows of embedding_dim "
                 f"{self.group.dim}, and {num_claimed} of them are in use; give a larger budget, or "
@@ -362,6 +361,7 @@ class GroupUpdater:
             return
         both = zip(self._weights, weights, strict=True)
         if taken := {old: new for old, new in both if new is not old}:
+            require_own(weights, self.group)
             for group in self._optimizer.param_groups:
                 group["params"] = [taken.get(known, known) for known in group["params"]]
             states = self._optimizer.state

@@ -12,6 +12,7 @@ What lies between the tables is never touched.
 from __future__ import annotations
 
 import ctypes
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AbstractRowSpace", "RowSpace", "compute_dtype", "require_aligned", "require_device"]
 
-_address, _numel = torch.Tensor.data_ptr, torch.Tensor.numel
+_address = torch.Tensor.data_ptr
+_kind = attrgetter("shape", "dtype")
 
 # By a table's dtype: what kernels see, and what they compute in.
 _DTYPES: dict[torch.dtype, tuple[type[np.generic], torch.dtype]] = {
@@ -105,7 +107,7 @@ class AbstractRowSpace:
     def __init__(self, tables: Sequence[Tensor]) -> None:
         self.tables = [table.detach() for table in tables]  # keeps the memory alive
         self._addresses = [table.data_ptr() for table in tables]
-        self._numels = [table.numel() for table in tables]
+        self._kinds = list(map(_kind, tables))
         kinds = {(table.dtype, table.shape[1:].numel(), str(table.device)) for table in tables}
         if len(kinds) != 1:
             raise ValueError(
@@ -129,7 +131,7 @@ class AbstractRowSpace:
         """Whether tables lie where they lay.
 
         Asked at every step. Whether they are as long as they were, in the same memory, they have
-        to say themselves, or `has_sizes`.
+        to say themselves, or `are_alike`.
 
         Args:
             tables: Those of the row space, or some.
@@ -140,15 +142,15 @@ class AbstractRowSpace:
             known = [known[number] for number in numbers]
         return list(map(_address, tables)) == known
 
-    def has_sizes(self, tables: Sequence[Tensor], numbers: Sequence[int] | None = None) -> bool:
-        """Whether tables are as long as they were.
+    def are_alike(self, tables: Sequence[Tensor], numbers: Sequence[int] | None = None) -> bool:
+        """Whether tables are as long as they were, and of the same dtype.
 
         Args:
             tables: As for `holds`.
             numbers: Likewise.
         """
-        known = self._numels if numbers is None else [self._numels[each] for each in numbers]
-        return list(map(_numel, tables)) == known
+        known = self._kinds if numbers is None else [self._kinds[each] for each in numbers]
+        return list(map(_kind, tables)) == known
 
 
 class RowSpace(AbstractRowSpace):

@@ -74,6 +74,7 @@ class RowUpdater:
         ]
         self.auto_apply, self.goes_along = auto_apply, goes_along
         self._queued_for: int | None = None
+        self._is_released = False
         self._budget_bytes = 0
         self._files: ColdFiles | None = None
         # Tables are no inputs of autograd's: a pooled vector asks for a gradient on behalf of all
@@ -117,6 +118,8 @@ class RowUpdater:
             self._begin(_current_graph_task_id())
         for group, entry in entries:
             group.keep(entry)
+            if self._is_released:  # since the lookup
+                group.open_ledger()
 
     def _begin(self, backward_pass: int) -> None:
         if not self.auto_apply or self._queued_for == backward_pass:
@@ -335,10 +338,17 @@ class RowUpdater:
     def release(self) -> None:
         """Let go of the tables: they are plain parameters again, collected gradients their grad.
 
-        What is in files stays there, mapped; nobody can say any more whether it is whole.
+        So are gradients of lookups that were made before. What is in files stays there, mapped;
+        nobody can say any more whether it is whole.
+
+        Raises:
+            ValueError: a gradient is of rows that its table has no more; nothing is let go of.
         """
         for group in self._groups:
+            group.group.open_ledger()
+        for group in self._groups:
             group.group.unwatch()
+        self.auto_apply, self._is_released = False, True
         if self._files is not None:
             self._files.mark_dirty()
             self._files = None

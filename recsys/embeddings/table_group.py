@@ -18,6 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recsys.embeddings.exchanged_tables import (
+    require_dim,
+    require_grad_of,
+    require_own,
+    require_tiered,
+    require_twins,
+)
 from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Lookups
@@ -26,9 +33,9 @@ from recsys.embeddings.row_space import RowSpace, compute_dtype
 from recsys.embeddings.sparse_gradients import sparse_gradients
 from recsys.embeddings.table_parameter import (
     plain_grad,
-    require_unmoved,
     requires_grad,
     set_plain_grad,
+    tell_group,
     unwatch,
     watch,
 )
@@ -58,6 +65,7 @@ class Found(NamedTuple):
         rows: The input.
         space: The rows: those of the tables, or slots that hold them.
         bags: The input as numbers of `space`.
+        tables: All of the group, as they are now.
         ticket: Has the slots, if they are some.
     """
 
@@ -66,6 +74,7 @@ class Found(NamedTuple):
     rows: Bags
     space: RowSpace
     bags: Bags
+    tables: Sequence[Tensor]
     ticket: Ticket | None
 
 
@@ -160,23 +169,31 @@ class TableGroup:
         Args:
             lookups: Those.
             weights: What `follow` has just said of them.
+
+        Raises:
+            ValueError: others have come in their places, which kernels of these cannot work on.
         """
         if weights is None:
             weights = self.follow(lookups)
         if self._space is not None:
             numbers = None if lookups is None else lookups.distinct_tables
             if self._space.holds(weights, numbers) and (
-                self._all_tell or self._space.has_sizes(weights, numbers)
+                self._all_tell or self._space.are_alike(weights, numbers)
             ):
                 return self._space
         weights = self.weights()
-        self._require_twins(weights)
+        require_twins(self._twins, weights)
         if self._watched:
             before = self._watched
             self.watch()
             self._let_frozen_be(before)
         space = self.make_space(weights)
-        self._require_room_for(space)
+        require_dim(space, self.dim)
+        if self.tiers is not None:
+            sizes = self.tiers.sizes
+            for holder, table, size in zip(self._holders, space.tables, sizes, strict=True):
+                if not isinstance(holder, _StandIn):
+                    require_tiered(table, size, self.tiers.dtype)
         self._space = space
         return space
 
@@ -198,11 +215,18 @@ class TableGroup:
             space = self.space()
             return [
                 Found(
-                    self, claimed.lookups, rows, self.tiers.hot.space, claimed.bags, claimed.ticket
+                    self,
+                    claimed.lookups,
+                    rows,
+                    self.tiers.hot.space,
+                    claimed.bags,
+                    space.tables,
+                    claimed.ticket,
                 )
                 for claimed in self.tiers.claim(space, lookups, rows)
             ]
-        return (Found(self, lookups, rows, self.space(lookups, weights), rows, None),)
+        space = self.space(lookups, weights)
+        return (Found(self, lookups, rows, space, rows, space.tables, None),)
 
     def claim_ahead(self, lookups: Lookups, rows: Bags) -> AheadClaim:
         """Tiered: have rows fetched for a lookup to come; see `Tiers.claim_ahead`."""
@@ -239,44 +263,14 @@ class TableGroup:
         space = self.kernels.make_space(tables) if self.tiers is None else RowSpace(tables)
         return cast("RowSpace", space)
 
-    def _require_room_for(self, space: RowSpace) -> None:
-        """Refuse tables that pooled vectors, or slots and row maps, were not made for."""
-        if space.dim != self.dim:
-            raise ValueError(
-                f"tables of embedding_dim {self.dim} were exchanged for some of {space.dim}, which "
-                "pooled vectors have no room for; build the module anew, for those"
-            )
-        if self.tiers is None:
-            return
-        for holder, table, num_rows in zip(
-            self._holders, space.tables, self.tiers.sizes, strict=True
-        ):
-            is_known = (len(table), table.dtype) == (num_rows, self.tiers.dtype)
-            if not is_known and not isinstance(holder, _StandIn):
-                raise ValueError(
-                    f"a table of {num_rows} rows of {self.tiers.dtype} in two tiers was exchanged "
-                    f"for one of {len(table)} rows of {table.dtype}; build the module anew, for "
-                    "that one"
-                )
-
-    def _require_twins(self, weights: Sequence[nn.Parameter]) -> None:
-        for holder, table in self._twins:
-            if holder.weight is not weights[table]:
-                raise ValueError(
-                    f"a table of shape {tuple(weights[table].shape)} was one Parameter of several "
-                    "modules, which are looked up together, and is not any more; give the others "
-                    "its Parameter too, or build the modules anew"
-                )
-
     def watch(self) -> None:
         """Let `weight.grad` show the ledger, from now on.
 
         Raises:
-            ValueError: another group has a table, and moves it.
+            ValueError: a table is another group's, or has come in two places.
         """
         weights = self.weights()
-        for weight in weights:
-            require_unmoved(f"a table of shape {tuple(weight.shape)}", weight, but_by=self)
+        require_own(weights, self)
         self._let_go()
         self._watched, self._space = weights, None
         is_tiered = self.tiers is not None
@@ -334,28 +328,44 @@ class TableGroup:
             for now, known in zip(self._watched, before, strict=True)
         ]
         if not all(is_left):
-            left = {table for table, its in enumerate(is_left) if its}
-            ledger = [each._replace(lookups=each.lookups.of_tables(left)) for each in self.ledger]
-            self.ledger = [each for each in ledger if each.lookups.distinct_tables]
+            self._forget_but({table for table, its in enumerate(is_left) if its})
+
+    def forget_lookups_in(self, weight: Tensor) -> None:
+        """Forget what lookups have left for one table; its `grad` is set to something else."""
+        if self.ledger:
+            weights = enumerate(self.weights())
+            self._forget_but({table for table, each in weights if each is not weight})
+
+    def _forget_but(self, tables: set[int]) -> None:
+        ledger = [each._replace(lookups=each.lookups.of_tables(tables)) for each in self.ledger]
+        self.ledger = [each for each in ledger if each.lookups.distinct_tables]
 
     def keep(self, entry: LedgerEntry) -> None:
         """Add to the ledger what one lookup's backward found."""
         self.ledger.append(entry)
 
     def open_ledger(self) -> None:
-        """Turn the ledger into a sparse `grad` of each table, added to what is there."""
+        """Turn the ledger into a sparse `grad` of each table, added to what is there.
+
+        Raises:
+            RuntimeError: ids or gradients were overwritten since; they are forgotten.
+            ValueError: a table has other rows than were looked up, or than its `grad` is of;
+                everything is left.
+        """
         if not self.ledger:
             return
         weights = self.follow()
         for entry in self.ledger:
             entry.require_rows_in(weights)
+            for table in entry.lookups.distinct_tables:
+                require_grad_of(weights[table])
         ledger = self._closed_ledger()
         found = sparse_gradients(weights, ledger, [True] * len(weights))
         for weight, gradient in zip(weights, found, strict=True):
             if gradient is not None:
-                self.ask_again()
                 known = plain_grad(weight)
                 set_plain_grad(weight, gradient if known is None else _added(known, gradient))
+                tell_group(weight)
 
     def take_ledger(self, weights: Sequence[nn.Parameter]) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left.
@@ -365,6 +375,8 @@ class TableGroup:
 
         Raises:
             BudgetTooSmall: tiered, there are too few slots for the rows; everything is left.
+            RuntimeError: ids or gradients were overwritten since; they are forgotten.
+            ValueError: a `grad` is of other rows than its table has; everything is left.
         """
         has_none = self._has_no_grad(weights)
         ledger = self._closed_ledger()
@@ -432,11 +444,7 @@ class TableGroup:
 
     def _entry(self, table: int, weight: Tensor, gradient: Tensor) -> LedgerEntry:
         """A table's gradient as if each of its rows had been looked up alone."""
-        if gradient.shape != weight.shape:
-            raise ValueError(
-                f"the grad of a table of shape {tuple(weight.shape)} is of shape "
-                f"{tuple(gradient.shape)}, of rows that it had before; set it to None"
-            )
+        require_grad_of(weight)
         gradient = gradient.detach()
         if gradient.is_sparse:
             rows, values = gradient._indices()[0], gradient._values()
@@ -457,7 +465,7 @@ class TableGroup:
             found.lookups,
             found.bags,
             values,
-            space=None if found.ticket is not None else found.space,
+            tables=found.tables,
             rows=found.rows,
             ticket=found.ticket,
         )

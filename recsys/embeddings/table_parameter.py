@@ -30,6 +30,7 @@ __all__ = [
     "require_unmoved",
     "requires_grad",
     "set_plain_grad",
+    "tell_group",
     "unwatch",
     "watch",
 ]
@@ -51,9 +52,11 @@ class LedgerParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        _open_ledger_of(self)
         set_plain_grad(self, gradient)
-        _tell_group(self)
+        group = _group_of(self)
+        if group is not None:
+            group.forget_lookups_in(self)
+            group.ask_again()
 
     @property
     def requires_grad(self) -> bool:
@@ -65,7 +68,7 @@ class LedgerParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():  # it tells nothing of the rows
             _REQUIRES_GRAD.__set__(self, is_asked)
         _listen(self)
-        _tell_group(self)
+        tell_group(self)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """As `torch.Tensor.requires_grad_`."""
@@ -75,7 +78,7 @@ class LedgerParameter(nn.Parameter):
     def detach_(self) -> Self:
         """As `torch.Tensor.detach_`."""
         super().detach_()
-        _tell_group(self)
+        tell_group(self)
         return self
 
     @property
@@ -229,7 +232,8 @@ def _forget_space_of(weight: LedgerParameter) -> None:
         group.forget_space()
 
 
-def _tell_group(weight: Tensor) -> None:
+def tell_group(weight: Tensor) -> None:
+    """Let its group look anew for the `grad` of a table, and whether it asks for one."""
     group = _group_of(weight)
     if group is not None:
         group.ask_again()
@@ -240,7 +244,7 @@ def _listen(weight: nn.Parameter) -> None:
     if weight not in _HOOKS:
         with torch._C.DisableTorchFunctionSubclass():  # it is us
             if weight.requires_grad:
-                _HOOKS[weight] = weight.register_post_accumulate_grad_hook(_tell_group)  # type: ignore[no-untyped-call]
+                _HOOKS[weight] = weight.register_post_accumulate_grad_hook(tell_group)  # type: ignore[no-untyped-call]
 
 
 def _nobody() -> None:

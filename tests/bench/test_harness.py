@@ -112,21 +112,42 @@ def test_rounds_of_a_ratio_are_drawn_in_pairs():
     assert (row.low, row.median, row.high) == (2.0, 2.0, 2.0)
 
 
+def test_rounds_of_one_state_of_the_machine_say_no_more_than_one_of_them():
+    names = {"bench": "b", "case": "c", "provider": "p", "metric": "m", "is_by_round": True}
+    speeds = np.random.default_rng(0).uniform(1, 2, 20)
+    ours, theirs = np.ones(20 * 32), np.repeat(speeds, 32)
+
+    apart = ratio(**names, values=ours, baseline=theirs)
+    together = ratio(**names, values=ours, baseline=theirs, num_per_block=32)
+    once = ratio(**names, values=ours[::32], baseline=speeds)
+    of_few = ratio(**names, values=ours[: 5 * 32], baseline=theirs[: 5 * 32], num_per_block=32)
+
+    assert (together.low, together.median, together.high) == (once.low, once.median, once.high)
+    assert together.high - together.low > apart.high - apart.low
+    assert together.num_runs == 20 * 32
+    assert (of_few.low, of_few.high) == (None, None)
+
+
 def test_the_interval_of_equal_values_is_a_point():
     row = summarize(bench="b", case="c", provider="p", metric="m", unit="ms", values=[3.0] * 9)
 
     assert (row.low, row.median, row.high) == (3.0, 3.0, 3.0)
 
 
-def test_garbage_is_collected_again_when_turns_end_by_an_error():
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_garbage_is_collected_as_before_when_turns_end_by_an_error(is_frozen):
     def fail():
         raise RuntimeError("no turn")
 
+    if not is_frozen:
+        gc.unfreeze()
     with pytest.raises(RuntimeError, match="no turn"):
         take_turns({"a": fail}, num_rounds=1)
 
+    was_frozen = gc.get_freeze_count() > 0
+    gc.freeze()  # as for the tests that come
     assert gc.isenabled()
-    assert not gc.get_freeze_count()
+    assert was_frozen is is_frozen
 
 
 def test_every_provider_gets_a_row():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.bench import harness, lookup
+from recsys.bench import lookup
 from recsys.bench.lookup import bench_lookup, step_bytes
 from recsys.datasets.synthetic import SyntheticCriteo
 from recsys.errors import ConfigError, MissingDependency
@@ -50,7 +50,6 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(lookup, "_STREAM_FLOATS", 1 << 10)
     # What a process of its own does to its garbage is not to be done to this one, which has much.
     monkeypatch.setattr(lookup, "gc", MagicMock())
-    monkeypatch.setattr(harness, "gc", MagicMock())
     yield InThisProcess
     torch.set_num_threads(before)
 

@@ -29,7 +29,8 @@ def test_rounds_are_shared_out_among_processes_and_all_of_them_count(monkeypatch
     def in_own_process(function, *arguments):
         assert function is step._measure
         calls.append(arguments)
-        _, precisions, num_rounds, _, _ = arguments
+        batch_size, precisions, num_rounds, _, _ = arguments
+        num_close = num_rounds * step._close_rounds(batch_size)
         providers = ("recsys", "torch", "fbgemm", "kernels", "dense", "dense_eager")
         close = {"recsys": 5.0, "kernels": 3.0, "dense": 2.0}
         return (
@@ -39,7 +40,7 @@ def test_rounds_are_shared_out_among_processes_and_all_of_them_count(monkeypatch
                 for provider in providers
             },
             {
-                (precision, provider): [seconds] * 10 * num_rounds
+                (precision, provider): [seconds] * num_close
                 for precision in precisions
                 for provider, seconds in close.items()
             },
@@ -56,13 +57,15 @@ def test_rounds_are_shared_out_among_processes_and_all_of_them_count(monkeypatch
     ]
     assert [
         (row.provider, row.median, row.num_runs) for row in rows if row.metric == "time_over_dense"
-    ] == [("recsys", 2.5, 70), ("torch", 1.0, 7), ("fbgemm", 1.0, 7), ("kernels", 1.5, 70)] * 2
+    ] == [("recsys", 2.5, 224), ("torch", 1.0, 7), ("fbgemm", 1.0, 7), ("kernels", 1.5, 224)] * 2
     assert {row.num_runs for row in rows if row.metric != "time_over_dense"} == {7}
     assert [row.median for row in rows if row.metric == "time"] == [2e3] * 6 + [5e3] * 6
 
     calls.clear()
-    bench_step([4], ["fp32"], num_rounds=2, num_processes=3)
+    rows = bench_step([4], ["fp32"], num_rounds=2, num_processes=3)
     assert [share for _, _, share, _, _ in calls] == [1, 1]
+    # 64 close rounds are of two states of the machine: too few for an interval.
+    assert {row.low for row in rows if row.metric == "time_over_dense"} == {None}
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from recsys.embeddings import (
 )
 from recsys.embeddings.optimizer import SGD, Adagrad
 from recsys.embeddings.row_space import RowSpace
+from recsys.embeddings.table_parameter import LedgerParameter
 from recsys.errors import IdOutOfRange
 
 ROWS = torch.arange(20.0).reshape(5, 4)
@@ -91,9 +92,18 @@ def test_a_longer_table_at_the_same_address_has_more_rows(exchange):
     assert own(torch.tensor([4]), OFFSETS).tolist() == [ROWS[4].tolist()]
 
 
+def zero_grad(module):
+    module.row_optimizer.zero_grad()
+
+
+def set_grad_to_none(module):
+    module.weight.grad = None
+
+
 @each_way
 @pytest.mark.parametrize("when", ["before backward", "before the step"])
-def test_rows_that_a_shorter_table_lacks_are_not_moved(exchange, when):
+@pytest.mark.parametrize("forget", [zero_grad, set_grad_to_none])
+def test_rows_that_a_shorter_table_lacks_are_not_moved(exchange, when, forget):
     memory = ROWS.clone()
     own = bag(SGD(lr=0.5))
     own.row_optimizer.updater.auto_apply = False
@@ -109,15 +119,82 @@ def test_rows_that_a_shorter_table_lacks_are_not_moved(exchange, when):
     for _ in range(2):  # the gradient is there still
         with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
             own.row_optimizer.step()
-        with pytest.raises(ValueError, match="call zero_grad"):
+        with pytest.raises(ValueError, match="set the grad of that one to None"):
             own.weight.grad  # noqa: B018  # it is the ledger's
-    own.row_optimizer.zero_grad()
+    forget(own)
     own.row_optimizer.step()
     assert torch.equal(memory, ROWS)
 
     own(torch.tensor([4]) - 2, OFFSETS).sum().backward()
     own.row_optimizer.step()
     assert torch.equal(memory[2], ROWS[2] - 0.5)
+
+
+def test_rows_that_a_shorter_table_lacks_are_not_moved_by_a_step_that_was_refused_before():
+    memory = ROWS.clone()
+    own = bag(SGD(lr=0.5))
+    own.row_optimizer.updater.auto_apply = False
+    own.weight.data = memory
+    own(torch.tensor([4]), OFFSETS).sum().backward()
+    assert own.weight.grad is not None  # it is a sparse tensor from now on
+    [settings] = own.row_optimizer.param_groups
+    settings["lr"] = float("nan")
+    with pytest.raises(ValueError, match="lr must be finite"):
+        own.row_optimizer.step()
+    settings["lr"] = 0.5
+
+    own.weight.data = memory[:3]
+
+    with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
+        own.row_optimizer.step()
+    assert torch.equal(memory, ROWS)
+
+
+def accelerated(*bags, optimizer=None, **settings):
+    model = nn.ModuleList(bags)
+    if optimizer is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer, **settings)
+    return model, optimizer
+
+
+def plain_bag():
+    return nn.EmbeddingBag(5, 4, mode="sum", sparse=True, _weight=ROWS.clone())
+
+
+def test_under_an_optimizer_of_torchs_a_shorter_tables_gradient_is_forgotten_and_no_others():
+    bags = plain_bag(), plain_bag()
+    optimizer = torch.optim.SGD([{"params": each.parameters(), "lr": 0.5} for each in bags])
+    model, _ = accelerated(*bags, optimizer=optimizer)
+    for each in model:
+        each(torch.tensor([4]), OFFSETS).sum().backward()
+    other, short = (each.weight for each in model)
+    short.data = short.data[:3]
+
+    for refused in (optimizer.step, optimizer.zero_grad, lambda: recsys.restore(model)):
+        with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
+            refused()
+        assert type(other) is LedgerParameter  # nothing was restored
+    short.grad = None
+    optimizer.step()
+
+    assert torch.equal(short, ROWS[:3])
+    assert torch.equal(other[4], ROWS[4] - 0.5)
+    recsys.restore(model)
+    assert short.grad is None
+
+
+def test_a_frozen_table_that_another_bags_lookup_finds_in_a_tables_place_is_not_moved():
+    model, optimizer = accelerated(plain_bag(), plain_bag())
+    first, second = model
+    first(torch.tensor([4]), OFFSETS).sum().backward()
+
+    first.weight = nn.Parameter(ROWS.clone(), requires_grad=False)
+    second.weight.data = ROWS.clone()
+    second(torch.tensor([4]), OFFSETS)
+    optimizer.step()
+
+    assert torch.equal(first.weight, ROWS)
 
 
 def test_a_gradient_of_rows_that_a_table_had_is_refused():
@@ -131,6 +208,10 @@ def test_a_gradient_of_rows_that_a_table_had_is_refused():
 
     with pytest.raises(ValueError, match=r"grad of a table of shape \(3, 4\) is of shape \(5, 4"):
         own.row_optimizer.step()
+    own(torch.tensor([2]), OFFSETS).sum().backward()
+    for _ in range(2):  # what the lookup has left is there still
+        with pytest.raises(ValueError, match=r"table of shape \(3, 4\) is of shape \(5, 4"):
+            own.weight.grad  # noqa: B018  # it is the sum of both
     own.weight.grad = None
     own.row_optimizer.step()
     assert torch.equal(memory, ROWS)
@@ -181,6 +262,59 @@ def test_tables_that_take_each_others_places_leave_their_state_in_its_place():
     assert own.row_optimizer.param_groups[0]["params"] == [first.weight, second.weight]
 
 
+def test_a_table_that_comes_in_two_places_is_refused_and_no_state_is_lost():
+    own = collection(Adagrad(lr=0.1))
+    first, second = own.embedding_bags.values()
+    features = JaggedIds.from_one_hot(["f"], torch.tensor([[4]]))
+    own(features).values().backward(torch.tensor([[1.0] * 4 + [2.0] * 4]))
+    before, mine = own.row_optimizer.state[second.weight]["momentum1"].clone(), first.weight
+
+    first.weight = second.weight
+
+    for use in (lambda: own(features), own.row_optimizer.state_dict, own.row_optimizer.step):
+        with pytest.raises(ValueError, match=r"\(5, 4\) was put in the place of another one too"):
+            use()
+    assert torch.equal(own.row_optimizer.state[second.weight]["momentum1"], before)
+    first.weight = mine
+    own(features)
+
+
+def test_tables_of_two_optimizers_groups_do_not_take_each_others_places():
+    first, second = plain_bag(), plain_bag()
+    groups = [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters()}]
+    optimizer = torch.optim.Adagrad(groups, lr=0.5)
+    model, _ = accelerated(first, second, optimizer=optimizer)
+    for factor, each in enumerate(model, start=1):
+        (factor * each(torch.tensor([4]), OFFSETS).sum()).backward()
+    optimizer.step()
+    before = {each.weight: optimizer.state[each.weight]["sum"].clone() for each in model}
+
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+
+    for use in (lambda: model[0](torch.tensor([4]), OFFSETS), optimizer.step):
+        with pytest.raises(ValueError, match="an optimizer of recsys moves its rows already"):
+            use()
+    for weight, state in before.items():
+        assert torch.equal(optimizer.state[weight]["sum"], state)
+
+
+@each_way
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_without_an_optimizer_a_gradient_is_that_of_the_rows_that_were_looked_up(
+    exchange, is_sparse
+):
+    own = collection()
+    for holder in own.embedding_bags.values():
+        holder.sparse = is_sparse
+    before = own.embedding_bags["b"].weight
+    pooled = own(JaggedIds.from_one_hot(["f"], torch.tensor([[4]]))).values()
+
+    exchange(own.embedding_bags["b"], ROWS[:3].clone())
+    pooled.sum().backward()
+
+    assert before.grad.to_dense().tolist() == [[0.0] * 4] * 4 + [[1.0] * 4]
+
+
 def test_a_shorter_state_at_the_same_address_is_refused():
     own = bag(Adagrad(lr=0.1))
     own(torch.tensor([4]), OFFSETS).sum().backward()
@@ -207,8 +341,10 @@ def test_a_row_space_that_nothing_has_happened_to_is_kept():
 
     assert space.holds(tables)
     assert space.holds([table.detach() for table in tables])  # other objects on the same rows
-    assert space.has_sizes(tables)
-    assert not space.has_sizes([tables[0], tables[1][:2], tables[2]])
+    assert space.are_alike(tables)
+    assert not space.are_alike([tables[0], tables[1][:2], tables[2]])
+    assert not space.are_alike([tables[0], tables[1].view(4, 3), tables[2]])
+    assert not space.are_alike([tables[0], tables[1].view(torch.int32), tables[2]])
     assert not space.holds([tables[0], tables[1].clone(), tables[2]])
 
 

@@ -337,3 +337,30 @@ def test_too_few_slots_for_a_gradient_of_another_use_lose_nothing():
     expected[[0, 4, 3]] -= 0.5
     assert torch.allclose(users, expected)
     assert torch.equal(goods, before[1])
+
+
+def test_a_grad_is_read_while_the_other_table_is_of_another_dtype_already():
+    module = build(None)
+    users, goods = module.table_weights()
+    module(IDS).values().sum().backward()
+
+    users.data = users.data.double()
+
+    assert goods.grad.to_dense()[[4, 0, 1]].tolist() == [[2.0] * 4, [1.0] * 4, [0.0] * 4]
+    assert users.grad.dtype == torch.float64
+
+
+def test_a_gradient_is_seen_at_the_parameter_that_came_between_its_lookup_and_its_backward(module):
+    pooled = module(IDS).values()
+    state = {name: rows.detach().clone() for name, rows in module.state_dict().items()}
+
+    module.load_state_dict(state, assign=True)
+    pooled.sum().backward()
+    before = rows_of(module)
+    for weight in module.table_weights():  # whoever clips does
+        weight.grad = 0.5 * weight.grad
+    module.row_optimizer.step()
+
+    users, goods = module.table_weights()
+    assert torch.allclose(users[3], before[0][3] - 0.5 * 0.5)
+    assert torch.allclose(goods[4], before[1][4] - 0.5 * 0.5 * 2)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.kernels.pooled_lookup import Lookups
     from recsys.embeddings.residency import Ticket
-    from recsys.embeddings.row_space import AbstractRowSpace, RowSpace
+    from recsys.embeddings.row_space import RowSpace
 
 __all__ = ["LedgerEntry", "Segments", "join_ledger"]
 
@@ -37,8 +37,7 @@ class LedgerEntry(NamedTuple):
         gradient: Of the pooled rows, (B, W) or (B, F, W / F), in the dtype that rows are computed
             in; each of the B contiguous, and behind the one before.
         ids: What the bags are views of, and the gradient; with the version of each.
-        space: What was looked up in; None of slots, which are as they were as long as they are
-            claimed.
+        tables: What was looked up in, as it was then; in two tiers, what the slots' rows are of.
         rows: The input by rows, where `bags` has slots of them.
         ticket: Has the slots.
     """
@@ -47,7 +46,7 @@ class LedgerEntry(NamedTuple):
     bags: Bags
     gradient: Tensor
     ids: Sequence[tuple[Tensor, int]] = ()
-    space: AbstractRowSpace | None = None
+    tables: Sequence[Tensor] = ()
     rows: Bags | None = None
     ticket: Ticket | None = None
 
@@ -70,15 +69,15 @@ class LedgerEntry(NamedTuple):
         Raises:
             ValueError: a table was exchanged for a shorter one, or one of another dim.
         """
-        if self.space is None or self.space.tables is tables:
+        if self.tables is tables:
             return
         for table in self.lookups.distinct_tables:
-            before, now = self.space.tables[table].shape, tables[table].shape
+            before, now = self.tables[table].shape, tables[table].shape
             if now[0] < before[0] or now[1:] != before[1:]:
                 raise ValueError(
                     f"a table of shape {tuple(before)} was looked up, and before its gradient was "
-                    f"used it was exchanged for one of {tuple(now)}; call zero_grad() to forget "
-                    "the gradient, or give the rows back"
+                    f"used it was exchanged for one of {tuple(now)}; set the grad of that one to "
+                    "None to forget the gradient, or give the rows back"
                 )
 
 

@@ -1,0 +1,108 @@
+"""What may not come in the place of a table: kernels would write to memory that is another's.
+
+Whoever has a module may give it another Parameter, or a Parameter other rows, at any time: between
+lookups, between a lookup and its backward, before an update. Most are welcome.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recsys.embeddings.table_parameter import plain_grad, require_unmoved
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+    from torch import Tensor, nn
+
+    from recsys.embeddings.row_space import AbstractRowSpace
+    from recsys.embeddings.table_group import TableGroup
+
+__all__ = ["require_dim", "require_grad_of", "require_own", "require_tiered", "require_twins"]
+
+
+def require_own(weights: Sequence[nn.Parameter], group: TableGroup) -> None:
+    """Refuse tables that would be moved twice.
+
+    Args:
+        weights: Of the group, all of them.
+        group: Is to move them.
+
+    Raises:
+        ValueError: another group moves one already, or it has come in two places of this one.
+    """
+    known: set[int] = set()
+    for weight in weights:
+        place = f"a table of shape {tuple(weight.shape)}"
+        require_unmoved(place, weight, but_by=group)
+        if id(weight) in known:
+            raise ValueError(
+                f"{place} was put in the place of another one too, and would be moved twice; give "
+                "each its own Parameter, or build the modules anew, of one table"
+            )
+        known.add(id(weight))
+
+
+def require_twins(twins: Iterable[tuple[nn.Module, int]], weights: Sequence[nn.Parameter]) -> None:
+    """Refuse one Parameter less in modules that had the same.
+
+    Args:
+        twins: Further modules of the tables, and the number of each one's table.
+        weights: The tables.
+
+    Raises:
+        ValueError: one has another Parameter than its twin.
+    """
+    for holder, table in twins:
+        if holder.weight is not weights[table]:
+            raise ValueError(
+                f"a table of shape {tuple(weights[table].shape)} was one Parameter of several "
+                "modules, which are looked up together, and is not any more; give the others "
+                "its Parameter too, or build the modules anew"
+            )
+
+
+def require_dim(space: AbstractRowSpace, dim: int) -> None:
+    """Refuse tables of another dim, which pooled vectors have other room for.
+
+    Raises:
+        ValueError: they are.
+    """
+    if space.dim != dim:
+        raise ValueError(
+            f"tables of embedding_dim {dim} were exchanged for some of {space.dim}, and pooled "
+            "vectors are made for the former; build the module anew, for the latter"
+        )
+
+
+def require_tiered(table: Tensor, num_rows: int, dtype: torch.dtype) -> None:
+    """Refuse a table that slots and row maps were not made for.
+
+    Args:
+        table: Has come in the place of one in two tiers.
+        num_rows: E of that.
+        dtype: Likewise.
+
+    Raises:
+        ValueError: it has another number of rows, or another dtype.
+    """
+    if (len(table), table.dtype) != (num_rows, dtype):
+        raise ValueError(
+            f"a table of {num_rows} rows of {dtype} in two tiers was exchanged for one of "
+            f"{len(table)} rows of {table.dtype}; build the module anew, for that one"
+        )
+
+
+def require_grad_of(weight: Tensor) -> None:
+    """Refuse a `grad` that was left at a table before it got other rows.
+
+    Raises:
+        ValueError: it was.
+    """
+    gradient = plain_grad(weight)
+    if gradient is not None and gradient.shape != weight.shape:
+        raise ValueError(
+            f"the grad of a table of shape {tuple(weight.shape)} is of shape "
+            f"{tuple(gradient.shape)}, of rows that it had before; set it to None"
+        )
