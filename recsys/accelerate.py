@@ -198,13 +198,15 @@ def restore(model: nn.Module) -> Accelerated:
         What was exchanged.
 
     Raises:
-        ValueError: nothing is to be put back, or `model` is only a part of what was accelerated.
+        RuntimeError: ids, or a gradient, were overwritten before their rows were moved.
+        ValueError: nothing is to be put back, `model` is only a part of what was accelerated, or a
+            gradient is of rows that its table has no more.
     """
     names = _names(model, lambda module: _KEPT in module.__dict__)
     if not names:
         raise ValueError("the model has no module that recsys.accelerate has put there")
     kept: dict[nn.Module, _Kept] = {module: module.__dict__[_KEPT] for module in names}
-    links = {each.link for each in kept.values() if each.link is not None}
+    links = dict.fromkeys(each.link for each in kept.values() if each.link is not None)
     for link in links:
         found = sum(each.link is link for each in kept.values())
         if found != link.num_modules:
@@ -213,6 +215,8 @@ def restore(model: nn.Module) -> Accelerated:
                 "has exchanged together, and the rows of all are moved together; call "
                 "recsys.restore on the whole model"
             )
+    for link in links:  # before one is cut: this may be refused
+        link.updater.prepare_release()
     for link in links:
         link.cut()
     originals = {}

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import recsys
-from recsys.embeddings import SGD, Adagrad
+from recsys.embeddings import SGD, Adagrad, kernel_choice
 
 SIZES, BATCH_SIZE = [9, 5, 30], 6
 
@@ -376,3 +376,111 @@ def test_a_gradient_of_a_lookup_before_restore_is_used_by_what_moves_the_rows_by
     model[0](ids - 1, offsets).sum().backward()
 
     assert torch.equal(model[0].weight[4], before - 0.5)
+
+
+def test_after_restore_a_collections_gradient_is_that_of_the_table_that_was_looked_up():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    config = torchrec.EmbeddingBagConfig(
+        name="a", num_embeddings=5, embedding_dim=4, feature_names=["f"]
+    )
+    model = nn.ModuleList([torchrec.EmbeddingBagCollection([config])])
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
+    features = torchrec.KeyedJaggedTensor(["f"], torch.tensor([4]), lengths=torch.tensor([1]))
+    pooled = model[0](features).values()
+    recsys.restore(model)
+    holder = model[0].embedding_bags["a"]
+    old, new = holder.weight, nn.Parameter(torch.zeros(5, 4))
+
+    holder.weight = new
+    pooled.sum().backward()
+
+    assert new.grad is None
+    assert old.grad.to_dense().sum(1).tolist() == [0, 0, 0, 0, 4.0]
+
+
+def test_a_gradient_that_is_refused_after_restore_is_not_added_to_the_next():
+    model = bags(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer)
+    weight, ids, offsets = model[0].weight, torch.tensor([4]), torch.tensor([0])
+    pooled = [model[0](ids, offsets) for _ in range(2)]
+    recsys.restore(model)
+    whole = weight.data
+
+    weight.data = whole[:3]
+    with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
+        pooled[0].sum().backward()
+    weight.data = whole
+    pooled[1].sum().backward()
+
+    assert weight.grad.to_dense()[4].tolist() == [1.0] * 4
+
+
+def test_restore_is_refused_for_all_or_for_none():
+    model = nn.ModuleDict({"a": bags(5), "b": bags(5)})
+    recsys.accelerate(model["a"], optimizer=SGD(lr=0.5))
+    recsys.accelerate(model["b"], optimizer=torch.optim.SGD(model["b"].parameters(), lr=0.5))
+    ids, offsets = torch.tensor([4]), torch.tensor([0])
+    model["b"][0](ids, offsets).sum().backward()
+    short = model["b"][0].weight
+    short.data = short.data[:3]
+
+    with pytest.raises(ValueError, match=r"\(5, 4\) was looked up"):
+        recsys.restore(model)
+
+    before = model["a"][0].weight.detach().clone()
+    model["a"][0](ids, offsets).sum().backward()
+    assert torch.equal(model["a"][0].weight[4], before[4] - 0.5)
+    short.grad = None
+    recsys.restore(model)
+
+
+def test_rows_of_a_formula_rest_after_restore_whatever_was_looked_up_before():
+    model = bags(5)
+    recsys.accelerate(model, optimizer=SGD(lr=0.5))
+    ids, offsets = torch.tensor([4]), torch.tensor([0])
+    pooled, updater = model[0](ids, offsets), model[0].row_updater
+    before = model[0].weight.detach().clone()
+
+    with updater.moving_once():
+        recsys.restore(model)
+    pooled.sum().backward()
+
+    assert torch.equal(model[0].weight, before)
+    assert model[0].weight.grad.to_dense()[4].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_lookup_by_torchs_kernels_outlives_restore_to_tables_for_ours(is_weighted, monkeypatch):
+    both = bags(500), bags(500)
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cpu"})  # as if slots were a device's
+    recsys.accelerate(both[1], optimizer=torch.optim.SGD(both[1].parameters(), lr=0.5), budget=7000)
+    found = []
+    for model in both:
+        weights = torch.arange(1.0, 4.0, requires_grad=True)
+        settings = {"per_sample_weights": weights} if is_weighted else {}
+        pooled = model[0](torch.tensor([499, 7, 7]), torch.tensor([0, 1]), **settings)
+        if model is both[1]:
+            monkeypatch.undo()
+            recsys.restore(model)
+        pooled.square().sum().backward()
+        found.append((model[0].weight.grad.to_dense(), weights.grad))
+
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_after_restore_the_optimizer_has_the_tables_that_came_since_its_last_step():
+    model = bags(5)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer)
+    ids, offsets = torch.tensor([4]), torch.tensor([0])
+    model[0](ids, offsets).sum().backward()
+    optimizer.step()
+    sums = optimizer.state[model[0].weight]["sum"]
+
+    model.load_state_dict({"0.weight": torch.zeros(5, 4)}, assign=True)
+    recsys.restore(model)
+
+    assert optimizer.param_groups[0]["params"] == [model[0].weight]
+    assert optimizer.state[model[0].weight]["sum"] is sums
+    recsys.accelerate(model, optimizer=optimizer)

@@ -57,7 +57,8 @@ class Row:
         median: Over the runs; `p20` and `p80` likewise.
         num_runs: How many.
         low: Lower end of the median's 95 % interval, by bootstrap; `high` likewise. Both are None
-            for fewer than 6 runs: even from the least to the most of 5 is no 95 % interval.
+            for fewer than 6 runs, or blocks of runs that are drawn together: even from the least to
+            the most of 5 is no 95 % interval.
     """
 
     bench: str
@@ -205,9 +206,14 @@ def ratio(
         baseline: Of the baseline.
         is_by_round: Whether `median` is that of the rounds' own ratios too: for rounds so far apart
             that the machine is faster in some than in others, of which the medians know nothing.
-        num_per_block: Rounds that follow each other at once are of one state of the machine, and
-            tell less than as many from other times: they are drawn together, as blocks.
+        num_per_block: Short rounds one behind the other are of one state of the machine, and tell
+            less than as many from other times: they are drawn together, in blocks of so many.
+
+    Raises:
+        ValueError: the rounds are no whole number of blocks.
     """
+    if len(values) % num_per_block:
+        raise ValueError(f"rounds must be whole blocks of {num_per_block}, got {len(values)}")
     ours, theirs = np.asarray(values), np.asarray(baseline)
     rounds = _resampled(len(ours), num_per_block=num_per_block)
     if is_by_round:

@@ -165,7 +165,7 @@ def _rows_of_batch_size(
     close: _Seconds,
     num_per_block: int,
 ) -> list[Row]:
-    """Of all rounds, and of close ones, so many in a block."""
+    """From all rounds, and close ones, of which so many are drawn together."""
     rows = []
     for precision in precisions:
         dim = TrainConfig().model.embedding_dim

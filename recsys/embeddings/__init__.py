@@ -5,7 +5,7 @@
     a lookup         bag_input (bag_lookup, collection_input) -> fused_lookup
                      -> kernels/pooled_lookup
     a gradient       -> the ledger of a table_group; table_parameter shows it to whoever looks,
-                     by sparse_gradients; exchanged_tables: what may not come in a table's place
+                     by sparse_gradients; exchanged_tables: what others have come in the place of
     an update        fused_optimizer, or torch's by translate and in_backward
                      -> row_updater -> group_updater -> kernels/row_update
     two tiers        budget -> tiers -> residency: rows in slots (hot_tier, kernels/slots), to and

@@ -1,4 +1,4 @@
-"""What may not come in the place of a table: kernels would write to memory that is another's.
+"""Tables that others have taken the place of, and what may not: kernels would write past memory.
 
 Whoever has a module may give it another Parameter, or a Parameter other rows, at any time: between
 lookups, between a lookup and its backward, before an update. Most are welcome.
@@ -19,7 +19,30 @@ if TYPE_CHECKING:
     from recsys.embeddings.row_space import AbstractRowSpace
     from recsys.embeddings.table_group import TableGroup
 
-__all__ = ["require_dim", "require_grad_of", "require_own", "require_tiered", "require_twins"]
+__all__ = [
+    "gone",
+    "heirs",
+    "require_dim",
+    "require_grad_of",
+    "require_own",
+    "require_tiered",
+    "require_twins",
+]
+
+
+def gone(before: Sequence[nn.Parameter], now: Sequence[nn.Parameter]) -> set[int]:
+    """The numbers of tables that have another in their place; all, where there are none now."""
+    return {table for table, each in enumerate(before) if not now or now[table] is not each}
+
+
+def heirs(
+    before: Sequence[nn.Parameter], now: Sequence[nn.Parameter]
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Each table that went, and one that came; those that have changed places did neither."""
+    left = set(before) & set(now)
+    went = [table for table in before if table not in left]
+    came = [table for table in now if table not in left]
+    return list(zip(went, came, strict=True))
 
 
 def require_own(weights: Sequence[nn.Parameter], group: TableGroup) -> None:

@@ -226,7 +226,7 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
         found, _ = work.calls[0]
-        kernels = found.group.kernels
+        kernels = found.kernels
         if kernels.errors is not None:
             kernels.errors.poll()
         table = found.space.tables[0]
@@ -234,7 +234,7 @@ class _FusedLookup(torch.autograd.Function):
             table.dtype, table.device, found.bags, found.lookups, work.num_stacked
         )
         for found, _ in work.calls:
-            bad = kernels.pooled_lookup(found.space, found.lookups, found.bags, result)
+            bad = found.kernels.pooled_lookup(found.space, found.lookups, found.bags, result)
             if bad >= 0:
                 raise work.explain(bad)
         if kernels.errors is not None:
@@ -269,7 +269,7 @@ class _FusedLookup(torch.autograd.Function):
             of_weights = gradient.new_zeros(len(work.calls[0][0].bags.values))
             whole = gradient.flatten(1).contiguous()
             for found, _ in work.calls:
-                found.group.kernels.row_gradient_dots(
+                found.kernels.row_gradient_dots(
                     found.space, found.lookups, found.bags, whole, of_weights
                 )
         with DisableTorchFunctionSubclass():
@@ -288,35 +288,35 @@ _apply_plainly: Callable[..., Any] = super(torch.autograd.Function, _FusedLookup
 
 def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor | None]:
     tables: list[Tensor | None] = []
-    for (group, lookups, *_, bags, looked_up, _), _ in work.calls:
-        is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(looked_up)]
+    for call, _ in work.calls:
+        is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(call.tables)]
         # Of the tables as they were: what has come in the place of one may have fewer rows.
-        found = sparse_gradients(looked_up, [LedgerEntry(lookups, bags, gradient)], is_asked)
+        ledger = [LedgerEntry(call.lookups, call.bags, gradient)]
+        found = sparse_gradients(call.tables, ledger, is_asked)
         tables += [
             gradient if is_sparse or gradient is None else gradient.to_dense()
-            for gradient, is_sparse in zip(found, group.are_sparse(), strict=True)
+            for gradient, is_sparse in zip(found, call.group.are_sparse(), strict=True)
         ]
     return tables
 
 
-def _entries(work: _Work, gradient: Tensor) -> list[tuple[TableGroup, LedgerEntry]]:
+def _entries(work: _Work, gradient: Tensor) -> list[tuple[Found, LedgerEntry]]:
     read_later = [(tensor, tensor._version) for tensor in (*work.ids, gradient)]
     return [
         (
-            group,
+            found,
             LedgerEntry(
                 still_asking,
-                bags.kept(),
+                found.bags.kept(),
                 gradient,
                 read_later,
-                tables,
-                None if ticket is None else rows,
-                ticket,
+                found.tables,
+                None if found.ticket is None else found.rows,
+                found.ticket,
             ),
         )
-        for (group, _, rows, _, bags, tables, ticket), asking in work.calls
-        # A table that was frozen meanwhile gets no gradient, as in torch.
-        if (still_asking := group.asking(asking)).distinct_tables
+        for found, asking in work.calls
+        if (still_asking := found.group.still_asking(asking, found.parameters)).distinct_tables
     ]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from recsys.embeddings.budget import SpaceSize
-from recsys.embeddings.exchanged_tables import require_own
+from recsys.embeddings.exchanged_tables import heirs, require_own
 from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
 from recsys.embeddings.memory import empty_rows
@@ -355,9 +355,8 @@ class GroupUpdater:
         Args:
             weights: What the group has just said that the tables are; None to ask it.
         """
-        if weights is None:
-            weights = self.group.weights()
-        elif weights is self._weights:
+        weights = weights or self.group.weights()
+        if weights is self._weights:
             return
         both = zip(self._weights, weights, strict=True)
         if taken := {old: new for old, new in both if new is not old}:
@@ -365,8 +364,9 @@ class GroupUpdater:
             for group in self._optimizer.param_groups:
                 group["params"] = [taken.get(known, known) for known in group["params"]]
             states = self._optimizer.state
-            # All are out before one is in: two tables may have taken each other's places.
-            states.update({new: states.pop(old) for old, new in taken.items() if old in states})
+            for old, new in heirs(self._weights, weights):
+                if old in states:
+                    states[new] = states.pop(old)
         self._weights = weights
 
     def _number_of(self, table: int) -> int:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.residency import Residency
-    from recsys.embeddings.table_group import TableGroup
+    from recsys.embeddings.table_group import Found, TableGroup
     from recsys.embeddings.tiers import Tiers
     from recsys.embeddings.translation import Translation
 
@@ -74,7 +74,6 @@ class RowUpdater:
         ]
         self.auto_apply, self.goes_along = auto_apply, goes_along
         self._queued_for: int | None = None
-        self._is_released = False
         self._budget_bytes = 0
         self._files: ColdFiles | None = None
         # Tables are no inputs of autograd's: a pooled vector asks for a gradient on behalf of all
@@ -105,21 +104,17 @@ class RowUpdater:
         self._begin(backward_pass)
         return backward_pass
 
-    def keep(
-        self, entries: Sequence[tuple[TableGroup, LedgerEntry]], joined: int | None = None
-    ) -> None:
+    def keep(self, entries: Sequence[tuple[Found, LedgerEntry]], joined: int | None = None) -> None:
         """Add to the ledgers what one lookup's backward found.
 
         Args:
-            entries: By group.
+            entries: By kernel call.
             joined: What `join_pass` said when the lookup was made.
         """
         if joined is None or joined != self._queued_for:
             self._begin(_current_graph_task_id())
-        for group, entry in entries:
-            group.keep(entry)
-            if self._is_released:  # since the lookup
-                group.open_ledger()
+        for found, entry in entries:
+            found.group.keep(entry, found.parameters)
 
     def _begin(self, backward_pass: int) -> None:
         if not self.auto_apply or self._queued_for == backward_pass:
@@ -335,6 +330,18 @@ class RowUpdater:
         [found] = [each for each in self._groups if each.group is group]
         return found
 
+    def prepare_release(self) -> None:
+        """Leave collected gradients at the tables, and the optimizer with those that are there.
+
+        Raises:
+            RuntimeError: ids or gradients were overwritten since; they are forgotten.
+            ValueError: a gradient is of rows that its table has no more, and stays collected; or
+                what has come in the place of a table is another's.
+        """
+        self.follow_tables()
+        for group in self._groups:
+            group.group.open_ledger()
+
     def release(self) -> None:
         """Let go of the tables: they are plain parameters again, collected gradients their grad.
 
@@ -342,13 +349,13 @@ class RowUpdater:
         nobody can say any more whether it is whole.
 
         Raises:
-            ValueError: a gradient is of rows that its table has no more; nothing is let go of.
+            RuntimeError: as `prepare_release`.
+            ValueError: as `prepare_release`; nothing is let go of.
         """
-        for group in self._groups:
-            group.group.open_ledger()
+        self.prepare_release()
         for group in self._groups:
             group.group.unwatch()
-        self.auto_apply, self._is_released = False, True
+        self._groups = []  # a backward still under way, or the end of `moving_once`, moves no row
         if self._files is not None:
             self._files.mark_dirty()
             self._files = None

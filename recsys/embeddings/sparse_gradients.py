@@ -1,4 +1,4 @@
-"""What a ledger holds, as plain PyTorch would have it: a sparse gradient per table."""
+"""What a ledger holds, as plain PyTorch would have it: a sparse gradient per table, its `grad`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recsys.embeddings.exchanged_tables import require_grad_of
+from recsys.embeddings.row_space import compute_dtype
+from recsys.embeddings.table_parameter import plain_grad, set_plain_grad, tell_group
 from recsys.embeddings.torch_kernels.bags import TorchBags, by_value
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.kernels.pooled_lookup import Bags
 
-__all__ = ["sparse_gradients"]
+__all__ = ["leave_grads", "of_tables", "sparse_gradients"]
 
 
 def sparse_gradients(
@@ -53,6 +56,48 @@ def sparse_gradients(
             else None
         )
     return found
+
+
+def leave_grads(
+    ledger: Sequence[LedgerEntry], weights: Sequence[Tensor], tables: Container[int]
+) -> list[LedgerEntry]:
+    """Turn what a ledger has of some tables into their sparse `grad`, added to what is there.
+
+    Args:
+        ledger: Of lookups in the tables.
+        weights: All of the group's.
+        tables: Numbers of those that get a gradient.
+
+    Returns:
+        The rest of the ledger.
+
+    Raises:
+        ValueError: a table has other rows than were looked up, or than its `grad` is of.
+    """
+    left = of_tables(ledger, tables)
+    for entry in left:
+        entry.require_rows_in(weights)
+        for table in entry.lookups.distinct_tables:
+            require_grad_of(weights[table])
+    found = sparse_gradients(weights, left, [True] * len(weights))
+    for weight, gradient in zip(weights, found, strict=True):
+        if gradient is not None:
+            known = plain_grad(weight)
+            set_plain_grad(weight, gradient if known is None else _added(known, gradient))
+            tell_group(weight)
+    return of_tables(ledger, {table for table in range(len(weights)) if table not in tables})
+
+
+def of_tables(ledger: Sequence[LedgerEntry], tables: Container[int]) -> list[LedgerEntry]:
+    """What a ledger has of some tables."""
+    found = [each._replace(lookups=each.lookups.of_tables(tables)) for each in ledger]
+    return [each for each in found if each.lookups.distinct_tables]
+
+
+def _added(known: Tensor, more: Tensor) -> Tensor:
+    """In the dtype that is computed in: torch cannot add sparse tensors of float16."""
+    dtype = compute_dtype(known.dtype)
+    return (known.to(dtype) + more.to(dtype)).to(known.dtype)
 
 
 def _by_value(bags: Bags, first_bag: int, of_bags: Tensor) -> tuple[Tensor, Tensor]:

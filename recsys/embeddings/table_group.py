@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.embeddings.exchanged_tables import (
+    gone,
     require_dim,
     require_grad_of,
     require_own,
@@ -30,12 +31,11 @@ from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.residency import NotEnoughSlots
 from recsys.embeddings.row_space import RowSpace, compute_dtype
-from recsys.embeddings.sparse_gradients import sparse_gradients
+from recsys.embeddings.sparse_gradients import leave_grads, of_tables
 from recsys.embeddings.table_parameter import (
     plain_grad,
     requires_grad,
     set_plain_grad,
-    tell_group,
     unwatch,
     watch,
 )
@@ -61,20 +61,24 @@ class Found(NamedTuple):
 
     Attributes:
         group: Has the tables.
+        kernels: What looks up.
         lookups: What is looked up where.
         rows: The input.
         space: The rows: those of the tables, or slots that hold them.
         bags: The input as numbers of `space`.
-        tables: All of the group, as they are now.
+        tables: All of the group, as they are now; `parameters` likewise, of a group that is
+            watched.
         ticket: Has the slots, if they are some.
     """
 
     group: TableGroup
+    kernels: Any
     lookups: Lookups
     rows: Bags
     space: RowSpace
     bags: Bags
     tables: Sequence[Tensor]
+    parameters: Sequence[nn.Parameter]
     ticket: Ticket | None
 
 
@@ -88,7 +92,8 @@ class TableGroup:
 
     Attributes:
         dim: D.
-        ledger: What backward passes have left behind since the last update, in order.
+        ledger: What backward passes have left behind since the last update, in order; of the
+            tables that are watched, and of none that went.
         tiers: Where rows are kept if not all are resident.
         kernels: What works on them, on the device where they are.
     """
@@ -181,13 +186,7 @@ class TableGroup:
                 self._all_tell or self._space.are_alike(weights, numbers)
             ):
                 return self._space
-        weights = self.weights()
-        require_twins(self._twins, weights)
-        if self._watched:
-            before = self._watched
-            self.watch()
-            self._let_frozen_be(before)
-        space = self.make_space(weights)
+        space = self.make_space(self.follow())
         require_dim(space, self.dim)
         if self.tiers is not None:
             sizes = self.tiers.sizes
@@ -216,17 +215,20 @@ class TableGroup:
             return [
                 Found(
                     self,
+                    self.kernels,
                     claimed.lookups,
                     rows,
                     self.tiers.hot.space,
                     claimed.bags,
                     space.tables,
+                    self._watched,
                     claimed.ticket,
                 )
                 for claimed in self.tiers.claim(space, lookups, rows)
             ]
         space = self.space(lookups, weights)
-        return (Found(self, lookups, rows, space, rows, space.tables, None),)
+        watched = self._watched
+        return (Found(self, self.kernels, lookups, rows, space, rows, space.tables, watched, None),)
 
     def claim_ahead(self, lookups: Lookups, rows: Bags) -> AheadClaim:
         """Tiered: have rows fetched for a lookup to come; see `Tiers.claim_ahead`."""
@@ -303,7 +305,14 @@ class TableGroup:
 
         Returns:
             They; of all of them, watched, the same list until one is exchanged.
+
+        Raises:
+            RuntimeError: one went, and ids or gradients were overwritten since; they are forgotten.
+            ValueError: what has come in the place of one is another's, or a gradient that waits
+                for one that went is of rows which that has no more.
         """
+        if self._twins:
+            require_twins(self._twins, self.weights())
         watched = self._watched
         if lookups is None or len(lookups.distinct_tables) == len(self._parameters):
             weights = self.weights()
@@ -316,32 +325,34 @@ class TableGroup:
             return watched
         if self.tiers is not None:
             self.tiers.flush()  # whoever has a table that was exchanged has its rows
-        before = self._watched
+        now = self.weights()
+        require_own(now, self)
+        self.ledger = self._closed_ledger()
+        self.ledger = leave_grads(self.ledger, self._watched, gone(self._watched, now))
         self.watch()
-        self._let_frozen_be(before)
-        return self._watched if len(weights) == len(before) else weights
-
-    def _let_frozen_be(self, before: Sequence[nn.Parameter]) -> None:
-        """Forget what lookups have left for tables that were exchanged for frozen ones."""
-        is_left = [
-            now is known or requires_grad(now)
-            for now, known in zip(self._watched, before, strict=True)
-        ]
-        if not all(is_left):
-            self._forget_but({table for table, its in enumerate(is_left) if its})
+        return self._watched if len(weights) == len(now) else weights
 
     def forget_lookups_in(self, weight: Tensor) -> None:
         """Forget what lookups have left for one table; its `grad` is set to something else."""
         if self.ledger:
-            weights = enumerate(self.weights())
-            self._forget_but({table for table, each in weights if each is not weight})
+            tables = {table for table, each in enumerate(self._watched) if each is not weight}
+            self.ledger = of_tables(self.ledger, tables)
 
-    def _forget_but(self, tables: set[int]) -> None:
-        ledger = [each._replace(lookups=each.lookups.of_tables(tables)) for each in self.ledger]
-        self.ledger = [each for each in ledger if each.lookups.distinct_tables]
+    def keep(self, entry: LedgerEntry, parameters: Sequence[nn.Parameter]) -> None:
+        """Add to the ledger what one lookup's backward found.
 
-    def keep(self, entry: LedgerEntry) -> None:
-        """Add to the ledger what one lookup's backward found."""
+        Args:
+            entry: That.
+            parameters: The tables that were looked up in, all of the group's. Gradients of those
+                that have gone since are left at them, as torch does.
+
+        Raises:
+            ValueError: such a one has fewer rows by now, or a `grad` of others.
+        """
+        if parameters is not self._watched:
+            went = gone(parameters, self._watched)
+            self.ledger += leave_grads([entry], parameters, went)
+            return
         self.ledger.append(entry)
 
     def open_ledger(self) -> None:
@@ -355,17 +366,8 @@ class TableGroup:
         if not self.ledger:
             return
         weights = self.follow()
-        for entry in self.ledger:
-            entry.require_rows_in(weights)
-            for table in entry.lookups.distinct_tables:
-                require_grad_of(weights[table])
-        ledger = self._closed_ledger()
-        found = sparse_gradients(weights, ledger, [True] * len(weights))
-        for weight, gradient in zip(weights, found, strict=True):
-            if gradient is not None:
-                known = plain_grad(weight)
-                set_plain_grad(weight, gradient if known is None else _added(known, gradient))
-                tell_group(weight)
+        self.ledger = self._closed_ledger()
+        self.ledger = leave_grads(self.ledger, weights, range(len(weights)))
 
     def take_ledger(self, weights: Sequence[nn.Parameter]) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left.
@@ -442,6 +444,19 @@ class TableGroup:
         asks = map(requires_grad, self.weights())
         return lookups.of_tables({table for table, is_asked in enumerate(asks) if is_asked})
 
+    def still_asking(self, lookups: Lookups, parameters: Sequence[nn.Parameter]) -> Lookups:
+        """In backward: those in tables that have not been frozen since; torch leaves these none.
+
+        Args:
+            lookups: Asked for a gradient.
+            parameters: The tables that were looked up in, all of the group's.
+        """
+        if self._all_ask and parameters is self._watched:
+            return lookups
+        tables = lookups.distinct_tables
+        left = {table for table in tables if requires_grad(parameters[table])}
+        return lookups if len(left) == len(tables) else lookups.of_tables(left)
+
     def _entry(self, table: int, weight: Tensor, gradient: Tensor) -> LedgerEntry:
         """A table's gradient as if each of its rows had been looked up alone."""
         require_grad_of(weight)
@@ -481,9 +496,3 @@ class _StandIn(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
         )
-
-
-def _added(known: Tensor, more: Tensor) -> Tensor:
-    """In the dtype that is computed in: torch cannot add sparse tensors of float16."""
-    dtype = compute_dtype(known.dtype)
-    return (known.to(dtype) + more.to(dtype)).to(known.dtype)

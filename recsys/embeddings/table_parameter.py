@@ -58,6 +58,10 @@ class LedgerParameter(nn.Parameter):
             group.forget_lookups_in(self)
             group.ask_again()
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     @property
     def requires_grad(self) -> bool:
         """As of any tensor."""

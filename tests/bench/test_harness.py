@@ -125,6 +125,8 @@ def test_rounds_of_one_state_of_the_machine_say_no_more_than_one_of_them():
     assert (together.low, together.median, together.high) == (once.low, once.median, once.high)
     assert together.high - together.low > apart.high - apart.low
     assert together.num_runs == 20 * 32
+    with pytest.raises(ValueError, match="whole blocks of 32, got 33"):
+        ratio(**names, values=ours[:33], baseline=theirs[:33], num_per_block=32)
     assert (of_few.low, of_few.high) == (None, None)
 
 

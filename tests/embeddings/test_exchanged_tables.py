@@ -1,8 +1,11 @@
 """Tables that get other memory, or less of the same, under the modules that look them up."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 import recsys
 from recsys.batch import JaggedIds
@@ -100,7 +103,7 @@ def set_grad_to_none(module):
     module.weight.grad = None
 
 
-@each_way
+@pytest.mark.parametrize("exchange", [set_data, set_in_place])
 @pytest.mark.parametrize("when", ["before backward", "before the step"])
 @pytest.mark.parametrize("forget", [zero_grad, set_grad_to_none])
 def test_rows_that_a_shorter_table_lacks_are_not_moved(exchange, when, forget):
@@ -243,11 +246,16 @@ def test_a_tiered_table_is_exchanged_for_its_equal_alone(exchange, rows):
     assert own(torch.tensor([499]), OFFSETS).tolist() == [[0.0] * 4]
 
 
-def test_tables_that_take_each_others_places_leave_their_state_in_its_place():
+def test_tables_that_take_each_others_places_keep_their_gradients_and_their_state():
+    """As in plain PyTorch; the names of the state are those of the places."""
     own = collection(Adagrad(lr=0.1))
+    own.row_optimizer.updater.auto_apply = False
     first, second = own.embedding_bags.values()
     features = JaggedIds.from_one_hot(["f"], torch.tensor([[4]]))
-    own(features).values().backward(torch.tensor([[1.0] * 4 + [2.0] * 4]))
+    for _ in range(2):
+        own(features).values().backward(torch.tensor([[1.0] * 4 + [2.0] * 4]))
+        if not own.row_optimizer.state[first.weight]:
+            own.row_optimizer.step()
     states = own.row_optimizer.state_dict()["state"]
     key_a, key_b = states
     before = {key: {name: each.clone() for name, each in states[key].items()} for key in states}
@@ -256,10 +264,14 @@ def test_tables_that_take_each_others_places_leave_their_state_in_its_place():
 
     now = own.row_optimizer.state_dict()["state"]
     assert list(now) == [key_a, key_b]
-    for key in (key_a, key_b):
-        for name, value in before[key].items():
-            assert torch.equal(now[key][name], value)
+    for here, there in ((key_a, key_b), (key_b, key_a)):
+        values, known = now[here].values(), before[there].values()
+        for value, expected in zip(values, known, strict=True):
+            assert torch.equal(value, expected)
     assert own.row_optimizer.param_groups[0]["params"] == [first.weight, second.weight]
+    own.row_optimizer.step()
+    sums = own.row_optimizer.state_dict()["state"]
+    assert [float(each[4, 0]) for by in sums.values() for each in by.values()] == [8.0, 2.0]
 
 
 def test_a_table_that_comes_in_two_places_is_refused_and_no_state_is_lost():
@@ -390,3 +402,90 @@ def test_state_that_begins_between_two_numbers_is_refused():
 
     with pytest.raises(ValueError, match="must begin at a multiple of 4 bytes"):
         own(torch.tensor([4]), OFFSETS).sum().backward()
+
+
+@pytest.mark.parametrize("when", ["before backward", "before the step"])
+@pytest.mark.parametrize("rows", [ROWS, ROWS[:3]], ids=["as many rows", "fewer"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_gradient_stays_at_the_parameter_that_was_looked_up(when, rows, is_frozen):
+    model, optimizer = accelerated(plain_bag())
+    old, new = model[0].weight, nn.Parameter(rows.clone(), requires_grad=not is_frozen)
+    pooled = model[0](torch.tensor([4]), OFFSETS)
+
+    if when == "before backward":
+        model[0].weight = new
+    pooled.sum().backward()
+    if when == "before the step":
+        model[0].weight = new
+    optimizer.step()
+
+    assert torch.equal(new, rows)
+    assert torch.equal(old, ROWS)
+    assert new.grad is None
+    assert old.grad.to_dense().tolist() == [[0.0] * 4] * 4 + [[1.0] * 4]
+
+
+@pytest.mark.parametrize("budget", [None, 8192])
+def test_evaluating_other_rows_between_backward_and_step_loses_no_gradient(budget):
+    plain = nn.ModuleList([nn.EmbeddingBag(500, 4, mode="sum", sparse=True)])
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.5) for each in (plain, model)]
+    recsys.accelerate(model, optimizer=optimizers[1], budget=budget)
+    ids, others = torch.tensor([499, 7, 7]), torch.zeros(500, 4)
+
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        for _ in range(2):
+            each[0](ids, OFFSETS).square().sum().backward()
+            with torch.no_grad():
+                functional_call(each[0], {"weight": others}, (ids, OFFSETS))
+            each[0](ids - 7, OFFSETS).square().sum().backward()
+            mine = each[0].weight
+            each[0].weight = nn.Parameter(others, requires_grad=False)
+            assert torch.equal(each[0](ids, OFFSETS), torch.zeros(1, 4))
+            each[0].weight = mine
+            optimizer.step()
+            optimizer.zero_grad()
+
+    torch.testing.assert_close(model[0].weight, plain[0].weight)
+    sums = [o.state[m[0].weight]["sum"] for m, o in zip((plain, model), optimizers, strict=True)]
+    torch.testing.assert_close(sums[1], sums[0])
+
+
+def test_gradients_are_forgotten_by_torchs_zero_grad_after_all_tables_were_exchanged():
+    model, optimizer = accelerated(plain_bag())
+    model[0](torch.tensor([4]), OFFSETS).sum().backward()
+
+    model.load_state_dict({"0.weight": ROWS.clone()}, assign=True)
+    optimizer.zero_grad()
+    model[0](torch.tensor([1]), OFFSETS).sum().backward()
+    optimizer.step()
+
+    assert torch.equal(model[0].weight[4], ROWS[4])
+    assert torch.equal(model[0].weight[1], ROWS[1] - 0.5)
+
+
+def test_a_gradient_of_an_exchanged_table_that_was_shortened_too_is_refused_and_can_be_forgotten():
+    model, optimizer = accelerated(plain_bag())
+    old = model[0].weight
+    model[0](torch.tensor([4]), OFFSETS).sum().backward()
+
+    model[0].weight = nn.Parameter(ROWS.clone())
+    old.data = old.data[:3]
+
+    with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
+        optimizer.step()
+    del old.grad
+    optimizer.step()
+    assert torch.equal(model[0].weight, ROWS)
+
+
+def test_a_grad_is_deleted_as_of_any_parameter():
+    model, optimizer = accelerated(plain_bag())
+    weight = model[0].weight
+    model[0](torch.tensor([4]), OFFSETS).sum().backward()
+
+    del weight.grad
+    assert weight.grad is None
+    optimizer.step()
+
+    assert torch.equal(weight, ROWS)

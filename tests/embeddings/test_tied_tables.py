@@ -187,3 +187,32 @@ def test_tables_that_are_one_no_more_are_not_looked_up_as_one():
     assert model.left.weight is not model.right.weight
     with pytest.raises(ValueError, match="was one Parameter of several modules"):
         model()
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("budget", [None, 8192])
+def test_a_twin_that_gets_a_table_of_its_own_is_refused_at_the_next_lookup(max_norm, budget):
+    model = nn.ModuleList(
+        nn.EmbeddingBag(500, 4, mode="sum", sparse=True, max_norm=max_norm) for _ in range(2)
+    )
+    model.append(nn.EmbeddingBag(500, 4, mode="sum", sparse=True))
+    model[1].weight = model[0].weight
+    nn.init.constant_(model[2].weight, 9.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    for each in model:  # all is known by now
+        each(INDICES, OFFSETS).sum().backward()
+    before, shared = model[2].weight.detach().clone(), model[0].weight
+
+    model[1].weight = nn.Parameter(torch.ones(700, 4))
+
+    for use in (model[1], model[0]):
+        with pytest.raises(ValueError, match=r"one Parameter of several modules.* not any more"):
+            use(torch.tensor([600 if use is model[1] else 4]), OFFSETS[:1])
+    with torch.no_grad(), pytest.raises(ValueError, match="one Parameter of several modules"):
+        model[1](torch.tensor([600]), OFFSETS[:1])
+    model[1].weight = shared
+    assert torch.equal(model[2].weight, before)
+    model[1](INDICES, OFFSETS)
+    optimizer.step()
+    assert not torch.equal(model[2].weight, before)
