@@ -489,3 +489,35 @@ def test_a_grad_is_deleted_as_of_any_parameter():
     optimizer.step()
 
     assert torch.equal(weight, ROWS)
+
+
+def test_ids_that_were_overwritten_before_their_table_was_exchanged_are_said_once():
+    model, optimizer = accelerated(plain_bag())
+    ids = torch.tensor([4])
+    model[0](ids, OFFSETS).sum().backward()
+
+    ids.fill_(1)
+    model[0].weight = nn.Parameter(ROWS.clone())
+
+    with pytest.raises(RuntimeError, match="were overwritten after its backward"):
+        optimizer.step()
+    model[0](ids, OFFSETS).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[0].weight[[1, 4]], ROWS[[1, 4]] - torch.tensor([[0.5], [0.0]]))
+
+
+@pytest.mark.parametrize("is_exchanged", [False, True])
+def test_a_table_frozen_between_its_lookup_and_its_backward_gets_no_gradient(is_exchanged):
+    plain = nn.ModuleList([plain_bag(), plain_bag()])
+    model, _ = accelerated(plain_bag(), plain_bag())
+
+    for each in (plain, model):
+        pooled = [bag(torch.tensor([4]), OFFSETS) for bag in each]
+        weights = [bag.weight for bag in each]
+        if is_exchanged:
+            each[0].weight = nn.Parameter(ROWS.clone())
+            each[0](torch.tensor([4]), OFFSETS)
+        weights[0].requires_grad = False
+        sum(pooled).sum().backward()
+        assert weights[0].grad is None
+        assert weights[1].grad.to_dense()[4].tolist() == [1.0] * 4
