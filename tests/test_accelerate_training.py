@@ -484,3 +484,85 @@ def test_after_restore_the_optimizer_has_the_tables_that_came_since_its_last_ste
     assert optimizer.param_groups[0]["params"] == [model[0].weight]
     assert optimizer.state[model[0].weight]["sum"] is sums
     recsys.accelerate(model, optimizer=optimizer)
+
+
+def halve_grads(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.grad is not None:
+                weight.grad = 0.5 * weight.grad
+
+
+def set_rate(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        group["lr"] = 0.25
+
+
+@pytest.mark.parametrize("hook", [halve_grads, set_rate])
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_hooks_of_step_count_whenever_they_were_registered(hook, has_closure):
+    plain, model = bags(5, 9), bags(5, 9)
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+        optimizer.register_step_pre_hook(hook)
+        if each is model:
+            recsys.accelerate(model, optimizer=optimizer)
+        optimizer.register_step_pre_hook(hook)
+
+        def closure(each=each):
+            loss = sum(bag(torch.tensor([4, 2]), torch.tensor([0])).square().sum() for bag in each)
+            loss.backward()
+            return loss
+
+        if has_closure:
+            assert optimizer.step(closure) > 0
+        else:
+            closure()
+            assert optimizer.step() is None
+
+    for mine, theirs in zip(model, plain, strict=True):
+        torch.testing.assert_close(mine.weight, theirs.weight)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_table_that_is_put_into_another_param_group_is_refused(is_kept):
+    model = bags(5, 9)
+    optimizer = torch.optim.SGD([{"params": [bag.weight]} for bag in model], lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer)
+    weight = model[1].weight
+    before = weight.detach().clone()
+    for bag in model:
+        bag(torch.tensor([4]), torch.tensor([0])).sum().backward()
+
+    del optimizer.param_groups[1]
+    if is_kept:
+        optimizer.param_groups[0]["params"].append(weight)
+
+    with pytest.raises(ValueError, match=r"\(9, 4\) was in param group 1 .*; call recsys.restore"):
+        optimizer.step()
+    assert torch.equal(weight, before)
+    weight.requires_grad = is_kept
+    recsys.restore(model)
+    recsys.accelerate(model, optimizer=optimizer)
+    optimizer.step()
+    assert torch.equal(weight[4], before[4] - 0.5 * is_kept)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_state_of_tables_of_one_column_has_the_shape_that_torchs_has(kind):
+    plain = nn.ModuleList([nn.EmbeddingBag(20, 1, mode="sum", sparse=True)])
+    model = copy.deepcopy(plain)
+    optimizers = [kind(list(each.parameters()), lr=0.1) for each in (plain, model)]
+    recsys.accelerate(model, optimizer=optimizers[1])
+
+    for number in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            if each is model and number == 2:
+                recsys.restore(model)
+            optimizer.zero_grad()
+            each[0](torch.tensor([4, number]), torch.tensor([0])).sum().backward()
+            optimizer.step()
+
+    torch.testing.assert_close(model[0].weight, plain[0].weight)
+    states = [each.state[m[0].weight] for m, each in zip((plain, model), optimizers, strict=True)]
+    torch.testing.assert_close(*states)

@@ -7,7 +7,7 @@
     a gradient       -> the ledger of a table_group; table_parameter shows it to whoever looks,
                      by sparse_gradients; exchanged_tables: what others have come in the place of
     an update        fused_optimizer, or torch's by translate and in_backward
-                     -> row_updater -> group_updater -> kernels/row_update
+                     -> row_updater -> group_updater (state_arrays) -> kernels/row_update
     two tiers        budget -> tiers -> residency: rows in slots (hot_tier, kernels/slots), to and
                      from the cold_store by the queue of transfers (kernels/row_moves), or from the
                      file_store, which has them in cold_files (kernels/file_moves); evaluation

@@ -286,21 +286,22 @@ def _holders(module: _Module) -> list[nn.Module]:
 
 
 class _BeforeStep:
-    """Moves rows when their optimizer steps, before it moves what else it has."""
+    """Moves rows when their optimizer steps, before it moves what else it has.
+
+    By its closure, which torch's optimizers call first of all: hooks that were registered later
+    than this one have changed gradients or settings by then.
+    """
 
     def __init__(self, updater: RowUpdater) -> None:
         self._updater = updater
 
     def __call__(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._move_rows(optimizer)
-            return None
 
         def compute_and_move_rows() -> Any:
-            loss = closure()
+            loss = None if closure is None else closure()
             self._move_rows(optimizer)
             return loss
 
@@ -313,6 +314,7 @@ class _BeforeStep:
                 "GradScaler leaves the scale to an optimizer with fused=True, and rows are moved "
                 "outside of it; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
+        self._updater.require_param_groups()
         if bool(getattr(optimizer, "found_inf", False)):
             self._updater.forget()
         else:

@@ -20,6 +20,7 @@ from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
+from recsys.embeddings.state_arrays import StateArrays, require_state
 from recsys.embeddings.table_parameter import move_table
 from recsys.embeddings.tiers import Tiers
 from recsys.errors import BudgetTooSmall, ColdTierError
@@ -65,7 +66,7 @@ class GroupUpdater:
         self.group = group
         self._optimizer, self._number, self._translation = optimizer, number, translation
         self._weights: Sequence[nn.Parameter] = group.weights()
-        self._states: list[_State] = []
+        self._states: list[StateArrays] = []
         self._states_of: RowSpace | None = None
         self._numbers: list[int] = []
         self._state_then: list[Any] = []  # all that the optimizer had when it was last looked into
@@ -273,7 +274,7 @@ class GroupUpdater:
     ) -> tuple[RowSpace, list[RowSpace], RowOptimizer, NDArray[np.float64], NDArray[Any]]:
         """What `row_update` takes; steps are counted when nothing can be refused any more."""
         settings = self._optimizer.param_groups[self._number]
-        (formula, sizes, _), rates_T2 = self._read_settings(settings)
+        (formula, sizes, _, _), rates_T2 = self._read_settings(settings)
         space = self.group.space(weights=self._weights)
         for entry in ledger:
             entry.require_rows_in(space.tables)
@@ -369,6 +370,22 @@ class GroupUpdater:
                     states[new] = states.pop(old)
         self._weights = weights
 
+    def require_param_group(self) -> None:
+        """Refuse an optimizer that has put a table elsewhere, or away, since this was made.
+
+        Raises:
+            ValueError: it has.
+        """
+        groups, number = self._optimizer.param_groups, self._number
+        known = set(map(id, groups[number]["params"] if number < len(groups) else ()))
+        for weight in self._weights:
+            if id(weight) not in known:
+                raise ValueError(
+                    f"a table of shape {tuple(weight.shape)} was in param group {number} of the "
+                    "optimizer when the model was accelerated, and is not any more; call "
+                    "recsys.restore(model), then recsys.accelerate anew"
+                )
+
     def _number_of(self, table: int) -> int:
         """Where the optimizer has a table: no other has the number, however tables are grouped."""
         if not self._numbers:
@@ -405,41 +422,33 @@ class GroupUpdater:
 
     def _make_state(
         self, name: str, size: int, moved: Sequence[int], by_table: Sequence[dict[str, Any]]
-    ) -> _State:
+    ) -> StateArrays:
+        settings, _ = self._read_settings(self._optimizer.param_groups[self._number])
+        columns = () if name in settings.row_states else (size,)
         arrays = [
-            self._state_of(table, by_table[table], name, size, is_needed=table in moved)
+            self._state_of(table, by_table[table], name, columns, is_needed=table in moved)
             for table in range(len(self._weights))
         ]
-        self._require_sizes(name, size, arrays)
+        require_state(name, columns, self._weights, arrays)
         space = self.group.make_space(arrays)
         found = [state.get(name) for state in by_table]
-        return _State(name, found, all(each is not None for each in found), arrays, space)
-
-    def _require_sizes(self, name: str, size: int, states: Sequence[Tensor]) -> None:
-        """Refuse state that is another table's or another formula's, before a kernel writes there.
-
-        Raises:
-            ValueError: it is.
-        """
-        for weight, state in zip(self._weights, states, strict=True):
-            wanted = (len(weight), size) if size > 1 else (len(weight),)
-            if state.numel() and (len(state), state.numel()) != (len(weight), len(weight) * size):
-                raise ValueError(
-                    f"optimizer state {name!r} of a table of shape {tuple(weight.shape)} must be "
-                    f"{wanted}, got {tuple(state.shape)}; load the state of the same table and "
-                    "optimizer, or delete it from the optimizer's state to begin anew"
-                )
+        return StateArrays(name, found, all(each is not None for each in found), arrays, space)
 
     def _state_of(
-        self, table: int, state: dict[str, Any], name: str, size: int, *, is_needed: bool
+        self,
+        table: int,
+        state: dict[str, Any],
+        name: str,
+        columns: tuple[int, ...],
+        *,
+        is_needed: bool,
     ) -> Tensor:
-        """A table's state array, (E, size) or, of size 1, (E,).
+        """A table's state array, (E, *columns).
 
         Made where there is none, of a table that moves: as with torch, the others' state is made
         when they do.
         """
         weight = self._weights[table]
-        columns = (size,) if size > 1 else ()
         dtype = compute_dtype(weight.dtype)
         known: Tensor | None = state.get(name)
         if known is None:
@@ -473,27 +482,3 @@ def _is_fixed(value: Any) -> bool:
     """Whether a setting has the same value as long as it is the same object."""
     values = value if isinstance(value, tuple) else (value,)
     return all(isinstance(each, int | float | str | None) for each in values)
-
-
-class _State(NamedTuple):
-    """One state array of every table, as a row space."""
-
-    name: str
-    found: list[Tensor | None]  # what the optimizer has; None of a table that never moved
-    is_whole: bool  # every table has moved
-    arrays: list[Tensor]  # nothing in place of None
-    space: RowSpace
-
-    def replaces(self, other: _State) -> bool:
-        """Whether an array has come in the place of another one."""
-        pairs = zip(other.found, self.found, strict=True)
-        return any(old is not None and new is not old for old, new in pairs)
-
-    def is_of(self, by_table: Sequence[dict[str, Any]], moved: Sequence[int]) -> bool:
-        """Whether the optimizer has these very arrays, and one of each table that moves."""
-        found = [state.get(self.name) for state in by_table]
-        return (
-            all(map(is_, found, self.found))
-            and (self.is_whole or all(found[table] is not None for table in moved))
-            and self.space.holds(self.arrays)
-        )

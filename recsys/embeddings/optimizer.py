@@ -63,6 +63,11 @@ class AbstractRowOptimizer:
         """Numbers per row of every state array, by TorchRec's name of it."""
         return dict.fromkeys(self._PER_COLUMN, dim) | dict.fromkeys(self._PER_ROW, 1)
 
+    @property
+    def row_states(self) -> tuple[str, ...]:
+        """Names of state arrays that are one-dimensional, (E,); others are (E, D)."""
+        return self._PER_ROW
+
     def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
         """What `row_update` takes for a table: the factor of its step, and its eps.
 

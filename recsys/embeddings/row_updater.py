@@ -293,6 +293,16 @@ class RowUpdater:
         for group in self._groups:
             group.follow_state()
 
+    def require_param_groups(self) -> None:
+        """Refuse an optimizer that has put tables into other param groups.
+
+        Raises:
+            ValueError: it has.
+        """
+        self.follow_tables()
+        for group in self._groups:
+            group.require_param_group()
+
     def flush(self) -> None:
         """Bring tables and state up to date, where rows are in slots."""
         for tiers in self.tiers():

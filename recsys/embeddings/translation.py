@@ -19,11 +19,13 @@ class Settings(NamedTuple):
     Attributes:
         formula: How rows move.
         state_sizes: Numbers per row of every state array, by the optimizer's name of it.
+        row_states: Of those: which are one-dimensional, (E,).
         rate_and_eps: What the formula makes of the learning rate at the first step.
     """
 
     formula: RowOptimizer
     state_sizes: dict[str, int]
+    row_states: frozenset[str]
     rate_and_eps: tuple[float, float]
 
 
@@ -53,5 +55,6 @@ class Translation:
         return Settings(
             formula,
             {self.state_names.get(name, name): size for name, size in sizes.items()},
+            frozenset(self.state_names.get(name, name) for name in formula.row_states),
             (float(rate), float(eps)),  # where they were tensors, which may be changed, no more
         )
