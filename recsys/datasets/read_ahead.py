@@ -1,16 +1,19 @@
-"""Samples read by a thread, mini-batches ahead of who trains on them."""
+"""Samples read by a thread, mini-batches ahead of who trains on them.
+
+Small mini-batches are read several at a time: to hand one over, two threads wait for each other
+and for the interpreter's lock, which takes longer than reading it.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from recsys.datasets.source import SampleSource
 
 __all__ = ["ReadAhead"]
+
+_SAMPLES_AT_ONCE = 2048
 
 
 class ReadAhead:
@@ -27,31 +32,63 @@ class ReadAhead:
 
     Args:
         source: Where samples come from.
-        num_ahead: Mini-batches read ahead.
+        num_ahead: Mini-batches read ahead, at least; small ones are rounded up to 2,048 samples.
     """
 
     def __init__(self, source: SampleSource, num_ahead: int) -> None:
         self._source, self._num_ahead = source, num_ahead
-        self._ahead: deque[Future[Batch]] = deque()
+        self._ahead: deque[tuple[int, Future[_Read]]] = deque()  # groups, and how many are in each
 
     def read(self, parts: Iterable[NDArray[np.integer]]) -> Generator[Batch]:
         """The samples of each part as a mini-batch; one iteration at a time."""
         reader = ThreadPoolExecutor(1, "recsys-load")
+        groups, ahead = _grouped(parts), self._ahead
 
-        def begin(samples: NDArray[np.integer]) -> Future[Batch]:
-            return reader.submit(self._source.read, samples.astype(np.int64))
+        def read_on() -> None:
+            while sum(num for num, _ in ahead) < self._num_ahead and (group := next(groups, None)):
+                ahead.append((len(group), reader.submit(self._read_group, group)))
 
-        waiting = iter(parts)
         try:
-            ahead = self._ahead = deque(map(begin, islice(waiting, self._num_ahead)))
+            read_on()
             while ahead:
-                batch = ahead.popleft().result()
-                ahead.extend(map(begin, islice(waiting, 1)))
-                yield batch
+                _, future = ahead.popleft()
+                batches, error = future.result()
+                read_on()
+                yield from batches
+                if error is not None:
+                    raise error
         finally:
             reader.shutdown(cancel_futures=True)
-            self._ahead = deque()
+            ahead.clear()
 
     def finish(self) -> None:
-        """Wait until all that is being read is there; until the next mini-batch no more is read."""
-        wait(self._ahead)
+        """Wait until all that is being read is there; until the next group no more is read."""
+        wait([future for _, future in self._ahead])
+
+    def _read_group(self, group: list[NDArray[np.integer]]) -> _Read:
+        read = _Read([], None)
+        try:
+            for samples in group:
+                read.batches.append(self._source.read(samples.astype(np.int64)))
+        except Exception as error:  # its turn is behind the mini-batches before it
+            return read._replace(error=error)
+        return read
+
+
+class _Read(NamedTuple):
+    """Mini-batches of a group, and what ended it early."""
+
+    batches: list[Batch]
+    error: Exception | None
+
+
+def _grouped(parts: Iterable[NDArray[np.integer]]) -> Iterator[list[NDArray[np.integer]]]:
+    """Mini-batches to be read at once: of so many samples, or one that has more."""
+    group: list[NDArray[np.integer]] = []
+    for part in parts:
+        group.append(part)
+        if sum(map(len, group)) >= _SAMPLES_AT_ONCE:
+            yield group
+            group = []
+    if group:
+        yield group

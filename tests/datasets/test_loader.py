@@ -214,24 +214,37 @@ def test_large_sources_are_addressed_with_64_bits():
     assert np.iinfo(np.int32).max < batches[1][0]
 
 
-def test_when_reading_is_finished_nothing_more_is_read_until_the_next_batch_is_asked_for():
+def parts_read(num_samples, batch_size, prefetch, num_taken):
+    """First samples of what has been read when so many mini-batches were taken."""
     ended = []
 
     class Slow(Numbered):
         def read(self, samples):
             time.sleep(0.02)
             batch = super().read(samples)
-            ended.append(samples[0])
+            ended.append(int(samples[0]))
             return batch
 
-    loader = BatchLoader(Slow(100), "train", 10, shuffle=False, prefetch=2)
+    loader = BatchLoader(Slow(num_samples), "train", batch_size, shuffle=False, prefetch=prefetch)
     batches = iter(loader)
-    next(batches)
-
+    for _ in range(num_taken):
+        next(batches)
     loader.finish_reading()
-
-    assert ended == [50, 60, 70]
     batches.close()
+    return ended
+
+
+def test_when_reading_is_finished_nothing_more_is_read_until_the_next_batch_is_asked_for():
+    assert parts_read(30_000, 3000, 2, 1) == [15_000, 18_000, 21_000]
+
+
+def test_small_batches_are_read_by_2048_samples():
+    starts = list(range(5000, 10_000, 500))
+
+    assert parts_read(10_000, 500, 2, 1) == starts  # five at a time: one group is ahead of another
+    assert parts_read(20_000, 500, 2, 5) == list(range(10_000, 15_000, 500))
+    assert parts_read(20_000, 500, 2, 6) == list(range(10_000, 17_500, 500))
+    assert parts_read(20_000, 500, 6, 1) == list(range(10_000, 17_500, 500))
 
 
 def test_the_order_inside_of_mini_batches_can_be_drawn_anew():
