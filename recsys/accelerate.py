@@ -106,9 +106,10 @@ def accelerate(
     `sparse=False` too, and torch's `clip_grad_norm_` refuses such gradients; scale it by hand
     (`weight.grad = factor * weight.grad`). Nothing reaches rows by `backward(inputs=...)`, which
     leaves them as they are, nor by `torch.autograd.grad`. Ids are read again when rows move: one
-    overwritten before is an error, unless by numpy. With a budget, rows that were moved
-    last are in `weight` when it is looked at, and in `optimizer.state` after `state_dict()`; and
-    lookups of several threads at a time are not supported.
+    overwritten before is an error, but goes unnoticed, and moves other rows, where numpy did it.
+    Later hooks of the optimizer's `step` see a closure. With a budget, rows that were moved last
+    are in `weight` when it is looked at, and in `optimizer.state` after `state_dict()`; and lookups
+    of several threads at a time are not supported.
 
     Args:
         model: Its tables on the CPU or on CUDA; not wrapped by `DistributedDataParallel`.

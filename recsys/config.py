@@ -230,7 +230,7 @@ class TrainConfig:
     batch_size: int = _key(128, "samples per step")
     device: str = _key("cpu", "cpu or cuda")
     num_threads: int = _key(0, "threads of the computation; 0: one per core")
-    prefetch: int = _key(2, "mini-batches read ahead")
+    prefetch: int = _key(2, "mini-batches read ahead, at least")
     precision: str = _key("fp32", "of the dense part: fp32, or bf16 with parameters in fp32")
     save_model: bool = _key(True, "keep the model in the run's folder")
     timeline_steps: int = _key(0, "first steps that are kept as a timeline, timeline.json; 0: none")

@@ -34,6 +34,7 @@ from recsys.build import (
 from recsys.config import OptimizerConfig, describe_config
 from recsys.curves import plot_curves, plot_timeline
 from recsys.datasets.loader import BatchLoader
+from recsys.datasets.read_ahead import num_read_ahead
 from recsys.embeddings.device_tables import check_input
 from recsys.embeddings.tier_report import describe_tiers
 from recsys.errors import AlreadyExists, TrainingDiverged
@@ -218,7 +219,8 @@ def _fit(
 
 def _ways_out(pipeline: TrainPipeline, config: TrainConfig) -> list[WayOut | None]:
     """What would loosen the run's stalls; with FAE's schedule, no other one."""
-    found = [of_load(pipeline.clock, config.prefetch), *pipeline.ways_out()]
+    num_ahead = num_read_ahead(config.prefetch, config.batch_size)
+    found = [of_load(pipeline.clock, num_ahead), *pipeline.ways_out()]
     is_kept = config.schedule.name == "fae"
     return [each for each in found if not (each and is_kept and each.key.startswith("schedule"))]
 

@@ -339,9 +339,9 @@ def test_data_parallel_models_are_refused_before_and_after(process_group):
         loss_of(DistributedDataParallel(model), 0)
 
 
-def bags(*sizes):
+def bags(*sizes, dim=4):
     torch.manual_seed(0)
-    return nn.ModuleList(nn.EmbeddingBag(size, 4, mode="sum", sparse=True) for size in sizes)
+    return nn.ModuleList(nn.EmbeddingBag(size, dim, mode="sum", sparse=True) for size in sizes)
 
 
 @pytest.mark.parametrize("budget", [None, 600])
@@ -565,4 +565,78 @@ def test_state_of_tables_of_one_column_has_the_shape_that_torchs_has(kind):
 
     torch.testing.assert_close(model[0].weight, plain[0].weight)
     states = [each.state[m[0].weight] for m, each in zip((plain, model), optimizers, strict=True)]
+    torch.testing.assert_close(*states)
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_table_that_is_not_to_move_may_leave_the_param_groups(is_dropped):
+    model = bags(5, 9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer)
+    first, second = (bag.weight.detach().clone() for bag in model)
+
+    optimizer.param_groups[0]["params"] = [model[0].weight]
+    if is_dropped:
+        del model[1]
+    else:
+        model[1].weight.requires_grad = False
+    loss = sum(bag(torch.tensor([4]), torch.tensor([0])).sum() for bag in model)
+    loss.backward()
+    optimizer.step()
+
+    assert torch.equal(model[0].weight[4], first[4] - 0.5)
+    assert is_dropped or torch.equal(model[1].weight, second)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 800}, {"budget": 2000, "cold_tier": "file"}])
+def test_state_of_one_column_that_was_written_without_it_is_read(options, tmp_path):
+    model, other = bags(60, 50, dim=1), bags(60, 50, dim=1)
+    if "cold_tier" in options:
+        options = options | {"cold_path": tmp_path / "cold"}
+    source = recsys.accelerate(other, optimizer=Adagrad(lr=0.5)).row_optimizer
+    target = recsys.accelerate(model, optimizer=Adagrad(lr=0.5), **options).row_optimizer
+
+    def step(bags_):
+        for bag in bags_:
+            bag(torch.tensor([4, 7, 4]), torch.tensor([0])).square().sum().backward()
+
+    step(other)
+    step(model)
+    step(other)
+    state = copy.deepcopy(source.state_dict())
+    for each in state["state"].values():
+        each["momentum1"] = each["momentum1"].squeeze(1)
+    model.load_state_dict(other.state_dict())
+    target.load_state_dict(state)
+    step(other)
+    step(model)
+
+    shapes = [each["momentum1"].shape for each in target.state_dict()["state"].values()]
+    assert shapes == [(60, 1), (50, 1)]
+    for mine, theirs in zip(model, other, strict=True):
+        assert torch.equal(mine.weight, theirs.weight)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("dim", [1, 4])
+def test_state_begun_anew_is_as_the_optimizer_would_have_made_it(name, dim):
+    kind = torch.optim.Adagrad
+    if name == "rowwise_adagrad":
+        kind = pytest.importorskip("torchrec.optim.rowwise_adagrad").RowWiseAdagrad
+    plain, model = bags(5, dim=dim), bags(5, dim=dim)
+    plain[0].sparse = model[0].sparse = name == "adagrad"  # TorchRec's takes no other
+    both = [(each, kind(each.parameters(), lr=0.5)) for each in (plain, model)]
+    recsys.accelerate(model, optimizer=both[1][1])
+    del both[1][1].state[model[0].weight]
+
+    for number in range(2):
+        for each, optimizer in both:
+            optimizer.zero_grad()
+            each[0](torch.tensor([4, 2]), torch.tensor([0])).square().sum().backward()
+            optimizer.step()
+        if not number:
+            recsys.restore(model)
+
+    torch.testing.assert_close(model[0].weight, plain[0].weight)
+    states = [optimizer.state[each[0].weight] for each, optimizer in both]
     torch.testing.assert_close(*states)

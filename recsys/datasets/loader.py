@@ -45,7 +45,7 @@ class BatchLoader:
         shuffle: Draw a new order for every epoch; otherwise the source's.
         seed: Of the shuffling.
         drop_last: Leave out a last batch smaller than B.
-        prefetch: Batches read ahead.
+        prefetch: Batches read ahead, at least.
         permutation_seed: Of the order of samples in each batch, drawn anew; None leaves it as it
             is. Which samples a batch has stays.
 

@@ -20,9 +20,14 @@ if TYPE_CHECKING:
     from recsys.batch import Batch
     from recsys.datasets.source import SampleSource
 
-__all__ = ["ReadAhead"]
+__all__ = ["ReadAhead", "num_read_ahead"]
 
-_SAMPLES_AT_ONCE = 2048
+_SAMPLES_AT_ONCE, _BATCHES_AT_ONCE = 2048, 16
+
+
+def num_read_ahead(prefetch: int, batch_size: int) -> int:
+    """Mini-batches that are read ahead where so many are asked for."""
+    return max(prefetch, min(_BATCHES_AT_ONCE, -(-_SAMPLES_AT_ONCE // batch_size)))
 
 
 class ReadAhead:
@@ -32,7 +37,7 @@ class ReadAhead:
 
     Args:
         source: Where samples come from.
-        num_ahead: Mini-batches read ahead, at least; small ones are rounded up to 2,048 samples.
+        num_ahead: Mini-batches read ahead, at least; of small ones more, `num_read_ahead`.
     """
 
     def __init__(self, source: SampleSource, num_ahead: int) -> None:
@@ -42,7 +47,9 @@ class ReadAhead:
     def read(self, parts: Iterable[NDArray[np.integer]]) -> Generator[Batch]:
         """The samples of each part as a mini-batch; one iteration at a time."""
         reader = ThreadPoolExecutor(1, "recsys-load")
-        groups, ahead = _grouped(parts), self._ahead
+        groups = _grouped(parts)
+        # Its own: if a Ctrl-C ends the waiting below, the next iteration begins with none of these.
+        ahead = self._ahead = deque()
 
         def read_on() -> None:
             while sum(num for num, _ in ahead) < self._num_ahead and (group := next(groups, None)):
@@ -58,8 +65,8 @@ class ReadAhead:
                 if error is not None:
                     raise error
         finally:
+            self._ahead = deque()
             reader.shutdown(cancel_futures=True)
-            ahead.clear()
 
     def finish(self) -> None:
         """Wait until all that is being read is there; until the next group no more is read."""
@@ -83,11 +90,11 @@ class _Read(NamedTuple):
 
 
 def _grouped(parts: Iterable[NDArray[np.integer]]) -> Iterator[list[NDArray[np.integer]]]:
-    """Mini-batches to be read at once: of so many samples, or one that has more."""
+    """Mini-batches to be read at once."""
     group: list[NDArray[np.integer]] = []
     for part in parts:
         group.append(part)
-        if sum(map(len, group)) >= _SAMPLES_AT_ONCE:
+        if len(group) == _BATCHES_AT_ONCE or sum(map(len, group)) >= _SAMPLES_AT_ONCE:
             yield group
             group = []
     if group:

@@ -21,7 +21,7 @@ from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.state_arrays import StateArrays, require_state
-from recsys.embeddings.table_parameter import move_table
+from recsys.embeddings.table_parameter import move_table, plain_grad
 from recsys.embeddings.tiers import Tiers
 from recsys.errors import BudgetTooSmall, ColdTierError
 
@@ -339,7 +339,7 @@ class GroupUpdater:
         steps: list[Any] = []
         of_step: dict[int, tuple[float, float]] = {}
         for table in counted:
-            steps.append(by_table[table].get("step", 0) + 1)
+            steps.append(by_table[table].get("step", translation.no_step) + 1)
             step = int(steps[-1])  # a tensor where torch keeps one
             if step not in of_step:
                 lr = translation.learning_rate(settings, step)
@@ -371,15 +371,17 @@ class GroupUpdater:
         self._weights = weights
 
     def require_param_group(self) -> None:
-        """Refuse an optimizer that has put a table elsewhere, or away, since this was made.
+        """Refuse an optimizer that has put a table that is to move elsewhere, or away.
 
         Raises:
             ValueError: it has.
         """
         groups, number = self._optimizer.param_groups, self._number
         known = set(map(id, groups[number]["params"] if number < len(groups) else ()))
-        for weight in self._weights:
-            if id(weight) not in known:
+        waiting = {table for entry in self.group.ledger for table in entry.lookups.distinct_tables}
+        for table, weight in enumerate(self._weights):
+            is_to_move = table in waiting or plain_grad(weight) is not None
+            if is_to_move and id(weight) not in known:
                 raise ValueError(
                     f"a table of shape {tuple(weight.shape)} was in param group {number} of the "
                     "optimizer when the model was accelerated, and is not any more; call "
@@ -391,7 +393,10 @@ class GroupUpdater:
         if not self._numbers:
             known = [weight for group in self._optimizer.param_groups for weight in group["params"]]
             places = {id(weight): number for number, weight in enumerate(known)}
-            self._numbers = [places[id(weight)] for weight in self._weights]
+            self._numbers = [
+                places.get(id(weight), len(known) + table)  # one that is frozen may be in none
+                for table, weight in enumerate(self._weights)
+            ]
         return self._numbers[table]
 
     def _state_spaces(
@@ -460,6 +465,10 @@ class GroupUpdater:
                 known = self._files.make(self._names[table], name, (len(weight), *columns), dtype)
         elif known.dtype != dtype or known.device != weight.device or not known.is_contiguous():
             known = known.to(weight.device, dtype).contiguous()
+        if known.shape == weight.shape[:1] and columns == (1,):
+            known = known.unsqueeze(1)  # of a table of one column, as it was written once
+        elif known.shape == (len(weight), 1) and not columns:
+            known = known.squeeze(1)
         if self._files is not None and self._files.find(known) is None and len(known):
             known = self._files.keep(self._names[table], name, known)
         state[name] = known

@@ -1,4 +1,4 @@
-"""State of a group's tables as kernels take it: an array per table and name, of a name a row space.
+"""State of a group's tables as kernels take it: for each name an array per table, in a row space.
 
 Arrays are the optimizer's, by table; whoever loads a state puts others there.
 """

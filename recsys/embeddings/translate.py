@@ -73,6 +73,8 @@ def _translations() -> dict[type[torch.optim.Optimizer], Translation]:
             state_names={"momentum1": "sum"},
             learning_rate=_decaying_lr,
             counts_steps=True,
+            no_step=torch.tensor(0.0),
+            has_columns=True,
         )
     return known
 
@@ -127,6 +129,7 @@ _TORCH: dict[type[torch.optim.Optimizer], Translation] = {
         state_names={"momentum1": "sum"},
         learning_rate=_decaying_lr,
         counts_steps=True,
+        no_step=torch.tensor(0.0),
     ),
     torch.optim.SparseAdam: Translation(
         formula=_sparse_adam,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch import Tensor
+
     from recsys.embeddings.optimizer import RowOptimizer
 
 __all__ = ["Settings", "Translation"]
@@ -40,21 +42,26 @@ class Translation:
         learning_rate: Of a param group at a step, the first being 1.
         counts_steps: Whether `state[table]["step"]` is kept. Of rows that are rounded by chance it
             is in any case.
+        no_step: What it is before the first step; a tensor where the optimizer keeps one.
+        has_columns: Whether one number per row is (E, 1), not (E,).
     """
 
     formula: Callable[[Mapping[str, Any]], RowOptimizer]
     state_names: Mapping[str, str]
     learning_rate: Callable[[Mapping[str, Any], int], float]
     counts_steps: bool
+    no_step: int | Tensor = 0
+    has_columns: bool = False
 
     def read(self, settings: Mapping[str, Any], dim: int) -> Settings:
         """What the settings of a param group say of rows of a dim."""
         formula = self.formula(settings)
         sizes = formula.state_sizes(dim)
+        rows = () if self.has_columns else formula.row_states
         rate, eps = formula.rate_and_eps(self.learning_rate(settings, 1), 1)
         return Settings(
             formula,
             {self.state_names.get(name, name): size for name, size in sizes.items()},
-            frozenset(self.state_names.get(name, name) for name in formula.row_states),
+            frozenset(self.state_names.get(name, name) for name in rows),
             (float(rate), float(eps)),  # where they were tensors, which may be changed, no more
         )

@@ -51,7 +51,7 @@ class HotColdLoader:
         is_hot: Which of the split's samples are hot, (N,).
         fae: The scheduler's constants.
         seed: Of the order.
-        prefetch: Mini-batches read ahead, within a turn.
+        prefetch: Mini-batches read ahead, at least, within a turn.
 
     Attributes:
         epoch: Epochs that have ended.

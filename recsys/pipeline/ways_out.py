@@ -123,16 +123,16 @@ def of_schedule(
     return WayOut(key, value, max(0.0, saved), is_upper_bound=True)
 
 
-def of_load(clock: StageClock, prefetch: int) -> WayOut:
+def of_load(clock: StageClock, num_ahead: int) -> WayOut:
     """More mini-batches read ahead.
 
     Args:
         clock: Of the run.
-        prefetch: How many were.
+        num_ahead: How many were.
     """
     load = clock.seconds["load"]
     saved = min(load, clock.train_seconds - load)
-    return WayOut("prefetch", 2 * prefetch, saved, is_upper_bound=True)
+    return WayOut("prefetch", 2 * num_ahead, saved, is_upper_bound=True)
 
 
 def _lost(count: int, with_more: int) -> float:

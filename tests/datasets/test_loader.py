@@ -2,6 +2,7 @@ import functools
 import operator
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.batch import Batch, JaggedIds
+from recsys.datasets import read_ahead
 from recsys.datasets.loader import BatchLoader
+from recsys.datasets.read_ahead import num_read_ahead
 from recsys.errors import ConfigError
 
 
@@ -238,7 +241,27 @@ def test_when_reading_is_finished_nothing_more_is_read_until_the_next_batch_is_a
     assert parts_read(30_000, 3000, 2, 1) == [15_000, 18_000, 21_000]
 
 
-def test_small_batches_are_read_by_2048_samples():
+def test_a_ctrl_c_while_the_reader_is_waited_for_leaves_nothing_to_the_next_iteration(monkeypatch):
+    class Interrupted(ThreadPoolExecutor):
+        def shutdown(self, **options):
+            super().shutdown(**options)
+            raise KeyboardInterrupt
+
+    loader = BatchLoader(Numbered(100), "train", 1, shuffle=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(read_ahead, "ThreadPoolExecutor", Interrupted)
+        batches = iter(loader)
+        assert numbers(next(batches)) == [50]
+        with pytest.raises(KeyboardInterrupt):
+            batches.close()
+
+    assert [numbers(batch) for batch in loader] == [[number] for number in range(51, 100)]
+
+
+def test_small_batches_are_read_by_2048_samples_or_16():
+    assert [num_read_ahead(2, each) for each in (1, 128, 500, 2048, 5000)] == [16, 16, 5, 2, 2]
+    assert num_read_ahead(20, 500) == 20
+    assert parts_read(100, 1, 2, 1) == list(range(50, 82))
     starts = list(range(5000, 10_000, 500))
 
     assert parts_read(10_000, 500, 2, 1) == starts  # five at a time: one group is ahead of another
