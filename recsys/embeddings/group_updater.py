@@ -448,7 +448,7 @@ class GroupUpdater:
         *,
         is_needed: bool,
     ) -> Tensor:
-        """A table's state array, (E, *columns).
+        """A table's state array, (E, *columns); one number per row stays (E, 1) where it is that.
 
         Made where there is none, of a table that moves: as with torch, the others' state is made
         when they do.
@@ -466,9 +466,7 @@ class GroupUpdater:
         elif known.dtype != dtype or known.device != weight.device or not known.is_contiguous():
             known = known.to(weight.device, dtype).contiguous()
         if known.shape == weight.shape[:1] and columns == (1,):
-            known = known.unsqueeze(1)  # of a table of one column, as it was written once
-        elif known.shape == (len(weight), 1) and not columns:
-            known = known.squeeze(1)
+            known = known.unsqueeze(1)  # as it was written once
         if self._files is not None and self._files.find(known) is None and len(known):
             known = self._files.keep(self._names[table], name, known)
         state[name] = known
