@@ -109,9 +109,7 @@ class GroupUpdater:
         ledger = self.group.take_ledger(weights)
         if not ledger:
             return
-        moved = ledger[0].lookups.distinct_tables
-        if len(ledger) > 1:
-            moved = sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
+        moved = _tables_in(ledger)
         try:
             space, states, formula, rates_T2, keys_T = self._prepared(moved, ledger)
         except Exception:
@@ -378,7 +376,7 @@ class GroupUpdater:
         """
         groups, number = self._optimizer.param_groups, self._number
         known = set(map(id, groups[number]["params"] if number < len(groups) else ()))
-        waiting = {table for entry in self.group.ledger for table in entry.lookups.distinct_tables}
+        waiting = _tables_in(self.group.ledger)
         for table, weight in enumerate(self._weights):
             is_to_move = table in waiting or plain_grad(weight) is not None
             if is_to_move and id(weight) not in known:
@@ -480,6 +478,13 @@ class _SettingsThen(NamedTuple):
     values: list[Any]
     found: Settings
     rates: NDArray[np.float64]  # (T, 2), of tables that count no steps; not to be written to
+
+
+def _tables_in(ledger: Sequence[LedgerEntry]) -> Sequence[int]:
+    """Numbers of the tables that were looked up, in order."""
+    if len(ledger) == 1:
+        return ledger[0].lookups.distinct_tables
+    return sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
 
 
 _OF_TABLES = ("params", "param_names")  # in a param group, what says nothing of how rows move

@@ -294,7 +294,7 @@ class RowUpdater:
             group.follow_state()
 
     def require_param_groups(self) -> None:
-        """Refuse an optimizer that has put tables into other param groups.
+        """Refuse an optimizer that has put tables that are to move elsewhere, or away.
 
         Raises:
             ValueError: it has.
