@@ -109,7 +109,9 @@ def accelerate(
     overwritten before is an error, but goes unnoticed, and moves other rows, where numpy did it.
     Later hooks of the optimizer's `step` see a closure. With a budget, rows that were moved last
     are in `weight` when it is looked at, and in `optimizer.state` after `state_dict()`; and lookups
-    of several threads at a time are not supported.
+    of several threads at a time are not supported. A tensor kept from before (`weight.detach()`,
+    `weight.data`, a `state_dict()`) that is written to after rows were updated raises
+    `ConflictingWrite`; write through `weight` each time. A write by a kept numpy array is not seen.
 
     Args:
         model: Its tables on the CPU or on CUDA; not wrapped by `DistributedDataParallel`.

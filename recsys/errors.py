@@ -14,6 +14,7 @@
     |-- BudgetTooSmall      (ValueError)       fast memory that cannot hold one mini-batch's rows
     |-- ColdTierError       (OSError)          files of rows that cannot be made, opened or moved
     |   `-- ColdTierDirty                      files of rows that a crash has left in the middle
+    |-- ConflictingWrite    (RuntimeError)     a write to rows that are newer in fast memory
     |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
     `-- MissingDependency   (ImportError)      an optional package that this call needs
 
@@ -27,6 +28,7 @@ __all__ = [
     "ColdTierDirty",
     "ColdTierError",
     "ConfigError",
+    "ConflictingWrite",
     "DatasetFormatError",
     "IdOutOfRange",
     "MalformedBags",
@@ -81,6 +83,10 @@ class BudgetTooSmall(RecsysError, ValueError):
 
 class ColdTierError(RecsysError, OSError):
     """Files of rows that cannot be made, opened, read or written."""
+
+
+class ConflictingWrite(RecsysError, RuntimeError):
+    """A write to the memory of rows whose newest values are in fast memory: one would be lost."""
 
 
 class ColdTierDirty(ColdTierError):

@@ -98,12 +98,14 @@ class Mover:
         words: What moves the rows, in words.
         formula: How they are moved, as the settings are now.
         param_groups: By the id of each table that is moved: the number of its param group.
+        names: Of these tables, by the same id.
         make: From the groups to what moves them.
     """
 
     words: str
     formula: RowOptimizer
     param_groups: Mapping[int, int]
+    names: Mapping[int, str]
     make: Callable[[Sequence[tuple[int, TableGroup]]], Link]
 
 
@@ -178,7 +180,7 @@ def choose_mover(
         return Link(row_optimizer.updater, row_optimizer, marks)
 
     words = f"rows move at the end of each backward, by {formula}"
-    return Mover(words, formula, {id(table.weight): 0 for table in moved}, make)
+    return Mover(words, formula, {id(table.weight): 0 for table in moved}, _names_of(moved), make)
 
 
 def attach(mover: Mover, modules: Sequence[_Module]) -> Link:
@@ -198,7 +200,12 @@ def attach(mover: Mover, modules: Sequence[_Module]) -> Link:
                 others = members.setdefault(kind, [])
                 places[id(weight)] = kind, len(others)
                 others.append(holder)
-    groups = {kind: TableGroup(each, twins.get(kind, ())) for kind, each in members.items()}
+    groups = {
+        kind: TableGroup(
+            each, twins.get(kind, ()), [mover.names[id(holder.weight)] for holder in each]
+        )
+        for kind, each in members.items()
+    }
     link = mover.make([(kind[0], group) for kind, group in groups.items()])
     for module in modules:
         its_places = [places.get(id(holder.weight)) for holder in _holders(module)]
@@ -256,7 +263,7 @@ def _mover_by_torch(
     words = f"rows move in the step of {type(optimizer).__name__}"
     found = {id(table.weight): numbers[id(table.weight)] for table in moved}
     formula = translation.formula(optimizer.param_groups[next(iter(found.values()))])
-    return Mover(words, formula, found, make)
+    return Mover(words, formula, found, _names_of(moved), make)
 
 
 def _require_whole_collections(tables: Sequence[NamedTable], moved: set[int], rule: str) -> None:
@@ -272,6 +279,10 @@ def _require_whole_collections(tables: Sequence[NamedTable], moved: set[int], ru
                 f"table {table.name!r}: all tables of a collection must be {rule} or none; "
                 f"{others[0]!r} is and this one is not"
             )
+
+
+def _names_of(tables: Sequence[NamedTable]) -> dict[int, str]:
+    return {id(table.weight): table.name for table in tables}
 
 
 def _named(tables: Sequence[NamedTable]) -> list[tuple[str, nn.Parameter]]:

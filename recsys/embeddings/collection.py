@@ -410,9 +410,10 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         ]
         members: dict[tuple[int, str, torch.dtype], list[nn.Module]] = {}
         twins: dict[tuple[int, str, torch.dtype], list[tuple[nn.Module, int]]] = {}
+        names: dict[tuple[int, str, torch.dtype], list[str]] = {}
         places: dict[int, tuple[tuple[int, str, torch.dtype], int]] = {}
         keys = []
-        for kind, bag in zip(kinds, self.embedding_bags.values(), strict=True):
+        for kind, (name, bag) in zip(kinds, self.embedding_bags.items(), strict=True):
             keys.append(id(bag.weight if are_moved else bag))
             if keys[-1] in places:
                 first, number = places[keys[-1]]
@@ -420,7 +421,11 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             else:
                 places[keys[-1]] = kind, len(members.setdefault(kind, []))
                 members[kind].append(bag)
-        groups = {kind: TableGroup(bags, twins.get(kind, ())) for kind, bags in members.items()}
+                names.setdefault(kind, []).append(name)
+        groups = {
+            kind: TableGroup(bags, twins.get(kind, ()), names[kind])
+            for kind, bags in members.items()
+        }
         return [(groups[places[key][0]], places[key][1]) for key in keys]
 
     def _lay_out(self, places: Sequence[tuple[TableGroup, int]]) -> None:

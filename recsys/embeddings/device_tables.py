@@ -7,7 +7,8 @@ other: `device=` builds it on a device, `.to()` moves it there and back.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Self
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,13 @@ class AbstractTables(nn.Module, ABC):
     def row_updater(self) -> RowUpdater | None:
         """What moves the rows; None where gradients are left to an optimizer of torch's."""
         return self._updater
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module. Rows in fast memory are written back, and stay there."""
+        with ExitStack() as stack:
+            for tiers in self.tiers():
+                stack.enter_context(tiers.only_read())
+            return super().state_dict(*args, **kwargs)
 
     def settle(self) -> None:
         """Where rows are in two tiers, leave none under way, and no slot claimed.

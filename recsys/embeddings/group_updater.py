@@ -126,12 +126,11 @@ class GroupUpdater:
             row_update(space, states, formula, rates_T2, ledger, keys_T)
             increment_version(changed)
             return
-        tiers.heed_others(space)
         hot = tiers.hot
         with interrupts_held_back():  # rows that are moved and not known to be would be lost
             row_update(hot.space, hot.state_spaces, formula, rates_T2, ledger, keys_T)
             increment_version(changed)
-            tiers.note_moved((entry.ticket for entry in ledger), space)
+            tiers.note_moved((entry.ticket for entry in ledger), moved)
 
     def space_size(self) -> SpaceSize:
         """What there is to keep in slots."""
@@ -167,7 +166,17 @@ class GroupUpdater:
         device = self._weights[0].device if device is None else device
         self.move_tables(torch.device("cpu"))
         self.group.keep_in(
-            Tiers(sizes, self.group.dim, dtype, states, num_slots, pinned, device, self._files)
+            Tiers(
+                self.group.names,
+                sizes,
+                self.group.dim,
+                dtype,
+                states,
+                num_slots,
+                pinned,
+                device,
+                self._files,
+            )
         )
         self.follow_state()
         self.group.watch()
@@ -194,7 +203,8 @@ class GroupUpdater:
                 f"{num_claimed} of them are in use; let go of what was computed before (its loss "
                 "and outputs)"
             )
-        self.group.keep_in(tiers.on_device(device))
+        tiers.move_to(device)
+        self.group.forget_space()
 
     def use_files(self, files: ColdFiles, names: Mapping[nn.Parameter, str]) -> None:
         """Have state in files from now on, as tables are; what is there goes on.
@@ -235,6 +245,11 @@ class GroupUpdater:
             }
         return found
 
+    def growth(self, num_slots: int) -> int:
+        """How many slots more than now so many are."""
+        assert self.group.tiers is not None
+        return num_slots - self.group.tiers.hot.num_slots
+
     def resize(self, num_slots: int) -> None:
         """Go on with another number of slots.
 
@@ -251,7 +266,7 @@ class GroupUpdater:
                 f"{self.group.dim}, and {num_claimed} of them are in use; give a larger budget, or "
                 "let go of what was computed before (its loss and outputs)"
             )
-        self.group.keep_in(tiers.resized(num_slots))
+        tiers.resize(num_slots)
 
     def follow_state(self) -> None:
         """Find state that others have put into the optimizer."""
@@ -276,6 +291,8 @@ class GroupUpdater:
         space = self.group.space(weights=self._weights)
         for entry in ledger:
             entry.require_rows_in(space.tables)
+        if self.group.tiers is not None:
+            self.group.tiers.heed_others(space)
         is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
         counts_steps = self._translation.counts_steps or is_by_chance
         if not (counts_steps or sizes):

@@ -24,6 +24,7 @@ from collections import deque
 from contextlib import nullcontext
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -49,13 +50,13 @@ class NotEnoughSlots(Exception):  # never leaves this package: callers know what
     """Rows of a mini-batch, together with those of tickets, are more than there are slots.
 
     Attributes:
-        residency: Has the slots.
+        residency: Has the slots; a weak reference, because they go before others are made.
         num_needed: As many would do.
     """
 
     def __init__(self, residency: Residency, num_needed: int) -> None:
         super().__init__(num_needed)
-        self.residency, self.num_needed = residency, num_needed
+        self.residency, self.num_needed = ref(residency), num_needed
 
 
 class TierCounts(NamedTuple):
@@ -314,8 +315,11 @@ class Residency:
         assert ticket.held is not None
         self.map.mark_dirty(ticket.waits_for)
 
-    def flush(self) -> None:
+    def flush(self, only: range | None = None) -> None:
         """Write back every row that has been moved; all stay where they are.
+
+        Args:
+            only: Of these rows, counted over all tables; None for all.
 
         Raises:
             OSError: they cannot be written; none has been forgotten.
@@ -323,6 +327,9 @@ class Residency:
         self._collect()
         self.settle()
         rows, slots = self.map.dirty()
+        if only is not None:
+            is_meant = (rows >= only.start) & (rows < only.stop)
+            rows, slots = rows[is_meant], slots[is_meant]
         if len(slots):
             with self.times.waiting():
                 begin = perf_counter()

@@ -11,7 +11,7 @@ import atexit
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -255,7 +255,7 @@ class RowUpdater:
         return [tiers for tiers in found if tiers is not None]
 
     def make_room(
-        self, short: Residency, num_needed: int, num_distinct: Mapping[TableGroup, int]
+        self, short: ref[Residency], num_needed: int, num_distinct: Mapping[TableGroup, int]
     ) -> None:
         """Share out the budget anew, for a mini-batch that found too few slots of one row space.
 
@@ -274,7 +274,7 @@ class RowUpdater:
         for group in self._groups:
             tiers = group.group.tiers
             assert tiers is not None
-            is_short = tiers.residency is short
+            is_short = tiers.residency is short()
             needs.append(num_needed if is_short else num_distinct.get(group.group, 0))
         least = [
             max(group.least_slots, need) for group, need in zip(self._groups, needs, strict=True)
@@ -284,7 +284,9 @@ class RowUpdater:
         except BudgetTooSmall:  # not for what others have needed before
             least, slots = needs, self._divide(needs)
         assert slots is not None
-        for group, num_slots, count in zip(self._groups, slots, least, strict=True):
+        divided = zip(self._groups, slots, least, strict=True)
+        # Those that give slots up come first, so that memory never exceeds the budget.
+        for group, num_slots, count in sorted(divided, key=lambda each: each[0].growth(each[1])):
             group.resize(num_slots)
             group.least_slots = count
 

@@ -89,9 +89,11 @@ class TableGroup:
         holders: The modules whose `weight`s are the tables; asked anew each time, because a
             module's `weight` may be exchanged.
         twins: Further modules of the same tables, and the number of each one's table.
+        names: Of the tables, for errors.
 
     Attributes:
         dim: D.
+        names: As given.
         ledger: What backward passes have left behind since the last update, in order; of the
             tables that are watched, and of none that went.
         tiers: Where rows are kept if not all are resident.
@@ -99,9 +101,13 @@ class TableGroup:
     """
 
     def __init__(
-        self, holders: Sequence[nn.Module], twins: Sequence[tuple[nn.Module, int]] = ()
+        self,
+        holders: Sequence[nn.Module],
+        twins: Sequence[tuple[nn.Module, int]] = (),
+        names: Sequence[str] = (),
     ) -> None:
         self._holders, self._twins = list(holders), list(twins)
+        self.names = list(names) or ["weight"] * len(self._holders)
         # Their dictionaries, not their attributes: those take nn.Module ten times as long to find,
         # and every step asks for all tables several times.
         self._parameters = [holder._parameters for holder in holders]
@@ -331,6 +337,10 @@ class TableGroup:
         self.ledger = leave_grads(self.ledger, self._watched, gone(self._watched, now))
         self.watch()
         return self._watched if len(weights) == len(now) else weights
+
+    def number_of(self, weight: Tensor) -> int:
+        """Which of the tables that are watched it is."""
+        return next(number for number, each in enumerate(self._watched) if each is weight)
 
     def forget_lookups_in(self, weight: Tensor) -> None:
         """Forget what lookups have left for one table; its `grad` is set to something else."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import ref
 
 import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from recsys.embeddings.table_group import TableGroup
+    from recsys.embeddings.tiers import Tiers
 
 __all__ = [
     "LedgerParameter",
@@ -106,9 +107,21 @@ class LedgerParameter(nn.Parameter):
 class TieredParameter(LedgerParameter):
     """A table whose newest rows may be in slots.
 
-    Whoever looks at it finds them written back; and since what he got may be written to, at once or
-    later and without a trace, the next lookup takes all rows anew.
+    Any use by torch finds them written back. Unless the result is a copy, it may be written to
+    without a trace (through numpy, say), so the next lookup takes all rows anew.
     """
+
+    @property
+    def data(self) -> Tensor:
+        """The rows, (E, D), as autograd does not see them; writes to them are seen."""
+        rows: Tensor = _DATA.__get__(self)
+        place = _place_of(self)
+        return rows if place is None else place.tiers.data_of(rows, place.table)
+
+    @data.setter
+    def data(self, rows: Tensor) -> None:
+        _DATA.__set__(self, rows)
+        _forget_space_of(self)
 
     @classmethod
     def __torch_function__(
@@ -120,12 +133,54 @@ class TieredParameter(LedgerParameter):
     ) -> Any:
         """Any use by torch, any method, any attribute."""
         with torch._C.DisableTorchFunctionSubclass():
-            if func not in _BLIND:
-                for table in _tables_among((args, kwargs)):
-                    group = _group_of(table)
-                    if group is not None and group.tiers is not None:
-                        group.tiers.expose()
-            return func(*args, **kwargs or {})
+            if func in _BLIND:
+                return func(*args, **kwargs or {})
+            tables = list(_tables_among((args, kwargs)))
+            places = [place for table in tables if (place := _place_of(table)) is not None]
+            exposed = [place.tiers for place in places if not place.tiers.is_exposed]
+            for place in places:
+                if func is torch.Tensor.copy_ and _is_overwritten(tables[0], args):
+                    place.tiers.expose_to_overwriting(place.table)
+                else:
+                    place.tiers.expose()
+            result = func(*args, **kwargs or {})
+            if _is_copy(result, tables):
+                for tiers in exposed:
+                    tiers.is_exposed = False
+            return result
+
+
+class _Place(NamedTuple):
+    """Where the rows of a table are, and its number there."""
+
+    tiers: Tiers
+    table: int
+
+
+def _place_of(table: Tensor) -> _Place | None:
+    """None of a table whose rows are in no slots."""
+    group = _group_of(table)
+    if group is None or group.tiers is None:
+        return None
+    return _Place(group.tiers, group.number_of(table))
+
+
+def _is_overwritten(table: TieredParameter, args: Sequence[Any]) -> bool:
+    """Whether `table.copy_(source)` writes every number of the table."""
+    source = args[1] if len(args) > 1 else None
+    return args[0] is table and type(source) is Tensor and source.shape == table.shape
+
+
+def _is_copy(result: Any, tables: Sequence[Tensor]) -> bool:
+    """Whether a result shares no memory with any of the tables."""
+    if isinstance(result, tuple | list):
+        return all(_is_copy(each, tables) for each in result)
+    if type(result) in (bool, float):  # an int may be an address
+        return True
+    if not isinstance(result, Tensor) or result.layout is not torch.strided:
+        return False
+    memory = result.untyped_storage().data_ptr()
+    return all(table.untyped_storage().data_ptr() != memory for table in tables)
 
 
 def _tables_among(value: Any) -> Iterator[TieredParameter]:
@@ -144,7 +199,7 @@ _ATTRIBUTES = (
 )
 _METHODS = (
     "dim size numel stride is_contiguous is_floating_point is_complex element_size __len__ "
-    "requires_grad_ register_hook"
+    "requires_grad_ register_hook nelement get_device storage_offset"
 )
 # What tells nothing of a table's values.
 _BLIND = {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {

@@ -4,13 +4,18 @@ A lookup that backward may come back to gets a ticket: its ids become slot numbe
 work on the slots as they work on resident tables. Any other (evaluation) claims no slots: it reads
 each row where it is.
 
-`weight` and the optimizer's state are the cold store, in memory or mapped from files. Whoever reads
-them finds every row's newest value, because `TieredParameter` writes back first; who has written to
-them finds it heeded, because the next lookup takes rows anew.
+`weight` and the optimizer's state are the cold store, in memory or mapped from files. A read
+through `weight` finds every row's newest value, because `TieredParameter` writes rows back first. A
+write through it counts, because the next lookup takes rows anew.
+
+A write through another tensor on the same memory (a `detach()` that was kept, an optimizer's state
+array) shows in that memory's version. If every row was written back before, the next lookup takes
+rows anew. If rows were updated since, one of the two would be lost: that is an error.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,9 +30,11 @@ from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.residency import NotEnoughSlots, Residency
 from recsys.embeddings.row_space import RowSpace
+from recsys.embeddings.table_versions import TableVersions, Written
+from recsys.errors import ConflictingWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -59,6 +66,7 @@ class Claimed(NamedTuple):
 class _Recipe(NamedTuple):
     """What tiers are made of; arguments as for `Tiers`."""
 
+    names: Sequence[str]
     sizes: Sequence[int]
     dim: int
     dtype: torch.dtype
@@ -72,6 +80,7 @@ class Tiers:
     """The tiers of one table group.
 
     Args:
+        names: Of every table, for errors.
         sizes: E of every table.
         dim: D.
         dtype: Of the rows.
@@ -88,10 +97,13 @@ class Tiers:
         hot: The slots.
         residency: What moves rows between them and the cold store.
         ahead: Claims of lookups to come.
+        is_exposed: Whether the tables may be written to unseen, so that the next lookup takes rows
+            anew.
     """
 
     def __init__(
         self,
+        names: Sequence[str],
         sizes: Sequence[int],
         dim: int,
         dtype: torch.dtype,
@@ -101,21 +113,35 @@ class Tiers:
         device: torch.device,
         files: ColdFiles | None = None,
     ) -> None:
-        self._made_of = _Recipe(sizes, dim, dtype, state_sizes, num_slots, pinned, device)
         self.files, self.sizes, self.dtype = files, sizes, dtype
-        self.hot = _make_hot_tier(self._made_of)
-        self.device = self.hot.rows.device
-        self.hot.pin(pinned)
-        cold = HostStore(self._spaces) if files is None else FileStore(files, self._spaces)
-        self.residency = Residency(self.hot, cold)
         self.ahead = AheadClaims()
+        self._make(_Recipe(names, sizes, dim, dtype, state_sizes, num_slots, pinned, device))
         self._tables: RowSpace | None = None
         self._states: Sequence[RowSpace] = [
             RowSpace([torch.empty(0, size) for _ in sizes]) for size in state_sizes.values()
         ]
-        self._versions: list[int] = []
-        self._is_exposed = False
+        self._versions = TableVersions()
+        self.is_exposed = False
+        self._updated: set[int] = set()  # tables whose slots may be newer than the cold store
         self._layers: dict[Lookups, list[Lookups]] = {}
+
+    def _make(self, made_of: _Recipe, kept: tuple[Any, Any, Any] | None = None) -> None:
+        """Make slots, all of them empty, and what moves rows there.
+
+        Args:
+            made_of: What they are made of.
+            kept: Counts, times and `on_span` to go on with.
+        """
+        self._made_of = made_of
+        self.hot = _make_hot_tier(made_of)
+        self.device = self.hot.rows.device
+        self.hot.pin(made_of.pinned)
+        cold = (
+            HostStore(self._spaces) if self.files is None else FileStore(self.files, self._spaces)
+        )
+        self.residency = Residency(self.hot, cold)
+        if kept is not None:
+            self.residency.counts, self.residency.times, self.residency.queue.on_span = kept
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which begin with empty slots: the tables have all rows."""
@@ -137,6 +163,7 @@ class Tiers:
             As many calls as a feature is looked up in different tables: nearly always one.
 
         Raises:
+            ConflictingWrite: as for `heed_others`.
             NoSuchRow: a value is no row of its table.
             NotEnoughSlots: there are not.
         """
@@ -167,10 +194,10 @@ class Tiers:
             NotEnoughSlots: there are not; no row of a plan has been given up.
         """
         with interrupts_held_back():
-            is_exposed = self._is_exposed
+            is_exposed = self.is_exposed
             self.heed_others(tables)
             # Whoever has looked at the tables may write to them until the lookup comes.
-            self._is_exposed = is_exposed
+            self.is_exposed = is_exposed
             layers = self._layers_of(lookups)
             tickets = [
                 self.residency.prefetch(layer, bags, in_background=True, may_unpin=False)
@@ -219,55 +246,68 @@ class Tiers:
         self.heed_others(tables)
         if self.files is not None:
             self.files.mark_dirty()
+        self._updated.add(table)
         self.residency.renormalize(
             tables.tables[table], int(self.hot.first_rows[table]), values, max_norm, norm_type
         )
-        self._versions = _versions(tables)
+        self._versions.accept()
 
-    def resized(self, num_slots: int) -> Tiers:
-        """The same with another number of slots, which are empty; no ticket may be held."""
-        pinned = self._made_of.pinned[:num_slots]
-        return self._remade(self._made_of._replace(num_slots=num_slots, pinned=pinned))
+    def resize(self, num_slots: int) -> None:
+        """Go on with another number of slots, which are empty; no ticket may be held."""
+        self._remake(self._made_of._replace(num_slots=num_slots))
 
-    def on_device(self, device: torch.device) -> Tiers:
-        """The same with slots on another device, which are empty; no ticket may be held."""
-        return self._remade(self._made_of._replace(device=device))
+    def move_to(self, device: torch.device) -> None:
+        """Go on with slots on another device, which are empty; no ticket may be held."""
+        self._remake(self._made_of._replace(device=device))
 
-    def _remade(self, made_of: _Recipe) -> Tiers:
+    def _remake(self, made_of: _Recipe) -> None:
+        """Let the slots go, then make others: at no time are there both (C3)."""
         assert not self.ahead
         self.flush()
-        other = Tiers(*made_of, self.files)
-        other._tables, other._states, other._versions = self._tables, self._states, self._versions
-        other._is_exposed = self._is_exposed
-        other.residency.counts = self.residency.counts
-        other.residency.times = self.residency.times
-        other.residency.queue.on_span = self.residency.queue.on_span
-        return other
+        before, old = self._made_of, self.residency
+        kept = old.counts, old.times, old.queue.on_span
+        del self.residency, self.hot, old
+        try:
+            self._make(made_of._replace(pinned=made_of.pinned[: made_of.num_slots]), kept)
+        except BaseException:
+            self._make(before, kept)
+            raise
 
     def heed_others(self, tables: RowSpace) -> None:
-        """Take rows anew if somebody else may have written to the tables.
+        """Take rows anew if somebody else may have written to the tables or their state.
 
         Args:
             tables: Where they lie now.
+
+        Raises:
+            ConflictingWrite: rows in slots have been updated that were not written back before.
         """
-        versions = _versions(tables)
-        if not self._is_exposed and tables is self._tables and versions == self._versions:
+        is_same = tables is self._tables
+        if is_same and not self.is_exposed and not self._versions.have_changed():
             return
         if self._tables is not None:
-            self._is_exposed = True  # until it has been done
+            self.flush()
+            self.is_exposed = True  # until it has been done
             with interrupts_held_back():
                 # What is under way goes to and comes from the tables that were.
                 self.residency.settle()
                 self._tables = tables
                 self.residency.reload()
-        self._tables, self._versions, self._is_exposed = tables, versions, False
+        self._tables, self.is_exposed = tables, False
+        self._versions.watch(tables, self._named_states())
 
-    def note_moved(self, tickets: Iterable[Ticket | None], tables: RowSpace) -> None:
-        """Rows of tickets have been moved, and their tables' versions raised, by us."""
+    def note_moved(self, tickets: Iterable[Ticket | None], tables: Iterable[int]) -> None:
+        """Rows of tickets have been updated, and their tables' versions raised, by us.
+
+        Args:
+            tickets: Have the rows.
+            tables: Numbers of their tables.
+        """
+        self._updated.update(tables)
         for ticket in tickets:
             assert ticket is not None
             self.residency.mark_moved(ticket)
-        self._versions = _versions(tables)
+        self._versions.accept()
 
     def keep_state_in(self, states: Sequence[RowSpace], *, are_others: bool) -> None:
         """Say where the tables' state lies.
@@ -279,21 +319,95 @@ class Tiers:
         if are_others:
             self.flush()
         self._states = states
-        if are_others and self._tables is not None:
+        if self._tables is None:
+            return
+        if are_others:
             self.residency.reload()
+        self._versions.watch(self._tables, self._named_states())
 
     def flush(self) -> None:
-        """Write back every row that has been moved."""
-        if self._tables is not None:
-            self.residency.flush()
+        """Write back every row that has been updated.
+
+        Raises:
+            ConflictingWrite: a table, or its state, was written to that has updated rows in slots.
+        """
+        if not self._updated:
+            return
+        conflicts = self._conflicts()
+        if conflicts:
+            raise self._conflict_error(conflicts[0])
+        self.residency.flush()
+        self._updated.clear()
 
     def expose(self) -> None:
-        """Somebody gets at the tables' memory: rows are written back, and taken anew next time."""
+        """Somebody gets at the tables' memory: rows are written back, and taken anew next time.
+
+        Raises:
+            ConflictingWrite: as for `flush`.
+        """
         self.flush()
         if self.files is not None:
             self.files.mark_dirty()
             self.files.expect(lookups=False)
-        self._is_exposed = True
+        self.is_exposed = True
+
+    def expose_to_overwriting(self, table: int) -> None:
+        """`expose` before a table is overwritten as a whole: what was written to it before is void.
+
+        So a checkpoint can be loaded after a `ConflictingWrite`.
+
+        Args:
+            table: Its number.
+        """
+        conflicts = [each for each in self._conflicts() if each.table == table]
+        if conflicts == [Written(table, None)]:
+            first, end = self.hot.first_rows[table : table + 2].tolist()
+            self.residency.flush(range(first, end))  # their state counts
+            self._updated.discard(table)
+            self.is_exposed = True
+        else:
+            self.expose()
+
+    def data_of(self, weight: Tensor, table: int) -> Tensor:
+        """What `weight.data` hands out, so that writes to it are seen.
+
+        Args:
+            weight: A table.
+            table: Its number.
+        """
+        return self._versions.data_of(weight, table)
+
+    @contextmanager
+    def only_read(self) -> Iterator[None]:
+        """Where tables are read, and none of what is handed out is written to unseen."""
+        self.flush()
+        was_exposed = self.is_exposed
+        yield
+        self.is_exposed = was_exposed
+
+    def _conflicts(self) -> list[Written]:
+        """What was written to although rows updated since are in slots alone."""
+        return [each for each in self._versions.written() if each.table in self._updated]
+
+    def _conflict_error(self, conflict: Written) -> ConflictingWrite:
+        name = self._made_of.names[conflict.table]
+        if conflict.state is not None:
+            return ConflictingWrite(
+                f"table {name!r}: its optimizer state {conflict.state!r} was written to while "
+                "newer state of some rows is in fast memory; one of the two would be lost. Call "
+                "the optimizer's state_dict() before each such write, which writes the newer state "
+                "back; begin again from a checkpoint"
+            )
+        return ConflictingWrite(
+            f"table {name!r}: its rows were written to by a tensor kept from before (of detach(), "
+            "data or state_dict()) while newer values of some rows are in fast memory; one of the "
+            "two would be lost. Write through the module's weight, which writes the newer values "
+            "back first (with torch.no_grad(): module.weight.clamp_(...)); to go on from here, "
+            "load a checkpoint by load_state_dict"
+        )
+
+    def _named_states(self) -> dict[str, RowSpace]:
+        return dict(zip(self._made_of.state_sizes, self._states, strict=True))
 
     def _spaces(self) -> Sequence[RowSpace]:
         assert self._tables is not None
@@ -330,12 +444,7 @@ _MOST_KEPT = 64
 
 
 def _make_hot_tier(made_of: _Recipe) -> AbstractHotTier:
-    sizes, dim, dtype, state_sizes, num_slots, _, device = made_of
+    _, sizes, dim, dtype, state_sizes, num_slots, _, device = made_of
     if kernels_on(device).errors is None:
         return HotTier(sizes, dim, dtype, state_sizes, num_slots)
     return DeviceHotTier(sizes, dim, dtype, state_sizes, num_slots, device)
-
-
-def _versions(tables: RowSpace) -> list[int]:
-    """How often each table was written to through torch."""
-    return [table._version for table in tables.tables]

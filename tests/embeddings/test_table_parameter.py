@@ -311,13 +311,13 @@ def test_a_table_that_another_module_moves_is_refused_and_no_gradient_is_lost():
 def test_freezing_tables_on_a_budget_leaves_their_slots_alone():
     module = build(600)
     [tiers] = module.tiers()
-    assert not tiers._is_exposed
+    assert not tiers.is_exposed
 
     for weight in module.table_weights():
         weight.requires_grad_(False)
         weight.requires_grad = True
 
-    assert not tiers._is_exposed
+    assert not tiers.is_exposed
 
 
 def test_too_few_slots_for_a_gradient_of_another_use_lose_nothing():

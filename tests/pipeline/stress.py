@@ -332,7 +332,7 @@ class Run:
         for tiers in self._model.embeddings.tiers():
             tiers.residency.settle()
             slots = tiers.hot.slots
-            if tiers._is_exposed:  # somebody has looked: the tables count until the next lookup
+            if tiers.is_exposed:  # somebody has looked: the tables count until the next lookup
                 continue
             for number, table in enumerate(tiers._tables.tables if tiers._tables else ()):
                 first, rows = int(tiers.hot.first_rows[number]), table.detach().clone()
