@@ -16,6 +16,7 @@
     |   `-- ColdTierDirty                      files of rows that a crash has left in the middle
     |-- ConflictingWrite    (RuntimeError)     a write to rows that are newer in fast memory
     |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
+    |   `-- NonFiniteGradient                  a gradient of rows with nan or inf in it
     `-- MissingDependency   (ImportError)      an optional package that this call needs
 
 Each also derives from the built-in a caller would guess, so `except ValueError` goes on working. A
@@ -33,6 +34,7 @@ __all__ = [
     "IdOutOfRange",
     "MalformedBags",
     "MissingDependency",
+    "NonFiniteGradient",
     "ProfileError",
     "RecsysError",
     "StoreError",
@@ -95,6 +97,10 @@ class ColdTierDirty(ColdTierError):
 
 class TrainingDiverged(RecsysError, ArithmeticError):
     """The loss is not a number any more."""
+
+
+class NonFiniteGradient(TrainingDiverged):
+    """A gradient with nan or inf in it, which rows would keep; no row was updated by it."""
 
 
 class MissingDependency(RecsysError, ImportError):

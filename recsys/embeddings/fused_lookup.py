@@ -85,6 +85,8 @@ def fused_lookup(
             asks_weights = may_move and bag_weights is not None and bag_weights.requires_grad
             if not asks_weights:
                 return _look_up_where_rows_are(parts, explain, num_stacked)
+        if asks_tables and updater is not None:
+            parts = _with_own_bags(parts)
         calls = None
         while calls is None:
             try:
@@ -146,6 +148,18 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
                 raise
             return Prefetched((), has_room=False)
     return Prefetched(claims)
+
+
+def _with_own_bags(parts: Sequence[Part]) -> list[Part]:
+    """The same with copies of the input, which rows are looked up and updated by.
+
+    A caller who refills its memory, by numpy say, would send gradients to other rows, or to none.
+    """
+    copies: dict[int, Bags] = {}
+    for part in parts:
+        if id(part.bags) not in copies:
+            copies[id(part.bags)] = part.bags.copied()
+    return [part._replace(bags=copies[id(part.bags)]) for part in parts]
 
 
 _NOTHING = Lookups.nothing()
@@ -301,15 +315,14 @@ def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor
 
 
 def _entries(work: _Work, gradient: Tensor) -> list[tuple[Found, LedgerEntry]]:
-    read_later = [(tensor, tensor._version) for tensor in (*work.ids, gradient)]
     return [
         (
             found,
             LedgerEntry(
                 still_asking,
-                found.bags.kept(),
+                found.bags,
                 gradient,
-                read_later,
+                gradient._version,
                 found.tables,
                 None if found.ticket is None else found.rows,
                 found.ticket,

@@ -125,9 +125,15 @@ class RowUpdater:
         Variable._execution_engine.queue_callback(self.update_rows)
 
     def update_rows(self) -> None:
-        """Move every row that gradients were collected for, once; forgets the gradients."""
+        """Move every row that gradients were collected for, once; forgets the gradients.
+
+        Raises:
+            NonFiniteGradient: a gradient has nan or inf in it; no row of any group has moved.
+        """
         self._queued_for = None
         with DisableTorchFunctionSubclass():  # it is us who read the tables
+            for group in self._groups:
+                group.group.require_finite()
             for group in self._groups:
                 group.update_rows()
 
@@ -346,7 +352,7 @@ class RowUpdater:
         """Leave collected gradients at the tables, and the optimizer with those that are there.
 
         Raises:
-            RuntimeError: ids or gradients were overwritten since; they are forgotten.
+            RuntimeError: gradients were overwritten since; they are forgotten.
             ValueError: a gradient is of rows that its table has no more, and stays collected; or
                 what has come in the place of a table is another's.
         """

@@ -11,6 +11,7 @@ have left there, and what is done to it counts; as long as nobody does, no such 
 from __future__ import annotations
 
 from itertools import repeat
+from math import isfinite
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -39,7 +40,7 @@ from recsys.embeddings.table_parameter import (
     unwatch,
     watch,
 )
-from recsys.errors import BudgetTooSmall
+from recsys.errors import BudgetTooSmall, NonFiniteGradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -313,7 +314,7 @@ class TableGroup:
             They; of all of them, watched, the same list until one is exchanged.
 
         Raises:
-            RuntimeError: one went, and ids or gradients were overwritten since; they are forgotten.
+            RuntimeError: one went, and gradients were overwritten since; they are forgotten.
             ValueError: what has come in the place of one is another's, or a gradient that waits
                 for one that went is of rows which that has no more.
         """
@@ -369,7 +370,7 @@ class TableGroup:
         """Turn the ledger into a sparse `grad` of each table, added to what is there.
 
         Raises:
-            RuntimeError: ids or gradients were overwritten since; they are forgotten.
+            RuntimeError: gradients were overwritten since; they are forgotten.
             ValueError: a table has other rows than were looked up, or than its `grad` is of;
                 everything is left.
         """
@@ -379,6 +380,39 @@ class TableGroup:
         self.ledger = self._closed_ledger()
         self.ledger = leave_grads(self.ledger, weights, range(len(weights)))
 
+    def require_finite(self) -> None:
+        """Refuse gradients with nan or inf in them; on a device, kernels do it.
+
+        Raises:
+            NonFiniteGradient: there is one; everything is left.
+        """
+        if self.kernels.errors is not None:
+            return
+        bad = next(
+            (
+                table
+                for entry in self.ledger
+                if (table := entry.table_of_non_finite(self.dim)) is not None
+            ),
+            None,
+        )
+        weights = self.follow()
+        if bad is None and not self._has_no_grad(weights):
+            bad = next(
+                (
+                    table
+                    for table, gradient in enumerate(map(plain_grad, weights))
+                    if gradient is not None and not _is_finite(gradient)
+                ),
+                None,
+            )
+        if bad is not None:
+            raise NonFiniteGradient(
+                f"table {self.names[bad]!r}: the gradient of its rows has nan or inf in it, and no "
+                "row was updated; find what computes it (a learning rate too high, log(0), float16 "
+                "without GradScaler). zero_grad() forgets the gradient"
+            )
+
     def take_ledger(self, weights: Sequence[nn.Parameter]) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left.
 
@@ -387,7 +421,7 @@ class TableGroup:
 
         Raises:
             BudgetTooSmall: tiered, there are too few slots for the rows; everything is left.
-            RuntimeError: ids or gradients were overwritten since; they are forgotten.
+            RuntimeError: gradients were overwritten since; they are forgotten.
             ValueError: a `grad` is of other rows than its table has; everything is left.
         """
         has_none = self._has_no_grad(weights)
@@ -494,6 +528,11 @@ class TableGroup:
             rows=found.rows,
             ticket=found.ticket,
         )
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    values = gradient._values() if gradient.is_sparse else gradient
+    return isfinite(values.sum()) or bool(values.isfinite().all())
 
 
 class _StandIn(nn.Module):

@@ -491,15 +491,16 @@ def test_a_grad_is_deleted_as_of_any_parameter():
     assert torch.equal(weight, ROWS)
 
 
-def test_ids_that_were_overwritten_before_their_table_was_exchanged_are_said_once():
+def test_a_gradient_that_was_overwritten_before_its_table_was_exchanged_is_said_once():
     model, optimizer = accelerated(plain_bag())
-    ids = torch.tensor([4])
-    model[0](ids, OFFSETS).sum().backward()
+    ids, gradient = torch.tensor([4]), torch.ones(1, 4)
+    model[0](ids, OFFSETS).backward(gradient)
 
+    gradient.fill_(7)
     ids.fill_(1)
     model[0].weight = nn.Parameter(ROWS.clone())
 
-    with pytest.raises(RuntimeError, match="were overwritten after its backward"):
+    with pytest.raises(RuntimeError, match="was overwritten after its backward"):
         optimizer.step()
     model[0](ids, OFFSETS).sum().backward()
     optimizer.step()

@@ -211,7 +211,7 @@ def test_a_gradient_that_is_overwritten_before_the_step_is_noticed(shape):
     module(IDS).values().view(shape).backward(gradient)
     gradient.zero_()
 
-    with pytest.raises(RuntimeError, match="or its gradient, were overwritten"):
+    with pytest.raises(RuntimeError, match="the gradient of a lookup was overwritten"):
         module.row_optimizer.step()
 
 

@@ -8,6 +8,7 @@ Letters: T tables, S segments (a feature of a ledger entry looked up in a table)
 from __future__ import annotations
 
 from functools import lru_cache
+from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -33,10 +34,10 @@ class LedgerEntry(NamedTuple):
 
     Attributes:
         lookups: What was looked up where.
-        bags: The input.
+        bags: The input, in memory of its own.
         gradient: Of the pooled rows, (B, W) or (B, F, W / F), in the dtype that rows are computed
             in; each of the B contiguous, and behind the one before.
-        ids: What the bags are views of, and the gradient; with the version of each.
+        version: Of the gradient when backward handed it over; None where the gradient is our own.
         tables: What was looked up in, as it was then; in two tiers, what the slots' rows are of.
         rows: The input by rows, where `bags` has slots of them.
         ticket: Has the slots.
@@ -45,23 +46,40 @@ class LedgerEntry(NamedTuple):
     lookups: Lookups
     bags: Bags
     gradient: Tensor
-    ids: Sequence[tuple[Tensor, int]] = ()
+    version: int | None = None
     tables: Sequence[Tensor] = ()
     rows: Bags | None = None
     ticket: Ticket | None = None
 
     def require_unchanged(self) -> None:
-        """Refuse ids, or a gradient, that have been overwritten since.
+        """Refuse a gradient that was overwritten since.
 
         Raises:
-            RuntimeError: they have been.
+            RuntimeError: it was.
         """
-        for tensor, version in self.ids:
-            if tensor._version != version:
-                raise RuntimeError(
-                    "ids of a lookup, or its gradient, were overwritten after its backward, before "
-                    "its rows were moved; step first, or use a clone of them"
-                )
+        if self.version is not None and self.gradient._version != self.version:
+            raise RuntimeError(
+                "the gradient of a lookup was overwritten after its backward, before its rows were "
+                "updated; step first, or overwrite a clone of it"
+            )
+
+    def table_of_non_finite(self, dim: int) -> int | None:
+        """The first table whose rows' gradient has nan or inf in it; None where no table's has.
+
+        Args:
+            dim: D.
+        """
+        weights = self.bags.weights
+        # One of them makes the sum one. A sum of finite numbers may overflow: then all are looked
+        # at, which takes thirty times as long.
+        if isfinite(self.gradient.sum()) and (weights is None or isfinite(weights.sum())):
+            return None
+        has_bad_weight = weights is not None and not np.isfinite(weights).all()
+        gradient, lookups = self.gradient.flatten(1), self.lookups
+        for table, column in zip(lookups.tables.tolist(), lookups.columns.tolist(), strict=True):
+            if has_bad_weight or not gradient[:, column : column + dim].isfinite().all():
+                return int(table)
+        return None
 
     def require_rows_in(self, tables: Sequence[Tensor]) -> None:
         """Refuse tables that may lack rows which were looked up: they would be written to.

@@ -176,11 +176,13 @@ class Bags(NamedTuple):
             begin, end = int(self.offsets[begin]), int(self.offsets[end])
         return self.values[begin:end]
 
-    def kept(self) -> Bags:
-        """The same with weights that stay as they are, though they may be parameters that an
-        optimizer moves before ours moves the rows.
-        """  # noqa: D205  # one sentence
-        return self if self.weights is None else self._replace(weights=self.weights.copy())
+    def copied(self) -> Bags:
+        """The same in memory of its own: the caller may refill that of the input at any time."""
+        return self._replace(
+            values=self.values.copy(),
+            offsets=None if self.offsets is None else self.offsets.copy(),
+            weights=None if self.weights is None else self.weights.copy(),
+        )
 
 
 def pooled_lookup_reference(

@@ -85,9 +85,13 @@ class TorchBags(NamedTuple):
             padding,
         )
 
-    def kept(self) -> TorchBags:
-        """The same with weights that stay as they are, though they may be parameters that move."""
-        return self if self.weights is None else self._replace(weights=self.weights.clone())
+    def copied(self) -> TorchBags:
+        """The same in memory of its own: the caller may refill that of the input at any time."""
+        return self._replace(
+            values=self.values.clone(),
+            offsets=None if self.offsets is None else self.offsets.clone(),
+            weights=None if self.weights is None else self.weights.clone(),
+        )
 
     def at_slots(self, slot_of_value: Tensor) -> TorchBags:
         """The same with slots in place of rows; none, which is below 0, counts for nothing."""

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from recsys.errors import MalformedBags
+from recsys.errors import MalformedBags, NonFiniteGradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-__all__ = ["BAD_BOUND", "BAD_WEIGHT", "NO_ROW", "DeferredErrors", "errors_on"]
+__all__ = ["BAD_BOUND", "BAD_GRADIENT", "BAD_WEIGHT", "NO_ROW", "DeferredErrors", "errors_on"]
 
 # What can be wrong, by what is said first where several things are.
-BAD_BOUND, NO_ROW, BAD_WEIGHT = range(3)
+BAD_BOUND, NO_ROW, BAD_WEIGHT, BAD_GRADIENT = range(4)
 
 _KIND_BITS = 40  # below: the position
 _NONE = 1 << 62
@@ -90,6 +90,7 @@ class DeferredErrors:
         Raises:
             IdOutOfRange: a value was no row of its table.
             MalformedBags: offsets did not make bags.
+            NonFiniteGradient: a gradient of rows had nan or inf in it.
             ValueError: a weight was not a number.
         """
         while self._reports and _has_come(self._reports[0]):
@@ -100,15 +101,17 @@ class DeferredErrors:
                 raise _error(number, explain)
 
     def check(self) -> None:
-        """Wait for the device, then raise what is wrong with anything looked up so far.
+        """Wait for the device, then raise what is wrong with anything looked up or updated so far.
 
         Raises:
             IdOutOfRange: as for `poll`, and so are the others.
             MalformedBags: likewise.
             ValueError: likewise.
         """
-        if self._reports and self._reports[-1].event is not None:
-            self._reports[-1].event.synchronize()
+        self.report(_unexplained)  # an update may have noted something since the last lookup
+        last = self._reports[-1].event
+        if last is not None:
+            last.synchronize()
         self.poll()
 
     def forget(self) -> None:
@@ -121,6 +124,10 @@ class DeferredErrors:
 def errors_on(device: torch.device) -> DeferredErrors:
     """Those of a device: a mini-batch's kernels stop each other, whatever module they are of."""
     return DeferredErrors(device)
+
+
+def _unexplained(position: int) -> Exception:
+    return AssertionError(f"an id at position {position} is no row, and its lookup did not say so")
 
 
 def _has_come(report: _Report) -> bool:
@@ -138,5 +145,11 @@ def _error(first: int, explain: Callable[[int], Exception]) -> Exception:
         return ValueError(
             f"weights of lookups must be numbers, got nan at position {position}; find what "
             "computes it"
+        )
+    if kind == BAD_GRADIENT:
+        return NonFiniteGradient(
+            "the gradient of rows looked up before has nan or inf in it, and no row was updated "
+            "since; find what computes it (a learning rate too high, log(0), float16 without "
+            "GradScaler)"
         )
     return explain(position)

@@ -20,6 +20,7 @@ import torch
 from recsys.embeddings.kernels.rounding import TO_NEAREST
 from recsys.embeddings.optimizer import row_steps
 from recsys.embeddings.torch_kernels.bags import Located, layers_of, locate, locate_one_hot
+from recsys.embeddings.torch_kernels.errors import BAD_GRADIENT
 from recsys.embeddings.torch_kernels.rounding import fold, round_rows
 from recsys.embeddings.torch_kernels.row_space import upload
 
@@ -81,6 +82,7 @@ def row_update(
     if merged is None:
         return
     rows_U, sums_UD, is_row = merged
+    space.errors.note(BAD_GRADIENT, (is_row & ~sums_UD.isfinite().all(1)).any().view(1))
     is_moved = (is_row & space.errors.is_clear()).unsqueeze(1)
     tables = sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
     rate, eps = _rates(space, rates_T2, tables, rows_U)

@@ -1,0 +1,148 @@
+"""Gradients with nan or inf in them update no row."""
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.batch import JaggedIds
+from recsys.embeddings import kernel_choice
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam
+from recsys.embeddings.table import TableConfig
+from recsys.errors import NonFiniteGradient, TrainingDiverged
+
+IDS = torch.tensor([[0, 1], [1, 2]])
+BAD = [float("nan"), float("inf"), -float("inf")]
+
+
+def bag(optimizer, **options):
+    torch.manual_seed(0)
+    return HotColdEmbeddingBag(50, 4, mode="sum", optimizer=optimizer, **options)
+
+
+def gradient_with(value):
+    gradient = torch.ones(2, 4)
+    gradient[1, 2] = value
+    return gradient
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adagrad(lr=0.1), Adam(lr=0.1)])
+@pytest.mark.parametrize("budget", [None, 600])
+def test_no_row_is_updated_and_training_goes_on_without_the_gradient(value, optimizer, budget):
+    module = bag(optimizer, budget=budget, auto_apply=False)
+    expected = bag(optimizer, auto_apply=False)
+    before = module.weight.detach().clone()
+
+    module(IDS).backward(gradient_with(value))
+    with pytest.raises(NonFiniteGradient, match=r"^table 'weight': the gradient of its rows has"):
+        module.row_optimizer.step()
+
+    assert torch.equal(module.weight, before)
+    module.row_optimizer.zero_grad()
+    for each in (module, expected):
+        each(IDS).square().sum().backward()
+        each.row_optimizer.step()
+    assert torch.equal(module.weight, expected.weight)
+    states = [each.row_optimizer.state_dict()["state"]["weight"] for each in (module, expected)]
+    for name, value in states[1].items():
+        assert torch.equal(torch.as_tensor(states[0][name]), torch.as_tensor(value))
+
+
+def test_an_update_in_backward_is_refused_as_well():
+    module = bag(SGD(lr=0.1))
+    before = module.weight.detach().clone()
+
+    with pytest.raises(NonFiniteGradient):
+        (module(IDS).sum() * float("nan")).backward()
+
+    assert torch.equal(module.weight, before)
+    module(IDS).sum().backward()
+    assert not torch.equal(module.weight, before)
+
+
+def test_of_several_groups_none_is_updated_and_the_table_is_named():
+    tables = [
+        TableConfig(name="users", num_embeddings=10, embedding_dim=4),
+        TableConfig(name="goods", num_embeddings=10, embedding_dim=8),
+        TableConfig(name="pages", num_embeddings=10, embedding_dim=8),
+    ]
+    module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    ids = JaggedIds.from_one_hot(["users", "goods", "pages"], torch.zeros(3, 2, dtype=torch.int64))
+    pooled = module(ids).values()
+    gradient = torch.ones_like(pooled)
+    gradient[1, 4 + 8 + 3] = float("nan")
+
+    with pytest.raises(NonFiniteGradient, match=r"^table 'pages'"):
+        pooled.backward(gradient)
+
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_sum_that_overflows_is_no_gradient_that_is_not_finite():
+    module = bag(SGD(lr=1e-38))
+
+    module(torch.tensor([[0], [1]])).backward(torch.full((2, 4), 3e38))
+
+    assert module.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("value", BAD[1:])
+def test_a_weight_that_is_not_finite_counts_too(value):
+    module = bag(SGD(lr=0.1))
+    before = module.weight.detach().clone()
+    weights = torch.tensor([[1.0, 1.0], [value, 1.0]])
+
+    with pytest.raises(NonFiniteGradient):
+        module(IDS, None, weights).backward(torch.ones(2, 4))
+
+    assert torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize("make", [lambda g: g, lambda g: g.to_sparse(1)])
+def test_a_gradient_that_a_user_leaves_at_the_table_counts_too(make):
+    module = bag(SGD(lr=0.1), auto_apply=False)
+    gradient = torch.ones(50, 4)
+    gradient[7, 1] = float("inf")
+    module.weight.grad = make(gradient)
+
+    with pytest.raises(NonFiniteGradient):
+        module.row_optimizer.step()
+
+
+def test_an_accelerated_models_dense_part_is_not_updated_either():
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"users": nn.EmbeddingBag(20, 4, mode="sum", sparse=True), "top": nn.Linear(4, 1)}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    (model["top"](model["users"](IDS)).sum() * float("inf")).backward()
+
+    with pytest.raises(TrainingDiverged, match=r"^table 'users'"):
+        optimizer.step()
+
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    optimizer.zero_grad()
+    model["top"](model["users"](IDS)).sum().backward()
+    optimizer.step()
+
+
+def test_on_a_device_a_later_call_says_so_and_no_row_was_updated(monkeypatch):
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cpu"})
+    module = bag(Adagrad(lr=0.1))
+    before = module.weight.detach().clone()
+
+    module(IDS).backward(gradient_with(float("nan")))
+
+    assert torch.equal(module.weight, before)
+    with pytest.raises(NonFiniteGradient):
+        module.check_input()
+    module(IDS).square().sum().backward()
+    assert not torch.equal(module.weight, before)
