@@ -85,8 +85,6 @@ def fused_lookup(
             asks_weights = may_move and bag_weights is not None and bag_weights.requires_grad
             if not asks_weights:
                 return _look_up_where_rows_are(parts, explain, num_stacked)
-        if asks_tables and updater is not None:
-            parts = _with_own_bags(parts)
         calls = None
         while calls is None:
             try:
@@ -148,18 +146,6 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
                 raise
             return Prefetched((), has_room=False)
     return Prefetched(claims)
-
-
-def _with_own_bags(parts: Sequence[Part]) -> list[Part]:
-    """The same with copies of the input, which rows are looked up and updated by.
-
-    A caller who refills its memory, by numpy say, would send gradients to other rows, or to none.
-    """
-    copies: dict[int, Bags] = {}
-    for part in parts:
-        if id(part.bags) not in copies:
-            copies[id(part.bags)] = part.bags.copied()
-    return [part._replace(bags=copies[id(part.bags)]) for part in parts]
 
 
 _NOTHING = Lookups.nothing()
@@ -290,7 +276,7 @@ class _FusedLookup(torch.autograd.Function):
             if work.updater is None:
                 return None, of_weights, *_gradients_of_tables(ctx, work, gradient)
             if any(ctx.needs_input_grad[2:]) and work.updater.is_asked():
-                work.updater.keep(_entries(work, gradient), work.joined)
+                work.updater.keep(_entries(work, work.updater, gradient), work.joined)
         return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
 
     _backward_once = staticmethod(once_differentiable(_backward))
@@ -314,23 +300,22 @@ def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor
     return tables
 
 
-def _entries(work: _Work, gradient: Tensor) -> list[tuple[Found, LedgerEntry]]:
-    return [
-        (
-            found,
-            LedgerEntry(
-                still_asking,
-                found.bags,
-                gradient,
-                gradient._version,
-                found.tables,
-                None if found.ticket is None else found.rows,
-                found.ticket,
-            ),
+def _entries(work: _Work, updater: RowUpdater, gradient: Tensor) -> list[tuple[Found, LedgerEntry]]:
+    entries = []
+    for found, asking in work.calls:
+        still_asking = found.group.still_asking(asking, found.parameters)
+        if not still_asking.distinct_tables:
+            continue
+        bags, rows = found.bags, None if found.ticket is None else found.rows
+        if updater.auto_apply:  # in this same pass
+            bags = bags.with_own_weights()
+        else:  # the caller may refill its memory before the step
+            bags, rows = bags.copied(), None if rows is None else rows.copied()
+        entry = LedgerEntry(
+            still_asking, bags, gradient, gradient._version, found.tables, rows, found.ticket
         )
-        for found, asking in work.calls
-        if (still_asking := found.group.still_asking(asking, found.parameters)).distinct_tables
-    ]
+        entries.append((found, entry))
+    return entries
 
 
 def with_dense_rows(gradient: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ have left there, and what is done to it counts; as long as nobody does, no such 
 from __future__ import annotations
 
 from itertools import repeat
-from math import isfinite
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -28,6 +27,7 @@ from recsys.embeddings.exchanged_tables import (
     require_twins,
 )
 from recsys.embeddings.kernel_choice import kernels_on
+from recsys.embeddings.kernels.finite import are_finite
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.residency import NotEnoughSlots
@@ -402,7 +402,7 @@ class TableGroup:
                 (
                     table
                     for table, gradient in enumerate(map(plain_grad, weights))
-                    if gradient is not None and not _is_finite(gradient)
+                    if gradient is not None and not are_finite(_values_of(gradient))
                 ),
                 None,
             )
@@ -530,9 +530,8 @@ class TableGroup:
         )
 
 
-def _is_finite(gradient: Tensor) -> bool:
-    values = gradient._values() if gradient.is_sparse else gradient
-    return isfinite(values.sum()) or bool(values.isfinite().all())
+def _values_of(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 class _StandIn(nn.Module):

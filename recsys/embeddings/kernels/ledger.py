@@ -8,12 +8,12 @@ Letters: T tables, S segments (a feature of a ledger entry looked up in a table)
 from __future__ import annotations
 
 from functools import lru_cache
-from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from recsys.embeddings.kernels.finite import are_finite
 from recsys.embeddings.kernels.pooled_lookup import Bags
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class LedgerEntry(NamedTuple):
 
     Attributes:
         lookups: What was looked up where.
-        bags: The input, in memory of its own.
+        bags: The input. Unless rows are updated in the same backward, in memory of its own.
         gradient: Of the pooled rows, (B, W) or (B, F, W / F), in the dtype that rows are computed
             in; each of the B contiguous, and behind the one before.
         version: Of the gradient when backward handed it over; None where the gradient is our own.
@@ -69,15 +69,14 @@ class LedgerEntry(NamedTuple):
         Args:
             dim: D.
         """
-        weights = self.bags.weights
-        # One of them makes the sum one. A sum of finite numbers may overflow: then all are looked
-        # at, which takes thirty times as long.
-        if isfinite(self.gradient.sum()) and (weights is None or isfinite(weights.sum())):
+        weights, lookups = self.bags.weights, self.lookups
+        if weights is not None and not np.isfinite(weights).all():
+            return lookups.distinct_tables[0]
+        if are_finite(self.gradient):
             return None
-        has_bad_weight = weights is not None and not np.isfinite(weights).all()
-        gradient, lookups = self.gradient.flatten(1), self.lookups
+        gradient = self.gradient.flatten(1)
         for table, column in zip(lookups.tables.tolist(), lookups.columns.tolist(), strict=True):
-            if has_bad_weight or not gradient[:, column : column + dim].isfinite().all():
+            if not are_finite(gradient[:, column : column + dim]):
                 return int(table)
         return None
 

@@ -176,12 +176,19 @@ class Bags(NamedTuple):
             begin, end = int(self.offsets[begin]), int(self.offsets[end])
         return self.values[begin:end]
 
+    def with_own_weights(self) -> Bags:
+        """The same with a copy of the weights, which may be parameters that are updated first."""
+        return self if self.weights is None else self._replace(weights=self.weights.copy())
+
     def copied(self) -> Bags:
         """The same in memory of its own: the caller may refill that of the input at any time."""
-        return self._replace(
-            values=self.values.copy(),
-            offsets=None if self.offsets is None else self.offsets.copy(),
-            weights=None if self.weights is None else self.weights.copy(),
+        values, offsets, weights, batch_size, is_mean = self
+        return Bags(
+            values.copy(),
+            None if offsets is None else offsets.copy(),
+            None if weights is None else weights.copy(),
+            batch_size,
+            is_mean,
         )
 
 
