@@ -139,10 +139,8 @@ class TieredParameter(LedgerParameter):
             places = [place for table in tables if (place := _place_of(table)) is not None]
             exposed = [place.tiers for place in places if not place.tiers.is_exposed]
             for place in places:
-                if func is torch.Tensor.copy_ and _is_overwritten(tables[0], args):
-                    place.tiers.expose_to_overwriting(place.table)
-                else:
-                    place.tiers.expose()
+                is_whole = func is torch.Tensor.copy_ and _is_overwritten(tables[0], args)
+                place.tiers.expose(place.table if is_whole else None)
             result = func(*args, **kwargs or {})
             if _is_copy(result, tables):
                 for tiers in exposed:

@@ -333,40 +333,35 @@ class Tiers:
         """
         if not self._updated:
             return
-        conflicts = self._conflicts()
-        if conflicts:
-            raise self._conflict_error(conflicts[0])
+        for conflict in self._conflicts():
+            raise self._conflict_error(conflict)
         self.residency.flush()
         self._updated.clear()
 
-    def expose(self) -> None:
+    def expose(self, overwritten: int | None = None) -> None:
         """Somebody gets at the tables' memory: rows are written back, and taken anew next time.
+
+        Args:
+            overwritten: The number of a table that is overwritten as a whole: what was written to
+                its rows before is void. So a checkpoint can be loaded after a `ConflictingWrite`.
 
         Raises:
             ConflictingWrite: as for `flush`.
         """
-        self.flush()
+        conflicts = self._conflicts()
+        if overwritten is None or not conflicts:
+            self.flush()
+        else:
+            for conflict in conflicts:
+                if conflict.table == overwritten and conflict.state is not None:
+                    raise self._conflict_error(conflict)
+            first, end = self.hot.first_rows[overwritten : overwritten + 2].tolist()
+            self.residency.flush(range(first, end))  # their state counts
+            self._updated.discard(overwritten)
         if self.files is not None:
             self.files.mark_dirty()
             self.files.expect(lookups=False)
         self.is_exposed = True
-
-    def expose_to_overwriting(self, table: int) -> None:
-        """`expose` before a table is overwritten as a whole: what was written to it before is void.
-
-        So a checkpoint can be loaded after a `ConflictingWrite`.
-
-        Args:
-            table: Its number.
-        """
-        conflicts = [each for each in self._conflicts() if each.table == table]
-        if conflicts == [Written(table, None)]:
-            first, end = self.hot.first_rows[table : table + 2].tolist()
-            self.residency.flush(range(first, end))  # their state counts
-            self._updated.discard(table)
-            self.is_exposed = True
-        else:
-            self.expose()
 
     def data_of(self, weight: Tensor, table: int) -> Tensor:
         """What `weight.data` hands out, so that writes to it are seen.
@@ -387,6 +382,8 @@ class Tiers:
 
     def _conflicts(self) -> list[Written]:
         """What was written to although rows updated since are in slots alone."""
+        if not self._updated:
+            return []
         return [each for each in self._versions.written() if each.table in self._updated]
 
     def _conflict_error(self, conflict: Written) -> ConflictingWrite:

@@ -1,0 +1,606 @@
+"""Users of PyTorch, as chance wants them: whatever they do, tiers and resident tables stay equal.
+
+`Users` plays one user beside a twin. Both do the same through public PyTorch: the one with rows in
+two tiers, the other with every row resident. What both return, and every row and state at the end,
+must be equal to the last bit. The tiered one may refuse by name: `BudgetTooSmall` where rows do not
+fit, and `ConflictingWrite` after a write by a tensor that was kept. Then it did nothing, or goes on
+from the twin's checkpoint.
+"""
+
+import copy
+import io
+import pickle
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from torch import nn
+
+import recsys
+from recsys.batch import JaggedIds
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.table import TableConfig
+from recsys.errors import BudgetTooSmall, ConflictingWrite, IdOutOfRange, NonFiniteGradient
+
+FORMULAS = [
+    SGD(lr=0.5),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    PartialRowWiseAdam(lr=0.1),
+]
+NUM_ROWS = 120
+seeds = st.integers(0, 2**16)
+
+
+class Bag(nn.Module):
+    """One bag of ours; tells its rows' optimizer."""
+
+    def __init__(self, options, **more):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "budget=")
+            self.bag = HotColdEmbeddingBag(NUM_ROWS, **options, **more)
+
+    def forward(self, batch):
+        return self.bag(*batch)
+
+    def tables(self):
+        return [self.bag.weight]
+
+    @property
+    def optimizer(self):
+        return self.bag.row_optimizer
+
+    @staticmethod
+    def batch(options, generator):
+        lengths = torch.randint(0, 4, (4,), generator=generator)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        ids = torch.randint(0, NUM_ROWS, (int(lengths.sum()),), generator=generator)
+        if not options["include_last_offset"]:
+            offsets = offsets[:-1]
+        has_weights = options["mode"] == "sum" and int(torch.randint(0, 2, (), generator=generator))
+        weights = None
+        if has_weights:
+            weights = torch.rand(len(ids), generator=generator).to(options["dtype"])
+        return ids, offsets, weights
+
+
+TABLES = [
+    TableConfig(name="users", num_embeddings=NUM_ROWS, embedding_dim=4),
+    TableConfig(name="goods", num_embeddings=90, embedding_dim=4, feature_names=("goods", "seen")),
+    TableConfig(name="pages", num_embeddings=100, embedding_dim=3, feature_names=("seen",)),
+]
+
+
+class Collection(nn.Module):
+    """A collection of ours."""
+
+    def __init__(self, options, **more):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "budget=")
+            self.bags = HotColdEmbeddingBagCollection(TABLES, **options, **more)
+
+    def forward(self, batch):
+        return self.bags(batch).values()
+
+    def tables(self):
+        return self.bags.table_weights()
+
+    @property
+    def optimizer(self):
+        return self.bags.row_optimizer
+
+    @staticmethod
+    def batch(_options, generator):
+        lengths = torch.randint(0, 3, (3 * 4,), generator=generator)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        values = torch.randint(0, 90, (int(lengths.sum()),), generator=generator)
+        return JaggedIds(["users", "goods", "seen"], values, offsets)
+
+
+class Accelerated(nn.Module):
+    """A model of PyTorch's, with an optimizer of PyTorch's, after `recsys.accelerate`."""
+
+    def __init__(self, options, **more):
+        super().__init__()
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(NUM_ROWS, 4, mode=mode, sparse=True) for mode in ("sum", "mean")
+        )
+        self.top = nn.Linear(8, 2)
+        rows = [bag.weight for bag in self.bags]
+        groups = [{"params": rows}]
+        if options["kind"] is not torch.optim.SparseAdam:
+            groups.append({"params": list(self.top.parameters())})
+        self.optimizer = options["kind"](groups, lr=0.1)
+        self._more = more
+        self._accelerate()
+
+    def _accelerate(self):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "budget=")
+            recsys.accelerate(self, optimizer=self.optimizer, **self._more)
+
+    def forward(self, batch):
+        return self.top(
+            torch.cat([bag(*each) for bag, each in zip(self.bags, batch, strict=True)], 1)
+        )
+
+    def tables(self):
+        return [bag.weight for bag in self.bags]
+
+    @staticmethod
+    def batch(_options, generator):
+        return [
+            Bag.batch({"include_last_offset": False, "mode": "mean"}, generator) for _ in range(2)
+        ]
+
+
+def ids_of(batch):
+    """Every tensor of ids or offsets in a mini-batch."""
+    if isinstance(batch, JaggedIds):
+        return [batch.values(), batch.offsets()]
+    if isinstance(batch, list):
+        return [each for part in batch for each in ids_of(part)]
+    return [batch[0], batch[1]]
+
+
+def state_of(model):
+    """All optimizer state of the rows, by table and name."""
+    found = model.optimizer.state_dict()["state"]
+    return {
+        (key, name): torch.as_tensor(value)
+        for key, known in found.items()
+        for name, value in known.items()
+    }
+
+
+def are_equal(first, second):
+    """Whether two results are the same to the last bit."""
+    if isinstance(first, torch.Tensor):
+        if first.is_sparse:
+            first, second = first.to_dense(), second.to_dense()
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(
+            are_equal(first[key], second[key]) for key in first
+        )
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(are_equal, first, second))
+    return first == second
+
+
+KEPT = [
+    lambda table: table.detach(),
+    lambda table: table.data,
+    lambda table: table.detach()[5:60],
+]
+READS = [
+    lambda model: model.state_dict(),
+    lambda model: [table.norm() for table in model.tables()],
+    lambda model: [table[torch.tensor([3, 7])] for table in model.tables()],
+    lambda model: [table.detach().clone() for table in model.tables()],
+    lambda model: [table.tolist() for table in model.tables()],
+    lambda model: nn.utils.parameters_to_vector([table.flatten() for table in model.tables()]),
+    state_of,
+]
+
+
+def _by_numpy(table):
+    with torch.no_grad():
+        table.detach().view(torch.uint8).numpy()[7:20] = 0
+
+
+WRITES = [
+    lambda table: table.mul_(0.5),
+    lambda table: table.detach().clamp_(-0.5, 0.5),
+    lambda table: table.data.add_(0.25),
+    lambda table: table[3:9].zero_(),
+    lambda table: table.copy_(torch.full_like(table, 0.125)),
+    lambda table: nn.init.constant_(table, 0.5),
+    _by_numpy,
+]
+
+
+def _by_pickle(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def _by_torch_save(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class Users(RuleBasedStateMachine):
+    """One user; see above."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+
+    @initialize(data=st.data())
+    def build(self, data):
+        self.kind = data.draw(st.sampled_from([Bag, Collection, Accelerated]))
+        tier = data.draw(st.sampled_from(["host", "file"]))
+        self.steps_itself = self.kind is not Accelerated and data.draw(st.booleans())
+        self.is_copied = False
+        more = {}
+        if self.kind is Accelerated:
+            kinds = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam]
+            self.options = {"kind": data.draw(st.sampled_from(kinds))}
+        else:
+            formula = data.draw(st.sampled_from(FORMULAS))
+            self.options = {"optimizer": formula, "auto_apply": self.steps_itself}
+        if self.kind is Bag:
+            mode = data.draw(st.sampled_from(["sum", "mean", "max"]))
+            dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+            self.options |= {
+                "embedding_dim": data.draw(st.sampled_from([1, 4])),
+                "mode": mode,
+                "dtype": dtype,
+                "include_last_offset": data.draw(st.booleans()),
+                "padding_idx": data.draw(st.sampled_from([None, 7])),
+                "max_norm": data.draw(st.sampled_from([None, None, 1.0])),
+                "scale_grad_by_freq": mode != "max" and data.draw(st.booleans()),
+            }
+            if dtype is torch.bfloat16:
+                self.options["max_norm"] = None
+        more = {"budget": data.draw(st.sampled_from([3000, 5000, 7000, 9000])), "cold_tier": tier}
+        if tier == "file":
+            more["cold_path"] = Path(self.folder.name) / "rows"
+        torch.manual_seed(0)
+        self.twin = self.kind(self.options)
+        torch.manual_seed(0)
+        try:
+            self.model = self.kind(self.options, **more)
+        except BudgetTooSmall:
+            more["budget"] = 12_000
+            torch.manual_seed(0)
+            self.model = self.kind(self.options, **more)
+        self.is_in_memory = tier == "host"
+        self.graphs, self.kept, self.saved, self.num_waiting = [], [], None, 0
+        self.may_conflict = False
+
+    def both(self, act, of_twin=None):
+        """Do it in both; what both return, and raise, must be equal.
+
+        Returns:
+            What was raised by both; None of nothing. `BudgetTooSmall` the tiered one alone raises,
+            and the twin has not done it then.
+        """
+        results, errors = [], []
+        for model, do in ((self.model, act), (self.twin, of_twin or act)):
+            try:
+                results.append(do(model))
+                errors.append(None)
+            except BudgetTooSmall as error:
+                assert model is self.model
+                return error.with_traceback(None)
+            except ConflictingWrite:
+                assert model is self.model
+                assert self.may_conflict
+                self.load_checkpoint_of_twin()
+                return ConflictingWrite()
+            except (IdOutOfRange, NonFiniteGradient, RuntimeError) as error:
+                results.append(None)
+                errors.append(error.with_traceback(None))
+        assert type(errors[0]) is type(errors[1]), errors
+        assert are_equal(*results), results
+        return errors[0]
+
+    def load_checkpoint_of_twin(self):
+        """The way on after a conflict."""
+        self.graphs.clear()
+        self.kept.clear()
+        self.num_waiting, self.may_conflict = 0, False
+        for each in (self.twin, self.model):
+            each.optimizer.zero_grad()
+        self.model.load_state_dict(copy.deepcopy(self.twin.state_dict()))
+        self.model.optimizer.load_state_dict(copy.deepcopy(self.twin.optimizer.state_dict()))
+
+    def batch(self, seed):
+        return self.kind.batch(self.options, torch.Generator().manual_seed(seed))
+
+    def look_up(self, model, batch):
+        """Forward; the twin of one that is refused scales rows down to the norm as well."""
+        return model(batch)
+
+    def forward_in_both(self, batch):
+        """The outputs, of the tiered one first; None where it is refused."""
+        outputs = []
+
+        def forward(model):
+            outputs.append(model(batch))
+            return outputs[-1].detach()
+
+        error = self.both(forward)
+        if isinstance(error, BudgetTooSmall) and self.options.get("max_norm"):
+            with torch.no_grad():
+                self.twin(batch)
+        return None if error else outputs
+
+    @rule(seed=seeds)
+    def step(self, seed):
+        outputs = self.forward_in_both(self.batch(seed))
+        if outputs is None:
+            return
+        both = dict(zip((id(self.model), id(self.twin)), outputs, strict=True))
+
+        def learn(model):
+            both[id(model)].square().sum().backward()
+            if not self.steps_itself:
+                model.optimizer.step()
+
+        self.both(learn)
+        self.num_waiting = 0
+
+    @precondition(lambda self: not self.steps_itself and self.num_waiting < 3)
+    @rule(seed=seeds, refill=st.booleans())
+    def accumulate(self, seed, refill):
+        batch = self.batch(seed)
+        outputs = self.forward_in_both(batch)
+        if outputs is None:
+            return
+        both = dict(zip((id(self.model), id(self.twin)), outputs, strict=True))
+        self.both(lambda model: both[id(model)].square().sum().backward())
+        if refill:
+            for ids in ids_of(batch):
+                ids.numpy()[:] = 10**9
+        self.num_waiting += 1
+
+    @precondition(lambda self: not self.steps_itself)
+    @rule()
+    def step_alone(self):
+        self.both(lambda model: model.optimizer.step() and None)
+        self.num_waiting = 0
+
+    @rule()
+    def zero_grad(self):
+        self.both(lambda model: model.optimizer.zero_grad())
+        self.num_waiting = 0
+
+    @precondition(lambda self: len(self.graphs) < 2)
+    @rule(seed=seeds)
+    def keep_a_graph(self, seed):
+        outputs = self.forward_in_both(self.batch(seed))
+        if outputs is not None:
+            self.graphs.append(outputs)
+
+    @precondition(lambda self: self.graphs)
+    @rule()
+    def come_back_to_a_graph(self):
+        outputs = self.graphs.pop(0)
+        both = dict(zip((id(self.model), id(self.twin)), outputs, strict=True))
+        self.both(lambda model: both[id(model)].square().sum().backward())
+        self.num_waiting += 1
+
+    @rule()
+    def drop_graphs(self):
+        self.graphs.clear()
+
+    @rule(seed=seeds, off=st.sampled_from([torch.no_grad, torch.inference_mode]))
+    def evaluate(self, seed, off):
+        batch = self.batch(seed)
+
+        def look_up(model):
+            model.eval()
+            with off():
+                found = model(batch).clone()
+            model.train()
+            return found
+
+        self.both(look_up)
+
+    @rule(read=st.sampled_from(READS))
+    def look(self, read):
+        self.both(read)
+
+    @rule(write=st.sampled_from(WRITES), number=st.integers(0, 2))
+    def write(self, write, number):
+        def do(model):
+            tables = model.tables()
+            with torch.no_grad():
+                write(tables[number % len(tables)])
+
+        self.both(do)
+
+    @rule(keep=st.sampled_from(KEPT), number=st.integers(0, 2))
+    def keep_a_view(self, keep, number):
+        views = []
+
+        def do(model):
+            tables = model.tables()
+            views.append(keep(tables[number % len(tables)]))
+
+        if self.both(do) is None:
+            self.kept.append(views)
+
+    @precondition(lambda self: self.kept)
+    @rule(factor=st.sampled_from([0.5, -1.0]))
+    def write_by_a_kept_view(self, factor):
+        for view in self.kept[-1]:
+            view.mul_(factor)
+        self.may_conflict = True
+
+    @rule(factor=st.sampled_from([2.0, 0.5]))
+    def write_to_state(self, factor):
+        def do(model):
+            model.optimizer.state_dict()
+            for table in model.tables():
+                for value in model.optimizer.state.get(table, {}).values():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        value.mul_(factor)
+
+        self.both(do)
+
+    @rule()
+    def save(self):
+        saved = []
+
+        def do(model):
+            saved.append(copy.deepcopy((model.state_dict(), model.optimizer.state_dict())))
+            return saved[-1][0]
+
+        if self.both(do) is None:
+            self.saved = saved[1]
+
+    @precondition(lambda self: self.saved)
+    @rule(with_state=st.booleans())
+    def load(self, with_state):
+        rows, state = self.saved
+
+        def do(model):
+            model.load_state_dict(rows)
+            if with_state:
+                model.optimizer.load_state_dict(copy.deepcopy(state))
+
+        self.both(do)
+
+    @precondition(lambda self: self.is_in_memory)
+    @rule(how=st.sampled_from(["data", "assign"]))
+    def exchange_memory(self, how):
+        def do(model):
+            if how == "data":
+                for table in model.tables():
+                    table.data = table.data.clone()
+            else:
+                model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+        self.kept.clear()  # of memory that the tables have no more
+        if how == "assign":
+            self.both(lambda model: model.optimizer.zero_grad())
+            self.graphs.clear()
+            self.num_waiting = 0
+        self.both(do)
+
+    @precondition(lambda self: self.kind is not Accelerated)
+    @rule(how=st.sampled_from([copy.deepcopy, _by_pickle, _by_torch_save]))
+    def go_on_with_a_copy(self, how):
+        def copied(model):
+            [(name, module)] = model.named_children()
+            other = type(model).__new__(type(model))
+            nn.Module.__init__(other)
+            setattr(other, name, how(module))
+            return other
+
+        self.graphs.clear()
+        self.kept.clear()
+        if self.both(lambda model: model.optimizer.zero_grad()) is not None:
+            return
+        self.num_waiting = 0
+        try:
+            model = copied(self.model)
+        except ConflictingWrite:
+            assert self.may_conflict
+            self.load_checkpoint_of_twin()
+            return
+        self.model, self.twin = model, copied(self.twin)
+        self.is_in_memory, self.may_conflict = True, False
+
+    @precondition(lambda self: self.kind is Accelerated)
+    @rule()
+    def restore_and_accelerate(self):
+        def do(model):
+            recsys.restore(model)
+            model._accelerate()
+
+        if not self.is_in_memory:
+            return
+        self.graphs.clear()
+        if self.both(lambda model: model.optimizer.zero_grad()) is None:
+            self.num_waiting = 0
+            if self.both(do) is None:
+                self.kept.clear()
+
+    @precondition(lambda self: not self.steps_itself)
+    @rule(factor=st.sampled_from([0.5, 0.0]))
+    def scale_gradients(self, factor):
+        def do(model):
+            found = []
+            for table in model.tables():
+                if table.grad is not None:
+                    table.grad = table.grad.coalesce() * factor
+                    found.append(table.grad)
+            return found
+
+        self.both(do)
+
+    @rule(number=st.integers(0, 2), is_asked=st.booleans())
+    def freeze(self, number, is_asked):
+        def do(model):
+            tables = model.tables()
+            tables[number % len(tables)].requires_grad_(is_asked)
+
+        self.both(do)
+
+    @rule(lr=st.sampled_from([0.05, 0.4]))
+    def set_the_rate(self, lr):
+        def do(model):
+            for group in model.optimizer.param_groups:
+                group["lr"] = lr
+
+        self.both(do)
+
+    @rule(seed=seeds, value=st.sampled_from([float("nan"), float("inf")]))
+    def take_a_gradient_that_is_not_finite(self, seed, value):
+        outputs = self.forward_in_both(self.batch(seed))
+        if outputs is None:
+            return
+        both = dict(zip((id(self.model), id(self.twin)), outputs, strict=True))
+
+        def learn(model):
+            (both[id(model)].sum() * value).backward()
+            if not self.steps_itself:
+                model.optimizer.step()
+
+        self.both(learn)
+        self.both(lambda model: model.optimizer.zero_grad())
+        self.num_waiting = 0
+
+    @rule()
+    def look_up_what_is_no_row(self):
+        batch = self.batch(3)
+        for ids in ids_of(batch)[:1]:
+            ids[-1:] = 10**6
+        self.both(lambda model: model(batch).detach())
+
+    @precondition(lambda self: self.kind is not Accelerated)
+    @rule(seed=seeds)
+    def prefetch(self, seed):
+        batch = self.batch(seed)
+
+        def do(model):
+            module = model.bag if self.kind is Bag else model.bags
+            arguments = batch if self.kind is Bag else (batch,)
+            module.prefetch(*arguments)
+
+        self.both(do)
+
+    @rule()
+    def sync(self):
+        def do(model):
+            for module in model.modules():
+                if isinstance(module, HotColdEmbeddingBag | HotColdEmbeddingBagCollection):
+                    module.sync()
+
+        self.both(do)
+
+    def teardown(self):
+        try:
+            if hasattr(self, "model"):
+                self.graphs.clear()
+                self.both(lambda model: model.optimizer.zero_grad())
+                self.both(lambda model: model.state_dict())
+                self.both(state_of)
+        finally:
+            self.model = self.twin = None
+            self.graphs, self.kept = [], []
+            self.folder.cleanup()
