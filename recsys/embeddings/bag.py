@@ -445,7 +445,6 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         input: Tensor,
         offsets: Tensor | None,
         per_sample_weights: Tensor | None,
-        is_deferred: bool = False,
     ) -> BagInput:
         return read_bags(
             input,
@@ -454,7 +453,7 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
             include_last_offset=self.include_last_offset,
             mode=self.mode,
             dtype=self.weight.dtype,
-            is_deferred=is_deferred,
+            is_deferred=self._group is not None and self._group.kernels.errors is not None,
         )
 
     def _pool_by_torch(self, bags: BagInput, rows: Tensor) -> Tensor:
@@ -481,10 +480,8 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
     def _look_up_fused(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
-        place = self._place()
-        is_deferred = place.group.kernels.errors is not None
-        bags = self._read(input, offsets, per_sample_weights, is_deferred)
-        return pool_fused(self, place, bags).to(self.weight.dtype)
+        bags = self._read(input, offsets, per_sample_weights)
+        return pool_fused(self, self._place(), bags).to(self.weight.dtype)
 
     def _place(self) -> BagPlace:
         assert self._group is not None

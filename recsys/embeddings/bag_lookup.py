@@ -56,14 +56,8 @@ def pool_fused(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Tensor:
         MalformedBags: on a device, these are no bags.
         ValueError: settings exclude each other, or ids are on another device.
     """
-    is_deferred = place.group.kernels.errors is not None
+    bags = _checked(bag, place, bags)
     is_max, divides = bag.mode == "max", bag.scale_grad_by_freq
-    if is_deferred:
-        require_beside(bags.values, place.group.device)
-        if is_max or divides or bag.max_norm is not None:
-            bags = bags.checked()  # operations of torch's, which wait, and do not check
-    if is_max and (divides or bag.sparse):
-        raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
     if bag.max_norm is not None:
         _renormalize(bag, place, bags, bag.max_norm)
     bags = _without_padding(bag, place, bags)
@@ -92,7 +86,11 @@ def prefetch_bags(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Pref
 
     Raises:
         IdOutOfRange: a value is no row.
+        MalformedBags: as `pool_fused`.
+        ValueError: as `pool_fused`.
     """
+    # Weights do not say which rows are needed: they are checked, and then left out.
+    bags = _checked(bag, place, bags)._replace(weights=None)
     bags = looked_up = _without_padding(bag, place, bags)
     if bag.mode == "max" or bag.scale_grad_by_freq:
         looked_up = _one_by_one(torch.unique(bags.values))
@@ -100,6 +98,23 @@ def prefetch_bags(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Pref
         [Part(place.group, place.lookups, _made(bag, place, looked_up))],
         partial(_id_error, bags, len(bag.weight)),
     )
+
+
+def _checked(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> BagInput:
+    """Refuse what cannot be looked up; a prefetch refuses what the lookup would refuse.
+
+    Raises:
+        MalformedBags: on a device, these are no bags.
+        ValueError: settings exclude each other, or ids are on another device.
+    """
+    is_max, divides = bag.mode == "max", bag.scale_grad_by_freq
+    if place.group.kernels.errors is not None:
+        require_beside(bags.values, place.group.device)
+        if is_max or divides or bag.max_norm is not None:
+            bags = bags.checked()  # operations of torch's, which wait, and do not check
+    if is_max and (divides or bag.sparse):
+        raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
+    return bags
 
 
 def _without_padding(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> BagInput:
