@@ -209,9 +209,9 @@ class RowUpdater:
         rows = [group.order_pinned(pinned) for group in self._groups]
         self._files = files
         try:
-            slots = self._divide([len(each) + 1 for each in rows])
+            slots = self._divide([len(each) + 1 for each in rows], may_stay=files is None)
         except BudgetTooSmall:  # the plan was made for less state, or for more memory
-            slots = self._divide([1] * len(sizes))
+            slots = self._divide([1] * len(sizes), may_stay=files is None)
         if slots is None:
             resident = format_bytes(sum(size.resident_bytes for size in sizes))
             warnings.warn(
@@ -231,9 +231,9 @@ class RowUpdater:
         if files is not None:
             files.take_over()
 
-    def _divide(self, least: Sequence[int]) -> list[int] | None:
+    def _divide(self, least: Sequence[int], *, may_stay: bool) -> list[int] | None:
         sizes = [group.space_size() for group in self._groups]
-        return divide_budget(self._budget_bytes, sizes, least, may_stay=self._files is None)
+        return divide_budget(self._budget_bytes, sizes, least, may_stay=may_stay)
 
     def move_slots(self, device: torch.device) -> None:
         """Have the slots of all tables on another device from now on.
@@ -285,10 +285,12 @@ class RowUpdater:
         least = [
             max(group.least_slots, need) for group, need in zip(self._groups, needs, strict=True)
         ]
+        # Rows in slots stay in slots. A copy of a file tier has its tables in memory, and there the
+        # budget may be enough for all rows without slots, and too small for as many slots.
         try:
-            slots = self._divide(least)
+            slots = self._divide(least, may_stay=False)
         except BudgetTooSmall:  # not for what others have needed before
-            least, slots = needs, self._divide(needs)
+            least, slots = needs, self._divide(needs, may_stay=False)
         assert slots is not None
         divided = zip(self._groups, slots, least, strict=True)
         # Those that give slots up come first, so that memory never exceeds the budget.
