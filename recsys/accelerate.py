@@ -49,12 +49,14 @@ class Replacement:
         kind: The class that is there now.
         num_tables: 1, or those of a collection.
         num_rows: Of all its tables.
+        note: What it computes differently from the module that was there, and why; mostly "".
     """
 
     names: tuple[str, ...]
     kind: str
     num_tables: int
     num_rows: int
+    note: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,7 +80,12 @@ class Accelerated:
             f"{', '.join(each.names)}"
             for each in self.replacements
         ]
-        return "\n".join([*lines, self.moved_by])
+        return "\n".join([*lines, *self.notes, self.moved_by])
+
+    @property
+    def notes(self) -> list[str]:
+        """What replaced modules compute differently, and why; each begins with its module."""
+        return [f"{each.names[0]}: {each.note}" for each in self.replacements if each.note]
 
 
 def accelerate(
@@ -422,6 +429,25 @@ def _describe(
     replacements = []
     for module, names in found.items():
         sizes = [len(table.weight) for table in _tables_of(module, names[0])]
-        kind = type(counterparts[module]).__name__
-        replacements.append(Replacement(tuple(names), kind, len(sizes), sum(sizes)))
+        new = counterparts[module]
+        note = _SCALED_BY_FREQUENCY if _scales_unlike_torch(new) else ""
+        kind = type(new).__name__
+        replacements.append(Replacement(tuple(names), kind, len(sizes), sum(sizes), note))
     return tuple(replacements)
+
+
+_SCALED_BY_FREQUENCY = (
+    "scale_grad_by_freq divides a row's gradient by how often the mini-batch has that row, as "
+    "torch documents; torch's CPU kernel may divide by another row's count (pytorch#190063), so "
+    "gradients differ from it where rows occur unequally often"
+)
+
+
+def _scales_unlike_torch(module: nn.Module) -> bool:
+    """Whether a module scales gradients right where the one that it replaces does not."""
+    return (
+        isinstance(module, HotColdEmbeddingBag)
+        and module.row_updater is not None
+        and module.scale_grad_by_freq
+        and all(group.device.type == "cpu" for group in module._table_groups())
+    )

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from recsys.accelerate import Accelerated
+
 __all__ = ["Comparison", "Difference", "Verification", "verify"]
 
 _KEPT_PER_TENSOR = 20
@@ -77,6 +79,7 @@ class Verification:
         is_whole_run: Whether the two ran on their own, or each step began from the same state.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
+        notes: Known reasons to differ: see `recsys.accelerate.Replacement`.
     """
 
     differences: list[Difference]
@@ -86,6 +89,7 @@ class Verification:
     is_whole_run: bool
     rtol: float
     atol: float
+    notes: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -110,6 +114,7 @@ class Verification:
                 },
                 index=list(self.comparisons),
             ).to_string(float_format="{:.3g}".format),
+            *self.notes,
         ]
         if self.differences:
             worst = sorted(self.differences, key=lambda each: -each.error_over_tolerance)
@@ -133,6 +138,9 @@ def verify(
     In float32 plain PyTorch adds the gradients of equal rows to the row one by one, and rounds each
     time; we add their sum. Of a row that a batch has hundreds of times, a number near 0 may differ
     by more than `atol`. Whether that is all, float64 tells.
+
+    Of a bag with `scale_grad_by_freq` on the CPU, the two differ where torch divides a row's
+    gradient by the count of another row; `notes` of what is returned says so.
 
     The model, its optimizer and torch's random numbers stay as they are. Two copies of the model
     and of the optimizer's state are in memory meanwhile.
@@ -160,7 +168,7 @@ def verify(
     samples: list[int | None] = []
     with torch.random.fork_rng(devices=list(devices)):
         plain, ours = _Run(model, optimizer), _Run(model, optimizer)
-        ours.accelerate()
+        notes = ours.accelerate().notes
         is_whole_run = all(table.dtype == torch.float64 for table in ours.tables)
         judge = _Judge(
             rtol=rtol if rtol is not None else 1e-9 if is_whole_run else 1e-5,
@@ -188,6 +196,7 @@ def verify(
         is_whole_run,
         judge.rtol,
         judge.atol,
+        notes,
     )
 
 
@@ -220,10 +229,10 @@ class _Run:
             each.weight for each in self.model.modules() if isinstance(each, nn.EmbeddingBag)
         ]
 
-    def accelerate(self) -> None:
+    def accelerate(self) -> Accelerated:
         ids = {id(table) for table in self.tables}
         first, *_ = [*(each for each in self.optimizers if ids & _ids(each)), *self.optimizers]
-        accelerate(self.model, optimizer=first)
+        return accelerate(self.model, optimizer=first)
 
     def step(self, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Tensor:
         for optimizer in self.optimizers:

@@ -53,6 +53,8 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         max_norm: Rows looked up whose norm is larger are scaled down to it, in place.
         norm_type: The p of that norm.
         scale_grad_by_freq: Whether a row's gradient is divided by how often the mini-batch has it.
+            With an optimizer this holds for every row. Without one torch computes the gradient, and
+            its CPU kernel may divide by the count of another row (pytorch#190063).
         mode: "sum", "mean" or "max".
         sparse: Without an optimizer: whether the gradient is sparse.
         _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
