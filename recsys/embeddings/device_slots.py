@@ -116,6 +116,9 @@ class DeviceHotTier(AbstractHotTier):
         stream = torch.cuda.current_stream(self.rows.device)
         return torch.cuda.stream(stream)
 
+    def after_transfers(self) -> None:
+        """See `AbstractHotTier`; transfers are on the caller's own stream."""
+
 
 class DeviceSlotMap:
     """The map of slots on a device; see `SlotMap`.

@@ -136,7 +136,11 @@ class AbstractHotTier(ABC):
 
     @abstractmethod
     def in_order(self) -> AbstractContextManager[Any]:
-        """A context in which what is done to the slots comes behind all that has been done now."""
+        """A context for one transfer, which comes after all that the caller has queued by now."""
+
+    @abstractmethod
+    def after_transfers(self) -> None:
+        """Have what the caller does to the slots from now on come after the transfers made."""
 
     @property
     def num_bytes(self) -> int:
@@ -217,6 +221,9 @@ class HotTier(AbstractHotTier):
     def in_order(self) -> AbstractContextManager[Any]:
         """See `AbstractHotTier`; on the CPU everything is done when it returns."""
         return nullcontext()
+
+    def after_transfers(self) -> None:
+        """See `AbstractHotTier`; on the CPU there is nothing to wait for."""
 
 
 class _SlotSpace(RowSpace):

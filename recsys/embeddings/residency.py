@@ -123,6 +123,7 @@ class Ticket:
         """
         with self._residency.times.waiting():
             self._residency.queue.wait(self._after)
+        self._residency.hot.after_transfers()
 
     @property
     def is_here(self) -> bool:
@@ -284,6 +285,7 @@ class Residency:
         """Wait until nothing is under way, and undo what has failed: slots hold what they say."""
         with self.times.waiting():
             self.queue.settle(is_all=True)
+        self.hot.after_transfers()
 
     def pin_popular(self, share: float, num_left: int) -> tuple[int, int]:
         """Keep the rows that are used most until the next call, beside those of a plan.
