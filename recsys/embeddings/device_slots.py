@@ -24,7 +24,7 @@ from recsys.embeddings.kernels.slots import (
 )
 from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.slot_map import Moves, NoSuchRow, Shortage, SlotClaim, fewest_uses
-from recsys.embeddings.staging import Staging
+from recsys.embeddings.staging import Staging, TransferStream
 from recsys.embeddings.torch_kernels.bags import layers_of, rows_of
 from recsys.embeddings.torch_kernels.pooled_lookup import pooled_lookup
 from recsys.embeddings.torch_kernels.slot_rows import SlotRows, TieredRows, number_rows
@@ -60,7 +60,17 @@ _LOOKED_AT = 4
 
 
 class DeviceHotTier(AbstractHotTier):
-    """Slots in a device's memory; see `AbstractHotTier`."""
+    """Slots in a device's memory; see `AbstractHotTier`.
+
+    On CUDA, transfers have a stream of their own, so that they overlap with what is computed:
+
+    claim      on the caller's stream; the host waits for what is to be copied
+    transfer   on the tier's stream, after all that the caller's stream had when it was put in
+    compute    on the caller's stream, after the transfers that a ticket has waited for
+
+    A flush, a reload and a lookup without a ticket wait until no transfer is under way; they copy
+    on the caller's stream, after the last transfer. See `TransferStream`.
+    """
 
     def __init__(
         self,
@@ -81,7 +91,9 @@ class DeviceHotTier(AbstractHotTier):
         self.numbers = number_rows(sizes, dim, self.rows)
         self.space = SlotRows(self.rows, self.slots, self.numbers)
         self.state_spaces = [SlotRows(state, self.slots, self.numbers) for state in self.states]
-        self._staging = Staging([self.rows, *self.states], self.first_rows)
+        memories = [self.rows, *self.states]
+        self._staging = Staging(memories, self.first_rows)
+        self._stream = TransferStream(memories) if self.rows.is_cuda else None
 
     def make_map(self) -> DeviceSlotMap:
         """See `AbstractHotTier`."""
@@ -110,14 +122,13 @@ class DeviceHotTier(AbstractHotTier):
         return self._staging.read(cold, rows)
 
     def in_order(self) -> AbstractContextManager[Any]:
-        """See `AbstractHotTier`: the stream that is the caller's now, whichever thread goes on."""
-        if not self.rows.is_cuda:
-            return nullcontext()
-        stream = torch.cuda.current_stream(self.rows.device)
-        return torch.cuda.stream(stream)
+        """See `AbstractHotTier`; what the caller has queued is what its stream has now."""
+        return nullcontext() if self._stream is None else self._stream.transfer()
 
     def after_transfers(self) -> None:
-        """See `AbstractHotTier`; transfers are on the caller's own stream."""
+        """See `AbstractHotTier`; it is the caller's stream that waits, not the host."""
+        if self._stream is not None:
+            self._stream.wait()
 
 
 class DeviceSlotMap:

@@ -7,6 +7,7 @@ here, piece by piece.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,13 +17,14 @@ from recsys.embeddings.row_space import RowSpace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.cold_store import ColdStore
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "TransferStream"]
 
 STAGED_BYTES = 16 * 2**20
 
@@ -99,3 +101,49 @@ class _RowsAlone(NamedTuple):
 
     arrays: Sequence[NDArray[Any]]
     first_rows: NDArray[np.uint64]
+
+
+class TransferStream:
+    """The CUDA stream on which one hot tier makes its transfers, beside what is computed.
+
+    The hot tier owns it. One transfer is made at a time, in the order in which they were put in.
+
+    put in     `transfer` records an event on the caller's stream
+    transfer   this stream waits for that event, copies rows, and records an event of its own
+    use        `wait` has the caller's stream wait for the event of the transfer made last
+
+    So a transfer comes after everything that the caller had queued when it was put in: the last
+    use of the slots that it empties. What the caller computes on rows comes after their transfer.
+    What a transfer allocates belongs to this stream; the slots are recorded as used by it, so their
+    memory is not used again before the transfers are done.
+
+    Args:
+        memories: The slots, on one CUDA device: rows, and each state array.
+    """
+
+    def __init__(self, memories: Sequence[Tensor]) -> None:
+        self._device = memories[0].device
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        for memory in memories:
+            memory.record_stream(self._stream)
+        self._done: torch.cuda.Event | None = None
+
+    def transfer(self) -> AbstractContextManager[None]:
+        """A context for one transfer that is put in now; any thread may enter it."""
+        queued = torch.cuda.current_stream(self._device).record_event()
+        return self._made_after(queued)
+
+    @contextmanager
+    def _made_after(self, queued: torch.cuda.Event) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(queued)
+            try:
+                yield
+            finally:  # a transfer that failed may have copied some rows
+                self._done = self._stream.record_event()
+
+    def wait(self) -> None:
+        """Have the caller's stream wait for the transfers made; the host does not wait."""
+        done = self._done  # the queue's thread may replace it by a later one
+        if done is not None:
+            torch.cuda.current_stream(self._device).wait_event(done)
