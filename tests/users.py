@@ -166,7 +166,11 @@ def are_equal(first, second):
     if isinstance(first, torch.Tensor):
         if first.is_sparse:
             first, second = first.to_dense(), second.to_dense()
-        return first.dtype == second.dtype and torch.equal(first, second)
+        return (
+            first.dtype == second.dtype
+            and torch.equal(first.isnan(), second.isnan())
+            and torch.equal(first.nan_to_num(), second.nan_to_num())
+        )
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(
             are_equal(first[key], second[key]) for key in first

@@ -43,7 +43,11 @@ if TYPE_CHECKING:
     from recsys.embeddings.row_space import RowSpace
     from recsys.embeddings.slot_map import Moves
 
-__all__ = ["NotEnoughSlots", "Residency", "Ticket", "TierCounts"]
+__all__ = ["MOST_HELD", "NotEnoughSlots", "Residency", "Ticket", "TierCounts"]
+
+
+# Tickets at once: a slot of a device counts those that it is held by in 16 bits, with a sign.
+MOST_HELD = 2**15 - 1
 
 
 class NotEnoughSlots(Exception):  # never leaves this package: callers know what the budget was
@@ -202,6 +206,7 @@ class Residency:
         self.times = TransferClock()
         self.queue = TransferQueue()
         self.released: deque[Any] = deque()
+        self._num_held = 0
         self._has_warned = False
 
     def prefetch(
@@ -219,8 +224,15 @@ class Residency:
             NoSuchRow: a value is no row of its table; nothing has been claimed.
             NotEnoughSlots: nothing has been claimed, but rows of a plan may have been unpinned.
             OSError: a row could not be fetched or written back; nothing has been claimed.
+            RuntimeError: too many tickets are held for a slot to count; nothing has been claimed.
         """
         self._collect()
+        if self._num_held >= MOST_HELD:
+            raise RuntimeError(
+                f"{self._num_held} lookups hold rows in fast memory, and a slot counts no more; "
+                "let go of what was computed without backward (losses, outputs), or look up under "
+                "torch.no_grad()"
+            )
         self.queue.settle()
         try:
             claim = self.map.claim(lookups, bags, may_unpin=may_unpin)
@@ -229,6 +241,7 @@ class Residency:
         finally:
             self._tell_of_unpinned()
         hold = _Hold(claim.held, self.released)
+        self._num_held += 1
         ticket = Ticket(self, claim.slot_of_value, hold, self.queue.last)
         moves, old = claim.moves, self.counts
         self.counts = TierCounts(
@@ -361,6 +374,7 @@ class Residency:
 
     def _collect(self) -> None:
         while self.released:
+            self._num_held -= 1
             self.map.release(self.released.popleft())
 
     def _tell_of_unpinned(self) -> None:

@@ -11,6 +11,8 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
+from recsys.embeddings import residency
+from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.kernels.slots import DIRTY
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
@@ -217,6 +219,24 @@ def test_a_loss_that_is_kept_keeps_no_slots_after_backward():
         kept.append(loss)
 
     assert all(tiers.hot.slots.num_claims.max() <= 1 for tiers in tiers_of(tiered))
+
+
+def test_more_lookups_at_once_than_a_slot_can_count_are_refused_by_name(monkeypatch):
+    assert torch.iinfo(torch.int16).max >= residency.MOST_HELD
+    monkeypatch.setattr(residency, "MOST_HELD", 5)
+    tiered = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=0.1), budget=2400)
+    ids = torch.arange(8).view(2, 4)
+    kept = [tiered(ids) for _ in range(5)]
+
+    for use in (tiered, tiered.prefetch):
+        with pytest.raises(RuntimeError, match="5 lookups hold rows in fast memory"):
+            use(ids)
+
+    [tiers] = tiered.tiers()
+    assert tiers.hot.slots.num_claims.max() == 5
+    kept.clear()
+    tiered(ids).sum().backward()
+    assert tiers.residency.num_claimed == 0
 
 
 def num_dirty(tiers):
