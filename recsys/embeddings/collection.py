@@ -32,13 +32,14 @@ from recsys.embeddings.device_tables import (
     AbstractTables,
     empty_tables,
     require_beside,
+    require_rows,
     slot_device,
     table_device,
 )
 from recsys.embeddings.fused_lookup import Part, fused_lookup, prefetch_parts
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import read_marks
-from recsys.embeddings.row_space import compute_dtype, require_aligned, require_device
+from recsys.embeddings.row_space import compute_dtype, require_device
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
@@ -196,7 +197,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         """
         for name, bag in collection.embedding_bags.items():
             require_unmoved(f"table {name!r}", bag.weight)
-            _require_rows(name, bag.weight)
+            require_rows(name, bag.weight)
         module = cls._on_bags_of(collection)
         marks = read_marks(
             list(zip(module.embedding_bags, module.table_weights(), strict=True)), optimizer
@@ -492,13 +493,3 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     def _lookup_error(self, features: Features, value: int) -> IdOutOfRange:
         return id_error(features, self._lookups, list(map(len, self.table_weights())), value)
-
-
-def _require_rows(name: str, weight: torch.Tensor) -> None:
-    if weight.dtype not in DATA_TYPES.values() or weight.device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"table {name!r}: rows must be float32, bfloat16 or float16 on the CPU or on CUDA, got "
-            f"{weight.dtype} on {weight.device}; convert them by .float() and .cpu(), or leave the "
-            "table to TorchRec"
-        )
-    require_aligned(f"table {name!r}: ", weight)

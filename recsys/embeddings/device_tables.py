@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from recsys.embeddings.abstract import pooling_of
 from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.memory import empty_rows
+from recsys.embeddings.row_space import require_aligned
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_parameter import plain_grad
 
@@ -32,6 +33,7 @@ __all__ = [
     "check_input",
     "empty_tables",
     "require_beside",
+    "require_rows",
     "slot_device",
     "table_device",
 ]
@@ -198,3 +200,18 @@ def require_beside(values: Tensor, device: torch.device) -> None:
             f"ids must be on the device where rows are looked up, {device}, got {values.device}; "
             f"move them by .to('{device}')"
         )
+
+
+def require_rows(name: str, weight: Tensor) -> None:
+    """Check that kernels can work on the rows of a table.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if weight.dtype not in DATA_TYPES.values() or weight.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"table {name!r}: rows must be float32, bfloat16 or float16 on the CPU or on CUDA, got "
+            f"{weight.dtype} on {weight.device}; convert them by .float() and .cpu(), or leave the "
+            "table to TorchRec"
+        )
+    require_aligned(f"table {name!r}: ", weight)

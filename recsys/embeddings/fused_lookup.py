@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from recsys.embeddings.ahead import AheadClaim
+    from recsys.embeddings.found import Found
     from recsys.embeddings.row_updater import RowUpdater
-    from recsys.embeddings.table_group import Found, TableGroup
+    from recsys.embeddings.table_group import TableGroup
 
 __all__ = ["Part", "empty_result", "fused_lookup", "prefetch_parts", "with_dense_rows"]
 

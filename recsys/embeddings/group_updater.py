@@ -7,7 +7,7 @@ A `torch.optim.Optimizer` has the settings (`param_groups`) and the state; how t
 from __future__ import annotations
 
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.state_arrays import StateArrays, require_state
 from recsys.embeddings.table_parameter import move_table, plain_grad
 from recsys.embeddings.tiers import Tiers
+from recsys.embeddings.translation import SettingsReader
 from recsys.errors import BudgetTooSmall, ColdTierError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_space import RowSpace
     from recsys.embeddings.table_group import TableGroup
-    from recsys.embeddings.translation import Settings, Translation
+    from recsys.embeddings.translation import Translation
 
 __all__ = ["GroupUpdater"]
 
@@ -71,7 +72,7 @@ class GroupUpdater:
         self._numbers: list[int] = []
         self._state_then: list[Any] = []  # all that the optimizer had when it was last looked into
         self._found_then: list[dict[str, Any]] = []  # of these tables
-        self._settings_then: _SettingsThen | None = None
+        self._settings = SettingsReader(translation, group.dim, len(self._weights))
         self.least_slots = 1
         self._files: ColdFiles | None = None
         self._names: list[str] = []  # of the tables there
@@ -80,7 +81,7 @@ class GroupUpdater:
         """For copies and pickles, whose memory is elsewhere; see `TableGroup`."""
         stand_ins = [each.weight for each in self.group.stand_ins()]
         own = {"_weights": stand_ins, "_states": [], "_states_of": None, "_files": None}
-        own |= {"_state_then": [], "_found_then": [], "_settings_then": None}
+        own |= {"_state_then": [], "_found_then": []}
         return self.__dict__ | own
 
     def stand_ins(self) -> dict[Tensor, Tensor]:
@@ -279,7 +280,7 @@ class GroupUpdater:
             self._state_spaces(self.group.space(), self._state_sizes(), (), by_table)
 
     def _state_sizes(self) -> dict[str, int]:
-        settings, _ = self._read_settings(self._optimizer.param_groups[self._number])
+        settings, _ = self._settings.read(self._optimizer.param_groups[self._number])
         return settings.state_sizes
 
     def _prepared(
@@ -287,7 +288,7 @@ class GroupUpdater:
     ) -> tuple[RowSpace, list[RowSpace], RowOptimizer, NDArray[np.float64], NDArray[Any]]:
         """What `row_update` takes; steps are counted when nothing can be refused any more."""
         settings = self._optimizer.param_groups[self._number]
-        (formula, sizes, _, _), rates_T2 = self._read_settings(settings)
+        (formula, sizes, _, _), rates_T2 = self._settings.read(settings)
         space = self.group.space(weights=self._weights)
         for entry in ledger:
             entry.require_rows_in(space.tables)
@@ -311,18 +312,6 @@ class GroupUpdater:
         for table in new:
             self._optimizer.state[self._weights[table]] = by_table[table]
         return space, states, formula, rates_T2, keys_T
-
-    def _read_settings(self, settings: Mapping[str, Any]) -> tuple[Settings, NDArray[np.float64]]:
-        """What they say, and the rates of tables that count no steps; read anew if one changed."""
-        known, names, values = self._settings_then, list(settings), list(settings.values())
-        if known is not None and known.names == names and all(map(is_, known.values, values)):
-            return known.found, known.rates
-        found = self._translation.read(settings, self.group.dim)
-        rates_T2 = np.tile(found.rate_and_eps, (len(self._weights), 1))
-        # What may be changed in place, as a tensor may, is the same object afterwards.
-        are_fixed = all(_is_fixed(settings[name]) for name in names if name not in _OF_TABLES)
-        self._settings_then = _SettingsThen(names, values, found, rates_T2) if are_fixed else None
-        return found, rates_T2
 
     def _state_by_table(self, moved: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
         """The optimizer's state of every table, and which tables move that had none until now."""
@@ -443,7 +432,7 @@ class GroupUpdater:
     def _make_state(
         self, name: str, size: int, moved: Sequence[int], by_table: Sequence[dict[str, Any]]
     ) -> StateArrays:
-        settings, _ = self._read_settings(self._optimizer.param_groups[self._number])
+        settings, _ = self._settings.read(self._optimizer.param_groups[self._number])
         columns = () if name in settings.row_states else (size,)
         arrays = [
             self._state_of(table, by_table[table], name, columns, is_needed=table in moved)
@@ -488,26 +477,8 @@ class GroupUpdater:
         return known
 
 
-class _SettingsThen(NamedTuple):
-    """An optimizer's settings when they were last read, and what they said."""
-
-    names: list[str]
-    values: list[Any]
-    found: Settings
-    rates: NDArray[np.float64]  # (T, 2), of tables that count no steps; not to be written to
-
-
 def _tables_in(ledger: Sequence[LedgerEntry]) -> Sequence[int]:
     """Numbers of the tables that were looked up, in order."""
     if len(ledger) == 1:
         return ledger[0].lookups.distinct_tables
     return sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
-
-
-_OF_TABLES = ("params", "param_names")  # in a param group, what says nothing of how rows move
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether a setting has the same value as long as it is the same object."""
-    values = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(each, int | float | str | None) for each in values)

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.embeddings.cold_files import ColdFiles
+    from recsys.embeddings.found import Found
     from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.residency import Residency
-    from recsys.embeddings.table_group import Found, TableGroup
+    from recsys.embeddings.table_group import TableGroup
     from recsys.embeddings.tiers import Tiers
     from recsys.embeddings.translation import Translation
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from itertools import repeat
 from operator import is_, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -26,13 +26,15 @@ from recsys.embeddings.exchanged_tables import (
     require_tiered,
     require_twins,
 )
+from recsys.embeddings.finite_gradients import require_finite
+from recsys.embeddings.found import Found
 from recsys.embeddings.kernel_choice import kernels_on
-from recsys.embeddings.kernels.finite import are_finite
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.residency import NotEnoughSlots
 from recsys.embeddings.row_space import RowSpace, compute_dtype
 from recsys.embeddings.sparse_gradients import leave_grads, of_tables
+from recsys.embeddings.stand_in import StandIn
 from recsys.embeddings.table_parameter import (
     plain_grad,
     requires_grad,
@@ -40,47 +42,20 @@ from recsys.embeddings.table_parameter import (
     unwatch,
     watch,
 )
-from recsys.errors import BudgetTooSmall, NonFiniteGradient
+from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from recsys.embeddings.ahead import AheadClaim
     from recsys.embeddings.kernels.pooled_lookup import Bags
-    from recsys.embeddings.residency import Ticket
     from recsys.embeddings.tiers import Tiers
 
-__all__ = ["Found", "TableGroup"]
+__all__ = ["TableGroup"]
 
 
 # Of a module's parameters, whose tables are never None.
 _weight_of: Callable[[Mapping[str, Any]], nn.Parameter] = itemgetter("weight")
-
-
-class Found(NamedTuple):
-    """What one kernel call looks up, and where.
-
-    Attributes:
-        group: Has the tables.
-        kernels: What looks up.
-        lookups: What is looked up where.
-        rows: The input.
-        space: The rows: those of the tables, or slots that hold them.
-        bags: The input as numbers of `space`.
-        tables: All of the group, as they are now; `parameters` likewise, of a group that is
-            watched.
-        ticket: Has the slots, if they are some.
-    """
-
-    group: TableGroup
-    kernels: Any
-    lookups: Lookups
-    rows: Bags
-    space: RowSpace
-    bags: Bags
-    tables: Sequence[Tensor]
-    parameters: Sequence[nn.Parameter]
-    ticket: Ticket | None
 
 
 class TableGroup:
@@ -146,13 +121,13 @@ class TableGroup:
     def stand_ins(self) -> list[nn.Module]:
         """In copies: what holds the place of each table until its module takes it."""
         if not self._stand_ins:
-            self._stand_ins = [_StandIn(weight) for weight in self.weights()]
+            self._stand_ins = [StandIn(weight) for weight in self.weights()]
         return self._stand_ins
 
     def take_in(self, holder: nn.Module, table: int) -> None:
         """Let a module that was copied along bring its table."""
         known = self._holders[table]
-        if isinstance(known, _StandIn):
+        if isinstance(known, StandIn):
             self._holders[table], self._parameters[table] = holder, holder._parameters
         elif known._parameters is not holder._parameters:
             self._twins.append((holder, table))
@@ -198,7 +173,7 @@ class TableGroup:
         if self.tiers is not None:
             sizes = self.tiers.sizes
             for holder, table, size in zip(self._holders, space.tables, sizes, strict=True):
-                if not isinstance(holder, _StandIn):
+                if not isinstance(holder, StandIn):
                     require_tiered(table, size, self.tiers.dtype)
         self._space = space
         return space
@@ -386,32 +361,10 @@ class TableGroup:
         Raises:
             NonFiniteGradient: there is one; everything is left.
         """
-        if self.kernels.errors is not None:
-            return
-        bad = next(
-            (
-                table
-                for entry in self.ledger
-                if (table := entry.table_of_non_finite(self.dim)) is not None
-            ),
-            None,
-        )
-        weights = self.follow()
-        if bad is None and not self._has_no_grad(weights):
-            bad = next(
-                (
-                    table
-                    for table, gradient in enumerate(map(plain_grad, weights))
-                    if gradient is not None and not are_finite(_values_of(gradient))
-                ),
-                None,
-            )
-        if bad is not None:
-            raise NonFiniteGradient(
-                f"table {self.names[bad]!r}: the gradient of its rows has nan or inf in it, and no "
-                "row was updated; find what computes it (a learning rate too high, log(0), float16 "
-                "without GradScaler). zero_grad() forgets the gradient"
-            )
+        if self.kernels.errors is None:
+            weights = self.follow()
+            left = () if self._has_no_grad(weights) else map(plain_grad, weights)
+            require_finite(self.names, self.dim, self.ledger, left)
 
     def take_ledger(self, weights: Sequence[nn.Parameter]) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left.
@@ -527,20 +480,4 @@ class TableGroup:
             tables=found.tables,
             rows=found.rows,
             ticket=found.ticket,
-        )
-
-
-def _values_of(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient
-
-
-class _StandIn(nn.Module):
-    """A table without rows."""
-
-    sparse = True
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
         )

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from recsys.embeddings.kernels.finite import are_finite
 from recsys.embeddings.kernels.pooled_lookup import Bags
 
 if TYPE_CHECKING:
@@ -62,23 +61,6 @@ class LedgerEntry(NamedTuple):
                 "the gradient of a lookup was overwritten after its backward, before its rows were "
                 "updated; step first, or overwrite a clone of it"
             )
-
-    def table_of_non_finite(self, dim: int) -> int | None:
-        """The first table whose rows' gradient has nan or inf in it; None where no table's has.
-
-        Args:
-            dim: D.
-        """
-        weights, lookups = self.bags.weights, self.lookups
-        if weights is not None and not np.isfinite(weights).all():
-            return lookups.distinct_tables[0]
-        if are_finite(self.gradient):
-            return None
-        gradient = self.gradient.flatten(1)
-        for table, column in zip(lookups.tables.tolist(), lookups.columns.tolist(), strict=True):
-            if not are_finite(gradient[:, column : column + dim]):
-                return int(table)
-        return None
 
     def require_rows_in(self, tables: Sequence[Tensor]) -> None:
         """Refuse tables that may lack rows which were looked up: they would be written to.
