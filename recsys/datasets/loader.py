@@ -1,7 +1,8 @@
 """Mini-batches of a source: shuffled by seed, read ahead on a thread, exactly resumable.
 
 The order of an epoch is a function of (seed, epoch) alone, so a position in the data is two
-numbers. A loader's state counts the batches handed out, never those read ahead.
+numbers. A loader's state counts neither the batches that its thread reads ahead nor those that a
+`TrainPipeline` has taken and not yet trained on.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys.datasets.iteration import ResumableLoader
 from recsys.datasets.read_ahead import ReadAhead
 from recsys.datasets.source import SPLITS
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     from numpy.typing import NDArray
 
@@ -26,17 +28,23 @@ if TYPE_CHECKING:
 __all__ = ["BatchLoader"]
 
 
-class BatchLoader:
+class BatchLoader(ResumableLoader[int]):
     """Iterates over one split of a source; every sample once per epoch.
 
         loader = BatchLoader(store, "train", batch_size=128, shuffle=True, seed=0)
         for epoch in range(loader.epoch, num_epochs):
             for batch in loader:                # the rest of the current epoch
                 ...
-                state = loader.state_dict()     # continues behind `batch`
+                state = loader.state_dict()     # continues after `batch`
 
     An iteration left early goes on where it stopped when the loader is iterated again. There is one
     position, so there is one iteration at a time.
+
+    The position is the next sample to be used. Batches handed out count as used, except for the
+    last `num_waiting` of them, an attribute of the iterator (`iter(loader).num_waiting`, 0 unless
+    set). A `TrainPipeline` sets it to the batches that it has taken ahead, so at any depth
+    `state_dict()` says the next sample to be trained on, an iteration left early goes on with that
+    sample, and an epoch ends after its last batch is trained on.
 
     Args:
         source: Where samples come from.
@@ -76,8 +84,8 @@ class BatchLoader:
             raise ConfigError(
                 f"the {split} split is empty: the data has {source.num_samples} samples; use more"
             )
+        super().__init__(split, 0)
         self.source = source
-        self.split = split
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
@@ -86,9 +94,7 @@ class BatchLoader:
         self.permutation_seed = permutation_seed
         self.epoch = 0
         self._samples = source.splits[split]
-        self._next_sample = 0
         self._reader = ReadAhead(source, prefetch)
-        self._is_iterating = False
         self._num_used = len(self._samples)
         if drop_last:
             self._num_used -= self._num_used % batch_size
@@ -97,24 +103,20 @@ class BatchLoader:
         """Batches in a whole epoch."""
         return (self._num_used + self.batch_size - 1) // self.batch_size
 
-    def __iter__(self) -> Iterator[Batch]:
-        self._require_idle("iterated")
+    def _read(self, position: int) -> Generator[tuple[Batch, int]]:
         order = self._order()
-        starts = range(self._next_sample, self._num_used, self.batch_size)
+        starts = range(position, self._num_used, self.batch_size)
         parts = (
             self._permuted(order[start : min(start + self.batch_size, self._num_used)], start)
             for start in starts
         )
-        self._is_iterating = True
-        try:
-            with closing(self._reader.read(parts)) as batches:
-                for batch in batches:
-                    self._next_sample = min(self._next_sample + self.batch_size, self._num_used)
-                    yield batch
-        finally:
-            self._is_iterating = False
+        with closing(self._reader.read(parts)) as batches:
+            for start, batch in zip(starts, batches, strict=True):
+                yield batch, min(start + self.batch_size, self._num_used)
+
+    def _end_epoch(self) -> int:
         self.epoch += 1
-        self._next_sample = 0
+        return 0
 
     def finish_reading(self) -> None:
         """Wait until all that is read ahead is there; until the next batch nothing more is read.
@@ -124,8 +126,11 @@ class BatchLoader:
         self._reader.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """The next sample of the current epoch and what its order rests on, in JSON types."""
-        return {"epoch": self.epoch, "next_sample": self._next_sample, **self._identity()}
+        """The next sample of the current epoch to be used, and what its order rests on.
+
+        All of it in JSON types. Batches that wait to be used (`num_waiting`) are not counted.
+        """
+        return {"epoch": self.epoch, "next_sample": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. The batch size may differ.
@@ -153,7 +158,7 @@ class BatchLoader:
             )
         self._require_idle("given a state")
         self.epoch = state["epoch"]
-        self._next_sample = state["next_sample"]
+        self._settled = state["next_sample"]
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -165,13 +170,6 @@ class BatchLoader:
             "permutation_seed": self.permutation_seed,
             "data": self.source.fingerprint,
         }
-
-    def _require_idle(self, action: str) -> None:
-        if self._is_iterating:
-            raise RuntimeError(
-                f"the loader of the {self.split} split cannot be {action}: an iteration of it is "
-                "still running; end that first, or use a loader of its own"
-            )
 
     def _order(self) -> NDArray[Any]:
         # 32-bit numbers where they suffice: 157 MB instead of 314 MB for Kaggle's training part.

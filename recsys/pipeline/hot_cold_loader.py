@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys.datasets.iteration import ResumableLoader
 from recsys.datasets.read_ahead import ReadAhead
 from recsys.errors import ConfigError
 from recsys.pipeline.shuffle_scheduler import ShuffleScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from numpy.typing import NDArray
 
@@ -32,7 +34,22 @@ __all__ = ["HotColdLoader"]
 _COLD, _HOT = 0, 1
 
 
-class HotColdLoader:
+@dataclass
+class _Place:
+    """A position in an epoch.
+
+    Attributes:
+        num_done: Mini-batches of this epoch that were used, cold and hot.
+        num_left: Mini-batches left of this turn, cold and hot.
+        wants_loss: Whether a turn has ended, and the next one waits for `observe`.
+    """
+
+    num_done: list[int]
+    num_left: list[int]
+    wants_loss: bool = False
+
+
+class HotColdLoader(ResumableLoader[_Place]):
     """Iterates over one split of a source, cold and hot samples in turns; every one once per epoch.
 
         loader = HotColdLoader(store, "train", 128, is_hot, FAE(), seed=0)
@@ -43,6 +60,12 @@ class HotColdLoader:
 
     An iteration left early goes on where it stopped when the loader is iterated again. There is one
     position, so there is one iteration at a time.
+
+    The position is the next mini-batch to be used. Mini-batches handed out count as used, except
+    for the last `num_waiting` of them, an attribute of the iterator (`iter(loader).num_waiting`, 0
+    unless set), which a `TrainPipeline` sets to those that it has taken ahead. With
+    `FAE(is_adaptive=True)` none may be taken ahead, because the loss after a turn decides which
+    mini-batches come next: a pipeline that looks ahead refuses such a loader.
 
     Args:
         source: Where samples come from.
@@ -85,17 +108,17 @@ class HotColdLoader:
             raise ConfigError(
                 f"batch_size and prefetch must be at least 1, got {batch_size} and {prefetch}"
             )
-        self.source, self.split, self.batch_size = source, split, batch_size
+        super().__init__(
+            split, _Place([0, 0], [0, 0]), _ADAPTIVE_IN_TURN if fae.is_adaptive else ""
+        )
+        self.source, self.batch_size = source, batch_size
         self.seed, self.fae = seed, fae
-        self.epoch, self.wants_loss = 0, False
+        self.epoch = 0
         self.scheduler = ShuffleScheduler(fae)
         numbers = np.arange(samples.start, samples.stop)
         self._samples = [numbers[~is_hot], numbers[is_hot]]
         self._told = hashlib.sha256(np.packbits(is_hot).tobytes()).hexdigest()[:16]
-        self._num_done = [0, 0]  # mini-batches of this epoch, cold and hot
-        self._num_left = [0, 0]  # of this turn
         self._reader = ReadAhead(source, prefetch)
-        self._is_iterating = False
 
     def __len__(self) -> int:
         """Mini-batches in a whole epoch."""
@@ -107,34 +130,15 @@ class HotColdLoader:
         cold, hot = map(len, self._samples)
         return hot / max(1, cold + hot)
 
-    def __iter__(self) -> Iterator[Batch]:
-        self._require_idle("iterated")
-        orders = [self._order(kind) for kind in (_COLD, _HOT)]
-        self._is_iterating = True
-        try:
-            while self._num_done != self._num_batches:
-                self._require_loss()
-                if not any(self._num_left):
-                    self._begin_turn()
-                kinds = [kind for kind in (_COLD, _HOT) for _ in range(self._num_left[kind])]
-                parts = self._parts(orders, kinds)
-                with closing(self._reader.read(parts)) as batches:
-                    for kind, batch in zip(kinds, batches, strict=True):
-                        self._num_done[kind] += 1
-                        self._num_left[kind] -= 1
-                        is_over = self._num_done == self._num_batches
-                        is_swap = not any(self._num_left) and not is_over
-                        self.wants_loss = is_swap and self.fae.is_adaptive
-                        yield batch
-        finally:
-            self._is_iterating = False
-        self.epoch += 1
-        self._num_done = [0, 0]
+    @property
+    def wants_loss(self) -> bool:
+        """Whether a turn has ended, and the next one waits for `observe`."""
+        return self._position.wants_loss
 
     def observe(self, loss: float) -> None:
         """Take note of the loss that the turn has led to, on samples that are not trained on."""
         self.scheduler.observe(loss)
-        self.wants_loss = False
+        self._position.wants_loss = False
 
     def finish_reading(self) -> None:
         """Wait until all that is read ahead is there; until the next mini-batch nothing more is."""
@@ -142,11 +146,12 @@ class HotColdLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, what its order rests on, and the scheduler's state, in JSON types."""
+        place = self._position
         return {
             "epoch": self.epoch,
-            "num_done": list(self._num_done),
-            "num_left": list(self._num_left),
-            "wants_loss": self.wants_loss,
+            "num_done": list(place.num_done),
+            "num_left": list(place.num_left),
+            "wants_loss": place.wants_loss,
             "scheduler": self.scheduler.state_dict(),
             **self._identity(),
         }
@@ -171,23 +176,49 @@ class HotColdLoader:
                 )
         self._require_idle("given a state")
         self.scheduler.load_state_dict(state["scheduler"])
-        self.epoch, self.wants_loss = state["epoch"], state["wants_loss"]
-        self._num_done, self._num_left = list(state["num_done"]), list(state["num_left"])
+        self.epoch = state["epoch"]
+        self._settled = _Place(
+            list(state["num_done"]), list(state["num_left"]), state["wants_loss"]
+        )
 
     @property
     def _num_batches(self) -> list[int]:
         return [-(-len(samples) // self.batch_size) for samples in self._samples]
 
-    def _begin_turn(self) -> None:
-        for kind, num_batches in enumerate(self._num_batches):
-            share = self.scheduler.share_of(num_batches)
-            self._num_left[kind] = min(share, num_batches - self._num_done[kind])
+    def _read(self, position: _Place) -> Generator[tuple[Batch, _Place]]:
+        orders = [self._order(kind) for kind in (_COLD, _HOT)]
+        place = position
+        while place.num_done != self._num_batches:
+            self._require_loss(place)
+            num_left = place.num_left if any(place.num_left) else self._new_turn(place)
+            kinds = [kind for kind in (_COLD, _HOT) for _ in range(num_left[kind])]
+            parts = self._parts(orders, kinds, place)
+            with closing(self._reader.read(parts)) as batches:
+                for kind, batch in zip(kinds, batches, strict=True):
+                    num_done, num_left = list(place.num_done), list(num_left)
+                    num_done[kind] += 1
+                    num_left[kind] -= 1
+                    is_over = num_done == self._num_batches
+                    is_swap = not any(num_left) and not is_over
+                    place = _Place(num_done, num_left, is_swap and self.fae.is_adaptive)
+                    yield batch, place
+
+    def _end_epoch(self) -> _Place:
+        self.epoch += 1
+        return _Place([0, 0], [0, 0])
+
+    def _new_turn(self, place: _Place) -> list[int]:
+        """The mini-batches of a turn, cold and hot."""
+        return [
+            min(self.scheduler.share_of(num_batches), num_batches - num_done)
+            for num_batches, num_done in zip(self._num_batches, place.num_done, strict=True)
+        ]
 
     def _parts(
-        self, orders: list[NDArray[np.int64]], kinds: list[int]
+        self, orders: list[NDArray[np.int64]], kinds: list[int], place: _Place
     ) -> Iterator[NDArray[np.int64]]:
-        """The samples of mini-batches of these kinds, from here on."""
-        starts = [num * self.batch_size for num in self._num_done]
+        """The samples of mini-batches of these kinds, from a place on."""
+        starts = [num * self.batch_size for num in place.num_done]
         for kind in kinds:
             yield orders[kind][starts[kind] : starts[kind] + self.batch_size]
             starts[kind] += self.batch_size
@@ -206,16 +237,15 @@ class HotColdLoader:
             "is_hot": self._told,
         }
 
-    def _require_loss(self) -> None:
-        if self.wants_loss:
+    def _require_loss(self, place: _Place) -> None:
+        if place.wants_loss:
             raise RuntimeError(
-                "the loader's next turn waits for the loss behind the last one; call observe(loss) "
+                "the loader's next turn waits for the loss after the last one; call observe(loss) "
                 "where wants_loss is set, or use FAE(is_adaptive=False)"
             )
 
-    def _require_idle(self, action: str) -> None:
-        if self._is_iterating:
-            raise RuntimeError(
-                f"the loader of the {self.split} split cannot be {action}: an iteration of it is "
-                "still running; end that first, or use a loader of its own"
-            )
+
+_ADAPTIVE_IN_TURN = (
+    "HotColdLoader with FAE(is_adaptive=True) decides by the loss after each turn which "
+    "mini-batches come next; use schedule=Sequential(), or FAE(is_adaptive=False)"
+)

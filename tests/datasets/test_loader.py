@@ -121,6 +121,51 @@ def test_an_iteration_left_early_goes_on_where_it_stopped():
     assert first + functools.reduce(operator.iadd, rest, []) == list(range(20))
 
 
+def test_batches_that_wait_to_be_used_are_not_counted():
+    loader = BatchLoader(Numbered(40), "train", 5, shuffle=False)
+    batches = iter(loader)
+    assert batches.num_waiting == 0
+    positions = []
+    for num_waiting in (0, 1, 2, 0):
+        next(batches)
+        batches.num_waiting = num_waiting
+        positions.append(loader.state_dict()["next_sample"])
+    assert positions == [5, 5, 5, 20]
+
+    batches.num_waiting = 1
+    assert list(batches) == []  # the epoch is not over: one of its batches waits
+    assert loader.state_dict()["next_sample"] == 15
+    assert loader.epoch == 0
+    batches.num_waiting = 0
+    assert list(batches) == []
+    assert loader.epoch == 1
+
+
+def test_an_iteration_closed_early_goes_on_with_the_batches_that_waited():
+    loader = BatchLoader(Numbered(40), "train", 5, shuffle=False)
+    batches = iter(loader)
+    first = [numbers(next(batches))]
+    for num_waiting in (1, 2, 3):
+        first.append(numbers(next(batches)))
+        batches.num_waiting = num_waiting
+
+    batches.close()
+
+    assert list(batches) == []
+    assert [numbers(batch) for batch in loader] == first[1:]
+    assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("num_waiting", [-1, 2])
+def test_batches_that_were_used_cannot_wait(num_waiting):
+    batches = iter(BatchLoader(Numbered(40), "train", 5, shuffle=False))
+    for _ in range(3):
+        next(batches)
+
+    with pytest.raises(ValueError, match=rf"num_waiting must lie in \[0, 1\], got {num_waiting}"):
+        batches.num_waiting = num_waiting
+
+
 def test_the_reading_thread_ends_with_the_iteration():
     before = threading.active_count()
     iterator = iter(BatchLoader(Numbered(40), "train", 5, shuffle=False))

@@ -1,0 +1,174 @@
+"""One pass over a loader, and the loader's position: the next mini-batch that was not used.
+
+A `TrainPipeline` that looks ahead takes mini-batches before it trains on them. It says so in
+`num_waiting`, and the position does not count those.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from typing import Self
+
+    from recsys.batch import Batch
+
+__all__ = ["BatchIterator", "ResumableLoader"]
+
+P = TypeVar("P")
+
+
+class ResumableLoader(ABC, Generic[P]):
+    """A loader that has one position, which at most one running iterator changes.
+
+    Args:
+        split: The name of the split, for errors.
+        position: Where the first iteration begins.
+        in_turn_because: As for `BatchIterator`.
+    """
+
+    def __init__(self, split: str, position: P, in_turn_because: str = "") -> None:
+        self.split = split
+        self._in_turn_because = in_turn_because
+        self._settled = position  # counts while no iterator runs
+        self._running: weakref.ref[BatchIterator[P]] | None = None
+
+    def __iter__(self) -> BatchIterator[P]:
+        return BatchIterator(self, self._in_turn_because)
+
+    @abstractmethod
+    def _read(self, position: P) -> Generator[tuple[Batch, P]]:
+        """The rest of the epoch: each mini-batch, and the position after it."""
+
+    @abstractmethod
+    def _end_epoch(self) -> P:
+        """Count an epoch that has ended; the position at which the next one begins."""
+
+    @property
+    def _position(self) -> P:
+        iterator = self._iterator()
+        return self._settled if iterator is None else iterator.position
+
+    def _iterator(self) -> BatchIterator[P] | None:
+        return None if self._running is None else self._running()
+
+    def _require_idle(self, action: str) -> None:
+        iterator = self._iterator()
+        if iterator is None:
+            return
+        if iterator.is_running:
+            raise RuntimeError(
+                f"the loader of the {self.split} split cannot be {action}: an iteration of it is "
+                "still running; end that first, or use a loader of its own"
+            )
+        iterator.close()
+
+
+class BatchIterator(Iterator["Batch"], Generic[P]):
+    """One pass over a loader: the rest of its epoch.
+
+    The iteration begins with the first `next`. It ends when `next` is called after the last
+    mini-batch was used, by `close`, or when the iterator is dropped.
+
+    Args:
+        loader: Is read.
+        in_turn_because: As below.
+
+    Attributes:
+        num_waiting: How many of the mini-batches handed out last still wait to be used. Set it if
+            you take mini-batches before you use them, as `TrainPipeline` does: after each one
+            taken, and after each one used. The loader's position does not count those that wait,
+            and its epoch does not end before they are used.
+        in_turn_because: Why no mini-batch may be taken before those handed out are used; empty if
+            it may.
+
+    Raises:
+        RuntimeError: another iteration of the loader is running.
+        ValueError: `num_waiting` is negative, or counts mini-batches that were used before.
+    """
+
+    def __init__(self, loader: ResumableLoader[P], in_turn_because: str) -> None:
+        self._num_waiting = 0
+        self.in_turn_because = in_turn_because
+        self._loader = loader
+        self._batches: Generator[tuple[Batch, P]] | None = None
+        self._positions: deque[P] = deque()  # after each mini-batch that may wait, and before them
+        self._is_over = self._has_failed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._is_over:
+            raise StopIteration
+        if self._batches is None:
+            self._begin()
+            assert self._batches is not None
+        while len(self._positions) > 1 + self._num_waiting:
+            self._positions.popleft()
+        try:
+            batch, position = next(self._batches)
+        except StopIteration:
+            if self._has_failed and not self._num_waiting:
+                self.close()
+            elif not self._num_waiting:
+                self._end()
+            raise
+        except BaseException:
+            self._has_failed = True
+            raise
+        self._positions.append(position)
+        return batch
+
+    def close(self) -> None:
+        """End the iteration: the loader's next one begins with what was not used."""
+        batches, self._batches = self._batches, None
+        self._is_over = True
+        if batches is not None:
+            self._loader._settled, self._loader._running = self.position, None
+            batches.close()
+
+    def __del__(self) -> None:
+        """Close what the owner has dropped."""
+        self.close()
+
+    @property
+    def num_waiting(self) -> int:
+        """How many of the mini-batches handed out last still wait to be used."""
+        return self._num_waiting
+
+    @num_waiting.setter
+    def num_waiting(self, value: int) -> None:
+        most = max(0, len(self._positions) - 1)
+        if not 0 <= value <= most:
+            raise ValueError(
+                f"num_waiting must lie in [0, {most}], got {value}: mini-batches that count as "
+                "used cannot wait; set it after each one taken, and after each one used"
+            )
+        self._num_waiting = value
+
+    @property
+    def position(self) -> P:
+        """The loader's position: before the first mini-batch that was not used."""
+        return self._positions[-1 - self._num_waiting]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it may still hand out mini-batches, or some that it has handed out wait."""
+        return self._batches is not None and not (self._has_failed and not self._num_waiting)
+
+    def _begin(self) -> None:
+        self._loader._require_idle("iterated")
+        start = self._loader._position
+        self._positions.append(start)
+        self._batches = self._loader._read(start)
+        self._loader._running = weakref.ref(self)
+
+    def _end(self) -> None:
+        self._batches, self._is_over = None, True
+        self._loader._settled, self._loader._running = self._loader._end_epoch(), None
