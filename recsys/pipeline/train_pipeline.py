@@ -8,8 +8,7 @@ current  -> model       its forward takes its claim; backward; every row moved o
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
@@ -26,10 +25,11 @@ from recsys.pipeline.popular_split import PopularSplit
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.stalls import StageClock
 from recsys.pipeline.ways_out import of_budget, of_schedule
+from recsys.pipeline.window import Windows
 from recsys.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.timeline import Timeline
     from recsys.pipeline.ways_out import WayOut
+    from recsys.pipeline.window import MiniBatch, Window
 
 __all__ = ["TrainPipeline"]
 
@@ -53,7 +54,11 @@ class TrainPipeline:
     order in which floats are summed, where `Hotline` splits a mini-batch. Between two
     steps the model is a model like any other: evaluation, checkpoints and `weight` have every row's
     newest value. An error, or Ctrl-C, gives back what was claimed for mini-batches to come; the
-    next `progress` goes on with the mini-batch behind.
+    next `progress` goes on with the mini-batch after the failed one.
+
+    Mini-batches taken ahead are kept by iterator. `progress` with another iterator, for an
+    evaluation say, neither uses nor loses them. The state of a `BatchLoader` or `HotColdLoader`
+    does not count them: it says the next sample to be trained on.
 
     All of it runs in the thread that calls; rows are moved by one thread more for each table group,
     in the order in which they were asked for. Whoever waits for it is `progress` itself, in the
@@ -102,6 +107,7 @@ class TrainPipeline:
         self.schedule = schedule
         self.popular_split: PopularSplit | None = None
         self.choice: Choice | None = None
+        self._most_depth = 0
         self._follow(Sequential())
         if schedule != Sequential() and not self._inputs.modules:
             warnings.warn(
@@ -111,17 +117,16 @@ class TrainPipeline:
             )
         elif isinstance(schedule, Auto):
             self.choice = Choice(schedule)
+            self._most_depth = max(getattr(each, "depth", 0) for each in schedule.candidates)
             self._follow(self.choice.current)
         else:
             self._follow(schedule)
+            self._most_depth = self._depth
             if isinstance(schedule, Hotline):
                 self.popular_split = PopularSplit(schedule, model, self._inputs.tiers)
         self._has_warned_of_room = self._has_warned_of_others = False
-        self._window: deque[_MiniBatch] = deque()
-        self._current: _MiniBatch | None = None
-        self._iterator: Iterator[Any] | None = None
-        self._has_ended = False
-        self._error: Exception | None = None
+        self._windows = Windows()
+        self._current: MiniBatch | None = None
         self._num_steps = self._num_ahead = 0
 
     @property
@@ -140,8 +145,12 @@ class TrainPipeline:
     def progress(self, iterator: Iterator[Any]) -> tuple[Tensor, Any]:
         """Train on the next mini-batch, or where `model.training` is off, only compute its loss.
 
-        Mini-batches ahead are taken from `iterator`, too. Those that an earlier one has given come
-        first; so do they before an exception of the iterator, which is raised in its turn.
+        In training, mini-batches ahead are taken from `iterator`, too. They wait for later calls
+        with this same iterator, in training or not. An exception of the iterator is raised after
+        the mini-batches that came before it.
+
+        Args:
+            iterator: Gives mini-batches. If you drop it, those that wait are dropped.
 
         Returns:
             What the model returned: the loss, without a graph where the step is made, and the
@@ -149,15 +158,19 @@ class TrainPipeline:
 
         Raises:
             StopIteration: there is no mini-batch left.
+            ValueError: the schedule looks ahead, and the iterator must not be read ahead (that of a
+                `HotColdLoader` with `FAE(is_adaptive=True)`).
             Exception: of the iterator, the model, an optimizer, or a transfer of rows.
         """
         self.clock.mark("other")
         begin = perf_counter()
         try:
-            self._fill(iterator)
-            self._current = self._next()
+            window = self._windows.of(iterator)
+            self._current = self._take(iterator, window)
             self.clock.mark("load")
-            found = self._step(self._current)
+            found = self._step(self._current, window)
+        except StopIteration:
+            raise
         except BaseException:
             self._give_back()
             raise
@@ -168,19 +181,28 @@ class TrainPipeline:
         finally:
             self._current = None
 
-    def steps(self, batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
+    def steps(self, batches: Iterable[Any]) -> Generator[tuple[Tensor, Any]]:
         """`progress` until there is no mini-batch left.
 
+        Left early, it closes the iterator that it has made. A `BatchLoader` or `HotColdLoader` that
+        is then iterated again goes on with the next mini-batch to be trained on.
+
         Args:
-            batches: One pass of a loader, say.
+            batches: One pass of a loader, say. An iterator is not closed, and goes on.
         """
         iterator = iter(batches)
-        while True:
-            try:
-                found = self.progress(iterator)
-            except StopIteration:
-                return
-            yield found
+        try:
+            while True:
+                try:
+                    found = self.progress(iterator)
+                except StopIteration:
+                    return
+                yield found
+        finally:
+            if iterator is not batches:
+                self._windows.drop(iterator)
+                if hasattr(iterator, "close"):
+                    iterator.close()
 
     def record(self, timeline: Timeline | None) -> None:
         """Tell a timeline of every stage and every transfer from now on; None of none any more."""
@@ -193,7 +215,7 @@ class TrainPipeline:
     def detach(self) -> nn.Module:
         """Leave nothing under way: no slot is claimed, no row is moving, no gradient is kept.
 
-        A later `progress` goes on with the mini-batches that had been taken from the iterator.
+        A later `progress` goes on with the mini-batches that were taken from its iterator.
 
         Returns:
             The model.
@@ -204,44 +226,34 @@ class TrainPipeline:
         return self._model
 
     def __del__(self) -> None:
-        """Of a pipeline that nobody has, nobody takes the claims."""
-        if hasattr(self, "_window"):
+        """Give back the claims of a pipeline that is dropped."""
+        if hasattr(self, "_current"):
             self._give_back()
+            self._windows.drop_all()
 
-    def _fill(self, iterator: Iterator[Any]) -> None:
-        """Take mini-batches from the iterator, the current one and those ahead."""
-        if iterator is not self._iterator:
-            self._iterator, self._has_ended = iterator, False
-        depth = self._depth if self._model.training else 0
-        while len(self._window) <= depth and not self._has_ended and self._error is None:
-            try:
-                self._window.append(_MiniBatch(_to(next(iterator), self._device)))
-            except StopIteration:
-                self._has_ended = True
-            except Exception as error:  # raised when its turn comes
-                self._error = error
-
-    def _next(self) -> _MiniBatch:
-        if self._window:
-            return self._window.popleft()
-        self._iterator, self._has_ended = None, False
-        if self._error is None:
-            raise StopIteration
-        error, self._error = self._error, None
+    def _take(self, iterator: Iterator[Any], window: Window) -> MiniBatch:
+        """The next mini-batch; as many as are looked ahead to wait in the window."""
+        is_training = self._model.training
+        reason = getattr(iterator, "in_turn_because", "")
         try:
-            raise error
+            if reason and is_training and self._most_depth:
+                raise ValueError(f"schedule={self.schedule} takes mini-batches ahead, but {reason}")
+            window.fill(iterator, self._depth if is_training else 0, self._device)
+            return window.pop(iterator)
         finally:
-            del error  # it has this frame
+            if not window:
+                self._windows.drop(iterator)
 
-    def _step(self, current: _MiniBatch) -> tuple[Tensor, Any]:
+    def _step(self, current: MiniBatch, window: Window) -> tuple[Tensor, Any]:
         if not self._model.training:
             found = self._compute(current.batch)
             cancel(current.claims)
             return found
         for optimizer in self._optimizers:
             optimizer.zero_grad()
+        self._windows.give_back(but=window)
         if self._depth or self.popular_split:
-            self._look_ahead(current)
+            self._look_ahead(current, window)
         parts = self._split(current)
         if parts:
             loss, output = self._learn_from_parts(parts)
@@ -267,7 +279,7 @@ class TrainPipeline:
         self._room = self._depth  # mini-batches ahead that there is room for
         self._steps_in_room = 0
 
-    def _split(self, current: _MiniBatch) -> list[MicroBatch]:
+    def _split(self, current: MiniBatch) -> list[MicroBatch]:
         if self.popular_split is None:
             return []
         with interrupts_held_back():  # claims that nobody has are given back by nobody
@@ -316,7 +328,7 @@ class TrainPipeline:
             loss, output = join_outputs(found, [part.samples for part in parts])
         return loss, output
 
-    def _look_ahead(self, current: _MiniBatch) -> None:
+    def _look_ahead(self, current: MiniBatch, window: Window) -> None:
         """Claim slots for the current mini-batch, then for those ahead, as far as there is room."""
         self._num_steps += 1
         self._steps_in_room += 1
@@ -327,7 +339,7 @@ class TrainPipeline:
         if current.claims is None:
             current.claims = self._inputs.prefetch(current.batch)
         has_room = current.claims is not None
-        for number, each in enumerate(self._window):
+        for number, each in enumerate(window.batches):
             if has_room:
                 each.prefetch(self._inputs, may_claim=number < self._room)
                 has_room = each.claims is not None or each.has_failed
@@ -370,44 +382,7 @@ class TrainPipeline:
         """Give up every claim; mini-batches stay."""
         if self._current is not None:
             self._current.give_back()
-        for each in self._window:
-            each.give_back()
-
-
-class _MiniBatch:
-    """A mini-batch on its way to its step.
-
-    Attributes:
-        batch: As the iterator gave it.
-        claims: What is claimed for it; None where nothing is.
-        has_failed: Whether claiming has raised something, which its own step is to raise.
-    """
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-        self.claims: list[Prefetched] | None = None
-        self.has_failed = False
-
-    def prefetch(self, inputs: Inputs, *, may_claim: bool) -> None:
-        """Claim slots for it, unless it has them.
-
-        Args:
-            inputs: What it will look up.
-            may_claim: Whether there may be room; if not, it only gives back what is left where
-                slots were needed for another lookup.
-        """
-        if any(claim.is_given_up for claim in self.claims or ()):
-            self.give_back()
-        elif self.claims is None and may_claim and not self.has_failed:
-            try:
-                self.claims = inputs.prefetch(self.batch)
-            except Exception:  # its own step will find it, too, and raise it
-                self.has_failed = True
-
-    def give_back(self) -> None:
-        """Give the slots back."""
-        cancel(self.claims)
-        self.claims = None
+        self._windows.give_back()
 
 
 def _with_those_of_rows(
@@ -425,18 +400,3 @@ def _with_those_of_rows(
 
 def _add_span(timeline: Timeline, track: str, what: str, begin: float, end: float) -> None:
     timeline.add(track if what == "move" else "steps", what, begin, end)
-
-
-def _to(batch: Any, device: torch.device | None) -> Any:
-    """A mini-batch on a device: whatever has `to`, alone or in what Python has for several."""
-    if device is None:
-        return batch
-    if hasattr(batch, "to"):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: _to(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_to(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(_to(value, device) for value in batch)
-    return batch

@@ -76,6 +76,21 @@ def watch_tickets(monkeypatch):
     return tickets
 
 
+class Stream:
+    """An iterator that can pause: then it seems to have ended, and what was taken can be used."""
+
+    def __init__(self, batches):
+        self._batches, self.is_paused = iter(batches), False
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.is_paused:
+            raise StopIteration
+        return next(self._batches)
+
+
 class Run:
     """A pipeline and its twin.
 
@@ -110,6 +125,8 @@ class Run:
         """Until the mini-batches end."""
         actions = [
             (self._evaluate, 3),
+            (self._evaluate_by_the_pipeline, 2),
+            (self._evaluate_on_the_training_data, 1),
             (self._look, 1),
             (self._write, 1),
             (self._load, 1),
@@ -123,7 +140,7 @@ class Run:
             (self._pipeline_detaches, 1),
         ]
         names, weights = zip(*actions, strict=True)
-        self._iterator = self._give()
+        self._iterator = Stream(self._give())
         while self._step():
             self._require_slots()
             for act in self._random.choices(names, weights, k=self._random.randint(0, 2)):
@@ -164,10 +181,10 @@ class Run:
         """The model anew, at another budget, with another plan or none, in memory or in files."""
         chance, small = self._random, self._small
         if self._model is not None:
-            while self._given:  # what has been taken from the iterator is the old pipeline's
-                iterator, self._iterator = self._iterator, iter(())
+            self._iterator.is_paused = True  # what was taken from it is the old pipeline's
+            while self._given:
                 self._step()
-                self._iterator = iterator
+            self._iterator.is_paused = False
             self._graphs.clear()
             self._faults.left |= {"fetch": 0, "write_back": 0}
             small.require_equal(self._twin, self._model)
@@ -215,6 +232,30 @@ class Run:
                 assert torch.equal(expected, found)
             except OSError as error:  # rows that tickets need are read anew behind a write
                 self._require_known(error)
+
+    def _evaluate_by_the_pipeline(self):
+        """On an iterator of its own, which may be left before its end."""
+        chance = self._random
+        batches = chance.choices(self._batches, k=chance.randint(1, 3))
+        iterator = iter(batches) if chance.random() < 0.5 else (batch for batch in batches)
+        for batch in batches[: chance.randint(1, 3)]:
+            self._compute_loss(iterator, batch)
+
+    def _evaluate_on_the_training_data(self):
+        """On the next mini-batch, which is not trained on then."""
+        if self._given:
+            self._compute_loss(self._iterator, self._given.pop(0))
+
+    def _compute_loss(self, iterator, batch):
+        for model in self._models():
+            model.eval()
+        try:
+            with torch.no_grad():
+                assert torch.equal(self._pipeline.progress(iterator)[0], self._twin(batch)[0])
+        except OSError as error:
+            self._require_known(error)
+        for model in self._models():
+            model.train()
 
     def _look(self):
         number = self._random.randrange(len(self._tables))

@@ -184,18 +184,6 @@ def test_an_exception_of_the_iterator_comes_in_its_turn(small, pair, batches, sc
     assert len(small.run(pipeline, iter(batches[5:]))) == 7
 
 
-def test_mini_batches_of_another_iterator_come_behind_those_already_taken(small, pair, batches):
-    models, dense = pair()
-    pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(2))
-    first = iter(batches[:6])
-    losses = [pipeline.progress(first)[0].item() for _ in range(2)]  # two more have been taken
-
-    losses += small.run(pipeline, iter(batches[6:]))
-
-    assert losses == small.run_plain(models[0], dense[0], batches[:4] + batches[6:])
-    assert len(small.run(pipeline, first)) == 2
-
-
 class Stumbling(nn.Module):
     """Raises at some mini-batches, before or behind the lookup."""
 

@@ -1,0 +1,251 @@
+"""Each iterator has a window of its own, which no other iterator takes from or loses."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from recsys.embeddings.optimizer import Adagrad
+from recsys.pipeline import LookAhead, Sequential, TrainPipeline
+
+BUDGET = 30_000  # of 830 rows and their state
+
+
+@pytest.fixture
+def batches(small):
+    return [small.make_batch(small.tables, seed) for seed in range(12)]
+
+
+@pytest.fixture
+def validation(small):
+    return [small.make_batch(small.tables, seed) for seed in range(100, 103)]
+
+
+@pytest.fixture
+def pair(small):
+    """A resident model and its optimizer; a tiered one and its pipeline."""
+
+    def build(schedule):
+        optimizer = Adagrad(lr=0.1)
+        models = [small.Model(small.tables, optimizer, **each) for each in ({}, {"budget": BUDGET})]
+        dense = [torch.optim.SGD(model.layer.parameters(), lr=0.1) for model in models]
+        return models, dense[0], TrainPipeline(models[1], dense[1], schedule=schedule)
+
+    return build
+
+
+def given(batches):
+    yield from batches
+
+
+def progress(pipeline, iterator, count):
+    return [pipeline.progress(iterator)[0].item() for _ in range(count)]
+
+
+@pytest.mark.parametrize("give", [iter, given], ids=["list", "generator"])
+@pytest.mark.parametrize("schedule", [Sequential(), LookAhead(1), LookAhead(4)], ids=str)
+def test_an_evaluation_takes_no_mini_batch_of_the_training_data_and_loses_none(
+    small, pair, batches, validation, schedule, give
+):
+    models, dense, pipeline = pair(schedule)
+    iterator = give(batches)
+    losses, evaluated, expected = [], [], []
+
+    for number in range(4):
+        losses += progress(pipeline, iterator, 3)
+        small.run_plain(models[0], dense, batches[3 * number : 3 * number + 3])
+        for model in models:
+            model.eval()
+        with torch.no_grad():
+            evaluated += small.run(pipeline, give(validation))
+            expected += [models[0](batch)[0].item() for batch in validation]
+        for model in models:
+            model.train()
+
+    assert evaluated == expected
+    assert small.run(pipeline, iterator) == []
+    small.require_equal(*models)
+
+
+def test_in_evaluation_an_iterator_goes_on_with_its_own_window(small, pair, batches):
+    models, dense, pipeline = pair(LookAhead(3))
+    iterator = iter(batches)
+    losses = progress(pipeline, iterator, 2)
+    models[1].eval()
+    with torch.no_grad():
+        evaluated = progress(pipeline, iterator, 5)
+    models[1].train()
+    losses += small.run(pipeline, iterator)
+
+    assert losses[:2] == small.run_plain(models[0], dense, batches[:2])
+    with torch.no_grad():
+        assert evaluated == [models[0](batch)[0].item() for batch in batches[2:7]]
+    assert losses[2:] == small.run_plain(models[0], dense, batches[7:])
+    small.require_equal(*models)
+
+
+@pytest.mark.parametrize("give", [iter, given], ids=["list", "generator"])
+def test_training_may_go_back_and_forth_between_iterators(small, pair, batches, give):
+    models, dense, pipeline = pair(LookAhead(3))
+    iterators = give(batches[:6]), give(batches[6:])
+    losses, order = [], []
+
+    for number, count in ((0, 2), (1, 3), (0, 1), (1, 1), (0, 3), (1, 2)):
+        losses += progress(pipeline, iterators[number], count)
+        order += [(number, None)] * count
+
+    rest = [iter(batches[:6]), iter(batches[6:])]
+    assert losses == small.run_plain(models[0], dense, [next(rest[number]) for number, _ in order])
+    assert [small.run(pipeline, iterator) for iterator in iterators] == [[], []]
+    small.require_equal(*models)
+
+
+def test_claims_of_a_window_are_given_back_while_another_one_is_trained_from(small, pair, batches):
+    models, _, pipeline = pair(LookAhead(2))
+    first, second = given(batches[:8]), given(batches[8:])
+    progress(pipeline, first, 1)
+    claimed = small.num_claimed(models[1])
+    assert claimed > 0
+
+    models[1].eval()
+    with torch.no_grad():
+        small.run(pipeline, given(batches[5:7]))
+    assert small.num_claimed(models[1]) == claimed  # an evaluation needs no slots
+
+    models[1].train()
+    small.run(pipeline, second)
+    assert small.num_claimed(models[1]) == 0
+    progress(pipeline, first, 1)
+    assert small.num_claimed(models[1]) > 0
+
+
+def test_an_iterator_that_is_dropped_takes_its_window_and_claims_along(small, pair, batches):
+    models, _, pipeline = pair(LookAhead(2))
+    kept = [weakref.ref(batch) for batch in batches]
+    iterator = (batches.pop(0) for _ in range(len(batches)))
+    progress(pipeline, iterator, 1)
+    assert small.num_claimed(models[1]) > 0
+    assert all(batch() is not None for batch in kept[1:3])
+
+    del iterator
+    gc.collect()
+
+    assert small.num_claimed(models[1]) == 0
+    assert all(batch() is None for batch in kept[:3])
+
+
+def test_of_an_iterator_without_weak_references_the_window_is_kept(small, pair, batches):
+    models, _, pipeline = pair(LookAhead(2))
+    pipeline.progress(iter(batches))
+    gc.collect()
+
+    assert small.num_claimed(models[1]) > 0
+    pipeline.detach()
+    assert small.num_claimed(models[1]) == 0
+
+
+@pytest.mark.parametrize("schedule", [Sequential(), LookAhead(3)], ids=str)
+def test_windows_in_which_nothing_is_left_are_not_kept(small, pair, batches, schedule):
+    models, _, pipeline = pair(schedule)
+    iterators = [iter(batches), given(batches), given(batches[:0])]
+    for iterator in iterators[:2]:
+        progress(pipeline, iterator, len(batches))
+    assert not pipeline._windows._windows
+
+    models[1].eval()
+    with torch.no_grad():
+        progress(pipeline, iter(batches), 2)
+    assert small.run(pipeline, iterators[2]) == []
+    assert not pipeline._windows._windows
+    assert not pipeline._windows._owners
+
+
+def test_an_exception_of_one_iterator_is_raised_by_that_one_in_its_turn(small, pair, batches):
+    models, dense, pipeline = pair(LookAhead(3))
+
+    def read():
+        yield from batches[:3]
+        raise OSError("the line is dead")
+
+    broken, whole = read(), given(batches[3:])
+    losses = progress(pipeline, broken, 1)
+    losses += progress(pipeline, whole, 2)
+    losses += progress(pipeline, broken, 2)
+    with pytest.raises(OSError, match="the line is dead"):
+        pipeline.progress(broken)
+    assert small.num_claimed(models[1]) == 0
+    losses += small.run(pipeline, whole)
+
+    order = [*batches[:1], *batches[3:5], *batches[1:3], *batches[5:]]
+    assert losses == small.run_plain(models[0], dense, order)
+    assert small.run(pipeline, broken) == []
+
+
+class Counted:
+    """An iterator that is told how many mini-batches wait."""
+
+    def __init__(self, batches):
+        self._batches, self.num_waiting = iter(batches), 0
+        self.num_given = self.num_closed = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch = next(self._batches)
+        self.num_given += 1
+        return batch
+
+    def close(self):
+        self.num_closed += 1
+
+
+class Counting:
+    """Iterated, it gives one of those."""
+
+    def __init__(self, batches):
+        self.iterator = Counted(batches)
+
+    def __iter__(self):
+        return self.iterator
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_an_iterator_is_told_how_many_mini_batches_wait(pair, batches, depth):
+    *_, pipeline = pair(LookAhead(depth) if depth else Sequential())
+    iterator = Counted(batches)
+
+    used = []
+    for _ in pipeline.steps(iterator):
+        used.append(iterator.num_given - iterator.num_waiting)
+        assert iterator.num_waiting == min(depth, len(batches) - len(used))
+
+    assert used == list(range(1, 13))
+    assert iterator.num_closed == 0
+
+
+def test_steps_left_early_closes_the_iterator_that_it_has_made(small, pair, batches):
+    models, _, pipeline = pair(LookAhead(2))
+    loader = Counting(batches)
+    for _ in pipeline.steps(loader):
+        break
+
+    assert loader.iterator.num_closed == 1
+    assert loader.iterator.num_waiting == 2
+    assert small.num_claimed(models[1]) == 0
+    assert not pipeline._windows._windows
+
+
+def test_steps_left_early_leaves_an_iterator_open_and_its_window_waits(small, pair, batches):
+    models, dense, pipeline = pair(LookAhead(2))
+    iterator = given(batches)
+    losses = []
+    for count in (2, 3, 20):
+        for number, (loss, _) in enumerate(pipeline.steps(iterator)):
+            losses.append(loss.item())
+            if number + 1 == count:
+                break
+
+    assert losses == small.run_plain(models[0], dense, batches)
+    small.require_equal(*models)
