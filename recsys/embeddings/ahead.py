@@ -175,11 +175,16 @@ class Prefetched:
     Args:
         claims: Of each table group; none where every row is resident.
         has_room: Whether there were slots for it.
+
+    Attributes:
+        has_room: As above.
+        can_split: Whether `split` may be called: not for a lookup that needs the whole mini-batch.
     """
 
     def __init__(self, claims: Iterable[AheadClaim], *, has_room: bool = True) -> None:
         self._claims = list(claims)
         self.has_room = has_room
+        self.can_split = True
 
     @property
     def is_held(self) -> bool:
@@ -202,7 +207,10 @@ class Prefetched:
             claim.give_up()
 
     def batch_sizes(self) -> set[int]:
-        """B of every claim: more than one where not all of them are of the same samples."""
+        """B of every claim: more than one where not all of them are of the same samples.
+
+        It has no meaning without `can_split`.
+        """
         return {claim.batch_size for claim in self._claims}
 
     def missing_samples(self) -> list[Tensor]:
@@ -217,7 +225,15 @@ class Prefetched:
 
         Args:
             parts: As for `AheadClaim.split`.
+
+        Raises:
+            ValueError: `can_split` is off.
         """
+        if not self.can_split:
+            raise ValueError(
+                "a claim for mode='max' or scale_grad_by_freq=True is for the distinct rows of a "
+                "whole mini-batch and cannot be split; look up the whole mini-batch"
+            )
         found: list[list[AheadClaim]] = []
         try:
             found.extend(claim.split(parts) for claim in self._claims)  # some, of an error

@@ -92,12 +92,15 @@ def prefetch_bags(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Pref
     # Weights do not say which rows are needed: they are checked, and then left out.
     bags = _checked(bag, place, bags)._replace(weights=None)
     bags = looked_up = _without_padding(bag, place, bags)
-    if bag.mode == "max" or bag.scale_grad_by_freq:
+    needs_distinct = bag.mode == "max" or bag.scale_grad_by_freq
+    if needs_distinct:
         looked_up = _one_by_one(torch.unique(bags.values))
-    return prefetch_parts(
+    claimed = prefetch_parts(
         [Part(place.group, place.lookups, _made(bag, place, looked_up))],
         partial(_id_error, bags, len(bag.weight)),
     )
+    claimed.can_split = not needs_distinct  # distinct rows are of no sample alone
+    return claimed
 
 
 def _checked(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> BagInput:

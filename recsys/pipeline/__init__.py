@@ -3,8 +3,10 @@
     schedule            Sequential, LookAhead, Hotline: values that say what runs when
     auto                Auto: measures some, and goes on with the fastest
     train_pipeline      TrainPipeline.progress: one step of training
+    window              mini-batches that were taken ahead, by iterator
     inputs              which module will look up which ids of a mini-batch
-    popular_split       Hotline's parts of a mini-batch; micro_batches: how it is taken apart
+    popular_split       Hotline's parts of a mini-batch; micro_batches: how it is taken apart;
+                        loss_parts: how their losses make up the whole's
     stalls              where the time went; timeline: the same to be looked at
     ways_out            what other settings would save of it
 

@@ -59,7 +59,9 @@ def select_samples(batch: Any, samples: Tensor, batch_size: int) -> Any:
     return select(batch)
 
 
-def join_outputs(outputs: Sequence[Any], parts: Sequence[Tensor]) -> Any:
+def join_outputs(
+    outputs: Sequence[Any], parts: Sequence[Tensor], sums: Sequence[Tensor] | None = None
+) -> Any:
     """What a model would have returned for the whole mini-batch.
 
     Numbers, and tensors without dimensions, are means over samples, or counts if they are integers;
@@ -68,6 +70,8 @@ def join_outputs(outputs: Sequence[Any], parts: Sequence[Tensor]) -> Any:
     Args:
         outputs: Of every part, alike in structure.
         parts: The samples of each, (M,) int64.
+        sums: The loss of each part, (), where it is a sum over samples. Numbers that are equal to
+            it in every part are added up, too.
 
     Raises:
         TypeError: there is something else in it.
@@ -90,6 +94,8 @@ def join_outputs(outputs: Sequence[Any], parts: Sequence[Tensor]) -> Any:
                 whole[part.to(whole.device)] = value
             return whole
         if isinstance(first, float) or (isinstance(first, Tensor) and first.is_floating_point()):
+            if sums is not None and all(map(_are_equal, values, sums)):
+                return sum(values)
             return sum(value * share for value, share in zip(values, shares, strict=True))
         if isinstance(first, Tensor) or type(first) is int:
             return sum(values)
@@ -102,6 +108,11 @@ def join_outputs(outputs: Sequence[Any], parts: Sequence[Tensor]) -> Any:
         return found
 
     return join(*outputs)
+
+
+def _are_equal(value: Tensor | float, loss: Tensor) -> bool:
+    # A part of the output may be the loss, or its number.
+    return float(value) == float(loss)
 
 
 _NOTHING = object()

@@ -11,7 +11,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.pipeline.inputs import cancel
+from recsys.pipeline.loss_parts import is_loss_a_sum
 from recsys.pipeline.micro_batches import select_samples
 
 if TYPE_CHECKING:
@@ -23,24 +25,40 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers import Tiers
     from recsys.pipeline.schedule import Hotline
 
-__all__ = ["MicroBatch", "PopularSplit"]
+__all__ = ["MicroBatch", "PopularSplit", "Side"]
 
 _NUM_SIZES = 16  # of parts of a mini-batch
+
+
+class Side(NamedTuple):
+    """A part of a mini-batch that is to be split.
+
+    Attributes:
+        batch: Like the mini-batch.
+        samples: Which of its samples, (M,) int64.
+        weight: Of its loss: M / B where the loss is a mean over samples, 1 where it is a sum.
+        was_missing: Whether one of its rows had to be fetched.
+    """
+
+    batch: Any
+    samples: Tensor
+    weight: float
+    was_missing: bool
 
 
 class MicroBatch(NamedTuple):
     """A part of a mini-batch.
 
     Attributes:
-        batch: Like the mini-batch.
-        samples: Which of its samples, (M,) int64.
-        share: M of B.
+        batch: As for `Side`.
+        samples: As for `Side`.
+        weight: As for `Side`.
         claims: What is claimed for it.
     """
 
     batch: Any
     samples: Tensor
-    share: float
+    weight: float
     claims: list[Prefetched]
 
 
@@ -59,6 +77,7 @@ class PopularSplit:
         num_popular: Those of them that had all rows in fast memory.
         num_promoted: Rows that came to be kept for being popular.
         num_demoted: Rows that were no more.
+        is_loss_a_sum: Whether the loss is a sum over samples, not a mean; None until it is known.
     """
 
     def __init__(
@@ -70,32 +89,32 @@ class PopularSplit:
         self._most_rows: WeakKeyDictionary[Tiers, int] = WeakKeyDictionary()  # of a mini-batch
         self.num_steps = self.num_split = self.num_samples = self.num_popular = 0
         self.num_promoted = self.num_demoted = 0
-        for name, module in model.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                what = "statistics of each part alone"
-            elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
-                what = "other random draws than of the whole"
-            else:
-                continue
-            warnings.warn(
-                f"schedule={schedule} computes on mini-batches in two parts, and {name!r} "
-                f"({type(module).__name__}) has {what}: steps are not those of whole mini-batches; "
-                "use LookAhead for these",
-                stacklevel=3,
-            )
-            break
+        self.is_loss_a_sum: bool | None = None
+        self._stays_whole = _warn_of_whole_ones(schedule, model)
+        if not self._stays_whole:
+            _warn_of_layers(schedule, model)
 
-    def split(self, batch: Any, claims: Sequence[Prefetched] | None) -> list[MicroBatch]:
+    def choose(
+        self,
+        batch: Any,
+        claims: Sequence[Prefetched] | None,
+        model: nn.Module,
+        compute: Callable[[Any], tuple[Tensor, Any]],
+    ) -> list[Side]:
         """The popular samples and the others; none where the mini-batch is to stay whole.
 
         Args:
             batch: The mini-batch.
-            claims: What is claimed for it; passes to the parts.
+            claims: What is claimed for it.
+            model: As for `is_loss_a_sum`, by which the first mini-batch to be split is measured.
+            compute: As for `is_loss_a_sum`.
         """
         self.num_steps += 1
         self._count_rows()
-        sizes = {size for claim in claims or () for size in claim.batch_sizes()}
-        if claims is None or len(sizes) != 1:
+        if claims is None or self._stays_whole or not all(claim.can_split for claim in claims):
+            return []
+        sizes = {size for claim in claims for size in claim.batch_sizes()}
+        if len(sizes) != 1:
             return []
         [batch_size] = sizes
         if self.num_steps == 1:  # what cannot be split is better known now than after the learning
@@ -110,21 +129,41 @@ class PopularSplit:
         popular = (~is_missing).nonzero().flatten()[:num_popular]
         if not num_missing or not num_popular or self._is_here(claims):
             return []
-        self.num_split += 1
         is_other = torch.ones(batch_size, dtype=torch.bool)
         is_other[popular] = False
-        sides = [(popular, False), (is_other.nonzero().flatten(), True)]
-        batches = [select_samples(batch, samples, batch_size) for samples, _ in sides]
+        parts = [popular, is_other.nonzero().flatten()]
+        batches = [select_samples(batch, samples, batch_size) for samples in parts]
+        if self.is_loss_a_sum is None:
+            lengths = [len(samples) for samples in parts]
+            self.is_loss_a_sum = is_loss_a_sum(
+                self._schedule, model, compute, batch, batches, lengths
+            )
+            if self.is_loss_a_sum is None or any(claim.is_given_up for claim in claims):
+                return []
+        return [
+            Side(part, samples, 1.0 if self.is_loss_a_sum else len(samples) / batch_size, missing)
+            for part, samples, missing in zip(batches, parts, (False, True), strict=True)
+        ]
+
+    def split(self, sides: Sequence[Side], claims: Sequence[Prefetched]) -> list[MicroBatch]:
+        """The parts, with the claims of each.
+
+        Args:
+            sides: From `choose`.
+            claims: Of the mini-batch; they pass to the parts.
+        """
+        self.num_split += 1
+        parts = [(side.samples, side.was_missing) for side in sides]
         of_claims: list[list[Prefetched]] = []
         try:
-            of_claims.extend(claim.split(sides) for claim in claims)  # some, of an error
+            of_claims.extend(claim.split(parts) for claim in claims)  # some, of an error
         except BaseException:
-            for parts in of_claims:
-                cancel(parts)
+            for claimed in of_claims:
+                cancel(claimed)
             raise
         return [
-            MicroBatch(part, samples, len(samples) / batch_size, [each[side] for each in of_claims])
-            for side, (part, (samples, _)) in enumerate(zip(batches, sides, strict=True))
+            MicroBatch(side.batch, side.samples, side.weight, [each[number] for each in of_claims])
+            for number, side in enumerate(sides)
         ]
 
     def learn(self) -> None:
@@ -166,6 +205,41 @@ class PopularSplit:
         get here.
         """
         return bool(self._schedule.depth) and all(claim.is_here for claim in claims)
+
+
+def _warn_of_whole_ones(schedule: Hotline, model: nn.Module) -> bool:
+    """Whether a module is wrong, or cannot be prefetched for, in parts; a warning says which."""
+    for name, module in model.named_modules():
+        if getattr(module, "scale_grad_by_freq", False):
+            what = "scale_grad_by_freq=True divides by counts of the whole mini-batch"
+        elif isinstance(module, HotColdEmbeddingBag) and module.mode == "max" and module.tiers():
+            what = "with mode='max' rows are fetched for the whole mini-batch"
+        else:
+            continue
+        warnings.warn(
+            f"schedule={schedule} splits no mini-batch, because of {name!r} "
+            f"({type(module).__name__}): {what}; use LookAhead, which fetches these rows ahead",
+            stacklevel=4,
+        )
+        return True
+    return False
+
+
+def _warn_of_layers(schedule: Hotline, model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            what = "statistics of each part alone"
+        elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            what = "other random draws than of the whole"
+        else:
+            continue
+        warnings.warn(
+            f"schedule={schedule} computes on mini-batches in two parts, and {name!r} "
+            f"({type(module).__name__}) has {what}: steps are not those of whole mini-batches; "
+            "use LookAhead for these",
+            stacklevel=4,
+        )
+        return
 
 
 def _rounded(num_popular: int, batch_size: int) -> int:

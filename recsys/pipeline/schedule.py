@@ -51,6 +51,12 @@ class Hotline:
     last bit. It needs no look at mini-batches to come; with a depth, a mini-batch is split only if
     its rows have not come by the time it is computed on.
 
+    The loss must be a mean or a sum over samples, or one loss for each sample. Which of the first
+    two it is, is measured on the first mini-batch that is to be split: the model computes its loss
+    once more, whole and in parts, in evaluation mode and without gradient. A loss that is neither
+    is refused by name. A module with `scale_grad_by_freq=True`, or with `mode="max"` and rows in
+    two tiers, needs whole mini-batches: then none is split, and a warning says why.
+
     Which rows are popular is learned on line: after `learning_steps`, in which nothing is split,
     the rows used most are kept in fast memory, and after as many more they are chosen anew.
 

@@ -282,12 +282,14 @@ class TrainPipeline:
     def _split(self, current: MiniBatch) -> list[MicroBatch]:
         if self.popular_split is None:
             return []
-        with interrupts_held_back():  # claims that nobody has are given back by nobody
-            # Rows that nobody has claimed would need slots while those of the first part are held.
-            claims = None if self._inputs.has_untold else current.claims
-            parts = self.popular_split.split(current.batch, claims)
-            if parts:
-                current.claims = [claim for part in parts for claim in part.claims]
+        # Rows that are not claimed would need slots while those of the first part are held.
+        claims = None if self._inputs.has_untold else current.claims
+        sides = self.popular_split.choose(current.batch, claims, self._model, self._compute)
+        if not sides or claims is None:
+            return []
+        with interrupts_held_back():  # or claims could be lost between the whole and its parts
+            parts = self.popular_split.split(sides, claims)
+            current.claims = [claim for part in parts for claim in part.claims]
         return parts
 
     def _compute(self, batch: Any) -> tuple[Tensor, Any]:
@@ -299,22 +301,22 @@ class TrainPipeline:
         return found
 
     def _learn_from(
-        self, batch: Any, claims: Sequence[Prefetched] | None, share: float = 1.0
+        self, batch: Any, claims: Sequence[Prefetched] | None, weight: float = 1.0
     ) -> tuple[Tensor, Any]:
         """Forward and backward.
 
         Args:
             batch: A mini-batch, or a part of one.
             claims: What is claimed for it.
-            share: Of the mini-batch, as a mean over samples has to be weighted.
+            weight: Of a loss without dimensions; one with a loss for each sample is summed.
         """
         loss, output = self._compute(batch)
         if any(claim.is_held for claim in claims or ()):
             cancel(claims)
             self._warn_of_other_ids()
         total = loss.sum() if loss.dim() else loss
-        if share != 1.0 and not loss.dim():
-            total = total * share
+        if weight != 1.0 and not loss.dim():
+            total = total * weight
         total.backward()  # type: ignore[no-untyped-call]
         self.clock.mark("backward")
         return loss.detach(), output
@@ -324,8 +326,10 @@ class TrainPipeline:
         with ExitStack() as stack:
             for updater in self._inputs.updaters():
                 stack.enter_context(updater.moving_once())
-            found = [self._learn_from(part.batch, part.claims, part.share) for part in parts]
-            loss, output = join_outputs(found, [part.samples for part in parts])
+            found = [self._learn_from(part.batch, part.claims, part.weight) for part in parts]
+            is_sum = self.popular_split is not None and self.popular_split.is_loss_a_sum
+            sums = [loss for loss, _ in found] if is_sum else None
+            loss, output = join_outputs(found, [part.samples for part in parts], sums)
         return loss, output
 
     def _look_ahead(self, current: MiniBatch, window: Window) -> None:

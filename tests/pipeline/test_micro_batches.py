@@ -99,6 +99,21 @@ def test_outputs_come_in_the_order_of_the_samples():
     assert join_outputs([Sheet(torch.ones(1), "a"), Sheet(torch.zeros(2), "a")], PARTS).name == "a"
 
 
+def test_a_loss_that_is_a_sum_is_added_up_wherever_it_is():
+    losses = [torch.tensor(3.0), torch.tensor(6.0)]
+    outputs = [
+        (loss, {"loss": loss.item(), "mean": torch.tensor(mean), "as good": loss + 0.5})
+        for loss, mean in zip(losses, (1.0, 4.0), strict=True)
+    ]
+
+    loss, found = join_outputs(outputs, PARTS, losses)
+
+    assert loss.item() == 9
+    assert found["loss"] == 9
+    assert found["mean"].item() == pytest.approx(3.0)
+    assert found["as good"].item() == pytest.approx(5.5)
+
+
 @pytest.mark.parametrize(
     ("outputs", "error", "message"),
     [

@@ -1,0 +1,99 @@
+"""How the losses of two parts of a mini-batch make up the loss of the whole: measured once."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recsys.pipeline.micro_batches import join_outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+    from recsys.pipeline.schedule import Hotline
+
+__all__ = ["is_loss_a_sum"]
+
+_TOLERANCE = 1e-3
+
+
+def is_loss_a_sum(
+    schedule: Hotline,
+    model: nn.Module,
+    compute: Callable[[Any], tuple[Tensor, Any]],
+    batch: Any,
+    parts: Sequence[Any],
+    sizes: Sequence[int],
+) -> bool | None:
+    """Whether the loss of a mini-batch is the sum of its parts' losses, or their mean by size.
+
+    The model computes the loss of the whole and of each part, in evaluation mode and without
+    gradient, so that dropout and BatchNorm make no difference and no slot is claimed. Afterwards
+    every module's mode is as before, and so is the state of torch's random numbers.
+
+    Two values count as equal if they differ by at most 0.001 of the largest loss, or by 4 times the
+    machine epsilon of the loss's dtype, if that is more. Losses in float32 differ by some 1e-6,
+    because floats are summed in another order; under bfloat16 autocast, where the loss is a
+    float32, by less than 1e-4; a loss in bfloat16 is itself rounded to 0.004. A term of the loss
+    that is smaller than this tolerance is not seen.
+
+    Args:
+        schedule: For errors.
+        model: Its modules' modes are changed while it computes.
+        compute: From a mini-batch to (loss, output).
+        batch: The mini-batch.
+        parts: Its two parts.
+        sizes: The number of samples of each.
+
+    Returns:
+        None where this mini-batch does not tell: both are so (losses near 0), or a loss is not
+        finite. False for a loss of each sample, (B,), whose parts need no weights.
+
+    Raises:
+        ValueError: it is neither; or an output has not a row for each sample.
+    """
+    with _evaluating(model):
+        found = [compute(each) for each in (batch, *parts)]
+    # Refuses a mini-batch that has other samples than its parts have.
+    join_outputs(found[:1], [torch.arange(sum(sizes))])
+    losses = [loss for loss, _ in found]
+    if losses[0].dim():
+        return False
+    whole, *of_parts = (loss.item() for loss in losses)
+    if not all(isfinite(loss) for loss in (whole, *of_parts)):
+        return None
+    mean = sum(loss * size for loss, size in zip(of_parts, sizes, strict=True)) / sum(sizes)
+    tolerance = max(_TOLERANCE, 4 * torch.finfo(losses[0].dtype).eps)
+    allowed = tolerance * max(map(abs, (whole, *of_parts)))
+    is_mean, is_sum = (abs(whole - made) <= allowed for made in (mean, sum(of_parts)))
+    if is_mean and is_sum:
+        return None
+    if is_mean or is_sum:
+        return is_sum
+    raise ValueError(
+        f"schedule={schedule} computes on a mini-batch in two parts, so the loss must be a mean or "
+        f"a sum over samples, but it is {whole:.6g} of {sum(sizes)} samples, {of_parts[0]:.6g} of "
+        f"{sizes[0]} of them and {of_parts[1]:.6g} of the other {sizes[1]}; return a mean over "
+        "samples, or use LookAhead"
+    )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradients, and random numbers that nothing else will see."""
+    # Not `model.eval()`: a module may do more there than change its mode.
+    modes = [(module, module.training) for module in model.modules()]
+    devices = {each.device for each in model.parameters() if each.is_cuda}
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.random.fork_rng(devices), torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
