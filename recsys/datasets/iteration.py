@@ -84,6 +84,8 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
             you take mini-batches before you use them, as `TrainPipeline` does: after each one
             taken, and after each one used. The loader's position does not count those that wait,
             and its epoch does not end before they are used.
+        is_over: Whether the iteration has ended. Then do not use mini-batches that wait: the next
+            iteration of the loader gives them again.
         in_turn_because: Why no mini-batch may be taken before those handed out are used; empty if
             it may.
 
@@ -98,13 +100,13 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         self._loader = loader
         self._batches: Generator[tuple[Batch, P]] | None = None
         self._positions: deque[P] = deque()  # after each mini-batch that may wait, and before them
-        self._is_over = self._has_failed = False
+        self.is_over = self._has_failed = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        if self._is_over:
+        if self.is_over:
             raise StopIteration
         if self._batches is None:
             self._begin()
@@ -128,7 +130,7 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
     def close(self) -> None:
         """End the iteration: the loader's next one begins with what was not used."""
         batches, self._batches = self._batches, None
-        self._is_over = True
+        self.is_over = True
         if batches is not None:
             self._loader._settled, self._loader._running = self.position, None
             batches.close()
@@ -170,5 +172,5 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         self._loader._running = weakref.ref(self)
 
     def _end(self) -> None:
-        self._batches, self._is_over = None, True
+        self._batches, self.is_over = None, True
         self._loader._settled, self._loader._running = self._loader._end_epoch(), None

@@ -165,6 +165,8 @@ class TrainPipeline:
         self.clock.mark("other")
         begin = perf_counter()
         try:
+            if getattr(iterator, "is_over", False):  # closed, so its loader gives these again
+                self._windows.drop(iterator)
             window = self._windows.of(iterator)
             self._current = self._take(iterator, window)
             self.clock.mark("load")
