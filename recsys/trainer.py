@@ -50,7 +50,7 @@ from recsys.run_folder import RunFolder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from recsys.config import TrainConfig
@@ -185,7 +185,7 @@ def _fit(
     model.train()
     clock.start()
     for epoch in range(config.epochs):
-        for loss, (_, logits, labels) in pipeline.steps(loader):
+        for loss, (_, logits, labels) in _steps(pipeline, loader, progress):
             for scheduler in schedulers:
                 scheduler.step()
             clock.mark("update")
@@ -215,6 +215,16 @@ def _fit(
             if interrupted.is_set():
                 pipeline.detach()
                 return
+
+
+def _steps(
+    pipeline: TrainPipeline, loader: BatchLoader | HotColdLoader, progress: Progress
+) -> Iterator[tuple[Tensor, Any]]:
+    """Steps over the rest of an epoch; an error of one that diverges names it."""
+    try:
+        yield from pipeline.steps(loader)
+    except TrainingDiverged as error:
+        raise TrainingDiverged(f"step {progress.num_steps + 1}: {error}; {_LOWER_LR}") from error
 
 
 def _ways_out(pipeline: TrainPipeline, config: TrainConfig) -> list[WayOut | None]:

@@ -11,5 +11,6 @@ USERS = runpy.run_path(str(Path(__file__).with_name("users.py")))
 
 
 @pytest.mark.slow
-def test_whatever_users_do_tiers_and_resident_tables_stay_equal():
-    run_state_machine_as_test(USERS["Users"], settings=settings(stateful_step_count=25))
+@pytest.mark.parametrize("name", ["Users", "PipelineUsers"])
+def test_whatever_users_do_tiers_and_resident_tables_stay_equal(name):
+    run_state_machine_as_test(USERS[name], settings=settings(stateful_step_count=25))

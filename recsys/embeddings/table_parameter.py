@@ -200,9 +200,11 @@ _METHODS = (
     "requires_grad_ register_hook nelement get_device storage_offset"
 )
 # What tells nothing of a table's values.
-_BLIND = {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
-    getattr(torch.Tensor, name) for name in _METHODS.split()
-}
+_BLIND = (
+    {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()}
+    | {getattr(torch.Tensor, name) for name in _METHODS.split()}
+    | {getattr(torch.Tensor, name).__set__ for name in ("grad",)}
+)
 
 # By the tables' identity. No attributes of theirs: torch.save would take the group along.
 _GROUPS: Any = WeakIdKeyDictionary()
@@ -280,7 +282,8 @@ def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:
 def _open_ledger_of(weight: LedgerParameter) -> None:
     group = _group_of(weight)
     if group is not None:
-        group.open_ledger()
+        with torch._C.DisableTorchFunctionSubclass():  # a gradient tells nothing of the rows
+            group.open_ledger()
 
 
 def _forget_space_of(weight: LedgerParameter) -> None:

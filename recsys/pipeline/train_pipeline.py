@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch
 
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.interrupts import interrupts_held_back
+from recsys.errors import TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.inputs import Inputs, cancel
 from recsys.pipeline.micro_batches import join_outputs
@@ -158,6 +160,8 @@ class TrainPipeline:
 
         Raises:
             StopIteration: there is no mini-batch left.
+            TrainingDiverged: the loss, on the CPU, or a gradient of rows (`NonFiniteGradient`) has
+                nan or inf in it; no parameter was updated by this mini-batch.
             ValueError: the schedule looks ahead, and the iterator must not be read ahead (that of a
                 `HotColdLoader` with `FAE(is_adaptive=True)`).
             Exception: of the iterator, the model, an optimizer, or a transfer of rows.
@@ -317,6 +321,12 @@ class TrainPipeline:
             cancel(claims)
             self._warn_of_other_ids()
         total = loss.sum() if loss.dim() else loss
+        # On another device, asking would wait for it.
+        if total.is_cpu and not isfinite(total.item()):
+            raise TrainingDiverged(
+                f"the loss is {total.item()} in a mini-batch, and no parameter was updated by it; "
+                "lower the learning rate, or find the sample that it comes from"
+            )
         if weight != 1.0 and not loss.dim():
             total = total * weight
         total.backward()  # type: ignore[no-untyped-call]

@@ -232,6 +232,22 @@ def test_a_step_refused_for_a_conflict_keeps_its_gradients_and_counts_no_step():
     assert tiered.weight[3].ne(0).all()
 
 
+def test_gradients_are_read_and_forgotten_after_a_conflict():
+    _, tiered = bags(auto_apply=False)
+    kept = tiered.weight.detach()
+    train(tiered)
+    tiered.row_optimizer.step()
+    train(tiered)
+    kept.zero_()
+
+    assert tiered.weight.grad is not None
+    tiered.weight.grad = None
+
+    tiered.load_state_dict({"weight": torch.ones(NUM_ROWS, DIM)})
+    tiered.row_optimizer.step()
+    assert tiered.weight.eq(1).all()
+
+
 READS = {
     "state_dict": lambda module: module.state_dict(),
     "state_dict of the model": lambda module: nn.ModuleList([module]).state_dict(),
