@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -24,11 +25,23 @@ __all__ = [
 
 @contextmanager
 def appearing_whole(file: Path) -> Iterator[Path]:
-    """A file to write to; it gets its name when it is written, or is removed where that fails."""
+    """Write a file that gets its name only after the disk holds all of its content.
+
+    A power failure leaves the file that had the name before, or the new one, whole. If the `with`
+    block raises, the new file is removed and never gets the name.
+
+    Args:
+        file: The name to give. A file that has it already is replaced.
+
+    Yields:
+        The path to write to, in the same folder. Close the file before the block ends.
+    """
     partial = file.with_name(f"{file.name}.partial")
     try:
         yield partial
+        flush_to_disk(partial)
         partial.rename(file)
+        flush_to_disk(file.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -95,6 +108,8 @@ def require_place(file: Path) -> None:
 
 def flush_to_disk(path: Path) -> None:
     """Have the disk hold a file's content, or a folder's names."""
+    if sys.platform == "win32":  # it opens no folder, and flushes no file that is open for reading
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -9,7 +9,7 @@
         timeline.json      the first steps for chrome://tracing, where `timeline_steps` asks for it
         timeline.png       ten of them as a picture
 
-`run.json` and the model appear under their names only when whole.
+`config.toml`, `run.json` and the model appear under their names only when whole.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class RunFolder:
                 f"run folder {folder.path} is not empty; remove it or choose another with --run"
             )
         folder.path.mkdir(parents=True, exist_ok=True)
-        folder.config_file.write_text(to_toml(config))
+        with appearing_whole(folder.config_file) as partial:
+            partial.write_text(to_toml(config))
         return folder
 
     @classmethod

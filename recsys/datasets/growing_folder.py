@@ -92,8 +92,6 @@ class GrowingFolder:
         }
         with appearing_whole(self._record) as partial:
             partial.write_text(json.dumps(content | {"sha256": _sum(content)}, indent=2) + "\n")
-            flush_to_disk(partial)
-        flush_to_disk(self.path)
 
     def roll_back(self) -> dict[str, Any] | None:
         """Put every file back to what it was at the last commit; remove those made since.

@@ -26,6 +26,7 @@ import torch
 from recsys.config import COLD_TIERS
 from recsys.embeddings.memory import advise_random
 from recsys.errors import ColdTierDirty, ColdTierError, ConfigError
+from recsys.files import appearing_whole
 from recsys.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -355,7 +356,7 @@ class ColdFiles:
             raise
 
     def _write_manifest(self) -> None:
-        """In one step: a reader finds the old one or the new one, whole."""
+        """Replace the manifest in one step: a reader finds the old one or the new one, whole."""
         arrays = [
             {"table": key[0], "name": key[1], **asdict(kind)} for key, kind in self._kinds.items()
         ]
@@ -365,17 +366,8 @@ class ColdFiles:
             "arrays": arrays,
             "numbers": self.numbers,
         }
-        fresh = self._manifest.with_suffix(".new")
-        with fresh.open("w") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self._manifest)
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with appearing_whole(self._manifest) as partial:
+            partial.write_text(json.dumps(content, indent=1))
 
     def _read_manifest(self) -> tuple[dict[Any, _Kind], dict[str, Any], bool] | None:
         try:

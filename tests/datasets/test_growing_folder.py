@@ -95,7 +95,8 @@ def test_a_commit_that_fails_leaves_the_one_before(folder, monkeypatch):
 
 def test_files_reach_the_disk_before_the_record_that_names_them(folder, monkeypatch):
     flushed = []
-    monkeypatch.setattr("recsys.datasets.growing_folder.flush_to_disk", flushed.append)
+    for place in ("recsys.datasets.growing_folder", "recsys.files"):
+        monkeypatch.setattr(f"{place}.flush_to_disk", flushed.append)
 
     folder.commit({})
 
