@@ -18,7 +18,7 @@ def calls(monkeypatch):
     fsync, rename = os.fsync, os.rename
 
     def spy_on_fsync(descriptor):
-        calls.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink()))
         fsync(descriptor)
 
     def spy_on_rename(old, new, **options):
