@@ -190,7 +190,11 @@ def permutation_seed(config: TrainConfig) -> int | None:
 
 
 def build_model(
-    config: TrainConfig, source: SampleSource, plan: HotPlan | None = None
+    config: TrainConfig,
+    source: SampleSource,
+    plan: HotPlan | None = None,
+    *,
+    table_device: str | None = None,
 ) -> tuple[DLRMTrain, list[Optimizer]]:
     """A model for some data, drawn from `config.seed`, and what to step after backward.
 
@@ -198,6 +202,8 @@ def build_model(
         config: What is wanted.
         source: The data.
         plan: Of `choose_plan`; None for that of `config.plan`, if any.
+        table_device: Where the embedding tables are, if not on `config.device`: "meta" for tables
+            that `RunFolder.load_model` is to map from the saved model.
 
     Raises:
         ConfigError: the device is not here, or the embeddings lack the optimizer or the dimension.
@@ -214,7 +220,7 @@ def build_model(
         config.embeddings,
         tables,
         config.optimizer,
-        device,
+        device if table_device is None else torch.device(table_device),
         budget=config.budget,
         plan=plan,
         cold_tier=config.cold_tier,
@@ -247,7 +253,10 @@ def build_model(
         dense_optimizer = torch.optim.Adagrad(
             dense_parameters, lr=dense.lr, eps=dense.eps, fused=device.type == "cpu" or None
         )
-    return DLRMTrain(dlrm).to(device), [dense_optimizer, of_rows]
+    model = DLRMTrain(dlrm)
+    if table_device is None:
+        model.to(device)
+    return model, [dense_optimizer, of_rows]
 
 
 def build_pipeline(

@@ -171,6 +171,13 @@ class RunFolder:
     def load_model(self, model: nn.Module) -> None:
         """Read the saved state_dict into a model of the same shape, one tensor at a time.
 
+        A tensor that the model has on "meta" is replaced by one that is mapped from the file. Its
+        pages are read when they are needed, and the system may drop them again, so it may be larger
+        than memory. Other tensors are copied.
+
+        Args:
+            model: Of the run's configuration. Mapped tensors must only be read.
+
         Raises:
             ConfigError: there is no saved model, or its keys or shapes are others.
         """
@@ -186,9 +193,11 @@ class RunFolder:
                     f"file and {expected.get(key)} in the model; evaluate on the data the run was "
                     "trained on, or data prepared with the same ids"
                 )
+            mapped = {key: saved.get_tensor(key) for key, value in state.items() if value.is_meta}
+            model.load_state_dict(mapped, strict=False, assign=True)
             with torch.no_grad():
-                for key, value in state.items():
-                    value.copy_(saved.get_tensor(key))
+                for key in state.keys() - mapped.keys():
+                    state[key].copy_(saved.get_tensor(key))
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -347,7 +347,10 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metr
         config = replace(config, device="cpu")
     source = open_source(config)
     set_num_threads(config.num_threads)
-    model, _ = build_model(config, source)
+    # On the CPU, tables are mapped from the saved model, which may be larger than memory. FBGEMM
+    # keeps all tables in an array of its own.
+    is_mapped = config.device == "cpu" and config.embeddings != "fbgemm"
+    model, _ = build_model(config, source, table_device="meta" if is_mapped else None)
     folder.load_model(model.model)
     with autocast(config):
         return {

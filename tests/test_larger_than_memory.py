@@ -1,0 +1,99 @@
+"""Commands on a saved model whose tables need not fit in memory."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from recsys.config import load_config
+from recsys.trainer import train
+
+NUM_ROWS, DIM = 1_600_000, 64
+TABLE_BYTES = NUM_ROWS * DIM * 4
+
+CHILD = """
+import json, re, sys, threading
+from pathlib import Path
+from types import SimpleNamespace
+from safetensors.torch import load_file
+from recsys.config import load_config
+from recsys.export import export_run
+from recsys.run_folder import RunFolder
+from recsys.trainer import evaluate_run
+
+def anonymous_bytes():
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", status)[1])
+
+def watch():
+    global most
+    while not is_done.wait(0.002):
+        most = max(most, anonymous_bytes())
+
+command, run, out = sys.argv[1:]
+first = most = anonymous_bytes()
+is_done = threading.Event()
+watcher = threading.Thread(target=watch, daemon=True)
+watcher.start()
+found = None
+if command == "evaluate":
+    found = {split: metrics.as_dict() for split, metrics in evaluate_run(run).items()}
+elif command == "save":
+    model = SimpleNamespace(state_dict=lambda: load_file(Path(run) / "model.safetensors"))
+    RunFolder.create(out, load_config(Path(run) / "config.toml")).save_model(model)
+else:
+    export_run(run, command, out)
+most = max(most, anonymous_bytes())
+is_done.set()
+watcher.join()
+print(json.dumps([found, most - first]))
+"""
+
+
+@pytest.fixture(scope="module")
+def large_run(tmp_path_factory):
+    """A run with rows in files, and its record."""
+    settings = ["budget=16MiB", "cold_tier=file", "batch_size=64", "eval.batch_size=64"]
+    settings += [f"model.embedding_dim={DIM}", f"model.dense_arch=[8, {DIM}]"]
+    settings += ["model.over_arch=[8, 1]", "synthetic.num_samples=420", "num_threads=1"]
+    settings += [f"synthetic.table_sizes={[3] * 11 + [NUM_ROWS]}"]
+    config = load_config(None, settings, data="synthetic:criteo-kaggle")
+    folder = tmp_path_factory.mktemp("large") / "run"
+    record = train(config, folder, show_progress=False)
+    assert (folder / "model.safetensors").stat().st_size > TABLE_BYTES
+    yield folder, record
+    (folder / "model.safetensors").unlink()
+
+
+def carry_out(command, run, out):
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, command, run, out],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_model_is_evaluated_without_its_tables_in_memory(large_run, tmp_path):
+    folder, record = large_run
+
+    metrics, num_bytes = carry_out("evaluate", folder, tmp_path)
+
+    assert metrics == record["metrics"]
+    assert num_bytes < TABLE_BYTES / 2
+
+
+@pytest.mark.parametrize("command", ["save", "torchrec", "classic", "safetensors"])
+def test_a_model_is_written_without_its_tables_in_memory(large_run, tmp_path, command):
+    folder, _ = large_run
+    out = tmp_path / "out"
+
+    _, num_bytes = carry_out(command, folder, out)
+
+    file = out / "model.safetensors" if command == "save" else out
+    assert file.stat().st_size > TABLE_BYTES
+    assert num_bytes < TABLE_BYTES / 2
+    file.unlink()
