@@ -27,7 +27,13 @@ from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.hot_tier import floor_bytes, slot_bytes
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
-from recsys.errors import BudgetTooSmall, ConflictingWrite, IdOutOfRange, TrainingDiverged
+from recsys.errors import (
+    BudgetTooSmall,
+    ColdTierError,
+    ConflictingWrite,
+    IdOutOfRange,
+    TrainingDiverged,
+)
 from recsys.pipeline import Auto, Hotline, LookAhead, Sequential, TrainPipeline
 
 FORMULAS = [
@@ -155,12 +161,13 @@ def ids_of(batch):
 
 
 def state_of(model):
-    """All optimizer state of the rows, by table and name."""
+    """All optimizer state of the rows, by table and name; what is zero may not be there yet."""
     found = model.optimizer.state_dict()["state"]
     return {
         (key, name): torch.as_tensor(value)
         for key, known in found.items()
         for name, value in known.items()
+        if torch.as_tensor(value).any()
     }
 
 
@@ -292,8 +299,9 @@ class Users(RuleBasedStateMachine):
         """Do it in both; what both return, and raise, must be equal.
 
         Returns:
-            What was raised by both; None of nothing. `BudgetTooSmall` the tiered one alone raises,
-            and the twin has not done it then.
+            What was raised by both; None of nothing. The tiered one alone may refuse: by
+            `BudgetTooSmall`, and the twin has not done it then, or by `ColdTierError` where tables
+            are exchanged for some that are in no file.
         """
         results, errors = [], []
         for model, do in ((self.model, act), (self.twin, of_twin or act)):
@@ -302,6 +310,10 @@ class Users(RuleBasedStateMachine):
                 errors.append(None)
             except BudgetTooSmall as error:
                 assert model is self.model
+                return error.with_traceback(None)
+            except ColdTierError as error:
+                assert model is self.model
+                (of_twin or act)(self.twin)  # exchanged tables keep the gradients that wait
                 return error.with_traceback(None)
             except ConflictingWrite:
                 assert model is self.model
@@ -348,12 +360,12 @@ class Users(RuleBasedStateMachine):
             return
         both = dict(zip((id(self.model), id(self.twin)), outputs, strict=True))
 
-        def learn(model):
-            (both[id(model)].square().sum() * factor).backward()
-            if not self.steps_itself:
-                model.optimizer.step()
+        self.both(lambda model: (both[id(model)].square().sum() * factor).backward())
+        self.step_in_both()
 
-        self.both(learn)
+    def step_in_both(self):
+        if not self.steps_itself:
+            self.both(lambda model: model.optimizer.step() and None)
         self.num_waiting = 0
 
     @rule(seed=seeds, count=st.integers(1, 6))
@@ -378,8 +390,7 @@ class Users(RuleBasedStateMachine):
     @precondition(lambda self: not self.steps_itself)
     @rule()
     def step_alone(self):
-        self.both(lambda model: model.optimizer.step() and None)
-        self.num_waiting = 0
+        self.step_in_both()
 
     @rule()
     def zero_grad(self):
@@ -551,6 +562,59 @@ class Users(RuleBasedStateMachine):
             return found
 
         self.both(do)
+
+    @precondition(lambda self: not self.steps_itself)
+    @rule()
+    def scale_gradients_in_place(self):
+        def do(model):
+            for table in model.tables():
+                if table.grad is not None:
+                    table.grad.mul_(0.5)
+
+        self.both(do)
+
+    @rule(seed=seeds)
+    def go_back_twice(self, seed):
+        outputs = self.forward_in_both(self.batch(seed))
+        if outputs is None:
+            return
+        both = dict(zip((id(self.model), id(self.twin)), outputs, strict=True))
+
+        def learn(model):
+            loss = both[id(model)].square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+
+        self.both(learn)
+        self.step_in_both()
+
+    @rule(seed=seeds)
+    def evaluate_other_rows(self, seed):
+        batch = self.batch(seed)
+
+        def do(model):
+            with torch.no_grad():
+                halves = {name: 0.5 * each for name, each in model.named_parameters()}
+                return torch.func.functional_call(model, halves, (batch,))
+
+        def look_up(model):
+            with torch.no_grad():
+                return model(batch)
+
+        self.both(do)
+        self.both(look_up)  # until then, `data` of the model's own tables is not watched
+
+    @rule()
+    def begin_state_anew(self):
+        def do(model):
+            for table in model.tables():
+                model.optimizer.state.pop(table, None)
+
+        self.both(do)
+
+    @rule()
+    def move_to_where_it_is(self):
+        self.both(lambda model: model.to("cpu") and None)
 
     @rule(number=st.integers(0, 2), is_asked=st.booleans())
     def freeze(self, number, is_asked):

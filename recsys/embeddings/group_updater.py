@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from recsys.embeddings.budget import SpaceSize
 from recsys.embeddings.exchanged_tables import heirs, require_own
+from recsys.embeddings.finite_gradients import require_finite
 from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
 from recsys.embeddings.memory import empty_rows
@@ -24,6 +25,7 @@ from recsys.embeddings.state_arrays import StateArrays, require_state
 from recsys.embeddings.table_parameter import move_table, plain_grad
 from recsys.embeddings.tiers import Tiers
 from recsys.embeddings.translation import SettingsReader
+from recsys.embeddings.update import Update
 from recsys.errors import BudgetTooSmall, ColdTierError
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.translation import Translation
 
 __all__ = ["GroupUpdater"]
+
 
 _NO_STATE: dict[str, Any] = {}  # stands for a table that never moved; never written to
 
@@ -103,35 +106,59 @@ class GroupUpdater:
         self.follow_tables()
         self.follow_state()
 
-    def update_rows(self) -> None:
-        """Move every row that gradients were collected for, once; forgets the gradients."""
+    def prepare(self) -> Update | None:
+        """Take what was collected, and make sure that nothing speaks against the update of rows.
+
+        Returns:
+            For `update_rows`; None where nothing was collected.
+
+        Raises:
+            BudgetTooSmall: there are too few slots for the rows.
+            ConflictingWrite: a table, or its state, was written to by others meanwhile.
+            NonFiniteGradient: a gradient has nan or inf in it.
+            ValueError: settings or state are such that rows cannot be updated by them. After each
+                of these, everything is still collected.
+        """
         weights = self.group.follow()
         self.follow_tables(weights)
         ledger = self.group.take_ledger(weights)
         if not ledger:
-            return
-        moved = _tables_in(ledger)
+            return None
         try:
-            space, states, formula, rates_T2, keys_T = self._prepared(moved, ledger)
+            if self.group.kernels.errors is None:  # on a device, the kernel looks
+                require_finite(self.group.names, self.group.dim, ledger)
+            return self._prepared(_tables_in(ledger), ledger)
         except Exception:
-            # Whoever corrects what was wrong and steps again means these gradients.
-            self.group.ledger[:0] = ledger
+            self.give_back(ledger)
             raise
+
+    def give_back(self, ledger: Sequence[LedgerEntry]) -> None:
+        """Collect again what `prepare` has taken: after a correction, the next step means it."""
+        self.group.ledger[:0] = ledger
+
+    def update_rows(self, update: Update) -> None:
+        """Update every row that gradients were collected for, once."""
+        for table, step in zip(update.moved, update.steps, strict=False):
+            update.by_table[table]["step"] = step
+        for table in update.new:
+            self._optimizer.state[self._weights[table]] = update.by_table[table]
         row_update, tiers = self.group.kernels.row_update, self.group.tiers
         changed = self._weights
-        if len(moved) < len(changed):
-            changed = [self._weights[table] for table in moved]
+        if len(update.moved) < len(changed):
+            changed = [self._weights[table] for table in update.moved]
         # As an in-place operation of torch's raises versions: who has kept a table for backward
         # will know.
+        space, states = update.space, update.states
+        more = update.formula, update.rates, update.ledger, update.keys
         if tiers is None:
-            row_update(space, states, formula, rates_T2, ledger, keys_T)
+            row_update(space, states, *more)
             increment_version(changed)
             return
         hot = tiers.hot
         with interrupts_held_back():  # rows that are moved and not known to be would be lost
-            row_update(hot.space, hot.state_spaces, formula, rates_T2, ledger, keys_T)
+            row_update(hot.space, hot.state_spaces, *more)
             increment_version(changed)
-            tiers.note_moved((entry.ticket for entry in ledger), moved)
+            tiers.note_moved((entry.ticket for entry in update.ledger), update.moved)
 
     def space_size(self) -> SpaceSize:
         """What there is to keep in slots."""
@@ -283,10 +310,8 @@ class GroupUpdater:
         settings, _ = self._settings.read(self._optimizer.param_groups[self._number])
         return settings.state_sizes
 
-    def _prepared(
-        self, moved: Sequence[int], ledger: Sequence[LedgerEntry]
-    ) -> tuple[RowSpace, list[RowSpace], RowOptimizer, NDArray[np.float64], NDArray[Any]]:
-        """What `row_update` takes; steps are counted when nothing can be refused any more."""
+    def _prepared(self, moved: Sequence[int], ledger: Sequence[LedgerEntry]) -> Update:
+        """What `update_rows` takes; no step is counted yet."""
         settings = self._optimizer.param_groups[self._number]
         (formula, sizes, _, _), rates_T2 = self._settings.read(settings)
         space = self.group.space(weights=self._weights)
@@ -298,7 +323,7 @@ class GroupUpdater:
         counts_steps = self._translation.counts_steps or is_by_chance
         if not (counts_steps or sizes):
             states = self._state_spaces(space, sizes, moved, ()) if self._states else []
-            return space, states, formula, rates_T2, TO_NEAREST
+            return Update(ledger, moved, space, states, formula, rates_T2, TO_NEAREST)
         by_table, new = self._state_by_table(moved)
         keys_T: NDArray[Any] = TO_NEAREST
         steps: list[Any] = []
@@ -307,11 +332,7 @@ class GroupUpdater:
                 settings, formula, moved, by_table, is_by_chance=is_by_chance
             )
         states = self._state_spaces(space, sizes, moved, by_table)
-        for table, step in zip(moved, steps, strict=False):
-            by_table[table]["step"] = step
-        for table in new:
-            self._optimizer.state[self._weights[table]] = by_table[table]
-        return space, states, formula, rates_T2, keys_T
+        return Update(ledger, moved, space, states, formula, rates_T2, keys_T, by_table, steps, new)
 
     def _state_by_table(self, moved: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
         """The optimizer's state of every table, and which tables move that had none until now."""
@@ -416,6 +437,8 @@ class GroupUpdater:
             and all(state.is_of(by_table, moved) for state in self._states)
         ):
             return [state.space for state in self._states]
+        if self.group.tiers is not None:
+            self.group.tiers.flush()  # a file that is begun anew gets no rows of before
         before, self._states = (
             self._states,
             [self._make_state(name, size, moved, by_table) for name, size in sizes.items()],

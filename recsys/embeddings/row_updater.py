@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.table_group import TableGroup
     from recsys.embeddings.tiers import Tiers
     from recsys.embeddings.translation import Translation
+    from recsys.embeddings.update import Update
 
 __all__ = ["RowUpdater"]
 
@@ -129,14 +130,23 @@ class RowUpdater:
         """Move every row that gradients were collected for, once; forgets the gradients.
 
         Raises:
-            NonFiniteGradient: a gradient has nan or inf in it; no row of any group has moved.
+            Exception: as `GroupUpdater.prepare`; no row of any group has moved then, and everything
+                is still collected.
         """
         self._queued_for = None
         with DisableTorchFunctionSubclass():  # it is us who read the tables
-            for group in self._groups:
-                group.group.require_finite()
-            for group in self._groups:
-                group.update_rows()
+            prepared: list[tuple[GroupUpdater, Update]] = []
+            try:
+                for group in self._groups:
+                    update = group.prepare()
+                    if update is not None:
+                        prepared.append((group, update))
+            except Exception:
+                for group, update in prepared:
+                    group.give_back(update.ledger)
+                raise
+            for group, update in prepared:
+                group.update_rows(update)
 
     @contextmanager
     def moving_once(self) -> Iterator[None]:

@@ -26,7 +26,6 @@ from recsys.embeddings.exchanged_tables import (
     require_tiered,
     require_twins,
 )
-from recsys.embeddings.finite_gradients import require_finite
 from recsys.embeddings.found import Found
 from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.kernels.ledger import LedgerEntry
@@ -354,17 +353,6 @@ class TableGroup:
         weights = self.follow()
         self.ledger = self._closed_ledger()
         self.ledger = leave_grads(self.ledger, weights, range(len(weights)))
-
-    def require_finite(self) -> None:
-        """Refuse gradients with nan or inf in them; on a device, kernels do it.
-
-        Raises:
-            NonFiniteGradient: there is one; everything is left.
-        """
-        if self.kernels.errors is None:
-            weights = self.follow()
-            left = () if self._has_no_grad(weights) else map(plain_grad, weights)
-            require_finite(self.names, self.dim, self.ledger, left)
 
     def take_ledger(self, weights: Sequence[nn.Parameter]) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left.

@@ -174,10 +174,12 @@ def test_under_an_optimizer_of_torchs_a_shorter_tables_gradient_is_forgotten_and
     other, short = (each.weight for each in model)
     short.data = short.data[:3]
 
-    for refused in (optimizer.step, optimizer.zero_grad, lambda: recsys.restore(model)):
+    for refused in (optimizer.step, lambda: recsys.restore(model), optimizer.zero_grad):
         with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
             refused()
         assert type(other) is LedgerParameter  # nothing was restored
+        assert torch.equal(other, ROWS)  # and of the other param group no row was updated
+    model[0](torch.tensor([4]), OFFSETS).sum().backward()  # zero_grad has forgotten the first
     short.grad = None
     optimizer.step()
 

@@ -9,6 +9,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import Adam
 from recsys.embeddings.table import TableConfig
+from recsys.errors import BudgetTooSmall
 
 TABLES = [
     TableConfig(name="users", num_embeddings=9, embedding_dim=4),
@@ -134,3 +135,33 @@ def test_settings_of_torchs_optimizer_corrected_give_the_step_that_was_refused(k
     assert torch.equal(model[0].weight, expected[0].weight)
     states = [each.state_dict()["state"] for each in (optimizer, its_optimizer)]
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+def test_a_step_that_is_refused_for_one_dim_updates_no_row_of_another():
+    tables = [
+        TableConfig(name="users", num_embeddings=300, embedding_dim=4),
+        TableConfig(name="goods", num_embeddings=300, embedding_dim=8),
+    ]
+    torch.manual_seed(0)
+    module = HotColdEmbeddingBagCollection(
+        tables, optimizer=Adam(lr=0.1), budget=12_000, auto_apply=False
+    )
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    users, goods = module.table_weights()
+    users.grad = torch.sparse_coo_tensor([[3, 5]], torch.ones(2, 4), (300, 4))
+    goods.grad = torch.sparse_coo_tensor(torch.arange(300)[None], torch.ones(300, 8), (300, 8))
+
+    for _ in range(2):
+        with pytest.raises(BudgetTooSmall):
+            module.row_optimizer.step()
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, before[name])
+    goods.grad = None
+    module.row_optimizer.step()
+
+    changed = (
+        module.state_dict()["embedding_bags.users.weight"] - before["embedding_bags.users.weight"]
+    )
+    assert changed.ne(0).any(1).nonzero().flatten().tolist() == [3, 5]
+    state = module.row_optimizer.state_dict()["state"]
+    assert {int(known["users.step"]) for key, known in state.items() if "users" in key} == {1}
