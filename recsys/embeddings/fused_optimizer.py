@@ -12,6 +12,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from recsys.embeddings.row_updater import RowUpdater
+from recsys.embeddings.state_arrays import require_state
 from recsys.embeddings.translation import Translation
 
 if TYPE_CHECKING:
@@ -143,31 +144,87 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": [settings | {"params": list(self._prefixes)}]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of the same tables.
+        """Copy a state of the same tables, one table after the other.
+
+        An array that the optimizer already has in the same shape and dtype is written in place.
+        Tensors of `state_dict` are not kept.
 
         Raises:
-            ValueError: a table is missing or unknown, or a state's size is another.
+            ColdTierError: state is kept in files, and there is no room for a new array.
+            ValueError: a table is missing or unknown, or a state's size is another. Nothing has
+                been changed.
         """
         self.updater.follow_tables()
-        self.updater.flush()
         [group] = self.param_groups
-        states = state_dict["state"]
+        states, settings = state_dict["state"], state_dict["param_groups"][0]
         if set(states) != set(self._prefixes):
             missing = sorted(set(self._prefixes) - set(states))
             unknown = sorted(set(states) - set(self._prefixes))
             raise ValueError(f"optimizer state: tables {missing} are missing, {unknown} unknown")
-        loaded: dict[Tensor, dict[str, Any]] = {}
-        for key, table in zip(self._prefixes, group["params"], strict=True):
-            prefix = self._prefixes[key]
-            loaded[table] = {
-                name.removeprefix(prefix): _copy_state(f"{key}: {name}", value, len(table))
-                for name, value in states[key].items()
+        tables = dict(zip(self._prefixes, group["params"], strict=True))
+        for key, table in tables.items():
+            self._require_state(key, table, states[key])
+        loaded = self._without_aliases(tables, states)
+        # Rows and state in slots are written back now, and fetched anew after the copies.
+        tiers = self.updater.tiers()
+        for each in tiers:
+            each.expose()
+        group.update({name: value for name, value in settings.items() if name != "params"})
+        has_files = any(each.files is not None for each in tiers)
+        for key, table in tables.items():
+            known = self.state.get(table, {})
+            self.state[table] = {
+                name: _copy_state(value, known.get(name)) for name, value in loaded[key].items()
             }
-        self.state.update(loaded)
-        for name, value in state_dict["param_groups"][0].items():
-            if name != "params":
-                group[name] = value
+            if has_files:  # clones go to their files before the next table's are made
+                self.updater.follow_state()
         self.updater.follow_state()
+
+    def _require_state(self, key: str, table: Tensor, state: Mapping[str, Any]) -> None:
+        """Check the sizes of a table's state before anything is changed.
+
+        Raises:
+            ValueError: a size is another.
+        """
+        formula = self._formula_of(self.param_groups[0])
+        sizes = formula.state_sizes(table.shape[1]) if self.updater.tiers() else {}
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or not value.dim():
+                continue
+            if len(value) != len(table):
+                raise ValueError(f"{key}: {name}: must have {len(table)} rows, got {len(value)}")
+            own = name.removeprefix(self._prefixes[key])
+            if own in sizes:  # without tiers, the next step checks it
+                columns = () if own in formula.row_states else (sizes[own],)
+                require_state(own, columns, [table], [value])
+
+    def _without_aliases(
+        self, tables: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """The state by its own names, with clones of arrays that belong to another state here.
+
+        `state_dict` makes no copies. A caller that swaps the state of two tables gives arrays that
+        loading would otherwise write before it has read them.
+        """
+        held = {
+            value.untyped_storage().data_ptr()
+            for table in tables.values()
+            for value in self.state.get(table, {}).values()
+            if isinstance(value, Tensor)
+        }
+        loaded: dict[str, dict[str, Any]] = {}
+        for key, table in tables.items():
+            known, prefix = self.state.get(table, {}), self._prefixes[key]
+            loaded[key] = {}
+            for name, value in states[key].items():
+                own = name.removeprefix(prefix)
+                is_alias = (
+                    isinstance(value, Tensor)
+                    and value is not known.get(own)
+                    and value.untyped_storage().data_ptr() in held
+                )
+                loaded[key][own] = value.clone() if is_alias else value
+        return loaded
 
     def _formula_of(self, settings: Mapping[str, Any]) -> RowOptimizer:
         return self._kind(**{field.name: settings[field.name] for field in fields(self._kind)})
@@ -178,9 +235,10 @@ def _read_lr(settings: Mapping[str, Any], step: int) -> float:
     return lr
 
 
-def _copy_state(place: str, value: Any, num_rows: int) -> Any:
+def _copy_state(value: Any, known: Any) -> Any:
+    """A state's value that is not the caller's: in place of the known array where that fits."""
     if not isinstance(value, Tensor) or not value.dim():
         return value
-    if len(value) != num_rows:
-        raise ValueError(f"{place}: must have {num_rows} rows, got {len(value)}")
-    return value.clone()
+    if isinstance(known, Tensor) and (known.shape, known.dtype) == (value.shape, value.dtype):
+        return known.copy_(value.detach())
+    return value.detach().clone()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
-from recsys.embeddings import cold_files, row_updater
+from recsys.embeddings import cold_files, fused_optimizer, row_updater
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam
@@ -136,6 +137,36 @@ def test_whoever_looks_at_a_table_or_loads_one_finds_it_heeded(tmp_path):
     train([resident, tiered], 4, seed=2)
 
     require_equal(resident, tiered)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_state_is_loaded_with_one_tables_clones_in_memory_at_a_time(
+    tmp_path, monkeypatch, is_new
+):
+    source = build(Adagrad(lr=0.1))
+    tiered = in_files(Adagrad(lr=0.1), tmp_path)
+    train([source], 6)
+    if not is_new:
+        train([tiered], 3)
+    tiered.load_state_dict(source.state_dict())
+    state = copy.deepcopy(source.row_optimizer.state_dict())
+    copy_state, clones, most = fused_optimizer._copy_state, [], [0]
+
+    def watched(value, known):
+        copied = copy_state(value, known)
+        if copied is not known:
+            clones.append(weakref.ref(copied))
+            most[0] = max(most[0], sum(each() is not None for each in clones))
+        return copied
+
+    monkeypatch.setattr(fused_optimizer, "_copy_state", watched)
+
+    tiered.row_optimizer.load_state_dict(state)
+
+    assert most[0] == (1 if is_new else 0)
+    require_equal(source, tiered)
+    train([source, tiered], 4, seed=2)
+    require_equal(source, tiered)
 
 
 def test_evaluation_in_between_reads_rows_where_they_are_and_nothing_ahead(tmp_path, monkeypatch):

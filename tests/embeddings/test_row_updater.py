@@ -25,6 +25,11 @@ def step(module):
     module.row_optimizer.step()
 
 
+def states_of(module):
+    states = module.row_optimizer.state_dict()["state"].values()
+    return {name: value for known in states for name, value in known.items()}
+
+
 def test_a_run_goes_on_from_its_weights_and_its_optimizers_state(optimizer):
     module, other = build(optimizer), build(optimizer)
     for _ in range(3):
@@ -81,6 +86,80 @@ def test_state_of_another_size_is_refused():
 
     with pytest.raises(ValueError, match=r"users.momentum1: must have 9 rows, got 8"):
         build(Adagrad(lr=0.1)).row_optimizer.load_state_dict(state)
+
+
+def test_a_loaded_state_is_copied_into_the_arrays_that_are_there():
+    source, module = build(Adagrad(lr=0.1)), build(Adagrad(lr=0.1))
+    for _ in range(2):
+        step(source)
+    step(module)
+    state = source.row_optimizer.state_dict()
+    before = copy.deepcopy(state)
+    arrays = states_of(module)
+
+    module.row_optimizer.load_state_dict(state)
+
+    for name, value in states_of(module).items():
+        assert value is arrays[name]
+        assert torch.equal(value, states_of(source)[name])
+    step(module)
+    for table, known in before["state"].items():
+        for name, value in known.items():
+            assert torch.equal(state["state"][table][name], value)
+
+
+def test_a_loaded_state_is_not_kept_where_there_was_none():
+    source, module = build(Adagrad(lr=0.1)), build(Adagrad(lr=0.1))
+    step(source)
+    before = copy.deepcopy(states_of(source))
+
+    module.row_optimizer.load_state_dict(source.row_optimizer.state_dict())
+    step(module)
+
+    for name, value in states_of(source).items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("wrong", ["rows", "tables"])
+def test_a_state_that_is_refused_changes_nothing(wrong):
+    module = build(Adagrad(lr=0.1))
+    step(module)
+    before = copy.deepcopy(module.row_optimizer.state_dict())
+    state = copy.deepcopy(before)
+    state["param_groups"][0]["lr"] = 7.0
+    state["state"]["embedding_bags.users.weight"]["users.momentum1"] += 1
+    if wrong == "rows":
+        state["state"]["embedding_bags.goods.weight"]["goods.momentum1"] = torch.zeros(4, 8)
+    else:
+        del state["state"]["embedding_bags.goods.weight"]
+
+    with pytest.raises(ValueError, match=r"must have 5 rows, got 4|are missing"):
+        module.row_optimizer.load_state_dict(state)
+
+    assert module.row_optimizer.param_groups[0]["lr"] == 0.1
+    for table, known in before["state"].items():
+        for name, value in known.items():
+            assert torch.equal(module.row_optimizer.state_dict()["state"][table][name], value)
+
+
+def test_two_tables_can_swap_their_own_states():
+    tables = [
+        TableConfig(name=name, num_embeddings=9, embedding_dim=4) for name in ("users", "goods")
+    ]
+    module = HotColdEmbeddingBagCollection(tables, optimizer=Adagrad(lr=0.1), auto_apply=False)
+    step(module)
+    before = copy.deepcopy(states_of(module))
+    users, goods = (f"embedding_bags.{name}.weight" for name in ("users", "goods"))
+    state = module.row_optimizer.state_dict()
+    swapped = {
+        users: {"users.momentum1": state["state"][goods]["goods.momentum1"]},
+        goods: {"goods.momentum1": state["state"][users]["users.momentum1"]},
+    }
+
+    module.row_optimizer.load_state_dict(state | {"state": swapped})
+
+    assert torch.equal(states_of(module)["users.momentum1"], before["goods.momentum1"])
+    assert torch.equal(states_of(module)["goods.momentum1"], before["users.momentum1"])
 
 
 def test_a_scheduler_rules_the_learning_rate():

@@ -200,6 +200,44 @@ def reload_state(module):
     module.row_optimizer.load_state_dict(state)
 
 
+@each_optimizer
+def test_a_state_loaded_in_place_is_taken_into_slots_anew(optimizer):
+    modules = pair(optimizer)
+    train(modules, 5)
+    states = [copy.deepcopy(module.row_optimizer.state_dict()) for module in modules]
+    train(modules, 20, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    ids = batch(generator)
+
+    losses = [module(ids).values().square().sum() for module in modules]  # holds rows in slots
+    for module, state in zip(modules, states, strict=True):
+        module.row_optimizer.load_state_dict(state)
+    for loss in losses:
+        loss.backward()
+    train(modules, 20, seed=3)
+
+    require_equal(*modules)
+
+
+@pytest.mark.parametrize("kind", [RowWiseAdagrad, Adam])
+def test_state_of_another_formula_changes_nothing_where_rows_are_in_slots(kind):
+    source, (_, tiered) = build(kind(lr=0.1)), pair(Adagrad(lr=0.1))
+    train([source], 3)
+    train([tiered], 3)
+    before = copy.deepcopy(tiered.row_optimizer.state_dict())
+    state = source.row_optimizer.state_dict()
+    if kind is Adam:  # rows and columns of users fit, those of pages do not
+        momentum = state["state"]["embedding_bags.pages.weight"]
+        momentum["pages.momentum1"] = momentum["pages.momentum1"][:, :4]
+
+    with pytest.raises(ValueError, match=r"'momentum1' .* must be"):
+        tiered.row_optimizer.load_state_dict(state)
+
+    for table, known in before["state"].items():
+        for name, value in known.items():
+            assert torch.equal(tiered.row_optimizer.state_dict()["state"][table][name], value)
+
+
 def test_a_dropped_graph_gives_its_slots_back():
     _, tiered = pair(SGD(lr=0.1))
     generator = torch.Generator().manual_seed(0)
