@@ -18,6 +18,7 @@ from recsys.embeddings.budget import SpaceSize
 from recsys.embeddings.exchanged_tables import heirs, require_own
 from recsys.embeddings.finite_gradients import require_finite
 from recsys.embeddings.interrupts import interrupts_held_back
+from recsys.embeddings.kernels.ledger import tables_in
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
@@ -127,7 +128,7 @@ class GroupUpdater:
         try:
             if self.group.kernels.errors is None:  # on a device, the kernel looks
                 require_finite(self.group.names, self.group.dim, ledger)
-            return self._prepared(_tables_in(ledger), ledger)
+            return self._prepared(tables_in(ledger), ledger)
         except Exception:
             self.give_back(ledger)
             raise
@@ -403,7 +404,7 @@ class GroupUpdater:
         """
         groups, number = self._optimizer.param_groups, self._number
         known = set(map(id, groups[number]["params"] if number < len(groups) else ()))
-        waiting = _tables_in(self.group.ledger)
+        waiting = tables_in(self.group.ledger)
         for table, weight in enumerate(self._weights):
             is_to_move = table in waiting or plain_grad(weight) is not None
             if is_to_move and id(weight) not in known:
@@ -498,10 +499,3 @@ class GroupUpdater:
             known = self._files.keep(self._names[table], name, known)
         state[name] = known
         return known
-
-
-def _tables_in(ledger: Sequence[LedgerEntry]) -> Sequence[int]:
-    """Numbers of the tables that were looked up, in order."""
-    if len(ledger) == 1:
-        return ledger[0].lookups.distinct_tables
-    return sorted({table for entry in ledger for table in entry.lookups.distinct_tables})

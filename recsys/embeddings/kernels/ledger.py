@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.residency import Ticket
     from recsys.embeddings.row_space import RowSpace
 
-__all__ = ["LedgerEntry", "Segments", "join_ledger"]
+__all__ = ["LedgerEntry", "Segments", "join_ledger", "tables_in"]
 
 
 class LedgerEntry(NamedTuple):
@@ -78,6 +78,13 @@ class LedgerEntry(NamedTuple):
                     f"used it was exchanged for one of {tuple(now)}; set the grad of that one to "
                     "None to forget the gradient, or give the rows back"
                 )
+
+
+def tables_in(ledger: Sequence[LedgerEntry]) -> Sequence[int]:
+    """Numbers of the tables that were looked up, in order."""
+    if len(ledger) == 1:
+        return ledger[0].lookups.distinct_tables
+    return sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
 
 
 def join_ledger(
