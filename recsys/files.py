@@ -40,7 +40,7 @@ def appearing_whole(file: Path) -> Iterator[Path]:
     try:
         yield partial
         flush_to_disk(partial)
-        partial.rename(file)
+        partial.replace(file)
         flush_to_disk(file.parent)
     finally:
         partial.unlink(missing_ok=True)

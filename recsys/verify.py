@@ -160,6 +160,7 @@ def verify(
         What was compared, and what differs.
 
     Raises:
+        NonFiniteGradient: a gradient of rows has nan or inf in it, which plain PyTorch would take.
         ValueError: there are no batches, or `recsys.accelerate` refuses model or optimizer, or
             `apply_optimizer_in_backward` has marked a parameter: a copy has no marks.
     """

@@ -27,6 +27,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(os, "fsync", spy_on_fsync)
     monkeypatch.setattr(os, "rename", spy_on_rename)
+    monkeypatch.setattr(os, "replace", spy_on_rename)
     return calls
 
 

@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 import recsys
 from recsys.embeddings import SGD
 from recsys.embeddings.kernel_choice import NUMBA
+from recsys.errors import NonFiniteGradient
 from recsys.verify import Difference
 
 
@@ -183,16 +184,26 @@ def test_state_is_compared_although_it_is_set_back_at_every_step(monkeypatch):
 
 def test_what_is_no_number_on_both_sides_is_equal_and_on_one_side_infinitely_wrong(monkeypatch):
     model, optimizer = build("sgd")
+    used = {row for ids, _ in batches(1) for row in ids[0].flatten().tolist()}
     with torch.no_grad():
-        model.bags[1].weight[2] = float("nan")
+        model.bags[0].weight[min(set(range(9)) - used)] = float("nan")
 
-    both = recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)
+    both = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
     monkeypatch.setattr(NUMBA, "row_update", lambda space, *_: space.tables[0].fill_(float("nan")))
     model, optimizer = build("sgd")
     one = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
 
     assert both.ok
     assert {each.error_over_tolerance for each in one.differences} >= {float("inf")}
+
+
+def test_a_gradient_that_is_not_finite_is_an_error_of_the_accelerated_side():
+    model, optimizer = build("sgd")
+    with torch.no_grad():
+        model.bags[1].weight[2] = float("nan")
+
+    with pytest.raises(NonFiniteGradient, match=r"^table 'bags\.1'"):
+        recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)
 
 
 def test_tolerances_may_be_given():

@@ -76,7 +76,9 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         budget: Bytes that rows in fast memory may take, with their state and what it takes to find
             them, as a number or like "256MiB". Rows that do not fit wait in `weight`, which is
             then the cold store; what is computed is the same to the last bit. It needs an
-            optimizer. None keeps all rows in fast memory, or has that of `plan`.
+            optimizer. Write to rows through `weight` each time: a write by a tensor that was kept
+            may be a `ConflictingWrite`, one by a kept numpy array is not seen. None keeps all rows
+            in fast memory, or has that of `plan`.
         plan: Which rows are never to leave fast memory: one of a single table of this size, by any
             name; see `plan_hot_rows`. Without one, rows that are used often stay by being used.
         cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from recsys.embeddings.hot_tier import floor_bytes, map_bytes, row_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall
 
@@ -15,8 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
+    from numpy.typing import NDArray
+    from torch import nn
 
-__all__ = ["NEEDS_OPTIMIZER", "SpaceSize", "divide_budget"]
+__all__ = ["NEEDS_OPTIMIZER", "SpaceSize", "divide_budget", "order_pinned"]
 
 NEEDS_OPTIMIZER = (
     "budget= (or plan=) keeps some rows in slow memory, where an optimizer of torch's cannot move "
@@ -103,3 +107,23 @@ def divide_budget(
         # What those leave over that have all they can use is shared out among the others.
         hungry = [number for number in hungry if number not in filled] if filled else []
     return slots
+
+
+def order_pinned(
+    weights: Sequence[nn.Parameter],
+    pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]],
+) -> NDArray[np.int32]:
+    """Rows to be pinned, numbered over all tables of a row space, those looked up most in front.
+
+    Args:
+        weights: The tables.
+        pinned: By table: its rows, and how often each is looked up.
+    """
+    first, rows, counts = 0, [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for weight in weights:
+        if weight in pinned:
+            rows.append(pinned[weight][0] + first)
+            counts.append(pinned[weight][1])
+        first += len(weight)
+    order = np.argsort(-np.concatenate(counts), kind="stable")
+    return np.concatenate(rows)[order].astype(np.int32)

@@ -84,7 +84,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         budget: Bytes that rows in fast memory may take, with their state and what it takes to find
             them, as a number or like "256MiB". Rows that do not fit wait in the tables, which are
             then the cold store; what is computed is the same to the last bit. It needs an
-            optimizer. None keeps all rows in fast memory, or has that of `plan`.
+            optimizer. Write to rows through each table's `weight`; see `HotColdEmbeddingBag`. None
+            keeps all rows in fast memory, or has that of `plan`.
         cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
             disk, for tables that are larger than memory.
         cold_path: That folder. Made where there is none; one that an earlier module has left whole

@@ -25,6 +25,7 @@ __all__ = [
     "require_dim",
     "require_grad_of",
     "require_own",
+    "require_own_memory",
     "require_tiered",
     "require_twins",
 ]
@@ -65,6 +66,20 @@ def require_own(weights: Sequence[nn.Parameter], group: TableGroup) -> None:
                 "each its own Parameter, or build the modules anew, of one table"
             )
         known.add(id(weight))
+
+
+def require_own_memory(names: Sequence[str], weights: Sequence[Tensor]) -> None:
+    """Refuse tables for two tiers that share memory: a write to one counts as a write to all.
+
+    Raises:
+        ValueError: a table is a part of a larger tensor.
+    """
+    for name, weight in zip(names, weights, strict=True):
+        if weight.untyped_storage().nbytes() > weight.nbytes:
+            raise ValueError(
+                f"table {name!r}: with a budget its rows must have memory of their own, and they "
+                "are a part of a larger tensor; give it a clone (weight.data = weight.data.clone())"
+            )
 
 
 def require_twins(twins: Iterable[tuple[nn.Module, int]], weights: Sequence[nn.Parameter]) -> None:

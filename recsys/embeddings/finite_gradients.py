@@ -5,48 +5,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from recsys.embeddings.kernels.finite import are_finite
-from recsys.errors import NonFiniteGradient
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from recsys.embeddings.kernels.ledger import LedgerEntry
 
-__all__ = ["require_finite"]
+__all__ = ["first_non_finite"]
 
 
-def require_finite(names: Sequence[str], dim: int, ledger: Iterable[LedgerEntry]) -> None:
-    """Refuse gradients, on the CPU, that have nan or inf in them.
+def first_non_finite(dim: int, ledger: Iterable[LedgerEntry]) -> int | None:
+    """The number of a table whose rows' gradient, on the CPU, has nan or inf in it; None of none.
+
+    The gradient of an empty bag is no row's, and may be anything: that of a norm is nan.
 
     Args:
-        names: Of the tables of a group.
         dim: D.
         ledger: The gradients.
-
-    Raises:
-        NonFiniteGradient: there is one; the message names its table.
     """
     for entry in ledger:
-        table = _bad_table(entry, dim)
-        if table is not None:
-            raise NonFiniteGradient(
-                f"table {names[table]!r}: the gradient of its rows has nan or inf in it, and no "
-                "row was updated; find what computes it (a learning rate too high, log(0), float16 "
-                "without GradScaler). zero_grad() forgets the gradient"
-            )
-
-
-def _bad_table(entry: LedgerEntry, dim: int) -> int | None:
-    """The first table whose rows' gradient is not finite; weights of lookups are factors of it."""
-    weights, lookups = entry.bags.weights, entry.lookups
-    if weights is not None and not np.isfinite(weights).all():
-        return lookups.distinct_tables[0]
-    if are_finite(entry.gradient):
-        return None
-    gradient = entry.gradient.flatten(1)
-    for table, column in zip(lookups.tables.tolist(), lookups.columns.tolist(), strict=True):
-        if not are_finite(gradient[:, column : column + dim]):
-            return int(table)
+        lookups, bags = entry.lookups, entry.bags
+        if bags.weights is not None and not np.isfinite(bags.weights).all():
+            return lookups.distinct_tables[0]
+        if are_finite(entry.gradient):
+            continue
+        gradient = entry.gradient.flatten(1)
+        places = lookups.tables, lookups.positions, lookups.columns
+        for table, position, column in zip(*(each.tolist() for each in places), strict=True):
+            of_lookup = gradient[:, column : column + dim]
+            if bags.offsets is not None:
+                first = position * bags.batch_size
+                lengths = np.diff(bags.offsets[first : first + bags.batch_size + 1])
+                of_lookup = of_lookup[torch.from_numpy(lengths > 0)]
+            if not are_finite(of_lookup):
+                return int(table)
     return None

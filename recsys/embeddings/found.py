@@ -27,8 +27,8 @@ class Found(NamedTuple):
         rows: The input.
         space: The rows: those of the tables, or slots that hold them.
         bags: The input as numbers of `space`.
-        tables: All of the group, as they are now; `parameters` likewise, of a group that is
-            watched.
+        tables: All of the group, as they are now.
+        parameters: The same as Parameters, of a group that is watched.
         ticket: Has the slots, if they are some.
     """
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 from recsys.embeddings.budget import SpaceSize
 from recsys.embeddings.exchanged_tables import heirs, require_own
-from recsys.embeddings.finite_gradients import require_finite
+from recsys.embeddings.finite_gradients import first_non_finite
 from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.ledger import tables_in
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
@@ -27,7 +27,7 @@ from recsys.embeddings.table_parameter import move_table, plain_grad
 from recsys.embeddings.tiers import Tiers
 from recsys.embeddings.translation import SettingsReader
 from recsys.embeddings.update import Update
-from recsys.errors import BudgetTooSmall, ColdTierError
+from recsys.errors import BudgetTooSmall, ColdTierError, NonFiniteGradient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -125,13 +125,22 @@ class GroupUpdater:
         ledger = self.group.take_ledger(weights)
         if not ledger:
             return None
+        bad = None
         try:
             if self.group.kernels.errors is None:  # on a device, the kernel looks
-                require_finite(self.group.names, self.group.dim, ledger)
-            return self._prepared(tables_in(ledger), ledger)
+                bad = first_non_finite(self.group.dim, ledger)
+            if bad is None:
+                return self._prepared(tables_in(ledger), ledger)
         except Exception:
             self.give_back(ledger)
             raise
+        self.give_back(ledger)
+        del ledger  # or an error that is kept would keep the slots
+        raise NonFiniteGradient(
+            f"table {self.group.names[bad]!r}: the gradient of its rows has nan or inf in it, and "
+            "no row was updated; find what computes it (a learning rate too high, log(0), float16 "
+            "without GradScaler). zero_grad() forgets the gradient"
+        )
 
     def give_back(self, ledger: Sequence[LedgerEntry]) -> None:
         """Collect again what `prepare` has taken: after a correction, the next step means it."""
@@ -165,19 +174,6 @@ class GroupUpdater:
         """What there is to keep in slots."""
         num_rows = sum(len(weight) for weight in self._weights)
         return SpaceSize(num_rows, self.group.dim, self._weights[0].dtype, self._state_sizes())
-
-    def order_pinned(
-        self, pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]
-    ) -> NDArray[np.int32]:
-        """Rows to be pinned, numbered over all tables, those looked up most in front."""
-        first, rows, counts = 0, [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for weight in self._weights:
-            if weight in pinned:
-                rows.append(pinned[weight][0] + first)
-                counts.append(pinned[weight][1])
-            first += len(weight)
-        order = np.argsort(-np.concatenate(counts), kind="stable")
-        return np.concatenate(rows)[order].astype(np.int32)
 
     def tier(self, num_slots: int, pinned: NDArray[np.int32], device: torch.device | None) -> None:
         """Keep rows in as many slots from now on, some of them always.

@@ -22,7 +22,8 @@ from torch._C import (
 )
 from torch.autograd import Variable
 
-from recsys.embeddings.budget import divide_budget
+from recsys.embeddings.budget import divide_budget, order_pinned
+from recsys.embeddings.exchanged_tables import require_own_memory
 from recsys.embeddings.group_updater import GroupUpdater
 from recsys.errors import BudgetTooSmall
 from recsys.sizes import format_bytes, parse_bytes
@@ -60,6 +61,9 @@ class RowUpdater:
         goes_along: Whether copies and pickles of a module have an updater of their own. Not where
             the optimizer is the user's: that goes its own ways, and finds what backward leaves at
             the tables.
+
+    Attributes:
+        optimizer: As given.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class RowUpdater:
         self._groups = [
             GroupUpdater(group, optimizer, number, translation) for number, group in groups
         ]
+        self.optimizer = optimizer
         self.auto_apply, self.goes_along = auto_apply, goes_along
         self._queued_for: int | None = None
         self._budget_bytes = 0
@@ -124,7 +129,15 @@ class RowUpdater:
         self._clear_ledgers()
         self._queued_for = backward_pass
         # Behind the whole pass: another lookup of it may add to the ledger.
-        Variable._execution_engine.queue_callback(self.update_rows)
+        Variable._execution_engine.queue_callback(self._update_in_backward)
+
+    def _update_in_backward(self) -> None:
+        """Update rows; what is refused is forgotten, for no later step would mean it."""
+        try:
+            self.update_rows()
+        except BaseException:
+            self._clear_ledgers()
+            raise
 
     def update_rows(self) -> None:
         """Move every row that gradients were collected for, once; forgets the gradients.
@@ -136,6 +149,7 @@ class RowUpdater:
         self._queued_for = None
         with DisableTorchFunctionSubclass():  # it is us who read the tables
             prepared: list[tuple[GroupUpdater, Update]] = []
+            update: Update | None = None
             try:
                 for group in self._groups:
                     update = group.prepare()
@@ -144,6 +158,8 @@ class RowUpdater:
             except Exception:
                 for group, update in prepared:
                     group.give_back(update.ledger)
+                prepared.clear()  # or an error that is kept would keep the slots
+                del update
                 raise
             for group, update in prepared:
                 group.update_rows(update)
@@ -197,6 +213,7 @@ class RowUpdater:
 
         Raises:
             BudgetTooSmall: there is not even room for the row maps.
+            ValueError: a table is a part of a larger tensor.
             ColdTierError: files have another optimizer's state.
             ConfigError: it is no budget.
         """
@@ -215,9 +232,12 @@ class RowUpdater:
         names: Mapping[nn.Parameter, str],
         device: torch.device | None,
     ) -> None:
+        tables = [group.group for group in self._groups]
+        for each in tables:
+            require_own_memory(each.names, each.weights())
         sizes = [group.space_size() for group in self._groups]
         self._budget_bytes = parse_bytes(budget, "budget")
-        rows = [group.order_pinned(pinned) for group in self._groups]
+        rows = [order_pinned(each.weights(), pinned) for each in tables]
         self._files = files
         try:
             slots = self._divide([len(each) + 1 for each in rows], may_stay=files is None)

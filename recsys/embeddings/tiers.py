@@ -274,7 +274,7 @@ class Tiers:
             raise
 
     def heed_others(self, tables: RowSpace) -> None:
-        """Take rows anew if somebody else may have written to the tables or their state.
+        """Take rows anew if the tables or their state may have been written to by others.
 
         Args:
             tables: Where they lie now.
@@ -323,6 +323,8 @@ class Tiers:
             return
         if are_others:
             self.residency.reload()
+        if self._versions.have_changed():
+            self.is_exposed = True  # the next lookup takes what was written
         self._versions.watch(self._tables, self._named_states())
 
     def flush(self) -> None:
@@ -339,7 +341,7 @@ class Tiers:
         self._updated.clear()
 
     def expose(self, overwritten: int | None = None) -> None:
-        """Somebody gets at the tables' memory: rows are written back, and taken anew next time.
+        """Write rows back before the tables' memory is handed out; the next lookup takes them anew.
 
         Args:
             overwritten: The number of a table that is overwritten as a whole: what was written to
@@ -393,14 +395,14 @@ class Tiers:
                 f"table {name!r}: its optimizer state {conflict.state!r} was written to while "
                 "newer state of some rows is in fast memory; one of the two would be lost. Call "
                 "the optimizer's state_dict() before each such write, which writes the newer state "
-                "back; begin again from a checkpoint"
+                "back; to go on, build the model anew and load a checkpoint"
             )
         return ConflictingWrite(
             f"table {name!r}: its rows were written to by a tensor kept from before (of detach(), "
             "data or state_dict()) while newer values of some rows are in fast memory; one of the "
             "two would be lost. Write through the module's weight, which writes the newer values "
             "back first (with torch.no_grad(): module.weight.clamp_(...)); to go on from here, "
-            "load a checkpoint by load_state_dict"
+            "load a checkpoint by load_state_dict, the module's before the optimizer's"
         )
 
     def _named_states(self) -> dict[str, RowSpace]:

@@ -58,10 +58,16 @@ def is_loss_a_sum(
         ValueError: it is neither; or an output has not a row for each sample.
     """
     with _evaluating(model):
-        found = [compute(each) for each in (batch, *parts)]
+        found: list[Any] = [compute(each) for each in (batch, *parts)]
+    if not all(isinstance(each, tuple | list) and len(each) == 2 for each in found):
+        raise ValueError(
+            f"schedule={schedule} measures the loss in evaluation mode, and there the model must "
+            f"return (loss, output) as in training, got {type(found[0]).__name__}; return both, or "
+            "use LookAhead"
+        )
     # Refuses a mini-batch that has other samples than its parts have.
     join_outputs(found[:1], [torch.arange(sum(sizes))])
-    losses = [loss for loss, _ in found]
+    losses: list[Tensor] = [loss for loss, _ in found]
     if losses[0].dim():
         return False
     whole, *of_parts = (loss.item() for loss in losses)
@@ -70,7 +76,7 @@ def is_loss_a_sum(
     mean = sum(loss * size for loss, size in zip(of_parts, sizes, strict=True)) / sum(sizes)
     tolerance = max(_TOLERANCE, 4 * torch.finfo(losses[0].dtype).eps)
     allowed = tolerance * max(map(abs, (whole, *of_parts)))
-    is_mean, is_sum = (abs(whole - made) <= allowed for made in (mean, sum(of_parts)))
+    is_mean, is_sum = (bool(abs(whole - made) <= allowed) for made in (mean, sum(of_parts)))
     if is_mean and is_sum:
         return None
     if is_mean or is_sum:

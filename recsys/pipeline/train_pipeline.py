@@ -245,7 +245,7 @@ class TrainPipeline:
             if reason and is_training and self._most_depth:
                 raise ValueError(f"schedule={self.schedule} takes mini-batches ahead, but {reason}")
             window.fill(iterator, self._depth if is_training else 0, self._device)
-            return window.pop(iterator)
+            return window.pop(iterator, self._device)
         finally:
             if not window:
                 self._windows.drop(iterator)
@@ -411,7 +411,13 @@ def _with_those_of_rows(
         own = getattr(module, "row_optimizer", None)
         if isinstance(own, FusedOptimizer) and own not in optimizers and not own.updater.auto_apply:
             optimizers.append(own)
-    return optimizers
+    # Rows come first: a step that they refuse has updated no other parameter.
+    of_rows = {
+        id(updater.optimizer)
+        for module in model.modules()
+        if (updater := getattr(module, "row_updater", None)) is not None
+    }
+    return sorted(optimizers, key=lambda each: id(each) not in of_rows)
 
 
 def _add_span(timeline: Timeline, track: str, what: str, begin: float, end: float) -> None:

@@ -30,15 +30,21 @@ class MiniBatch:
     """A mini-batch on its way to its step.
 
     Attributes:
-        batch: As the iterator gave it.
+        batch: As the iterator gave it, or as it was moved.
         claims: What is claimed for it; None where nothing is.
         has_failed: Whether claiming has raised something, which its own step is to raise.
     """
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
+        self._is_moved = False
         self.claims: list[Prefetched] | None = None
         self.has_failed = False
+
+    def move(self, device: torch.device | None) -> None:
+        """Bring it to a device, unless it was; None leaves it where it is."""
+        if not self._is_moved:
+            self.batch, self._is_moved = _to(self.batch, device), True
 
     def prefetch(self, inputs: Inputs, *, may_claim: bool) -> None:
         """Claim slots for it, unless it has them.
@@ -88,26 +94,31 @@ class Window:
         """
         while len(self.batches) <= depth and not self._has_ended and self._error is None:
             try:
-                self.batches.append(MiniBatch(_to(next(iterator), device)))
+                self.batches.append(MiniBatch(next(iterator)))
             except StopIteration:
                 self._has_ended = True
             except Exception as error:
                 self._error = error
-            self._tell(iterator)
+            else:
+                self._tell(iterator)
+                with suppress(Exception):  # one that cannot be moved is an error in its turn
+                    self.batches[-1].move(device)
 
-    def pop(self, iterator: Iterator[Any]) -> MiniBatch:
+    def pop(self, iterator: Iterator[Any], device: torch.device | None) -> MiniBatch:
         """The next mini-batch, which counts as used from now on.
 
         Args:
             iterator: The window's own.
+            device: As for `fill`.
 
         Raises:
             StopIteration: the iterator has ended.
-            Exception: of the iterator.
+            Exception: of the iterator, or of moving the mini-batch.
         """
         if self.batches:
             current = self.batches.popleft()
             self._tell(iterator)
+            current.move(device)
             return current
         if self._error is None:
             raise StopIteration

@@ -316,3 +316,37 @@ def test_a_budget_divided_anew_never_has_old_and_new_slots_at_once(monkeypatch):
 
     assert len(peaks) >= 2
     assert max(peaks) <= max(budget, 12_000)
+
+
+def test_a_write_before_the_optimizers_state_is_loaded_counts():
+    models = []
+    for budget in (None, 6000):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"users": nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        recsys.accelerate(model, optimizer=optimizer, budget=budget)
+        ids = torch.arange(30).view(3, 10)
+        kept = model["users"].weight.detach()
+        for _ in range(2):
+            model["users"](ids).square().sum().backward()
+            optimizer.step()
+            state = optimizer.state_dict()
+            kept.mul_(2)
+            optimizer.load_state_dict(state)
+        models.append(model)
+
+    assert torch.equal(models[0]["users"].weight, models[1]["users"].weight)
+
+
+def test_a_table_that_is_a_part_of_a_larger_tensor_is_refused_with_a_budget():
+    whole = torch.zeros(2 * NUM_ROWS, DIM)
+    model = nn.ModuleDict(
+        {"users": nn.EmbeddingBag(NUM_ROWS, DIM, sparse=True, _weight=whole[:NUM_ROWS])}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    with pytest.raises(ValueError, match=r"^table 'users': with a budget .* give it a clone"):
+        recsys.accelerate(model, optimizer=optimizer, budget=6000)
+
+    assert type(model["users"]) is nn.EmbeddingBag
+    recsys.accelerate(model, optimizer=optimizer)

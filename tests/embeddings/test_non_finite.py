@@ -146,3 +146,33 @@ def test_on_a_device_a_later_call_says_so_and_no_row_was_updated(monkeypatch):
         module.check_input()
     module(IDS).square().sum().backward()
     assert not torch.equal(module.weight, before)
+
+
+def test_the_gradient_of_an_empty_bag_may_be_anything():
+    module = bag(SGD(lr=0.1), padding_idx=7)
+    plain = nn.EmbeddingBag(
+        50, 4, mode="sum", padding_idx=7, _weight=module.weight.detach().clone()
+    )
+    ids, offsets = torch.tensor([1, 2, 7, 3]), torch.tensor([0, 2, 2, 3])
+
+    for each in (module, plain):
+        each(ids, offsets).square().sum(1).sqrt().mean().backward()
+    with torch.no_grad():
+        plain.weight -= 0.1 * plain.weight.grad
+
+    assert plain.weight.isfinite().all()
+    torch.testing.assert_close(module.weight, plain.weight)
+
+
+def test_on_a_tight_budget_training_goes_on_after_an_update_in_backward_was_refused():
+    module = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=0.1), budget=1400)
+    ids = torch.arange(8).view(2, 4)
+
+    for first in range(0, 80, 8):
+        with pytest.raises(NonFiniteGradient) as raised:
+            (module(ids + first).sum() * float("nan")).backward()
+        assert raised.value.args
+        module(ids + first).sum().backward()
+
+    [tiers] = module.tiers()
+    assert tiers.residency.num_claimed == 0

@@ -113,8 +113,8 @@ def test_slots_of_another_number_go_on_with_the_same_times(small, now):
     small.run(pipeline, iter(batches_of(small, 3)))
     tiers = pipeline.detach().embeddings.tiers()[0]
 
-    other = tiers.resized(tiers.hot.num_slots + 5)
-    other.residency.times.fetched(0.0, 50.0)
+    tiers.resize(tiers.hot.num_slots + 5)
+    tiers.residency.times.fetched(0.0, 50.0)
 
     assert pipeline._inputs.moved().busy.fetch > 50
 

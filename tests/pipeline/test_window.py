@@ -6,8 +6,10 @@ import weakref
 import pytest
 import torch
 
-from recsys.embeddings.optimizer import Adagrad
+from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.errors import NonFiniteGradient
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
+from recsys.pipeline.window import Window
 
 BUDGET = 30_000  # of 830 rows and their state
 
@@ -249,3 +251,49 @@ def test_steps_left_early_leaves_an_iterator_open_and_its_window_waits(small, pa
 
     assert losses == small.run_plain(models[0], dense, batches)
     small.require_equal(*models)
+
+
+class Moved:
+    """A mini-batch that fails to be moved so many times."""
+
+    def __init__(self, number, num_failures):
+        self.number, self.num_failures = number, num_failures
+
+    def to(self, device, non_blocking=False):
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError(f"{self.number} cannot be moved")
+        return self
+
+
+def test_a_mini_batch_that_cannot_be_moved_is_an_error_in_its_turn():
+    window, seen = Window(), []
+    iterator = iter([Moved(0, 0), Moved(1, 9), Moved(2, 0), Moved(3, 1)])
+
+    for _ in range(4):
+        window.fill(iterator, 2, torch.device("cpu"))
+        try:
+            seen.append(window.pop(iterator, torch.device("cpu")).batch.number)
+        except OSError as error:
+            seen.append(str(error))
+
+    assert seen == [0, "1 cannot be moved", 2, 3]
+
+
+def test_a_step_that_rows_refuse_has_updated_no_other_parameter(small):
+    tables = small.make_tables([50], [4])
+    model = small.Model(tables, SGD(lr=0.1), auto_apply=False)
+    dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    pipeline = TrainPipeline(model, dense)
+
+    def spoil(_module, _inputs, pooled):
+        pooled.values().register_hook(lambda gradient: gradient * float("nan"))
+
+    model.embeddings.register_forward_hook(spoil)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    with pytest.raises(NonFiniteGradient):
+        pipeline.progress(iter([small.make_batch(tables, 0)]))
+
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
