@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["are_finite"]
 
 # Up to so many bytes one thread is done before torch has a second one at work.
-_MAX_ALONE_BYTES = 2**19
+_MAX_ALONE_BYTES = 2**21
 _LIKE = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 
 
