@@ -152,7 +152,8 @@ class TrainPipeline:
         the mini-batches that came before it.
 
         Args:
-            iterator: Gives mini-batches. If you drop it, those that wait are dropped.
+            iterator: Gives mini-batches, to this pipeline alone. If you drop it, those that wait
+                are dropped.
 
         Returns:
             What the model returned: the loss, without a graph where the step is made, and the
