@@ -510,6 +510,7 @@ class Users(RuleBasedStateMachine):
             self.graphs.clear()
             self.num_waiting = 0
         self.both(do)
+        self.step_in_both()  # an optimizer of torch's follows exchanged tables in its step
 
     @precondition(lambda self: self.kind is not Accelerated)
     @rule(how=st.sampled_from([copy.deepcopy, _by_pickle, _by_torch_save]))
@@ -534,6 +535,7 @@ class Users(RuleBasedStateMachine):
             return
         self.model, self.twin = model, copied(self.twin)
         self.is_in_memory, self.may_conflict = True, False
+        self.evaluate(3, torch.no_grad)  # until then, `data` of a copy is not watched
 
     @precondition(lambda self: self.kind is Accelerated)
     @rule()
@@ -742,6 +744,8 @@ class PipelineUsers(Users):
         error = self.both(progress)
         if isinstance(error, BudgetTooSmall | ConflictingWrite):
             batch = next(self.iterators[self.twin][number])  # a step that failed has used its own
+            self.twin.optimizer.zero_grad()
+        if isinstance(error, BudgetTooSmall):
             with torch.no_grad():
                 self.twin(batch)  # and scaled rows to max_norm
         self.num_waiting = 0

@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from recsys.embeddings.budget import divide_budget, order_pinned
 from recsys.embeddings.exchanged_tables import require_own_memory
 from recsys.embeddings.group_updater import GroupUpdater
-from recsys.errors import BudgetTooSmall
+from recsys.errors import BudgetTooSmall, NonFiniteGradient
 from recsys.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -132,10 +132,10 @@ class RowUpdater:
         Variable._execution_engine.queue_callback(self._update_in_backward)
 
     def _update_in_backward(self) -> None:
-        """Update rows; what is refused is forgotten, for no later step would mean it."""
+        """Update rows; a gradient that no correction makes finite is forgotten."""
         try:
             self.update_rows()
-        except BaseException:
+        except NonFiniteGradient:
             self._clear_ledgers()
             raise
 
