@@ -234,7 +234,8 @@ class RowUpdater:
     ) -> None:
         tables = [group.group for group in self._groups]
         for each in tables:
-            require_own_memory(each.names, each.weights())
+            if each.kernels.errors is None:  # from a device, tables move to memory of their own
+                require_own_memory(each.names, each.weights())
         sizes = [group.space_size() for group in self._groups]
         self._budget_bytes = parse_bytes(budget, "budget")
         rows = [order_pinned(each.weights(), pinned) for each in tables]
