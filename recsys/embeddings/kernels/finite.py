@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 import torch
 
 from recsys.embeddings.kernels.addresses import array_at
+from recsys.jit import unordered_kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,7 +19,10 @@ __all__ = ["are_finite"]
 
 # Up to so many bytes one thread is done before torch has a second one at work.
 _MAX_ALONE_BYTES = 2**21
-_LIKE = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
+_LIKE: dict[torch.dtype, NDArray[Any]] = {
+    torch.float32: np.empty(0, np.float32),
+    torch.float64: np.empty(0, np.float64),
+}
 
 
 def are_finite(numbers: Tensor) -> bool:
@@ -35,8 +38,7 @@ def are_finite(numbers: Tensor) -> bool:
     return isfinite(numbers.sum()) or bool(numbers.isfinite().all())
 
 
-# Only the order of a sum may be changed, so that it is made of vectors: nan stays nan.
-@numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc"}, cache=True)  # type: ignore[untyped-decorator]
+@unordered_kernel
 def _are_finite(address: int, length: int, like: NDArray[Any]) -> bool:
     """Of the numbers from an address on; `like` has their dtype."""
     numbers = array_at(address, length, like)
