@@ -112,8 +112,9 @@ def accelerate(
     What is not as before, where rows are moved: `weight.grad` is sparse, of a bag with
     `sparse=False` too, and torch's `clip_grad_norm_` refuses such gradients; scale it by hand
     (`weight.grad = factor * weight.grad`). Nothing reaches rows by `backward(inputs=...)`, which
-    leaves them as they are, nor by `torch.autograd.grad`. A gradient with nan or inf raises
-    `NonFiniteGradient` in `step`, before any parameter is updated; torch's optimizers take it.
+    leaves them as they are, nor by `torch.autograd.grad`. A row's gradient with nan or inf raises
+    `NonFiniteGradient` in `step`: such rows are not updated, all other rows are, and what else the
+    optimizer has is not. Torch's optimizers take it.
     Later hooks of the optimizer's `step` see a closure. With a budget, rows that were moved last
     are in `weight` when it is looked at, and in `optimizer.state` after `state_dict()`; and lookups
     of several threads at a time are not supported. A tensor kept from before (`weight.detach()`,

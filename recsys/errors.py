@@ -100,7 +100,7 @@ class TrainingDiverged(RecsysError, ArithmeticError):
 
 
 class NonFiniteGradient(TrainingDiverged):
-    """A gradient with nan or inf in it, which rows would keep; no row was updated by it."""
+    """The gradient of a row has nan or inf in it; on the CPU, all rows but such were updated."""
 
 
 class MissingDependency(RecsysError, ImportError):

@@ -24,14 +24,7 @@ from torch import get_num_threads
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = [
-    "ParallelKernel",
-    "kernel",
-    "num_parts",
-    "parallel_kernel",
-    "unordered_kernel",
-    "work_alone",
-]
+__all__ = ["ParallelKernel", "kernel", "num_parts", "parallel_kernel", "work_alone"]
 
 _F = TypeVar("_F", bound="Callable[..., object]")
 _P = ParamSpec("_P")
@@ -45,11 +38,6 @@ def kernel(function: _F) -> _F:
     can be written, every process compiles anew.
     """
     return _compile(function, is_parallel=False)
-
-
-def unordered_kernel(function: _F) -> _F:
-    """The same for a function whose sums may be made in any order, so of vectors; nan stays nan."""
-    return _compile(function, is_parallel=False, may_reorder=True)
 
 
 class ParallelKernel(Generic[_P, _R]):
@@ -96,11 +84,9 @@ def num_parts() -> int:
     return get_num_threads()
 
 
-def _compile(function: _F, *, is_parallel: bool, may_reorder: bool = False) -> _F:
+def _compile(function: _F, *, is_parallel: bool) -> _F:
     # numpy's arithmetic divides by zero without an error; a loop that may raise is not vectorised.
     options: dict[str, Any] = {"nogil": True, "parallel": is_parallel, "error_model": "numpy"}
-    if may_reorder:
-        options["fastmath"] = {"reassoc"}
     try:
         return cast("_F", njit(**options, cache=True)(function))
     except RuntimeError as error:  # numba finds no folder to keep it in

@@ -16,7 +16,6 @@ from torch.autograd.graph import increment_version
 
 from recsys.embeddings.budget import SpaceSize
 from recsys.embeddings.exchanged_tables import heirs, require_own
-from recsys.embeddings.finite_gradients import first_non_finite
 from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.ledger import tables_in
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.kernels.ledger import LedgerEntry
+    from recsys.embeddings.kernels.row_update import BadRow
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_space import RowSpace
     from recsys.embeddings.table_group import TableGroup
@@ -116,7 +116,6 @@ class GroupUpdater:
         Raises:
             BudgetTooSmall: there are too few slots for the rows.
             ConflictingWrite: a table, or its state, was written to by others meanwhile.
-            NonFiniteGradient: a gradient has nan or inf in it.
             ValueError: settings or state are such that rows cannot be updated by them. After each
                 of these, everything is still collected.
         """
@@ -125,29 +124,22 @@ class GroupUpdater:
         ledger = self.group.take_ledger(weights)
         if not ledger:
             return None
-        bad = None
         try:
-            if self.group.kernels.errors is None:  # on a device, the kernel looks
-                bad = first_non_finite(self.group.dim, ledger)
-            if bad is None:
-                return self._prepared(tables_in(ledger), ledger)
+            return self._prepared(tables_in(ledger), ledger)
         except Exception:
             self.give_back(ledger)
             raise
-        self.give_back(ledger)
-        del ledger  # or an error that is kept would keep the slots
-        raise NonFiniteGradient(
-            f"table {self.group.names[bad]!r}: the gradient of its rows has nan or inf in it, and "
-            "no row was updated; find what computes it (a learning rate too high, log(0), float16 "
-            "without GradScaler). zero_grad() forgets the gradient"
-        )
 
     def give_back(self, ledger: Sequence[LedgerEntry]) -> None:
         """Collect again what `prepare` has taken: after a correction, the next step means it."""
         self.group.ledger[:0] = ledger
 
-    def update_rows(self, update: Update) -> None:
-        """Update every row that gradients were collected for, once."""
+    def update_rows(self, update: Update) -> NonFiniteGradient | None:
+        """Update every row that gradients were collected for, once.
+
+        Returns:
+            What to raise after the step, where a row was not updated.
+        """
         for table, step in zip(update.moved, update.steps, strict=False):
             update.by_table[table]["step"] = step
         for table in update.new:
@@ -161,14 +153,22 @@ class GroupUpdater:
         space, states = update.space, update.states
         more = update.formula, update.rates, update.ledger, update.keys
         if tiers is None:
-            row_update(space, states, *more)
+            bad = row_update(space, states, *more)
             increment_version(changed)
-            return
-        hot = tiers.hot
-        with interrupts_held_back():  # rows that are moved and not known to be would be lost
-            row_update(hot.space, hot.state_spaces, *more)
-            increment_version(changed)
-            tiers.note_moved((entry.ticket for entry in update.ledger), update.moved)
+        else:
+            hot = tiers.hot
+            with interrupts_held_back():  # rows that are updated and not known to be would be lost
+                bad = row_update(hot.space, hot.state_spaces, *more)
+                increment_version(changed)
+                tiers.note_moved((entry.ticket for entry in update.ledger), update.moved)
+        return None if bad is None else self._bad_gradient(bad)
+
+    def _bad_gradient(self, bad: BadRow) -> NonFiniteGradient:
+        return NonFiniteGradient(
+            f"table {self.group.names[bad.table]!r}: the gradient of row {bad.row} has nan or inf "
+            "in it. Rows with such a gradient were not updated, all others were; find what "
+            "computes it (a learning rate too high, log(0), float16 without GradScaler)"
+        )
 
     def space_size(self) -> SpaceSize:
         """What there is to keep in slots."""

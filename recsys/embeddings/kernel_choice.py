@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from recsys.embeddings.kernels.row_update import BadRow
     from recsys.embeddings.torch_kernels.errors import DeferredErrors
 
 __all__ = ["NUMBA", "Kernels", "kernels_on"]
@@ -48,7 +49,7 @@ class Kernels:
     make_bags: Callable[..., Any]
     pooled_lookup: Callable[..., int]
     row_gradient_dots: Callable[..., None]
-    row_update: Callable[..., None]
+    row_update: Callable[..., BadRow | None]
     errors: DeferredErrors | None
 
 

@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from recsys.embeddings.budget import divide_budget, order_pinned
 from recsys.embeddings.exchanged_tables import require_own_memory
 from recsys.embeddings.group_updater import GroupUpdater
-from recsys.errors import BudgetTooSmall, NonFiniteGradient
+from recsys.errors import BudgetTooSmall
 from recsys.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -129,22 +129,16 @@ class RowUpdater:
         self._clear_ledgers()
         self._queued_for = backward_pass
         # Behind the whole pass: another lookup of it may add to the ledger.
-        Variable._execution_engine.queue_callback(self._update_in_backward)
-
-    def _update_in_backward(self) -> None:
-        """Update rows; a gradient that no correction makes finite is forgotten."""
-        try:
-            self.update_rows()
-        except NonFiniteGradient:
-            self._clear_ledgers()
-            raise
+        Variable._execution_engine.queue_callback(self.update_rows)
 
     def update_rows(self) -> None:
-        """Move every row that gradients were collected for, once; forgets the gradients.
+        """Update every row that gradients were collected for, once; forgets the gradients.
 
         Raises:
-            Exception: as `GroupUpdater.prepare`; no row of any group has moved then, and everything
-                is still collected.
+            NonFiniteGradient: the gradient of a row had nan or inf in it. Such rows were not
+                updated, all others were.
+            Exception: as `GroupUpdater.prepare`; no row of any group was updated then, and
+                everything is still collected.
         """
         self._queued_for = None
         with DisableTorchFunctionSubclass():  # it is us who read the tables
@@ -161,8 +155,12 @@ class RowUpdater:
                 prepared.clear()  # or an error that is kept would keep the slots
                 del update
                 raise
-            for group, update in prepared:
-                group.update_rows(update)
+            errors = [group.update_rows(update) for group, update in prepared]
+            prepared.clear()  # as above
+            update = None
+        for error in errors:
+            if error is not None:
+                raise error
 
     @contextmanager
     def moving_once(self) -> Iterator[None]:

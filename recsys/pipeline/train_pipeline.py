@@ -161,8 +161,9 @@ class TrainPipeline:
 
         Raises:
             StopIteration: there is no mini-batch left.
-            TrainingDiverged: the loss, on the CPU, or a gradient of rows (`NonFiniteGradient`) has
-                nan or inf in it; no parameter was updated by this mini-batch.
+            TrainingDiverged: the loss, on the CPU, has nan or inf in it, and no parameter was
+                updated; or the gradient of a row has (`NonFiniteGradient`), and nothing but the
+                other rows was.
             ValueError: the schedule looks ahead, and the iterator must not be read ahead (that of a
                 `HotColdLoader` with `FAE(is_adaptive=True)`).
             Exception: of the iterator, the model, an optimizer, or a transfer of rows.

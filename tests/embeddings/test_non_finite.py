@@ -1,4 +1,4 @@
-"""Gradients with nan or inf in them update no row."""
+"""Rows whose gradient has nan or inf in it are not updated, and all others are."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings import kernel_choice
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
 from recsys.errors import NonFiniteGradient, TrainingDiverged
 
@@ -29,19 +29,21 @@ def gradient_with(value):
 
 
 @pytest.mark.parametrize("value", BAD)
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adagrad(lr=0.1), Adam(lr=0.1)])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.1)])
 @pytest.mark.parametrize("budget", [None, 600])
-def test_no_row_is_updated_and_training_goes_on_without_the_gradient(value, optimizer, budget):
+def test_only_rows_with_a_finite_gradient_are_updated_and_training_goes_on(
+    value, optimizer, budget
+):
     module = bag(optimizer, budget=budget, auto_apply=False)
     expected = bag(optimizer, auto_apply=False)
-    before = module.weight.detach().clone()
 
     module(IDS).backward(gradient_with(value))
-    with pytest.raises(NonFiniteGradient, match=r"^table 'weight': the gradient of its rows has"):
+    with pytest.raises(NonFiniteGradient, match=r"^table 'weight': the gradient of row 1 has nan"):
         module.row_optimizer.step()
+    expected(torch.tensor([[0]])).backward(torch.ones(1, 4))  # rows 1 and 2 are the second bag's
+    expected.row_optimizer.step()
 
-    assert torch.equal(module.weight, before)
-    module.row_optimizer.zero_grad()
+    assert torch.equal(module.weight, expected.weight)
     for each in (module, expected):
         each(IDS).square().sum().backward()
         each.row_optimizer.step()
@@ -49,6 +51,23 @@ def test_no_row_is_updated_and_training_goes_on_without_the_gradient(value, opti
     states = [each.row_optimizer.state_dict()["state"]["weight"] for each in (module, expected)]
     for name, value in states[1].items():
         assert torch.equal(torch.as_tensor(states[0][name]), torch.as_tensor(value))
+
+
+@pytest.mark.parametrize("dim", [1, 7, 8, 16, 24, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_every_column_counts(dim, dtype):
+    for column in range(dim):
+        module = HotColdEmbeddingBag(3, dim, dtype=dtype, optimizer=SGD(lr=0.1))
+        before = module.weight.detach().clone()
+        pooled = module(torch.tensor([[0], [1], [2]]))
+        gradient = torch.ones_like(pooled)
+        gradient[1, column] = float("nan")
+
+        with pytest.raises(NonFiniteGradient, match="row 1 "):
+            pooled.backward(gradient)
+
+        is_updated = (module.weight != before).any(1)
+        assert is_updated.tolist() == [True, False, True]
 
 
 def test_an_update_in_backward_is_refused_as_well():
@@ -63,32 +82,35 @@ def test_an_update_in_backward_is_refused_as_well():
     assert not torch.equal(module.weight, before)
 
 
-def test_of_several_groups_none_is_updated_and_the_table_is_named():
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_first_row_is_named_however_many_threads_there_are(num_threads):
     tables = [
         TableConfig(name="users", num_embeddings=10, embedding_dim=4),
         TableConfig(name="goods", num_embeddings=10, embedding_dim=8),
         TableConfig(name="pages", num_embeddings=10, embedding_dim=8),
     ]
-    module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1))
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    ids = JaggedIds.from_one_hot(["users", "goods", "pages"], torch.zeros(3, 2, dtype=torch.int64))
-    pooled = module(ids).values()
-    gradient = torch.ones_like(pooled)
-    gradient[1, 4 + 8 + 3] = float("nan")
+    ids = JaggedIds.from_one_hot(["users", "goods", "pages"], torch.arange(8, -1, -1).view(3, 3))
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1))
+        pooled = module(ids).values()
+        gradient = torch.ones_like(pooled)
+        gradient[:, 4 + 8 + 3] = float("nan")
 
-    with pytest.raises(NonFiniteGradient, match=r"^table 'pages'"):
-        pooled.backward(gradient)
+        with pytest.raises(NonFiniteGradient, match=r"^table 'pages': the gradient of row 0 "):
+            pooled.backward(gradient)
+    finally:
+        torch.set_num_threads(before)
 
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, before[name])
 
-
-def test_a_sum_that_overflows_is_no_gradient_that_is_not_finite():
+def test_finite_gradients_whose_total_overflows_are_taken():
     module = bag(SGD(lr=1e-38))
 
     module(torch.tensor([[0], [1]])).backward(torch.full((2, 4), 3e38))
 
     assert module.weight.isfinite().all()
+    assert (module.weight != bag(SGD(lr=1e-38)).weight)[:2].all()
 
 
 @pytest.mark.parametrize("value", BAD[1:])
@@ -97,10 +119,10 @@ def test_a_weight_that_is_not_finite_counts_too(value):
     before = module.weight.detach().clone()
     weights = torch.tensor([[1.0, 1.0], [value, 1.0]])
 
-    with pytest.raises(NonFiniteGradient):
+    with pytest.raises(NonFiniteGradient, match="row 1 "):
         module(IDS, None, weights).backward(torch.ones(2, 4))
 
-    assert torch.equal(module.weight, before)
+    assert torch.equal(module.weight[1:2], before[1:2])
 
 
 @pytest.mark.parametrize("make", [lambda g: g, lambda g: g.to_sparse(1)])
@@ -129,7 +151,7 @@ def test_an_accelerated_models_dense_part_is_not_updated_either():
 
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
-    optimizer.zero_grad()
+    optimizer.zero_grad()  # of the dense part
     model["top"](model["users"](IDS)).sum().backward()
     optimizer.step()
 

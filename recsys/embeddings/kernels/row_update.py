@@ -19,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from numba import prange
 
 from recsys.embeddings.kernels.addresses import array_at
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_space import RowSpace
 
-__all__ = ["row_update"]
+__all__ = ["BadRow", "row_update"]
 
 _SGD, _ADAGRAD, _ROWWISE_ADAGRAD, _ADAM, _PARTIAL_ROWWISE_ADAM = range(5)
 _KINDS = {
@@ -64,6 +65,11 @@ _MAX_ASKED_BYTES = np.uint64(2**20)
 # So far ahead they are asked for once more, for the nearest cache, as gradients are by
 # `LOOKUPS_AHEAD`.
 _ROWS_AHEAD = np.uint64(16)
+# The bits of inf, by the dtype that is computed in.
+_INFINITY: dict[torch.dtype, NDArray[Any]] = {
+    torch.float32: np.array([np.inf], np.float32).view(np.uint32),
+    torch.float64: np.array([np.inf], np.float64).view(np.uint64),
+}
 # There is a kernel for each of these dims, whole runs: gradients are then added, and rows and they
 # asked for ahead of time, without a loop. Kaggle's 26 features of 2,048 samples were updated in a
 # fifth less at 8 and 16, a tenth at 32, a twentieth at 64, and at 128 in as long. Other dims share
@@ -78,10 +84,11 @@ def row_update(
     rates_T2: NDArray[np.float64],
     ledger: Sequence[LedgerEntry],
     keys_T: NDArray[Any] = TO_NEAREST,
-) -> None:
-    """Sum what the ledger holds for each row, in lookup order, and move each row once.
+) -> BadRow | None:
+    """Sum what the ledger holds for each row, in lookup order, and update each row once.
 
-    The result does not depend on the number of threads. `update_reference` says what it is.
+    The result does not depend on the number of threads. `update_reference` says what it is. A row
+    whose summed gradient has nan or inf in it is not updated.
 
     Args:
         space: The tables.
@@ -90,9 +97,12 @@ def row_update(
         rates_T2: What the optimizer's `rate_and_eps` gives for each table's learning rate and step.
         ledger: One entry per backward pass since the last update, in order.
         keys_T: Of rows of 16 bits, to be rounded stochastically: `table_key` of each table, uint64.
+
+    Returns:
+        The first row, of the first table, that was not updated; None where all were.
     """
     if not ledger:
-        return
+        return None
     beta1, beta2 = getattr(optimizer, "betas", (0.0, 0.0))
     of_state, bases_3T = space.beside(states)
     order_2T, segments_4S, bags, gradient, num_gradients = join_ledger(ledger, space)
@@ -100,7 +110,8 @@ def row_update(
     # or a bool, takes longer to find out than to copy a row.
     has_kernel = space.dim in _COMPILED_DIMS and not space.is_narrow
     compiled_dim = space.dim if has_kernel else 0
-    _row_update_kernel(compiled_dim, LINE_BYTES // space.compute_dtype.itemsize)(
+    update = _row_update_kernel(compiled_dim, LINE_BYTES // space.compute_dtype.itemsize)
+    table, row = update(
         space.flat,
         *of_state,
         bases_3T,
@@ -122,9 +133,18 @@ def row_update(
         gradient.data_ptr(),
         num_gradients,
         space.nothing,
+        _INFINITY[space.computed],
         space.dim,
         num_parts(),
     )
+    return None if row < 0 else BadRow(table, row)
+
+
+class BadRow(NamedTuple):
+    """A row whose gradient is not finite."""
+
+    table: int
+    row: int
 
 
 class _Rows(NamedTuple):
@@ -141,7 +161,7 @@ class _Rows(NamedTuple):
 
 
 @cache
-def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None]:
+def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tuple[int, int]]:
     """The kernel for rows of this dim; 0 for one that takes any.
 
     Args:
@@ -176,10 +196,15 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
         gradient_at: int,
         num_gradients: int,
         like_gradient: NDArray[Any],
+        infinity_1: NDArray[Any],
         any_dim: int,
         num_parts: int,
-    ) -> None:
-        """A part is a thread, which takes tasks until none are left."""
+    ) -> tuple[int, int]:
+        """A part is a thread, which takes tasks until none are left.
+
+        Returns:
+            The first row that was not updated, as table and row; -1 and -1 where all were.
+        """
         rows = _Rows(
             flat,
             first_state,
@@ -218,9 +243,11 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
                     begin, end = values.offsets[first], values.offsets[first + count]
                     num_lookups += np.int64(end) - np.int64(begin)
             most = max(most, num_lookups)
+        bad_rows = np.full(num_tables * num_shares, -1, np.int64)  # of a table, share by share
         for _ in prange(num_parts):
             found = make_room(most, values.has_weights or values.is_mean, gradient)
-            summed_D = np.empty(dim, gradient.dtype)
+            bits_D = np.empty(dim, infinity_1.dtype)
+            summed_D = bits_D.view(gradient.dtype)
             num_lines = np.uint64(len(lines) if len(lines) else (any_dim + line - 1) // line)
             num_asked = _MAX_ASKED_BYTES // (num_lines * np.uint64(LINE_BYTES))
             while True:
@@ -243,7 +270,8 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
                 for number in range(min(num_rows, num_asked)):
                     _ask_for_row(rows, table, found.rows[number], kind, dim, num_lines)
                 place_lookups(found, num_rows, num_lookups)
-                _move_rows(
+                place = np.int64(table) * num_shares + task % num_shares
+                bad_rows[place] = _move_rows(
                     rows,
                     table,
                     found,
@@ -256,9 +284,17 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., None
                     gradient.dtype.type(share2),
                     keys_T,
                     summed_D,
+                    bits_D,
+                    infinity_1[0],
                     runs,
                     lines,
                 )
+        bad_table = bad_row = -1
+        for place in range(num_tables * num_shares):
+            of_share, of_table = bad_rows[place], place // num_shares
+            if of_share >= 0 and (bad_row < 0 or (of_table == bad_table and of_share < bad_row)):
+                bad_table, bad_row = of_table, of_share
+        return bad_table, bad_row
 
     return update
 
@@ -277,10 +313,12 @@ def _move_rows(
     share2: float,
     keys_T: NDArray[Any],
     summed_D: NDArray[Any],
+    bits_D: NDArray[Any],
+    infinity: Any,
     runs: tuple[int, ...],
     lines: tuple[int, ...],
-) -> None:
-    """Sum every row's gradients in lookup order and move it.
+) -> np.int64:
+    """Sum every row's gradients in lookup order and update it, unless the sum is not finite.
 
     By the formulas of `recsys.embeddings.optimizer`. One function for a whole table: called for
     each row, it would hand over its arrays' fifty numbers each time, which takes longer than the
@@ -296,7 +334,7 @@ def _move_rows(
     line = np.uint64(LINE_BYTES // gradient.itemsize)
     run_dim = np.uint64(RUN * len(runs))
     num_lines = np.uint64(len(lines)) if len(lines) else (dim + line - _ONE) // line
-    lookup = np.uint64(0)
+    lookup, bad_row = np.uint64(0), np.int64(-1)
     for number in range(num_rows):
         if number + _ROWS_AHEAD < num_rows:
             _ask_for_row(rows, table, found.rows[number + _ROWS_AHEAD], kind, dim, num_lines)
@@ -330,6 +368,10 @@ def _move_rows(
         name = row
         if len(rows.names):
             name = np.uint64(rows.names[row]) - rows.first_names[table]
+        if not _is_finite(bits_D, infinity, run_dim):
+            if bad_row < 0 or np.int64(name) < bad_row:
+                bad_row = np.int64(name)
+            continue
         key = key_of_row(keys_T, table, name)
         if kind == _SGD:
             for d in range(dim):
@@ -372,6 +414,7 @@ def _move_rows(
                 first_state[of_row + d] = average
                 moved = widen(flat[first + d]) - step * average
                 flat[first + d] = narrow(flat[first + d], moved, key, d)
+    return bad_row
 
 
 @kernel
@@ -411,3 +454,18 @@ def _sum_of_squares(summed_D: NDArray[Any]) -> Any:
     for d in range(np.uint64(whole), np.uint64(len(summed_D))):
         s0 += summed_D[d] * summed_D[d]
     return ((s0 + s4) + (s2 + s6)) + ((s1 + s5) + (s3 + s7))
+
+
+@kernel
+def _is_finite(bits_D: NDArray[Any], infinity: Any, run_dim: np.uint64) -> bool:
+    """Whether numbers are, by their bits: the exponent of inf and nan is that of `infinity`.
+
+    Args:
+        bits_D: Of the numbers.
+        infinity: The bits of inf.
+        run_dim: D where it was known when this was compiled, else 0.
+    """
+    largest = bits_D.dtype.type(0)
+    for d in range(run_dim if run_dim else np.uint64(len(bits_D))):
+        largest = max(largest, bits_D[d] & infinity)
+    return bool(largest != infinity)
