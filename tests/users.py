@@ -744,7 +744,8 @@ class PipelineUsers(Users):
         error = self.both(progress)
         if isinstance(error, BudgetTooSmall | ConflictingWrite):
             batch = next(self.iterators[self.twin][number])  # a step that failed has used its own
-            self.twin.optimizer.zero_grad()
+            if self.pipelines[self.twin]._model.training:
+                self.twin.optimizer.zero_grad()
         if isinstance(error, BudgetTooSmall):
             with torch.no_grad():
                 self.twin(batch)  # and scaled rows to max_norm

@@ -223,6 +223,16 @@ class DeviceSlotMap:
         """See `SlotMap`."""
         release(self._slots, held)
 
+    def of_rows(self, held: Tensor | NDArray[np.int64], only: Sequence[range]) -> Tensor:
+        """See `SlotMap`."""
+        slots = torch.as_tensor(held).to(self._hot.rows.device)
+        slots = slots[slots != NOWHERE]
+        rows = self._slots.row_of_slot[slots]
+        is_meant = torch.zeros_like(rows, dtype=torch.bool)
+        for each in only:
+            is_meant |= (rows >= each.start) & (rows < each.stop)
+        return slots[is_meant]
+
     def mark_dirty(self, held: Tensor | NDArray[np.int64]) -> None:
         """See `SlotMap`."""
         mark_dirty(self._slots, torch.as_tensor(held).to(self._hot.rows.device))

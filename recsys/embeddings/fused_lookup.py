@@ -313,7 +313,14 @@ def _entries(work: _Work, updater: RowUpdater, gradient: Tensor) -> list[tuple[F
         else:  # the caller may refill its memory before the step
             bags, rows = bags.copied(), None if rows is None else rows.copied()
         entry = LedgerEntry(
-            still_asking, bags, gradient, gradient._version, found.tables, rows, found.ticket
+            still_asking,
+            bags,
+            gradient,
+            gradient._version,
+            found.tables,
+            rows,
+            found.ticket,
+            found.lookups,
         )
         entries.append((found, entry))
     return entries

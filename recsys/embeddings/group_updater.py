@@ -160,7 +160,7 @@ class GroupUpdater:
             with interrupts_held_back():  # rows that are updated and not known to be would be lost
                 bad = row_update(hot.space, hot.state_spaces, *more)
                 increment_version(changed)
-                tiers.note_moved((entry.ticket for entry in update.ledger), update.moved)
+                tiers.note_moved(update.ledger, update.moved)
         return None if bad is None else self._bad_gradient(bad)
 
     def _bad_gradient(self, bad: BadRow) -> NonFiniteGradient:

@@ -34,6 +34,8 @@ from recsys.embeddings.transfer_clock import TransferClock
 from recsys.embeddings.transfers import TransferQueue
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -325,10 +327,16 @@ class Residency:
         self._collect()
         return self.map.num_claimed
 
-    def mark_moved(self, ticket: Ticket) -> None:
-        """Note that the rows of a ticket have been moved."""
+    def mark_moved(self, ticket: Ticket, only: Sequence[range] | None = None) -> None:
+        """Note that the rows of a ticket have been updated.
+
+        Args:
+            ticket: That.
+            only: Of these rows, counted over all tables; None for all.
+        """
         assert ticket.held is not None
-        self.map.mark_dirty(ticket.waits_for)
+        slots = ticket.waits_for
+        self.map.mark_dirty(slots if only is None else self.map.of_rows(slots, only))
 
     def flush(self, only: range | None = None) -> None:
         """Write back every row that has been moved; all stay where they are.

@@ -36,6 +36,8 @@ from recsys.embeddings.kernels.tiered_lookup import tiered_lookup
 from recsys.embeddings.row_space import RowSpace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -164,6 +166,9 @@ class SlotMap(Protocol):
     def release(self, held: Any) -> None:
         """Count out of slots."""
 
+    def of_rows(self, held: Any, only: Sequence[range]) -> Any:
+        """Those of some slots that have one of these rows, counted over all tables."""
+
     def mark_dirty(self, held: Any) -> None:
         """Note that rows were moved since they came."""
 
@@ -289,6 +294,14 @@ class HostSlotMap:
     def release(self, held: NDArray[np.int32]) -> None:
         """See `SlotMap`."""
         self._num_idle += release_slots(self._slots, held)
+
+    def of_rows(self, held: NDArray[np.int32], only: Sequence[range]) -> NDArray[np.int32]:
+        """See `SlotMap`."""
+        rows = self._slots.row_of_slot[held]
+        is_meant = np.zeros(len(rows), np.bool_)
+        for each in only:
+            is_meant |= (rows >= each.start) & (rows < each.stop)
+        return held[is_meant]
 
     def mark_dirty(self, held: NDArray[np.int32]) -> None:
         """See `SlotMap`."""

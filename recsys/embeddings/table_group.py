@@ -468,4 +468,5 @@ class TableGroup:
             tables=found.tables,
             rows=found.rows,
             ticket=found.ticket,
+            claimed=found.lookups,
         )

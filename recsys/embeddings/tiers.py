@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.ahead import AheadClaim
     from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.hot_tier import AbstractHotTier
+    from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
     from recsys.embeddings.residency import Ticket
 
@@ -296,17 +297,24 @@ class Tiers:
         self._tables, self.is_exposed = tables, False
         self._versions.watch(tables, self._named_states())
 
-    def note_moved(self, tickets: Iterable[Ticket | None], tables: Iterable[int]) -> None:
-        """Rows of tickets have been updated, and their tables' versions raised, by us.
+    def note_moved(self, ledger: Iterable[LedgerEntry], tables: Iterable[int]) -> None:
+        """Rows of a ledger have been updated, and their tables' versions raised, by us.
 
         Args:
-            tickets: Have the rows.
-            tables: Numbers of their tables.
+            ledger: Its tickets have the rows.
+            tables: Numbers of the tables.
         """
         self._updated.update(tables)
-        for ticket in tickets:
+        for entry in ledger:
+            ticket, updated, claimed = entry.ticket, entry.lookups, entry.claimed
             assert ticket is not None
-            self.residency.mark_moved(ticket)
+            assert claimed is not None
+            is_whole = updated is claimed or updated.distinct_tables == claimed.distinct_tables
+            # Slots of a frozen table are as the cold store: written back, they would undo what
+            # others have written there.
+            self.residency.mark_moved(
+                ticket, None if is_whole else self._ranges_of(updated.distinct_tables)
+            )
         self._versions.accept()
 
     def keep_state_in(self, states: Sequence[RowSpace], *, are_others: bool) -> None:
@@ -357,8 +365,8 @@ class Tiers:
             for conflict in conflicts:
                 if conflict.table == overwritten and conflict.state is not None:
                     raise self._conflict_error(conflict)
-            first, end = self.hot.first_rows[overwritten : overwritten + 2].tolist()
-            self.residency.flush(range(first, end))  # their state counts
+            [rows] = self._ranges_of([overwritten])
+            self.residency.flush(rows)  # their state counts
             self._updated.discard(overwritten)
         if self.files is not None:
             self.files.mark_dirty()
@@ -381,6 +389,11 @@ class Tiers:
         was_exposed = self.is_exposed
         yield
         self.is_exposed = was_exposed
+
+    def _ranges_of(self, tables: Iterable[int]) -> list[range]:
+        """The rows of tables, counted over all tables."""
+        first_rows = self.hot.first_rows.tolist()
+        return [range(first_rows[table], first_rows[table + 1]) for table in tables]
 
     def _conflicts(self) -> list[Written]:
         """What was written to although rows updated since are in slots alone."""

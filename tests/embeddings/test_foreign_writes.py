@@ -190,6 +190,35 @@ def test_an_accelerated_model_names_the_module():
         model["users"](torch.arange(30).view(3, 10))
 
 
+@pytest.mark.parametrize("when", ["before the lookup", "before backward", "grad of a table set"])
+def test_a_write_to_a_table_that_no_step_updates_counts(when):
+    tables = [TableConfig(name=name, num_embeddings=200, embedding_dim=4) for name in "ab"]
+    ids = JaggedIds.from_one_hot(["a", "b"], torch.arange(8).view(2, 4))
+    found = []
+    for budget in (None, 6000):
+        torch.manual_seed(0)
+        module = HotColdEmbeddingBagCollection(
+            tables, optimizer=SGD(lr=0.1), auto_apply=False, budget=budget
+        )
+        updated, frozen = module.table_weights()
+        view = frozen.detach()
+        if when == "before the lookup":
+            frozen.requires_grad_(False)
+        pooled = module(ids).values()
+        if when == "before backward":
+            frozen.requires_grad_(False)
+        pooled.sum().backward()
+        if when == "grad of a table set":
+            frozen.grad = None
+        module.row_optimizer.step()
+        view.mul_(-1)
+        module(ids)
+        found.append([updated.detach().clone(), frozen.detach().clone()])
+
+    assert torch.equal(*(tables[0] for tables in found))
+    assert torch.equal(*(tables[1] for tables in found))
+
+
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_state_written_to_in_place_counts_or_is_an_error(is_saved):
     modules = bags(Adagrad(lr=0.1))

@@ -395,3 +395,17 @@ def test_slots_in_use_stay_where_they_are(device):
         tiered.row_optimizer.updater.move_slots(torch.device("meta"))
 
     loss.backward()
+
+
+def test_slots_of_a_frozen_table_are_not_written_back(device):
+    _, tiered = pair(device, SGD(lr=0.1))
+    tiered.table_weights()[1].requires_grad_(False)
+    ids = make_ids(torch.Generator().manual_seed(0), device)
+
+    tiered(ids).values().sum().backward()
+
+    tiers, _ = tiered.tiers()  # of users, goods and likes
+    rows, _ = tiers.residency.map.dirty()
+    first, end = tiers.hot.first_rows[1:3].tolist()
+    assert len(rows)
+    assert not ((rows >= first) & (rows < end)).any()

@@ -40,6 +40,7 @@ class LedgerEntry(NamedTuple):
         tables: What was looked up in, as it was then; in two tiers, what the slots' rows are of.
         rows: The input by rows, where `bags` has slots of them.
         ticket: Has the slots.
+        claimed: What the ticket has slots of: more than `lookups` where a table was frozen.
     """
 
     lookups: Lookups
@@ -49,6 +50,7 @@ class LedgerEntry(NamedTuple):
     tables: Sequence[Tensor] = ()
     rows: Bags | None = None
     ticket: Ticket | None = None
+    claimed: Lookups | None = None
 
     def require_unchanged(self) -> None:
         """Refuse a gradient that was overwritten since.
