@@ -605,6 +605,7 @@ class Users(RuleBasedStateMachine):
 
         self.both(do)
         self.both(look_up)  # until then, `data` of the model's own tables is not watched
+        self.kept.clear()  # and what it gave before is not watched any more
 
     @rule()
     def begin_state_anew(self):
