@@ -435,7 +435,9 @@ class GroupUpdater:
         ):
             return [state.space for state in self._states]
         if self.group.tiers is not None:
-            self.group.tiers.flush()  # a file that is begun anew gets no rows of before
+            # A file that is begun anew is neither written to nor read by transfers of before.
+            self.group.tiers.flush()
+            self.group.tiers.residency.settle()
         before, self._states = (
             self._states,
             [self._make_state(name, size, moved, by_table) for name, size in sizes.items()],

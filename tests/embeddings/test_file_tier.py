@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import weakref
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 import recsys
 from recsys.batch import JaggedIds
-from recsys.embeddings import cold_files, fused_optimizer, row_updater
+from recsys.embeddings import cold_files, fused_optimizer, residency, row_updater
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam
@@ -580,3 +581,30 @@ def test_mini_batches_of_many_rows_are_moved_by_several_threads(tmp_path):
     assert torch.equal(tiered.weight, resident.weight)
     [tiers] = tiered.tiers()
     assert tiers.residency.counts.num_fetched > 20 * 256
+
+
+def test_state_that_is_begun_anew_waits_for_transfers_under_way(tmp_path, monkeypatch):
+    module = bag_in_files(tmp_path, mode="sum", optimizer=Adagrad(lr=0.1))
+    ids = torch.arange(16).view(4, 4)
+    module(ids).sum().backward()
+    [tiers] = module.tiers()
+    run, make, under_way = residency._Move.run, cold_files.ColdFiles.make, []
+
+    def run_late(self):
+        time.sleep(0.05)
+        run(self)
+
+    def note_and_make(self, *arguments):
+        under_way.append(tiers.residency.queue.last)
+        return make(self, *arguments)
+
+    monkeypatch.setattr(residency._Move, "run", run_late)
+    monkeypatch.setattr(cold_files.ColdFiles, "make", note_and_make)
+    pooled = module(ids)
+    module.row_optimizer.state_dict()
+    module.row_optimizer.state.pop(module.weight)
+    module.prefetch(ids + 100)
+    assert tiers.residency.queue.last
+    pooled.sum().backward()
+
+    assert under_way == [0]
