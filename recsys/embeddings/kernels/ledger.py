@@ -1,6 +1,8 @@
 """The ledger of one row space: what backward passes leave behind, as arrays for a kernel.
 
-One entry, the usual case, is handed on as it is; several are joined, in order.
+One entry is passed on as it is. Several are joined, in order: their ids are copied behind each
+other, and their gradients stay where backward left them. A kernel sees all of these as one array
+that begins at the lowest address, as it sees tables.
 
 Letters: T tables, S segments (a feature of a ledger entry looked up in a table), N rows looked up.
 """
@@ -11,13 +13,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from recsys.embeddings.kernels.pooled_lookup import Bags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.residency import Ticket
     from recsys.embeddings.row_space import RowSpace
 
-__all__ = ["LedgerEntry", "Segments", "join_ledger", "tables_in"]
+__all__ = ["JoinedLedger", "LedgerEntry", "Segments", "join_ledger", "tables_in"]
 
 
 class LedgerEntry(NamedTuple):
@@ -89,41 +91,63 @@ def tables_in(ledger: Sequence[LedgerEntry]) -> Sequence[int]:
     return sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
 
 
-def join_ledger(
-    ledger: Sequence[LedgerEntry], space: RowSpace
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64], Bags, Tensor, int]:
+class JoinedLedger(NamedTuple):
+    """All entries of a ledger as one; arrays are not to be written to.
+
+    Attributes:
+        order: The first two rows of `Segments`, (2, T + 1).
+        segments: The others, (4, S).
+        bags: The input; its batch size says nothing.
+        gradients: One tensor per entry, which keep the memory alive.
+        gradient_at: Address of the first number of all gradients.
+        num_gradients: How many numbers there are from there to the last.
+    """
+
+    order: NDArray[np.uint64]
+    segments: NDArray[np.uint64]
+    bags: Bags
+    gradients: Sequence[Tensor]
+    gradient_at: int
+    num_gradients: int
+
+
+def join_ledger(ledger: Sequence[LedgerEntry], space: RowSpace) -> JoinedLedger:
     """All entries as one: what was looked up in which table, its rows, and the gradients.
 
     Args:
         ledger: At least one entry.
         space: The tables.
-
-    Returns:
-        Two arrays whose rows are those of `Segments`, (2, T + 1) and (4, S), not to be written to;
-        bags, whose batch size says nothing; and gradients, with how many numbers there are in
-        memory from the first to the last.
     """
     ledger = [_as_it_lies(entry, space.computed) for entry in ledger]
-    shapes = tuple(map(_shape, ledger))
-    order_2T, segments_4S = _segments(shapes, space.sizes_key)
+    order_2T, segments_4S, entry_of_segment = _segments(tuple(map(_shape, ledger)), space.sizes_key)
+    gradients = [entry.gradient for entry in ledger]
+    addresses = [gradient.data_ptr() for gradient in gradients]
     if len(ledger) == 1:
-        [(_, bags, gradient, *_)], [(*_, span)] = ledger, shapes
-        return order_2T, segments_4S, bags, gradient, span
+        [entry], [address] = ledger, addresses
+        num_gradients = _span(entry)
+        return JoinedLedger(order_2T, segments_4S, entry.bags, gradients, address, num_gradients)
+    itemsize = space.computed.itemsize
+    low = min(addresses)
+    begins = [(address - low) // itemsize for address in addresses]
+    segments_4S = segments_4S.copy()
+    segments_4S[_FIRST_GRADIENTS] += np.array(begins, np.uint64)[entry_of_segment]
+    num_gradients = max(begin + _span(entry) for begin, entry in zip(begins, ledger, strict=True))
     bags = _join_bags([entry.bags for entry in ledger], space.compute_dtype)
-    gradient = torch.cat([_flat(entry) for entry in ledger])
-    return order_2T, segments_4S, bags, gradient, len(gradient)
+    return JoinedLedger(order_2T, segments_4S, bags, gradients, low, num_gradients)
 
 
 def _as_it_lies(entry: LedgerEntry, dtype: torch.dtype) -> LedgerEntry:
     """With a gradient that kernels may read from memory.
 
-    Tables may have become others of another dtype since; and a tensor may say of its memory that
-    it is the negative.
+    Tables may have become others of another dtype since; a tensor may say of its memory that it is
+    the negative; and a view of bytes may begin anywhere.
     """
     gradient = entry.gradient
-    if gradient.dtype is dtype and not gradient.is_neg():
-        return entry
-    return entry._replace(gradient=gradient.to(dtype).resolve_neg().contiguous())
+    if gradient.dtype is not dtype or gradient.is_neg():
+        gradient = gradient.to(dtype).resolve_neg().contiguous()
+    if gradient.data_ptr() % dtype.itemsize:
+        gradient = gradient.clone()
+    return entry if gradient is entry.gradient else entry._replace(gradient=gradient)
 
 
 class Segments(NamedTuple):
@@ -137,22 +161,26 @@ class Segments(NamedTuple):
     widths: NDArray[np.uint64]  # (S,) from one bag's gradient to the next
 
 
-def _shape(entry: LedgerEntry) -> tuple[Lookups, int, int, int, int]:
+_FIRST_GRADIENTS = 2  # among the last four rows of `Segments`
+
+
+def _shape(entry: LedgerEntry) -> tuple[Lookups, int, int, int]:
     """What its segments depend on."""
     lookups, bags, gradient, *_ = entry
-    return lookups, bags.batch_size, _num_bags(bags), gradient.stride(0), _span(entry)
+    return lookups, bags.batch_size, _num_bags(bags), gradient.stride(0)
 
 
 @lru_cache(maxsize=64)
 def _segments(
-    entries: tuple[tuple[Lookups, int, int, int, int], ...], sizes_T: bytes
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Of entries of these lookups, batch sizes, numbers of bags, distances from one bag's gradient
-    to the next, and from the first number of all to the last; tables of these sizes.
+    entries: tuple[tuple[Lookups, int, int, int], ...], sizes_T: bytes
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.int64]]:
+    """Of entries of these lookups, batch sizes, numbers of bags, and distances from one bag's
+    gradient to the next; tables of these sizes. Gradients count from each entry's first; the last
+    array has the entry of each segment.
     """  # noqa: D205  # one sentence
     segments = []
-    first_bag = first_gradient = 0
-    for lookups, batch_size, num_bags, stride, span in entries:
+    first_bag = 0
+    for number, (lookups, batch_size, num_bags, stride) in enumerate(entries):
         for table, position, column in zip(
             lookups.tables.tolist(),
             lookups.positions.tolist(),
@@ -160,15 +188,18 @@ def _segments(
             strict=True,
         ):
             bag = first_bag + position * batch_size
-            segments.append((table, bag, batch_size, first_gradient + column, stride))
+            segments.append((table, bag, batch_size, column, stride, number))
         first_bag += num_bags
-        first_gradient += span
     segments.sort(key=lambda segment: segment[0])  # stable
     columns = np.array(segments, np.uint64).T.copy()
     sizes = np.frombuffer(sizes_T, np.uint64).astype(np.int64)
     tables = np.append(np.argsort(-sizes, kind="stable"), 0)
     of_table = np.searchsorted(columns[0].astype(np.int64), np.arange(len(sizes) + 1))
-    return np.stack([tables, of_table]).astype(np.uint64), columns[1:].copy()
+    return (
+        np.stack([tables, of_table]).astype(np.uint64),
+        columns[1:5].copy(),
+        columns[5].astype(np.int64),
+    )
 
 
 def _join_bags(bags: Sequence[Bags], dtype: np.dtype[Any]) -> Bags:
@@ -188,13 +219,8 @@ def _join_bags(bags: Sequence[Bags], dtype: np.dtype[Any]) -> Bags:
     )
 
 
-def _flat(entry: LedgerEntry) -> Tensor:
-    """Its gradient from the first number to the last, with what lies between its rows."""
-    return entry.gradient.as_strided((_span(entry),), (1,))
-
-
 def _span(entry: LedgerEntry) -> int:
-    """How many numbers that is."""
+    """How many numbers its gradient has from the first to the last, with what lies between."""
     batch_size, stride = entry.gradient.shape[0], entry.gradient.stride(0)
     return (batch_size - 1) * stride + entry.lookups.width if batch_size else 0
 
@@ -204,11 +230,14 @@ def _num_bags(bags: Bags) -> int:
 
 
 def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:
-    lengths = [
-        np.ones(len(each.values), np.int64) if each.offsets is None else np.diff(each.offsets)
-        for each in bags
-    ]
-    return np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+    begins, num_values = [], 0
+    for each in bags:
+        if each.offsets is None:
+            begins.append(np.arange(num_values, num_values + len(each.values)))
+        else:
+            begins.append(each.offsets[:-1] + num_values)
+        num_values += len(each.values)
+    return np.concatenate([*begins, [num_values]])
 
 
 def _mean_by_weights(bags: Bags, dtype: np.dtype[Any]) -> Bags:

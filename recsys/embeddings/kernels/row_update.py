@@ -105,7 +105,8 @@ def row_update(
         return None
     beta1, beta2 = getattr(optimizer, "betas", (0.0, 0.0))
     of_state, bases_3T = space.beside(states)
-    order_2T, segments_4S, bags, gradient, num_gradients = join_ledger(ledger, space)
+    joined = join_ledger(ledger, space)
+    bags = joined.bags
     # One by one, and flags as numbers: numba asks every argument what it is, and of a named tuple,
     # or a bool, takes longer to find out than to copy a row.
     has_kernel = space.dim in _COMPILED_DIMS and not space.is_narrow
@@ -122,16 +123,16 @@ def row_update(
         1.0 - beta1,
         1.0 - beta2,
         keys_T,
-        order_2T,
-        segments_4S,
+        joined.order,
+        joined.segments,
         bags.values,
         bags.values if bags.offsets is None else bags.offsets,
         space.nothing if bags.weights is None else bags.weights,
         int(bags.offsets is None),
         int(bags.weights is not None),
         int(bags.is_mean),
-        gradient.data_ptr(),
-        num_gradients,
+        joined.gradient_at,
+        joined.num_gradients,
         space.nothing,
         _INFINITY[space.computed],
         space.dim,
