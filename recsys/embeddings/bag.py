@@ -251,7 +251,7 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         if self._updater is not None:
             if torch.compiler.is_compiling():
                 return cast("Tensor", self._break_graph(input, offsets, per_sample_weights))
-            return self._look_up_fused(input, offsets, per_sample_weights)
+            return self._look_up(input, offsets, per_sample_weights)
         if torch.compiler.is_compiling() or not input.is_cpu:
             return super().forward(input, offsets, per_sample_weights)
         bags = self._read(input, offsets, per_sample_weights)
@@ -479,13 +479,49 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
     def _break_graph(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
-        return self._look_up_fused(input, offsets, per_sample_weights)
+        return self._look_up(input, offsets, per_sample_weights)
 
-    def _look_up_fused(
+    def _look_up(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
+        pooled = None if per_sample_weights is not None else self._look_up_simply(input, offsets)
+        if pooled is not None:
+            return pooled
         bags = self._read(input, offsets, per_sample_weights)
         return pool_fused(self, self._place(), bags).to(self.weight.dtype)
+
+    def _look_up_simply(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
+        """The pooled rows; None where it takes more than to add rows up."""
+        if (
+            (self.mode != "sum" and self.mode != "mean")
+            or self.max_norm is not None
+            or self.padding_idx is not None
+            or self.scale_grad_by_freq
+            or type(input) is not Tensor
+            or input.is_nested
+        ):
+            return None
+        if offsets is None:
+            if input.dim() != 2 or not input.numel():
+                return None
+            num_bags = input.shape[0]
+        elif type(offsets) is Tensor and input.dim() == 1 and offsets.dim() == 1:
+            num_bags = offsets.shape[0] - self.include_last_offset
+        else:
+            return None
+        group, updater, lookups = self._group, self._updater, self._lookups
+        assert group is not None
+        assert updater is not None
+        assert lookups is not None
+        return group.calls(updater).look_up(
+            lookups.distinct_tables[0],
+            self._parameters["weight"],
+            lookups,
+            input,
+            offsets,
+            num_bags,
+            is_mean=self.mode == "mean",
+        )
 
     def _place(self) -> BagPlace:
         assert self._group is not None

@@ -119,6 +119,7 @@ class GroupUpdater:
             ValueError: settings or state are such that rows cannot be updated by them. After each
                 of these, everything is still collected.
         """
+        self.group.close_calls()
         weights = self.group.follow()
         self.follow_tables(weights)
         ledger = self.group.take_ledger(weights)

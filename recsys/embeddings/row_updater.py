@@ -119,9 +119,13 @@ class RowUpdater:
             joined: What `join_pass` said when the lookup was made.
         """
         if joined is None or joined != self._queued_for:
-            self._begin(_current_graph_task_id())
+            self.begin_pass()
         for found, entry in entries:
             found.group.keep(entry, found.parameters)
+
+    def begin_pass(self) -> None:
+        """In backward, before gradients go to the ledgers: update rows at its end, if they are."""
+        self._begin(_current_graph_task_id())
 
     def _begin(self, backward_pass: int) -> None:
         if not self.auto_apply or self._queued_for == backward_pass:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from recsys.embeddings.bag_calls import BagCalls
 from recsys.embeddings.exchanged_tables import (
     gone,
     require_dim,
@@ -29,6 +30,7 @@ from recsys.embeddings.exchanged_tables import (
 from recsys.embeddings.found import Found
 from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.kernels.ledger import LedgerEntry
+from recsys.embeddings.kernels.one_table import TableMemory
 from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.residency import NotEnoughSlots
 from recsys.embeddings.row_space import RowSpace, compute_dtype
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.ahead import AheadClaim
     from recsys.embeddings.kernels.pooled_lookup import Bags
+    from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.tiers import Tiers
 
 __all__ = ["TableGroup"]
@@ -95,6 +98,8 @@ class TableGroup:
         self._watched: list[nn.Parameter] = []
         # Of those: whether they tell what becomes of them; what they were, until they tell.
         self._all_tell = self._all_ask = self._none_has_grad = False
+        self._memories: tuple[RowSpace | None, list[TableMemory]] = None, []
+        self._calls: BagCalls | None = None
         self.kernels = kernels_on(self.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,6 +117,8 @@ class TableGroup:
             "_all_tell": False,
             "_all_ask": False,
             "_none_has_grad": False,
+            "_memories": (None, []),
+            "_calls": None,
             "kernels": None,
             "ledger": [],
             "_whole_tables": {},
@@ -240,6 +247,53 @@ class TableGroup:
     def device(self) -> torch.device:
         """Where rows are looked up: that of the slots, of tables that wait in slower memory."""
         return self.weights()[0].device if self.tiers is None else self.tiers.device
+
+    def memory_of(self, table: int, weight: nn.Parameter | None) -> TableMemory | None:
+        """Where a table lies, if nothing has to be asked first.
+
+        Args:
+            table: Its number.
+            weight: What the caller has for it.
+
+        Returns:
+            None of a tiered or narrow table, one on a device, or if tables may be others by now.
+        """
+        space = self._space
+        if (
+            space is None
+            or not self._all_tell
+            or self.tiers is not None
+            or self._watched[table] is not weight
+        ):
+            return None
+        of_space, memories = self._memories
+        if of_space is not space:
+            is_plain = self.kernels.errors is None and not space.is_narrow
+            memories = [TableMemory(each) for each in space.tables] if is_plain else []
+            self._memories = space, memories
+        if not memories or weight.data_ptr() != memories[table].address:
+            return None
+        return memories[table]
+
+    def known_tables(self) -> tuple[Sequence[Tensor], Sequence[nn.Parameter]]:
+        """The tables as they were found last, as views of their memory and as Parameters."""
+        assert self._space is not None
+        return self._space.tables, self._watched
+
+    def asks(self, table: int) -> bool:
+        """Whether a watched table asks for a gradient."""
+        return self._all_ask or requires_grad(self._watched[table])
+
+    def calls(self, updater: RowUpdater) -> BagCalls:
+        """The calls of its tables one by one."""
+        if self._calls is None:
+            self._calls = BagCalls(updater, self)
+        return self._calls
+
+    def close_calls(self) -> None:
+        """Expect the calls of another step."""
+        if self._calls is not None:
+            self._calls.close()
 
     def make_space(self, tables: Sequence[Tensor]) -> RowSpace:
         """Tables, or their state, as kernels take them; those of a cold store are the CPU's."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -206,8 +206,9 @@ _BLIND = (
     | {getattr(torch.Tensor, name).__set__ for name in ("grad",)}
 )
 
-# By the tables' identity. No attributes of theirs: torch.save would take the group along.
-_GROUPS: Any = WeakIdKeyDictionary()
+# By the tables' identity. No attributes of theirs: torch.save would take the group along. Groups by
+# a plain dictionary: optimizers read every `grad` twice a step.
+_GROUPS: dict[int, ref[TableGroup]] = {}
 _HOOKS: Any = WeakIdKeyDictionary()
 
 
@@ -239,7 +240,9 @@ def watch(weight: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> bool:
     if type(weight) is nn.Parameter:
         _set_class(weight, LedgerParameter)
     if isinstance(weight, LedgerParameter):
-        _GROUPS[weight] = ref(group)
+        if id(weight) not in _GROUPS:
+            finalize(weight, _GROUPS.pop, id(weight), None).atexit = False
+        _GROUPS[id(weight)] = ref(group)
         _listen(weight)
         if is_tiered:
             _set_class(weight, TieredParameter)
@@ -249,7 +252,7 @@ def watch(weight: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> bool:
 def unwatch(weight: nn.Parameter, group: TableGroup | None) -> None:
     """Make a plain parameter of a table that no group has, or but this one."""
     if isinstance(weight, LedgerParameter) and _group_of(weight) in (None, group):
-        _GROUPS.pop(weight, None)
+        _GROUPS.pop(id(weight), None)
         hook = _HOOKS.pop(weight, None)
         if hook is not None:
             hook.remove()
@@ -271,8 +274,8 @@ def move_table(weight: nn.Parameter, device: torch.device) -> None:
 
 
 def _group_of(weight: Tensor) -> TableGroup | None:
-    group: TableGroup | None = _GROUPS.get(weight, _nobody)()
-    return group
+    group = _GROUPS.get(id(weight))
+    return None if group is None else group()
 
 
 def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:
@@ -281,7 +284,7 @@ def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:
 
 def _open_ledger_of(weight: LedgerParameter) -> None:
     group = _group_of(weight)
-    if group is not None:
+    if group is not None and group.ledger:
         with torch._C.DisableTorchFunctionSubclass():  # a gradient tells nothing of the rows
             group.open_ledger()
 
@@ -305,10 +308,6 @@ def _listen(weight: nn.Parameter) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # it is us
             if weight.requires_grad:
                 _HOOKS[weight] = weight.register_post_accumulate_grad_hook(tell_group)  # type: ignore[no-untyped-call]
-
-
-def _nobody() -> None:
-    """A reference to nothing, as that to a group that is gone."""
 
 
 _REQUIRES_GRAD: Any = inspect.getattr_static(torch.Tensor, "requires_grad")

@@ -1,0 +1,308 @@
+"""Resident tables that a model looks up one by one: one autograd node for many calls.
+
+A model with 26 bags calls each of them, and a `torch.autograd.Function` of its own takes 12 us a
+call. So the first call of a step makes one node with as many outputs as the last step had calls,
+and each call fills the next output:
+
+    step 1    call 0, call 1, call 2    three nodes of one output
+    step 2    call 0, call 1, call 2    one node of three outputs
+              backward of the node      three entries of the ledger
+
+An output is filled when its bag is called, so values, errors and modes are those of that time. The
+node does not know its calls until then. An output that is not used gets no gradient, and leaves
+nothing in the ledger. Calls that need more than rows added up take `fused_lookup`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active, _current_graph_task_id
+from torch._C._autograd import (
+    _get_current_graph_task_keep_graph,
+    _top_saved_tensors_default_hooks,
+)
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+
+from recsys.embeddings.fused_lookup import with_dense_rows
+from recsys.embeddings.kernels.ledger import LedgerEntry
+from recsys.embeddings.kernels.one_table import ONE_HOT, REFUSED, pool_one_table
+from recsys.embeddings.kernels.pooled_lookup import Bags
+from recsys.embeddings.sparse_gradients import leave_grads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from recsys.embeddings.kernels.pooled_lookup import Lookups
+    from recsys.embeddings.row_updater import RowUpdater
+    from recsys.embeddings.table_group import TableGroup
+
+__all__ = ["BagCalls"]
+
+_NO_PASS = -1  # what torch says outside of backward
+_MOST_OUTPUTS = 1024  # of a node
+_Shape = tuple[int, ...]
+
+
+class _Call(NamedTuple):
+    """What one call looked up, and what backward needs of it; `kept` as for `pool_one_table`."""
+
+    lookups: Lookups
+    kept: NDArray[Any]
+    num_bags: int
+    is_one_hot: bool
+    is_mean: bool
+    ids: Tensor
+    ids_version: int
+    offsets: Tensor
+    offsets_version: int
+    tables: Sequence[Tensor]
+    parameters: Sequence[nn.Parameter]
+
+    def bags(self) -> Bags:
+        """The input."""
+        ids, bounds = self.kept[: -self.num_bags - 1], self.kept[-self.num_bags - 1 :]
+        if self.is_one_hot:
+            return Bags(ids, None, None, self.num_bags, is_mean=False)
+        return Bags(ids, bounds, None, self.num_bags, self.is_mean)
+
+
+class BagCalls:
+    """The calls of the tables of one group, and the nodes that are open for them.
+
+    Args:
+        updater: Keeps the gradients.
+        group: Has the tables.
+    """
+
+    def __init__(self, updater: RowUpdater, group: TableGroup) -> None:
+        # An open node is reached from here, and torch hides from Python's collector what it refers
+        # to: what refers back here must not keep anything alive.
+        self._updater, self._group = ref(updater), ref(group)
+        self._open: dict[_Shape, _OpenNode] = {}
+        self._expected: dict[_Shape, int] = {}  # calls that there were before nodes were closed
+
+    def look_up(
+        self,
+        table: int,
+        weight: nn.Parameter | None,
+        lookups: Lookups,
+        ids: Tensor,
+        offsets: Tensor | None,
+        num_bags: int,
+        *,
+        is_mean: bool,
+    ) -> Tensor | None:
+        """Look up and pool.
+
+        Args:
+            table: Its number in the group.
+            weight: What the caller has for that table.
+            lookups: The one of this table.
+            ids: As for `pool_one_table`.
+            offsets: As there.
+            num_bags: B.
+            is_mean: Whether a bag is averaged.
+
+        Shape:
+            As for `pool_one_table`.
+
+        Returns:
+            The pooled rows, (B, D); None where the call has to go the long way, which then says
+            what is wrong with it, if anything is.
+        """
+        group = self._group()
+        memory = None if group is None else group.memory_of(table, weight)
+        if group is None or memory is None or not num_bags or not _is_plain(ids, offsets):
+            return None
+        shape = num_bags, memory.dim
+        if not (is_grad_enabled() and group.asks(table)):
+            result = torch.empty(shape, dtype=memory.dtype)
+            kind = pool_one_table(memory, ids, offsets, num_bags, result, None, is_mean=is_mean)
+            return None if kind == REFUSED else result
+        if (
+            _current_graph_task_id() != _NO_PASS
+            or _are_functorch_transforms_active()
+            # Checkpointing counts saved tensors when it computes anew: here are none.
+            or _top_saved_tensors_default_hooks(True) is not None
+            or DistributedDataParallel._active_ddp_module is not None
+        ):
+            return None
+        opened = self._open.get(shape)
+        if opened is None or not opened.outputs:
+            opened = self._open_node(opened, shape, memory.dtype)
+        opened.num_calls += 1
+        number, result = opened.outputs.pop()
+        kept = np.empty(ids.numel() + num_bags + 1, _ID_TYPES[ids.dtype])
+        kind = pool_one_table(memory, ids, offsets, num_bags, result, kept, is_mean=is_mean)
+        if kind == REFUSED:
+            return None
+        offsets = ids if offsets is None else offsets
+        opened.node.calls[number] = _Call(
+            lookups,
+            kept,
+            num_bags,
+            kind == ONE_HOT,
+            is_mean,
+            ids,
+            ids._version,
+            offsets,
+            offsets._version,
+            *group.known_tables(),
+        )
+        # The node runs for all of its outputs, and would call the hooks of one that has no
+        # gradient with None.
+        return result.view_as(result)
+
+    def close(self) -> None:
+        """Open nodes anew from now on: a backward or a step begins."""
+        if self._open:
+            self._expected = {shape: opened.num_calls for shape, opened in self._open.items()}
+            self._open = {}
+
+    def _open_node(self, before: _OpenNode | None, shape: _Shape, dtype: torch.dtype) -> _OpenNode:
+        """Make a node, in place of one whose outputs are all filled."""
+        num_outputs = self._expected.get(shape, 1)
+        if shape not in self._expected and len(self._expected) == 1:
+            [num_outputs] = self._expected.values()  # a mini-batch of another size
+        updater = self._updater()
+        assert updater is not None
+        node = _Node(self, self._updater, self._group, min(num_outputs, _MOST_OUTPUTS))
+        outputs = _LookupNode.apply(node, updater.asks_gradient, shape, dtype)  # type: ignore[no-untyped-call]
+        opened = _OpenNode(node, list(enumerate(outputs))[::-1])
+        opened.num_calls = 0 if before is None else before.num_calls
+        self._open[shape] = opened
+        return opened
+
+
+class _OpenNode:
+    """A node, and the outputs that no call has filled.
+
+    The node itself must not have these, or both would live for ever.
+
+    Attributes:
+        num_calls: Of outputs of this shape, since nodes were last closed.
+    """
+
+    __slots__ = ("node", "num_calls", "outputs")
+
+    def __init__(self, node: _Node, outputs: list[tuple[int, Tensor]]) -> None:
+        self.node, self.outputs, self.num_calls = node, outputs, 0
+
+
+class _Node:
+    """What the outputs of one autograd node were looked up for."""
+
+    def __init__(
+        self,
+        opener: BagCalls,
+        updater: ref[RowUpdater],
+        group: ref[TableGroup],
+        num_outputs: int,
+    ) -> None:
+        self._opener, self._updater, self._group = ref(opener), updater, group
+        self.calls: list[_Call | None] = [None] * num_outputs
+
+    def take(self, gradients: Sequence[Tensor | None], *, is_kept: bool) -> None:
+        """Put the gradients of outputs in the ledger.
+
+        Args:
+            gradients: Of all outputs; None of those that were not used.
+            is_kept: Whether the same outputs may be taken once more.
+
+        Raises:
+            RuntimeError: ids were changed in place since the call, or an output is taken again.
+        """
+        opener, updater, group = self._opener(), self._updater(), self._group()
+        if opener is not None:
+            opener.close()
+        taken: list[tuple[_Call, Tensor]] = []
+        for number, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            call = self.calls[number]
+            if call is None:
+                raise RuntimeError(_SECOND_TIME)
+            _require_unchanged(call)
+            taken.append((call, gradient))
+        if not is_kept:
+            for number, gradient in enumerate(gradients):
+                if gradient is not None:
+                    self.calls[number] = None
+        entries = [(_entry(call, gradient), call.parameters) for call, gradient in taken]
+        if updater is None or group is None:  # nobody updates rows any more
+            for entry, parameters in entries:
+                leave_grads([entry], parameters, entry.lookups.distinct_tables)
+        elif updater.is_asked():
+            updater.begin_pass()
+            for entry, parameters in entries:
+                if group.still_asking(entry.lookups, parameters).distinct_tables:
+                    group.keep(entry, parameters)
+
+
+_SECOND_TIME = (
+    "Trying to backward through the graph a second time: the lookup of an embedding bag has been "
+    "through backward already; give retain_graph=True to the first backward"
+)
+
+
+class _LookupNode(torch.autograd.Function):
+    """Outputs that are filled later, by calls of bags."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, node: _Node, asks_gradient: Tensor, shape: _Shape, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.node = node
+        return tuple([torch.empty(shape, dtype=dtype) for _ in node.calls])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        if is_grad_enabled():  # a graph of gradients is made, which ends here
+            return _LookupNode._backward_once(ctx, *gradients)
+        return _LookupNode._backward(ctx, *gradients)
+
+    @staticmethod
+    def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        with torch._C.DisableTorchFunctionSubclass():  # internal reads of tables
+            ctx.node.take(gradients, is_kept=_get_current_graph_task_keep_graph())
+        return None, None, None, None
+
+    _backward_once = staticmethod(once_differentiable(_backward))
+
+
+def _is_plain(ids: Tensor, offsets: Tensor | None) -> bool:
+    """Whether a kernel may read ids and offsets from memory as they are."""
+    if ids.dtype not in _ID_TYPES or not ids.is_cpu or not ids.is_contiguous():
+        return False
+    if offsets is None:
+        return True
+    return offsets.dtype is ids.dtype and offsets.is_cpu and offsets.is_contiguous()
+
+
+_ID_TYPES = {torch.int64: np.int64, torch.int32: np.int32}
+
+
+def _require_unchanged(call: _Call) -> None:
+    """Refuse ids that were changed in place since, as torch's bag does."""
+    if call.ids._version != call.ids_version or call.offsets._version != call.offsets_version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            "operation: the ids or offsets of an embedding bag, after its lookup; give the lookup "
+            "a clone of them"
+        )
+
+
+def _entry(call: _Call, gradient: Tensor) -> LedgerEntry:
+    """What the ledger has of one call."""
+    gradient = with_dense_rows(gradient.detach() if gradient.requires_grad else gradient)
+    return LedgerEntry(call.lookups, call.bags(), gradient, gradient._version, call.tables)

@@ -1,0 +1,183 @@
+"""One autograd node for the calls of many bags; `test_accelerate_models` has what they compute."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.embeddings import SGD, HotColdEmbeddingBag
+from recsys.errors import IdOutOfRange
+
+NUM_BAGS, NUM_ROWS, DIM = 5, 30, 4
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True) for _ in range(NUM_BAGS)
+        )
+
+    def forward(self, ids, offsets):
+        return [bag(each, offsets) for bag, each in zip(self.bags, ids, strict=True)]
+
+
+def batch(seed, size=6):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, NUM_ROWS, (NUM_BAGS, size), generator=generator), torch.arange(size)
+
+
+def accelerated():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=optimizer)
+    return model, optimizer
+
+
+def train(model, optimizer, seed, size=6):
+    outputs = model(*batch(seed, size))
+    torch.cat(outputs).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return outputs
+
+
+def nodes_of(outputs):
+    """The nodes behind the views that are handed out."""
+    return {output.grad_fn.next_functions[0][0] for output in outputs}
+
+
+def test_from_the_second_step_on_calls_share_a_node():
+    model, optimizer = accelerated()
+
+    train(model, optimizer, 0)
+    train(model, optimizer, 1)
+    outputs = train(model, optimizer, 2)
+    shorter = train(model, optimizer, 3, size=2)
+
+    assert len(nodes_of(outputs)) == 1
+    assert len(nodes_of(shorter)) == 1
+
+
+def test_more_calls_than_expected_open_another_node():
+    model, optimizer = accelerated()
+    train(model, optimizer, 0)
+    train(model, optimizer, 1)
+
+    outputs = model(*batch(2)) + model(*batch(3)) + model(*batch(4, size=2))
+
+    assert len(nodes_of(outputs)) == 3
+
+
+def test_errors_come_with_the_call_and_leave_the_node_usable():
+    model, optimizer = accelerated()
+    other = copy.deepcopy(Model())
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for seed in range(2):
+        train(model, optimizer, seed)
+        train(other, other_optimizer, seed)
+    ids, offsets = batch(2)
+    bad = ids[1].clone()
+    bad[3] = NUM_ROWS
+    first = model.bags[0](ids[0], offsets)
+
+    with pytest.raises(IdOutOfRange, match=f"sample 3: id {NUM_ROWS} is not in"):
+        model.bags[1](bad, offsets)
+
+    rest = [bag(each, offsets) for bag, each in zip(model.bags[1:], ids[1:], strict=True)]
+    for outputs, its_optimizer in (
+        ([first, *rest], optimizer),
+        (other(ids, offsets), other_optimizer),
+    ):
+        torch.cat(outputs).square().sum().backward()
+        its_optimizer.step()
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+
+def test_a_second_backward_is_refused_by_output():
+    model, optimizer = accelerated()
+    train(model, optimizer, 0)
+    train(model, optimizer, 1)
+    first, second, *_ = model(*batch(2))
+
+    first.sum().backward()
+    second.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        first.sum().backward()
+
+
+def test_ids_changed_in_place_are_refused_and_ids_refilled_by_numpy_are_not_read():
+    model, optimizer = accelerated()
+    train(model, optimizer, 0)
+    train(model, optimizer, 1)
+    ids, offsets = batch(2)
+    before = model.bags[0].weight.detach().clone()
+    [output, other, *_] = model(ids.unbind(), offsets)
+    expected = ids[0].unique()
+    ids[0].numpy()[:] = 10**9
+
+    output.sum().backward()
+    optimizer.step()
+
+    is_updated = (model.bags[0].weight != before).any(1)
+    assert is_updated.nonzero().flatten().tolist() == expected.tolist()
+    ids[1].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.sum().backward()
+
+
+def test_outputs_that_wait_for_a_call_keep_no_model_alive():
+    model, optimizer = accelerated()
+    train(model, optimizer, 0)
+    train(model, optimizer, 1)
+    ids, offsets = batch(2)
+    output = model.bags[0](ids[0], offsets)  # four outputs of the node wait
+    gone = weakref.ref(model.bags[1].weight), weakref.ref(model)
+
+    del model, optimizer, output
+    gc.collect()
+
+    assert [each() for each in gone] == [None, None]
+
+
+def test_a_gradient_for_a_module_that_is_gone_is_left_at_the_table():
+    bag = HotColdEmbeddingBag(NUM_ROWS, DIM, mode="sum", optimizer=SGD(lr=0.1), auto_apply=False)
+    weight, ids = bag.weight, torch.tensor([[3], [4]])
+    bag(ids)
+    output = bag(ids)
+    del bag
+    gc.collect()
+
+    output.sum().backward()
+
+    assert weight.grad.to_dense()[3:5].tolist() == [[1.0] * DIM] * 2
+
+
+def test_without_gradients_no_node_is_made():
+    model, optimizer = accelerated()
+    train(model, optimizer, 0)
+
+    with torch.no_grad():
+        outputs = model(*batch(1))
+    model.requires_grad_(False)
+    outputs += model(*batch(1))
+
+    assert not any(output.requires_grad for output in outputs)
+    for output, again in zip(outputs[:NUM_BAGS], outputs[NUM_BAGS:], strict=True):
+        assert torch.equal(output, again)
+
+
+def test_a_copy_has_nodes_of_its_own():
+    model, optimizer = accelerated()
+    train(model, optimizer, 0)
+    train(model, optimizer, 1)
+    model.bags[0](batch(2)[0][0], batch(2)[1])
+
+    twin = copy.deepcopy(model)
+
+    assert len(nodes_of(twin(*batch(2))) & nodes_of(model(*batch(2)))) == 0
