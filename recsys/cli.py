@@ -149,6 +149,17 @@ def build_parser() -> argparse.ArgumentParser:
     bench_lookup.add_argument("--optimizers", nargs="+", default=optimizers, choices=optimizers)
     bench_lookup.add_argument("--quick", action="store_true", help="small tables, few rounds")
     bench_lookup.set_defaults(run_command=_bench_lookup)
+    bench_models = benchmarks.add_parser(
+        "models", help="models of plain PyTorch, before and after recsys.accelerate"
+    )
+    bench_models.add_argument(
+        "--batch-sizes", type=int, nargs="+", default=[128, 1024, 8192], metavar="B"
+    )
+    bench_models.add_argument(
+        "--optimizers", nargs="+", default=("sgd", "adagrad"), choices=("sgd", "adagrad")
+    )
+    bench_models.add_argument("--quick", action="store_true", help="small tables, few rounds")
+    bench_models.set_defaults(run_command=_bench_models)
     bench_synthetic = benchmarks.add_parser(
         "synthetic", help="making synthetic samples, beside reading a store of them"
     )
@@ -209,6 +220,7 @@ def build_parser() -> argparse.ArgumentParser:
         bench_prepare,
         bench_step,
         bench_lookup,
+        bench_models,
         bench_synthetic,
         bench_count,
         bench_rand_em,
@@ -298,6 +310,19 @@ def _bench_step(options: argparse.Namespace) -> int:
         num_rounds=5 if options.quick else 60,
         num_processes=1 if options.quick else 4,
         table_sizes=[1000] * 26 if options.quick else (),
+    )
+    return _show_rows(rows, options)
+
+
+def _bench_models(options: argparse.Namespace) -> int:
+    from recsys.bench.models import bench_models
+
+    rows = bench_models(
+        options.batch_sizes,
+        options.optimizers,
+        num_rounds=3 if options.quick else 30,
+        max_rows=1000 if options.quick else 1_000_000,
+        table_counts=(1, 4) if options.quick else (1, 4, 26),
     )
     return _show_rows(rows, options)
 

@@ -16,6 +16,7 @@ from tables_of_benches import (
     generator_table,
     lookup_summary_table,
     lookup_table,
+    models_table,
     prepare_table,
     step_table,
 )
@@ -61,6 +62,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ablate_schedules": partial(schedules_table, "ablate_schedules.json"),
     "generator": partial(generator_table, "generator.json"),
     "lookup": partial(lookup_table, "lookup.json"),
+    "models": partial(models_table, "models.json"),
     "lookup_summary": partial(lookup_summary_table, "lookup.json"),
     "prepare": partial(prepare_table, "prepare.json"),
     "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),

@@ -15,6 +15,7 @@ __all__ = [
     "generator_table",
     "lookup_summary_table",
     "lookup_table",
+    "models_table",
     "prepare_table",
     "step_table",
 ]
@@ -88,6 +89,37 @@ def step_table(file: str) -> str:
         f"took turns; SGD, Kaggle's 26 tables, D={dim}; {machine(record['environment'])}."
     )
     return markdown(caption, ["B", "precision", *providers, *titles.values()], lines)
+
+
+def models_table(file: str) -> str:
+    """`recsys bench models`: plain and accelerated models, by case."""
+    record = read_record(file)
+    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cases = dict.fromkeys(row["case"] for row in record["rows"] if row["metric"] == "time")
+    lines = []
+    for case in cases:
+        keys = keys_of_case(case)
+        of_tables = cells.get((case, "recsys", "table_time_over_torch"))
+        lines.append(
+            [
+                keys["model"],
+                keys.get("T", "26"),
+                keys.get("ids", "one-hot"),
+                keys["optimizer"],
+                keys["B"],
+                *(f"{cells[case, name, 'time']['median']:.2f}" for name in ("torch", "recsys")),
+                ratio(cells[case, "recsys", "speed_over_torch"], mark="**"),
+                ratio(of_tables, mark="**") if of_tables else "",
+            ]
+        )
+    titles = ["model", "tables", "ids", "optimizer", "B", "torch, ms", "recsys, ms"]
+    titles += ["recsys over torch (95 %)", "table time, times torch's (95 %)"]
+    caption = (
+        f"A step of a model of plain PyTorch before and after `recsys.accelerate`, median of "
+        f"{record['rows'][0]['num_runs']} rounds; D=16, tables of at most a million rows; "
+        f"{machine(record['environment'])}."
+    )
+    return markdown(caption, titles, lines)
 
 
 def lookup_summary_table(file: str) -> str:

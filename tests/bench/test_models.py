@@ -1,0 +1,64 @@
+"""`recsys bench models`, on small tables and few rounds."""
+
+import pytest
+import torch
+
+from recsys.bench import models
+from recsys.bench.models import bench_models
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(models, "steps_of_turn", lambda _: 1)
+    monkeypatch.setattr(models, "in_own_process", lambda function, *args: function(*args))
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_case_has_its_times_and_ratios():
+    rows = bench_models(
+        [8], ["sgd"], num_rounds=6, max_rows=50, table_counts=(1, 2), small_batch_sizes=(4,)
+    )
+
+    found = {(row.case, row.provider, row.metric) for row in rows}
+    classic = "model=classic,B=8,D=16,optimizer=sgd"
+    assert {(classic, each, "time") for each in ("torch", "recsys", "no_tables")} <= found
+    assert (classic, "recsys", "table_time_over_torch") in found
+    for count in (1, 2):
+        for ids in ("one-hot", "jagged"):
+            case = f"model=bags,B=4,D=16,optimizer=sgd,T={count},ids={ids}"
+            assert (case, "recsys", "speed_over_torch") in found
+    assert rows[-1].case == "model=bags,D=16"
+    assert rows[-1].num_runs == 4
+
+
+def test_table_time_is_a_step_less_that_of_the_model_without_tables():
+    case = models._Case("classic", "sgd", 8, (50,))
+    seconds = {"torch": [5.0] * 6, "recsys": [3.0] * 6, "no_tables": [1.0] * 6}
+
+    [row] = [row for row in models._rows_of(case, seconds) if row.metric != "time"][1:]
+
+    assert row.metric == "table_time_over_torch"
+    assert row.median == 0.5
+
+
+@pytest.mark.parametrize("kind", ["classic", "bags"])
+@pytest.mark.parametrize("is_jagged", [False, True])
+def test_the_accelerated_model_computes_what_the_plain_one_does(kind, is_jagged, monkeypatch):
+    trained = []
+    monkeypatch.setattr(
+        models, "_step", lambda *arguments: trained.append(arguments) or (lambda: None)
+    )
+    models._measure(models._Case(kind, "adagrad", 8, (50, 30), is_jagged), 6)
+    by_provider = {type(model.bags[0]).__name__: (model, *more) for model, *more in trained}
+    plain, optimizer, batches = by_provider["EmbeddingBag"]
+    model, other, _ = by_provider["HotColdEmbeddingBag"]
+
+    for batch in batches[:3]:
+        for each, its_optimizer in ((plain, optimizer), (model, other)):
+            its_optimizer.zero_grad()
+            each(batch.dense, batch.ids, batch.offsets).square().sum().backward()
+            its_optimizer.step()
+
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-6)
