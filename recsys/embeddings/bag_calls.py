@@ -49,7 +49,7 @@ __all__ = ["BagCalls"]
 
 _NO_PASS = -1  # what torch says outside of backward
 _MOST_OUTPUTS = 1024  # of a node
-_Shape = tuple[int, ...]
+_Kind = tuple[tuple[int, int], torch.dtype]  # of outputs: shape and dtype
 
 
 class _Call(NamedTuple):
@@ -87,8 +87,8 @@ class BagCalls:
         # An open node is reached from here, and torch hides from Python's collector what it refers
         # to: what refers back here must not keep anything alive.
         self._updater, self._group = ref(updater), ref(group)
-        self._open: dict[_Shape, _OpenNode] = {}
-        self._expected: dict[_Shape, int] = {}  # calls that there were before nodes were closed
+        self._open: dict[_Kind, _OpenNode] = {}
+        self._expected: dict[_Kind, int] = {}  # calls that there were before nodes were closed
 
     def look_up(
         self,
@@ -121,7 +121,7 @@ class BagCalls:
         """
         group = self._group()
         memory = None if group is None else group.memory_of(table, weight)
-        if group is None or memory is None or not num_bags or not _is_plain(ids, offsets):
+        if group is None or memory is None or num_bags < 1 or not _is_plain(ids, offsets):
             return None
         shape = num_bags, memory.dim
         if not (is_grad_enabled() and group.asks(table)):
@@ -136,17 +136,13 @@ class BagCalls:
             or DistributedDataParallel._active_ddp_module is not None
         ):
             return None
-        opened = self._open.get(shape)
-        if opened is None or not opened.outputs:
-            opened = self._open_node(opened, shape, memory.dtype)
-        opened.num_calls += 1
-        number, result = opened.outputs.pop()
+        node, number, result = self._next_output(shape, memory.dtype)
         kept = np.empty(ids.numel() + num_bags + 1, _ID_TYPES[ids.dtype])
         kind = pool_one_table(memory, ids, offsets, num_bags, result, kept, is_mean=is_mean)
         if kind == REFUSED:
             return None
         offsets = ids if offsets is None else offsets
-        opened.node.calls[number] = _Call(
+        node.calls[number] = _Call(
             lookups,
             kept,
             num_bags,
@@ -165,37 +161,54 @@ class BagCalls:
     def close(self) -> None:
         """Open nodes anew from now on: a backward or a step begins."""
         if self._open:
-            self._expected = {shape: opened.num_calls for shape, opened in self._open.items()}
+            self._expected = {kind: opened.num_calls for kind, opened in self._open.items()}
             self._open = {}
 
-    def _open_node(self, before: _OpenNode | None, shape: _Shape, dtype: torch.dtype) -> _OpenNode:
-        """Make a node, in place of one whose outputs are all filled."""
-        num_outputs = self._expected.get(shape, 1)
-        if shape not in self._expected and len(self._expected) == 1:
+    def _next_output(self, shape: tuple[int, int], dtype: torch.dtype) -> _Output:
+        """An output that no call has filled."""
+        kind = shape, dtype
+        opened = self._open.get(kind)
+        if opened is None:
+            opened = self._open[kind] = _OpenNode()
+        opened.num_calls += 1
+        try:
+            return opened.outputs.pop()
+        except IndexError:
+            opened.outputs = self._make_outputs(kind)
+            return opened.outputs.pop()
+
+    def _make_outputs(self, kind: _Kind) -> list[_Output]:
+        num_outputs = self._expected.get(kind, 1)
+        if kind not in self._expected and len(self._expected) == 1:
             [num_outputs] = self._expected.values()  # a mini-batch of another size
         updater = self._updater()
         assert updater is not None
         node = _Node(self, self._updater, self._group, min(num_outputs, _MOST_OUTPUTS))
-        outputs = _LookupNode.apply(node, updater.asks_gradient, shape, dtype)  # type: ignore[no-untyped-call]
-        opened = _OpenNode(node, list(enumerate(outputs))[::-1])
-        opened.num_calls = 0 if before is None else before.num_calls
-        self._open[shape] = opened
-        return opened
+        outputs = _LookupNode.apply(node, updater.asks_gradient, *kind)  # type: ignore[no-untyped-call]
+        return [_Output(node, number, output) for number, output in enumerate(outputs)][::-1]
 
 
 class _OpenNode:
-    """A node, and the outputs that no call has filled.
+    """Outputs that no call has filled.
 
-    The node itself must not have these, or both would live for ever.
+    Their node must not have them, or both would live for ever.
 
     Attributes:
-        num_calls: Of outputs of this shape, since nodes were last closed.
+        outputs: Those of the node last made.
+        num_calls: Of this kind, since nodes were last closed.
     """
 
-    __slots__ = ("node", "num_calls", "outputs")
+    def __init__(self) -> None:
+        self.outputs: list[_Output] = []
+        self.num_calls = 0
 
-    def __init__(self, node: _Node, outputs: list[tuple[int, Tensor]]) -> None:
-        self.node, self.outputs, self.num_calls = node, outputs, 0
+
+class _Output(NamedTuple):
+    """An output of a node, and its number there."""
+
+    node: _Node
+    number: int
+    result: Tensor
 
 
 class _Node:
@@ -259,7 +272,7 @@ class _LookupNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, node: _Node, asks_gradient: Tensor, shape: _Shape, dtype: torch.dtype
+        ctx: Any, node: _Node, asks_gradient: Tensor, shape: tuple[int, int], dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.node = node

@@ -10,7 +10,7 @@ from torch import nn
 
 import recsys
 from recsys.embeddings import SGD, HotColdEmbeddingBag
-from recsys.errors import IdOutOfRange
+from recsys.errors import IdOutOfRange, MalformedBags
 
 NUM_BAGS, NUM_ROWS, DIM = 5, 30, 4
 
@@ -181,3 +181,30 @@ def test_a_copy_has_nodes_of_its_own():
     twin = copy.deepcopy(model)
 
     assert len(nodes_of(twin(*batch(2))) & nodes_of(model(*batch(2)))) == 0
+
+
+def test_outputs_that_wait_are_not_filled_with_rows_of_another_dtype():
+    model, optimizer = accelerated()
+    train(model, optimizer, 0)
+    train(model, optimizer, 1)
+    ids, offsets = batch(2)
+    model.bags[0](ids[0], offsets)
+
+    model.double()
+    model(ids, offsets)
+    outputs = model(ids, offsets)
+
+    assert {output.dtype for output in outputs} == {torch.float64}
+    for bag, each, output in zip(model.bags, ids, outputs, strict=True):
+        assert torch.equal(output, bag.weight[each])
+
+
+def test_no_bags_are_refused_as_ever():
+    bag = HotColdEmbeddingBag(
+        NUM_ROWS, DIM, mode="sum", include_last_offset=True, optimizer=SGD(lr=0.1)
+    )
+    none = torch.empty(0, dtype=torch.int64)
+    bag(torch.tensor([1]), torch.tensor([0, 1]))
+
+    with pytest.raises(MalformedBags):
+        bag(none, none)
