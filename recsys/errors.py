@@ -100,7 +100,7 @@ class TrainingDiverged(RecsysError, ArithmeticError):
 
 
 class NonFiniteGradient(TrainingDiverged):
-    """The gradient of a row has nan or inf in it; on the CPU, all rows but such were updated."""
+    """The gradient of a row has nan or inf in it; on the CPU, all other rows were updated."""
 
 
 class MissingDependency(RecsysError, ImportError):

@@ -29,10 +29,11 @@ from torch._C._autograd import (
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
-from recsys.embeddings.fused_lookup import with_dense_rows
+from recsys.embeddings.fused_lookup import MAX_KEPT_BYTES, with_dense_rows
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.one_table import ONE_HOT, REFUSED, pool_one_table
 from recsys.embeddings.kernels.pooled_lookup import Bags
+from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.sparse_gradients import leave_grads
 
 if TYPE_CHECKING:
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["BagCalls"]
 
 _NO_PASS = -1  # what torch says outside of backward
-_MOST_OUTPUTS = 1024  # of a node
 _Kind = tuple[tuple[int, int], torch.dtype]  # of outputs: shape and dtype
 
 
@@ -87,7 +87,7 @@ class BagCalls:
         # An open node is reached from here, and torch hides from Python's collector what it refers
         # to: what refers back here must not keep anything alive.
         self._updater, self._group = ref(updater), ref(group)
-        self._open: dict[_Kind, _OpenNode] = {}
+        self._open: dict[_Kind, _OpenOutputs] = {}
         self._expected: dict[_Kind, int] = {}  # calls that there were before nodes were closed
 
     def look_up(
@@ -125,7 +125,7 @@ class BagCalls:
             return None
         shape = num_bags, memory.dim
         if not (is_grad_enabled() and group.asks(table)):
-            result = torch.empty(shape, dtype=memory.dtype)
+            result = _empty(shape, memory.dtype)
             kind = pool_one_table(memory, ids, offsets, num_bags, result, None, is_mean=is_mean)
             return None if kind == REFUSED else result
         if (
@@ -160,6 +160,9 @@ class BagCalls:
 
     def close(self) -> None:
         """Open nodes anew from now on: a backward or a step begins."""
+        for opened in self._open.values():
+            if opened.outputs:
+                opened.outputs[0].node.hold()
         if self._open:
             self._expected = {kind: opened.num_calls for kind, opened in self._open.items()}
             self._open = {}
@@ -169,13 +172,17 @@ class BagCalls:
         kind = shape, dtype
         opened = self._open.get(kind)
         if opened is None:
-            opened = self._open[kind] = _OpenNode()
+            opened = self._open[kind] = _OpenOutputs()
         opened.num_calls += 1
         try:
-            return opened.outputs.pop()
+            found = opened.outputs.pop()
         except IndexError:
-            opened.outputs = self._make_outputs(kind)
-            return opened.outputs.pop()
+            outputs = self._make_outputs(kind)
+            found = outputs.pop()
+            opened.outputs = outputs
+        if not opened.outputs:
+            found.node.hold()
+        return found
 
     def _make_outputs(self, kind: _Kind) -> list[_Output]:
         num_outputs = self._expected.get(kind, 1)
@@ -183,12 +190,15 @@ class BagCalls:
             [num_outputs] = self._expected.values()  # a mini-batch of another size
         updater = self._updater()
         assert updater is not None
-        node = _Node(self, self._updater, self._group, min(num_outputs, _MOST_OUTPUTS))
+        group = self._group()
+        assert group is not None
+        num_outputs = min(num_outputs, len(group.names))  # evaluation with gradients has no end
+        node = _Node(self, self._updater, self._group, num_outputs)
         outputs = _LookupNode.apply(node, updater.asks_gradient, *kind)  # type: ignore[no-untyped-call]
         return [_Output(node, number, output) for number, output in enumerate(outputs)][::-1]
 
 
-class _OpenNode:
+class _OpenOutputs:
     """Outputs that no call has filled.
 
     Their node must not have them, or both would live for ever.
@@ -222,7 +232,12 @@ class _Node:
         num_outputs: int,
     ) -> None:
         self._opener, self._updater, self._group = ref(opener), updater, group
+        self._held: tuple[Any, ...] = ()
         self.calls: list[_Call | None] = [None] * num_outputs
+
+    def hold(self) -> None:
+        """Keep updater and group alive: the opener has no output of this node any more."""
+        self._held = self._updater(), self._group()
 
     def take(self, gradients: Sequence[Tensor | None], *, is_kept: bool) -> None:
         """Put the gradients of outputs in the ledger.
@@ -276,7 +291,7 @@ class _LookupNode(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.node = node
-        return tuple([torch.empty(shape, dtype=dtype) for _ in node.calls])
+        return tuple([_empty(shape, dtype) for _ in node.calls])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
@@ -293,12 +308,26 @@ class _LookupNode(torch.autograd.Function):
     _backward_once = staticmethod(once_differentiable(_backward))
 
 
+def _empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Memory for pooled rows, in the CPU's memory whatever the default device is."""
+    if shape[0] * shape[1] * dtype.itemsize > MAX_KEPT_BYTES:
+        return empty_rows(*shape, dtype=dtype, device=_CPU)
+    return torch.empty(shape, dtype=dtype, device=_CPU)
+
+
+_CPU = torch.device("cpu")
+
+
 def _is_plain(ids: Tensor, offsets: Tensor | None) -> bool:
     """Whether a kernel may read ids and offsets from memory as they are."""
     if ids.dtype not in _ID_TYPES or not ids.is_cpu or not ids.is_contiguous():
         return False
+    if ids.is_inference():  # has no version to compare in backward
+        return False
     if offsets is None:
         return True
+    if offsets.is_inference():
+        return False
     return offsets.dtype is ids.dtype and offsets.is_cpu and offsets.is_contiguous()
 
 

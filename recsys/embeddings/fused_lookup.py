@@ -29,10 +29,17 @@ if TYPE_CHECKING:
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table_group import TableGroup
 
-__all__ = ["Part", "empty_result", "fused_lookup", "prefetch_parts", "with_dense_rows"]
+__all__ = [
+    "MAX_KEPT_BYTES",
+    "Part",
+    "empty_result",
+    "fused_lookup",
+    "prefetch_parts",
+    "with_dense_rows",
+]
 
 
-_MAX_KEPT_BYTES = 32 * 2**20
+MAX_KEPT_BYTES = 32 * 2**20
 
 
 class Part(NamedTuple):
@@ -210,7 +217,7 @@ def empty_result(
     shape = (batch_size, num_stacked, width // num_stacked) if num_stacked else (batch_size, width)
     # glibc asks the system for anything larger anew each time, and small pages of it are handed
     # out one by one: at 100 MiB that took longer than looking up.
-    is_large = batch_size * width * computed.itemsize > _MAX_KEPT_BYTES
+    is_large = batch_size * width * computed.itemsize > MAX_KEPT_BYTES
     return (empty_rows if is_large else torch.empty)(*shape, dtype=computed, device=device)
 
 

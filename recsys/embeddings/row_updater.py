@@ -85,7 +85,7 @@ class RowUpdater:
         self._files: ColdFiles | None = None
         # Tables are no inputs of autograd's: a pooled vector asks for a gradient on behalf of all
         # of them by this one.
-        self.asks_gradient = torch.empty(0, requires_grad=True)
+        self.asks_gradient = torch.empty(0, requires_grad=True, device="cpu")
         self._asks_node: Any = None
         for _, group in groups:
             group.watch()

@@ -249,7 +249,7 @@ class TableGroup:
         return self.weights()[0].device if self.tiers is None else self.tiers.device
 
     def memory_of(self, table: int, weight: nn.Parameter | None) -> TableMemory | None:
-        """Where a table lies, if nothing has to be asked first.
+        """Where a table lies, if the table is known to be unchanged.
 
         Args:
             table: Its number.

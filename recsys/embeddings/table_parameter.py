@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,12 @@ class LedgerParameter(nn.Parameter):
     def set_(self, *source: Any) -> Any:
         """As `torch.Tensor.set_`."""
         super().set_(*source)
+        _forget_space_of(self)
+        return self
+
+    def resize_(self, *size: Any, **more: Any) -> Any:
+        """As `torch.Tensor.resize_`."""
+        super().resize_(*size, **more)
         _forget_space_of(self)
         return self
 
@@ -208,7 +214,7 @@ _BLIND = (
 
 # By the tables' identity. No attributes of theirs: torch.save would take the group along. Groups by
 # a plain dictionary: optimizers read every `grad` twice a step.
-_GROUPS: dict[int, ref[TableGroup]] = {}
+_GROUPS: dict[int, tuple[ref[nn.Parameter], ref[TableGroup]]] = {}
 _HOOKS: Any = WeakIdKeyDictionary()
 
 
@@ -240,9 +246,8 @@ def watch(weight: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> bool:
     if type(weight) is nn.Parameter:
         _set_class(weight, LedgerParameter)
     if isinstance(weight, LedgerParameter):
-        if id(weight) not in _GROUPS:
-            finalize(weight, _GROUPS.pop, id(weight), None).atexit = False
-        _GROUPS[id(weight)] = ref(group)
+        number = id(weight)
+        _GROUPS[number] = ref(weight, lambda _: _GROUPS.pop(number, None)), ref(group)
         _listen(weight)
         if is_tiered:
             _set_class(weight, TieredParameter)
@@ -274,8 +279,8 @@ def move_table(weight: nn.Parameter, device: torch.device) -> None:
 
 
 def _group_of(weight: Tensor) -> TableGroup | None:
-    group = _GROUPS.get(id(weight))
-    return None if group is None else group()
+    found = _GROUPS.get(id(weight))
+    return None if found is None else found[1]()
 
 
 def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:

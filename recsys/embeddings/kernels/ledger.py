@@ -235,7 +235,7 @@ def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:
         if each.offsets is None:
             begins.append(np.arange(num_values, num_values + len(each.values)))
         else:
-            begins.append(each.offsets[:-1] + num_values)
+            begins.append(each.offsets[:-1].astype(np.int64) + num_values)
         num_values += len(each.values)
     return np.concatenate([*begins, [num_values]])
 
