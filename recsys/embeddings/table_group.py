@@ -266,6 +266,9 @@ class TableGroup:
             or self._watched[table] is not weight
         ):
             return None
+        for twin, number in self._twins:
+            if twin._parameters["weight"] is not self._watched[number]:
+                return None
         of_space, memories = self._memories
         if of_space is not space:
             is_plain = self.kernels.errors is None and not space.is_narrow
