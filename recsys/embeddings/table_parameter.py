@@ -212,8 +212,8 @@ _BLIND = (
     | {getattr(torch.Tensor, name).__set__ for name in ("grad",)}
 )
 
-# By the tables' identity. No attributes of theirs: torch.save would take the group along. Groups by
-# a plain dictionary: optimizers read every `grad` twice a step.
+# Keyed by the table's identity: torch.save would pickle the group if it were an attribute. Groups
+# are in a plain dictionary because optimizers read every `grad` twice a step.
 _GROUPS: dict[int, tuple[ref[nn.Parameter], ref[TableGroup]]] = {}
 _HOOKS: Any = WeakIdKeyDictionary()
 

@@ -1,9 +1,9 @@
 """Pooled lookup in one table, for models that call their bags one by one.
 
-A lookup of 128 rows takes 5 us, and as long again to make numpy arrays of its arguments. So this
-kernel takes addresses, reads offsets as the caller of `nn.EmbeddingBag` gave them, and checks them
-and the ids while it looks up. It refuses input that is not right without naming what is wrong: the
-lookup by `pooled_lookup` says that.
+To make numpy arrays of its arguments would take as long as a small lookup. So this kernel takes
+addresses, reads offsets as the caller of `nn.EmbeddingBag` gave them, and checks them and the ids
+while it looks up. It refuses input that is not right without naming what is wrong: the lookup by
+`pooled_lookup` says that.
 
 Letters as in `pooled_lookup`.
 """
@@ -78,8 +78,8 @@ def pool_one_table(
             of `ids`. None where all bags have as many ids.
         num_bags: B.
         result: Contiguous, of the table's dtype.
-        kept: Gets a copy of the ids; behind them, unless bag i is id i, where bags begin and the
-            last one ends. None where nobody needs it.
+        kept: Receives a copy of the ids and, after them, where bags begin and the last one ends
+            (left undefined if bag i is id i). None if the copy is not needed.
         is_mean: Whether a bag is averaged.
 
     Shape:
