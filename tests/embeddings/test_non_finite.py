@@ -55,9 +55,10 @@ def test_only_rows_with_a_finite_gradient_are_updated_and_training_goes_on(
 
 @pytest.mark.parametrize("dim", [1, 7, 8, 16, 24, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_every_column_counts(dim, dtype):
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1)])
+def test_every_column_counts(dim, dtype, optimizer):
     for column in range(dim):
-        module = HotColdEmbeddingBag(3, dim, dtype=dtype, optimizer=SGD(lr=0.1))
+        module = HotColdEmbeddingBag(3, dim, dtype=dtype, optimizer=optimizer)
         before = module.weight.detach().clone()
         pooled = module(torch.tensor([[0], [1], [2]]))
         gradient = torch.ones_like(pooled)
@@ -111,6 +112,16 @@ def test_finite_gradients_whose_total_overflows_are_taken():
 
     assert module.weight.isfinite().all()
     assert (module.weight != bag(SGD(lr=1e-38)).weight)[:2].all()
+
+
+def test_finite_gradients_whose_squares_overflow_are_taken():
+    module = bag(RowWiseAdagrad(lr=0.1))
+
+    module(torch.tensor([[0]])).backward(torch.full((1, 4), 1e30))
+
+    state = module.row_optimizer.state_dict()["state"]["weight"]
+    assert torch.isinf(next(value for value in state.values() if torch.is_tensor(value))[0])
+    assert torch.equal(module.weight, bag(SGD(lr=0.1)).weight)  # a step over inf is 0
 
 
 @pytest.mark.parametrize("value", BAD[1:])

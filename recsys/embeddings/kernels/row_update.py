@@ -369,7 +369,11 @@ def _move_rows(
         name = row
         if len(rows.names):
             name = np.uint64(rows.names[row]) - rows.first_names[table]
-        if not _is_finite(bits_D, infinity, run_dim):
+        mean_square = summed_D.dtype.type(np.inf)
+        if kind in (_ROWWISE_ADAGRAD, _PARTIAL_ROWWISE_ADAM):
+            mean_square = _sum_of_squares(summed_D) / summed_D.dtype.type(dim)
+        # A mean that is finite is of finite numbers; one that is not may only be too large.
+        if not np.isfinite(mean_square) and not _is_finite(bits_D, infinity, run_dim):
             if bad_row < 0 or np.int64(name) < bad_row:
                 bad_row = np.int64(name)
             continue
@@ -387,7 +391,7 @@ def _move_rows(
                 flat[first + d] = narrow(flat[first + d], moved, key, d)
         elif kind == _ROWWISE_ADAGRAD:
             of_row = base1 + row
-            first_state[of_row] += _sum_of_squares(summed_D) / summed_D.dtype.type(dim)
+            first_state[of_row] += mean_square
             step = rate / (np.sqrt(first_state[of_row]) + eps)
             for d in range(dim):
                 moved = widen(flat[first + d]) - step * summed_D[d]
@@ -406,7 +410,7 @@ def _move_rows(
         else:
             of_row, of_row2 = base1 + row * dim, base2 + row
             squares = second_state[of_row2]
-            squares += share2 * (_sum_of_squares(summed_D) / summed_D.dtype.type(dim) - squares)
+            squares += share2 * (mean_square - squares)
             second_state[of_row2] = squares
             step = rate / (np.sqrt(squares) + eps)
             for d in range(dim):
@@ -468,5 +472,6 @@ def _is_finite(bits_D: NDArray[Any], infinity: Any, run_dim: np.uint64) -> bool:
     """
     largest = bits_D.dtype.type(0)
     for d in range(run_dim if run_dim else np.uint64(len(bits_D))):
-        largest = max(largest, bits_D[d] & infinity)
+        # Of 32 bits, numba's & makes 64: half as many would fit a vector.
+        largest = max(largest, bits_D.dtype.type(bits_D[d] & infinity))
     return bool(largest != infinity)
