@@ -1,6 +1,7 @@
 """`accelerate`: one line on an existing model; `restore`: the line back.
 
     nn.EmbeddingBag                   -> HotColdEmbeddingBag
+    nn.Embedding                      -> HotColdEmbedding
     torchrec.EmbeddingBagCollection   -> HotColdEmbeddingBagCollection
 
 Modules are exchanged inside the model, on the very Parameters that they had. Everything that may be
@@ -9,89 +10,56 @@ refused is refused before the first is.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from recsys.embeddings.attach import Link, NamedTable, attach, choose_mover, require_movable
+from recsys.accelerated import (
+    Accelerated,
+    LeftAlone,
+    Replacement,
+    describe_outlook,
+)
+from recsys.embeddings.attach import Link, Mover, NamedTable, attach, choose_movers
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.cold_files import open_cold_files
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.model_plan import plan_of_model, require_arguments
 from recsys.embeddings.optimizer import RowOptimizer
+from recsys.embeddings.table_module import TableModule
+from recsys.exchange import (
+    KEPT,
+    counterpart,
+    exchange,
+    find_of_other_classes,
+    find_replaceable,
+    names_of,
+    tables_in,
+    tables_of,
+)
 from recsys.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from recsys.embeddings.fused_optimizer import FusedOptimizer
+    from torch import nn
+
+    from recsys.embeddings.cold_files import ColdFiles
+    from recsys.embeddings.device_tables import AbstractTables
     from recsys.embeddings.plan import HotPlan
     from recsys.embeddings.popularity import PopularityProfile
 
-__all__ = ["Accelerated", "Replacement", "accelerate", "restore"]
-
-_Ours = HotColdEmbeddingBag | HotColdEmbeddingBagCollection
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """A module that was exchanged.
-
-    Attributes:
-        names: Where it is in the model; several where it is used in several places.
-        kind: The class that is there now.
-        num_tables: 1, or those of a collection.
-        num_rows: Of all its tables.
-        note: What it computes differently from the module that was there, and why; mostly "".
-    """
-
-    names: tuple[str, ...]
-    kind: str
-    num_tables: int
-    num_rows: int
-    note: str = ""
-
-
-@dataclass(frozen=True, repr=False)
-class Accelerated:
-    """What `accelerate` or `restore` did.
-
-    Attributes:
-        replacements: In the order of the model.
-        moved_by: What moves the rows now, in words.
-        row_optimizer: `torch.optim`'s face of a formula of ours, for its `param_groups` and state;
-            None where an optimizer of the user's moves the rows.
-    """
-
-    replacements: tuple[Replacement, ...]
-    moved_by: str
-    row_optimizer: FusedOptimizer | None = None
-
-    def __repr__(self) -> str:
-        lines = [
-            f"{each.kind}: {each.num_tables} tables of {each.num_rows:,} rows at "
-            f"{', '.join(each.names)}"
-            for each in self.replacements
-        ]
-        return "\n".join([*lines, *self.notes, self.moved_by])
-
-    @property
-    def notes(self) -> list[str]:
-        """What replaced modules compute differently, and why; each begins with its module."""
-        return [f"{each.names[0]}: {each.note}" for each in self.replacements if each.note]
+__all__ = ["Accelerated", "LeftAlone", "Replacement", "accelerate", "restore"]
 
 
 def accelerate(
     model: nn.Module,
     *,
-    optimizer: torch.optim.Optimizer | RowOptimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | RowOptimizer | None = None,
+    lazy_adam: bool = False,
     budget: int | str | None = None,
     plan: HotPlan | None = None,
     profile: PopularityProfile | None = None,
@@ -100,21 +68,19 @@ def accelerate(
 ) -> Accelerated:
     """Exchange a model's embeddings for ours, in place.
 
-    Every `nn.EmbeddingBag` and TorchRec `EmbeddingBagCollection` inside is exchanged, at any depth;
-    a module used in two places once for both. Parameters stay the objects that they are, so
-    optimizers and checkpoints stay right; hooks, `training` and `requires_grad` are kept. Where an
-    error is raised, nothing was exchanged.
+    Every `nn.EmbeddingBag`, `nn.Embedding` and TorchRec `EmbeddingBagCollection` inside is
+    exchanged, at any depth; a module used in two places once for both. Parameters stay the objects
+    that they are, so optimizers and checkpoints stay right; hooks, `training` and `requires_grad`
+    are kept. Where an error is raised, nothing was exchanged.
 
     A copy or a pickle of the model, or of a part of it, moves its rows by a formula as the model
     does, from its own state on; an optimizer of torch's stays here, and the copy leaves gradients
     to whoever steps, as in plain PyTorch.
 
-    What is not as before, where rows are moved: `weight.grad` is sparse, of a bag with
-    `sparse=False` too, and torch's `clip_grad_norm_` refuses such gradients; scale it by hand
-    (`weight.grad = factor * weight.grad`). Nothing reaches rows by `backward(inputs=...)`, which
-    leaves them as they are, nor by `torch.autograd.grad`. A row's gradient with nan or inf raises
-    `NonFiniteGradient` in `step`: such rows are not updated, all other rows are, and what else the
-    optimizer has is not. Torch's optimizers take it.
+    What is not as before, where rows are moved: nothing reaches rows by `backward(inputs=...)`,
+    which leaves them as they are, nor by `torch.autograd.grad`. A row's gradient with nan or inf
+    raises `NonFiniteGradient` in `step`: such rows are not updated, all other rows are, and what
+    else the optimizer has is not. Torch's optimizers take it.
     Later hooks of the optimizer's `step` see a closure. With a budget, rows that were moved last
     are in `weight` when it is looked at, and in `optimizer.state` after `state_dict()`; and lookups
     of several threads at a time are not supported. A tensor kept from before (`weight.detach()`,
@@ -124,14 +90,19 @@ def accelerate(
     Args:
         model: Its tables on the CPU or on CUDA; not wrapped by `DistributedDataParallel`.
         optimizer: What moves the rows.
-            An optimizer of torch's (SGD, Adagrad, SparseAdam, TorchRec's RowWiseAdagrad; without
-            momentum and weight decay): its `step` moves them, by its `param_groups` and with its
+            An optimizer of torch's (SGD, Adagrad, SparseAdam, TorchRec's RowWiseAdagrad,
+            RWSAdagrad of facebookresearch/dlrm; without momentum and weight decay), or several,
+            where tables have one each: its `step` moves them, by its `param_groups` and with its
             state, which stays whole. Schedulers, `GradScaler`, clipping and accumulation work on.
-            Gradients of rows are gone after `step`, not only after `zero_grad`.
+            Gradients of rows are gone after `step`, not only after `zero_grad`. A module whose
+            tables none of them has is left as it is.
             A formula (`recsys.embeddings.SGD`, ...): rows move at the end of each backward.
             None: gradients are left to whoever steps, sparse or dense as `sparse` of the bag says;
             or, where `apply_optimizer_in_backward` has marked tables, their rows move by that;
             its hooks are gone and its state is ours until `restore` gives both back.
+        lazy_adam: Whether `torch.optim.Adam` and `AdamW` (without weight decay) may move rows by
+            SparseAdam's rule, which differs from theirs: a row that is not looked up stays, and so
+            do its moments. A warning says so.
         budget: Bytes that all rows in fast memory may take, with their state and what it takes to
             find them, as a number or like "2GiB". Rows that do not fit wait in the tables, which
             are then the cold store; what is computed is the same to the last bit. It needs
@@ -149,7 +120,7 @@ def accelerate(
         cold_path: That folder; it must not have tables yet.
 
     Returns:
-        What was exchanged.
+        What was exchanged, what was not and why, and what speed to expect; print it.
 
     Raises:
         TypeError: `optimizer`, `plan` or `profile` is something else.
@@ -158,52 +129,35 @@ def accelerate(
         ColdTierError: the folder cannot be used, or has tables.
         ValueError: there is nothing to exchange, or something that cannot be.
     """
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer | RowOptimizer):
-        raise TypeError(
-            "optimizer must be a torch.optim.Optimizer, a formula of recsys.embeddings (SGD, "
-            f"Adagrad, ...) or None, got {type(optimizer).__name__}"
-        )
+    optimizers = _as_tuple(optimizer)
     require_arguments(budget, plan, profile)
-    found = _find(model)
-    tables = _tables(found)
-    mover = choose_mover(tables, optimizer)
-    if mover is None and (budget is not None or plan is not None):
-        raise ValueError(NEEDS_OPTIMIZER)
-    budget_bytes = None if budget is None else parse_bytes(budget, "budget")
-    planned = None if mover is None else plan_of_model(tables, mover, budget, plan, profile)
-    budget_bytes, pinned = (budget_bytes, None) if planned is None else planned
-    device = None if budget_bytes is None else _device_of(tables)
-    moved = {} if mover is None else mover.param_groups
-    names = {table.weight: table.name for table in reversed(tables) if id(table.weight) in moved}
-    files = open_cold_files(
-        cold_tier,
-        cold_path,
-        {name: (weight.shape, weight.dtype) for weight, name in names.items()},
-        has_budget=budget_bytes is not None,
-    )
-    counterparts = {module: _counterpart(module) for module in found}
-    link = None if mover is None else attach(mover, list(counterparts.values()))
-    if link is not None:
-        link.num_modules = len(counterparts)
+    found = find_replaceable(model)
+    tables = tables_in(found)
+    movers = choose_movers(tables, optimizers, lazy_adam=lazy_adam)
+    left = _left_alone(model, found, movers if isinstance(optimizers, tuple) else None)
+    found = {module: names for module, names in found.items() if module not in left}
+    tiering = _choose_tiering(tables, movers, budget, plan, profile, cold_tier, cold_path)
+    counterparts = {module: counterpart(module) for module in found}
+    attached = [attach(mover, list(counterparts.values())) for mover in movers]
+    links: dict[nn.Module, Link] = {new: link for link, modules in attached for new in modules}
     for old, new in counterparts.items():
-        new.__dict__[_KEPT] = _Kept(old, link)
-    _exchange(model, counterparts)
-    if link is not None and budget_bytes is not None:
-        before = {weight: weight.data for weight in names}
+        new.__dict__[KEPT] = _Kept(old, links.get(new))
+    exchange(model, counterparts)
+    if tiering is not None:
         try:
-            if files is not None:
-                for weight, name in names.items():
-                    weight.data = files.begin_with(name, weight.detach())
-            link.updater.tier(budget_bytes, pinned, files=files, names=names, device=device)
+            tiering.begin(attached[0][0])
         except BaseException:
-            for weight, rows in before.items():
-                weight.data = rows
             restore(model)
             raise
+    for message in [*(each.rule for each in movers if each.rule), *_warnings_of(left)]:
+        warnings.warn(message, stacklevel=2)
     return Accelerated(
         _describe(found, counterparts),
-        "gradients are left to the caller's optimizer" if mover is None else mover.words,
-        None if link is None else link.row_optimizer,
+        tuple(left.values()),
+        tuple(each.words for each in movers) or (_LEFT_TO_CALLER,),
+        tuple(each.rule for each in movers if each.rule),
+        None if len(attached) != 1 else attached[0][0].row_optimizer,
+        *describe_outlook([link.updater for link, _ in attached]),
     )
 
 
@@ -211,7 +165,7 @@ def restore(model: nn.Module) -> Accelerated:
     """Put the modules back that `accelerate` has exchanged, the same objects.
 
     Rows and optimizer state are as trained; gradients that no step has used yet are each table's
-    sparse `grad`.
+    `grad`.
 
     Returns:
         What was exchanged.
@@ -221,10 +175,10 @@ def restore(model: nn.Module) -> Accelerated:
         ValueError: nothing is to be put back, `model` is only a part of what was accelerated, or a
             gradient is of rows that its table has no more.
     """
-    names = _names(model, lambda module: _KEPT in module.__dict__)
+    names = names_of(model, lambda module: KEPT in module.__dict__)
     if not names:
         raise ValueError("the model has no module that recsys.accelerate has put there")
-    kept: dict[nn.Module, _Kept] = {module: module.__dict__[_KEPT] for module in names}
+    kept: dict[nn.Module, _Kept] = {module: module.__dict__[KEPT] for module in names}
     links = dict.fromkeys(each.link for each in kept.values() if each.link is not None)
     for link in links:
         found = sum(each.link is link for each in kept.values())
@@ -240,17 +194,14 @@ def restore(model: nn.Module) -> Accelerated:
         link.cut()
     originals = {}
     for module, each in kept.items():
-        cast("_Ours", module).detach()
+        cast("AbstractTables", module).detach()
         originals[module] = each.module
         each.module.training = module.training
-        if isinstance(module, HotColdEmbeddingBag):
+        if isinstance(module, TableModule):
             each.module._parameters["weight"] = module._parameters["weight"]
-        del module.__dict__[_KEPT]
-    _exchange(model, originals)
-    return Accelerated(_describe(names, originals), "gradients are left to the caller's optimizer")
-
-
-_KEPT = "_accelerated_from"
+        del module.__dict__[KEPT]
+    exchange(model, originals)
+    return Accelerated(_describe(names, originals), (), (_LEFT_TO_CALLER,), ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,99 +223,127 @@ class _Kept:
             self.link.num_modules += 1
 
 
-def _find(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """What is to be exchanged, and where it is.
+def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimizer | None:
+    """Optimizers of torch's as several.
 
     Raises:
-        ValueError: there is nothing, or the model is such as cannot be changed.
+        TypeError: it is something else.
     """
-    for name, module in model.named_modules():
-        place = f"module {name!r}" if name else "the model"
-        if isinstance(module, DistributedDataParallel):
-            raise ValueError(  # noqa: TRY004  # a module it is, in the wrong place
-                f"{place} must not be wrapped by DistributedDataParallel, which gathers gradients "
-                "that rows moved by recsys do not leave; accelerate in one process"
+    if optimizer is None or isinstance(optimizer, RowOptimizer):
+        return optimizer
+    several = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    for each in several:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(
+                "optimizer must be a torch.optim.Optimizer, several of these, a formula of "
+                f"recsys.embeddings (SGD, Adagrad, ...) or None, got {type(each).__name__}"
             )
-        if _KEPT in module.__dict__:
-            raise ValueError(f"{place} is accelerated already; call recsys.restore(model) first")
-    if _is_replaceable(model):
+    return several
+
+
+def _left_alone(
+    model: nn.Module, found: Mapping[nn.Module, list[str]], movers: Sequence[Mover] | None
+) -> dict[nn.Module, LeftAlone]:
+    """What is not exchanged, and why.
+
+    Args:
+        model: Has everything.
+        found: What could be exchanged.
+        movers: Of the optimizers that were given; None where none was.
+    """
+    left = {}
+    for module, names in found.items():
+        weights = [table.weight for table in tables_of(module, names[0])]
+        is_moved = any(id(each) in mover.param_groups for each in weights for mover in movers or ())
+        if movers is not None and not is_moved and any(each.requires_grad for each in weights):
+            left[module] = LeftAlone(tuple(names), type(module).__name__, _IN_NO_OPTIMIZER)
+    for module, names in find_of_other_classes(model).items():
+        kind = type(module).__name__
+        reason = f"{kind} is a class of its own, which may compute otherwise than torch's"
+        left[module] = LeftAlone(tuple(names), kind, reason)
+    return left
+
+
+_IN_NO_OPTIMIZER = "no optimizer that was given has it in a param group"
+_LEFT_TO_CALLER = "gradients are left to the caller's optimizer"
+
+
+def _warnings_of(left: Mapping[nn.Module, LeftAlone]) -> list[str]:
+    return [
+        f"{each.names[0]} is left as it is: {each.reason}"
+        for each in left.values()
+        if each.reason != _IN_NO_OPTIMIZER  # who gave the optimizers chose them
+    ]
+
+
+@dataclass(frozen=True)
+class _Tiering:
+    """A budget, checked; nothing of the model has been changed yet."""
+
+    budget_bytes: int
+    pinned: dict[nn.Parameter, Any] | None
+    names: dict[nn.Parameter, str]
+    files: ColdFiles | None
+    device: torch.device
+
+    def begin(self, link: Link) -> None:
+        """Keep rows in slots from now on; where an error is raised, tables are as before."""
+        before = {weight: weight.data for weight in self.names}
+        try:
+            if self.files is not None:
+                for weight, name in self.names.items():
+                    weight.data = self.files.begin_with(name, weight.detach())
+            link.updater.tier(
+                self.budget_bytes,
+                self.pinned,
+                files=self.files,
+                names=self.names,
+                device=self.device,
+            )
+        except BaseException:
+            for weight, rows in before.items():
+                weight.data = rows
+            raise
+
+
+def _choose_tiering(
+    tables: Sequence[NamedTable],
+    movers: Sequence[Mover],
+    budget: int | str | None,
+    plan: HotPlan | None,
+    profile: PopularityProfile | None,
+    cold_tier: str,
+    cold_path: Path | str | None,
+) -> _Tiering | None:
+    """What the arguments of `accelerate` say of tiers; None where all rows are resident.
+
+    Raises:
+        Exception: as `accelerate` says.
+    """
+    has_budget = budget is not None or plan is not None
+    if has_budget and not movers:
+        raise ValueError(NEEDS_OPTIMIZER)
+    if has_budget and len(movers) > 1:
         raise ValueError(
-            f"the model is itself an {type(model).__name__}, which cannot be exchanged in place; "
-            "use recsys.embeddings.HotColdEmbeddingBag.from_torch or "
-            "HotColdEmbeddingBagCollection.from_torchrec"
+            f"budget: tables that share it must have one optimizer, got {len(movers)}; accelerate "
+            "with one of them, which leaves the other tables as they are, or leave out budget="
         )
-    found = _names(model, _is_replaceable)
-    others = _names(model, _is_of_another_class)
-    if not found:
-        reason = "".join(
-            f"; {names[0]} is a {type(module).__name__}, a class of its own"
-            for module, names in others.items()
-        )
-        raise ValueError(
-            "the model must have an nn.EmbeddingBag or a torchrec.EmbeddingBagCollection inside, "
-            f"and has none{reason}"
-        )
-    for module, names in others.items():
-        warnings.warn(
-            f"{names[0]} is left as it is: {type(module).__name__} is a class of its own, which "
-            "may compute otherwise than nn.EmbeddingBag",
-            stacklevel=3,
-        )
-    return found
-
-
-def _is_replaceable(module: nn.Module) -> bool:
-    return type(module) is nn.EmbeddingBag or _is_torchrec(module)
-
-
-def _is_of_another_class(module: nn.Module) -> bool:
-    is_bag = isinstance(module, nn.EmbeddingBag) and type(module) is not nn.EmbeddingBag
-    return is_bag and not isinstance(module, HotColdEmbeddingBag)
-
-
-def _is_torchrec(module: nn.Module) -> bool:
-    # Who has one has imported it; importing it here takes seconds.
-    library = sys.modules.get("torchrec.modules.embedding_modules")
-    return library is not None and type(module) is library.EmbeddingBagCollection
-
-
-def _names(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[nn.Module, list[str]]:
-    """Modules by where they are; what is inside of one, or of a module of ours, is part of it."""
-    found: dict[nn.Module, list[str]] = {}
-
-    def visit(module: nn.Module, prefix: str, path: tuple[nn.Module, ...]) -> None:
-        for name, child in _children(module):
-            if is_wanted(child):
-                found.setdefault(child, []).append(prefix + name)
-            elif not isinstance(child, _Ours) and child not in path:
-                visit(child, f"{prefix}{name}.", (*path, child))
-
-    visit(model, "", (model,))
-    return found
-
-
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """By every name; `named_children` leaves out the second of a module used twice."""
-    return ((name, child) for name, child in module._modules.items() if child is not None)
-
-
-def _tables(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:
-    """Every table of every module; one that modules share comes several times."""
-    tables = [table for module, names in found.items() for table in _tables_of(module, names[0])]
-    for table in tables:
-        require_movable(table)
-    return tables
-
-
-def _tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
-    if isinstance(module, nn.EmbeddingBag):
-        yield NamedTable(name, f"{name}.weight", "", _weight(module), None, name, (name,))
-        return
-    configs = {config.name: config for config in cast("Any", module).embedding_bag_configs()}
-    for table, bag in cast("nn.ModuleDict", module.embedding_bags).items():
-        place = f"{name}.embedding_bags.{table}"
-        features = tuple(configs[table].feature_names)
-        yield NamedTable(place, f"{place}.weight", f"{table}.", _weight(bag), name, table, features)
+    moved = [table for table in tables if any(id(table.weight) in m.param_groups for m in movers)]
+    names = {table.weight: table.name for table in reversed(moved)}
+    planned = plan_of_model(tables, movers[0], budget, plan, profile) if has_budget else None
+    device = _device_of(moved) if has_budget else None
+    files = open_cold_files(
+        cold_tier,
+        cold_path,
+        {name: (weight.shape, weight.dtype) for weight, name in names.items()},
+        has_budget=has_budget,
+    )
+    if device is None:
+        return None
+    if planned is not None:
+        return _Tiering(*planned, names, files, device)
+    assert budget is not None
+    return _Tiering(parse_bytes(budget, "budget"), None, names, files, device)
 
 
 def _device_of(tables: Sequence[NamedTable]) -> torch.device:
@@ -383,53 +362,12 @@ def _device_of(tables: Sequence[NamedTable]) -> torch.device:
     return next(iter(devices))
 
 
-def _weight(bag: nn.Module) -> nn.Parameter:
-    return cast("nn.Parameter", bag.weight)
-
-
-def _counterpart(module: nn.Module) -> _Ours:
-    """A module of ours that does the same, on the same Parameters; nothing moves rows yet."""
-    ours: _Ours
-    if isinstance(module, nn.EmbeddingBag):
-        ours = HotColdEmbeddingBag._on_weight_of(module)
-    else:
-        ours = HotColdEmbeddingBagCollection._on_bags_of(module)
-    ours.training = module.training
-    for name in _SHARED:
-        ours.__dict__[name] = module.__dict__[name]
-    return ours
-
-
-# The very dictionaries: handles of hooks know them, and remove hooks from them.
-_SHARED = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_is_full_backward_hook",
-    "_load_state_dict_post_hooks",
-    "_load_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-)
-
-
-def _exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> None:
-    for parent in list(model.modules()):
-        for name, child in _children(parent):
-            if child in counterparts:
-                parent._modules[name] = counterparts[child]
-
-
 def _describe(
     found: Mapping[nn.Module, list[str]], counterparts: Mapping[nn.Module, nn.Module]
 ) -> tuple[Replacement, ...]:
     replacements = []
     for module, names in found.items():
-        sizes = [len(table.weight) for table in _tables_of(module, names[0])]
+        sizes = [len(table.weight) for table in tables_of(module, names[0])]
         new = counterparts[module]
         note = _SCALED_BY_FREQUENCY if _scales_unlike_torch(new) else ""
         kind = type(new).__name__

@@ -63,8 +63,12 @@ def test_bags_are_found_at_any_depth_under_any_name():
         "many.1.deep": "HotColdEmbeddingBag",
         "dense": "Linear",
     }
-    assert "HotColdEmbeddingBag: 1 tables of 5 rows at many.1.deep" in repr(result)
-    assert "rows move in the step of SGD" in repr(result)
+    assert repr(result).splitlines() == [
+        "HotColdEmbeddingBag: 3 tables of 15 rows at one, many.0, many.1.deep",
+        "rows move in the step of SGD",
+        "all 120 B of rows and state are in fast memory",
+        "expect shorter steps: 3 tables are updated by 1 kernel call a step",
+    ]
 
 
 def test_a_module_used_in_two_places_is_exchanged_once_for_both():
@@ -139,8 +143,9 @@ def test_after_restore_the_optimizer_steps_once_and_by_itself():
     assert not optimizers[0]._optimizer_step_pre_hooks
 
 
-def test_restore_leaves_collected_gradients_as_sparse_grad():
-    model, plain = (Holder(a=bag()) for _ in range(2))
+@pytest.mark.parametrize("sparse", [True, False])
+def test_restore_leaves_collected_gradients_as_grad(sparse):
+    model, plain = (Holder(a=bag(sparse=sparse)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     recsys.accelerate(model, optimizer=sgd(model))
     for each in (model, plain):
@@ -148,7 +153,7 @@ def test_restore_leaves_collected_gradients_as_sparse_grad():
 
     recsys.restore(model)
 
-    assert model.a.weight.grad.is_sparse
+    assert model.a.weight.grad.is_sparse == sparse
     torch.testing.assert_close(model.a.weight.grad.to_dense(), plain.a.weight.grad.to_dense())
 
 
@@ -184,13 +189,22 @@ REFUSED = {
     ),
     "dense Adam": (
         lambda model: torch.optim.Adam(model.parameters()),
-        r"table 'many\.0': torch\.optim\.Adam moves rows that were not looked up; recsys",
+        r"table 'many\.0': torch\.optim\.Adam moves rows that were not looked up; lazy_adam=True",
     ),
-    "a table is missing": (
-        lambda model: torch.optim.SGD(model.many[0].parameters(), lr=0.1),
-        r"table 'many\.1': the optimizer must have it in a param group, and SGD has not",
+    "Adam with weight decay": (
+        lambda model: torch.optim.AdamW(model.parameters()),
+        r"table 'many\.0': torch\.optim\.AdamW moves rows that were not looked up; lazy_adam=True",
     ),
-    "bad type": (lambda model: "sgd", "optimizer must be a torch.optim.Optimizer, a formula"),
+    "no table": (
+        lambda model: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1),
+        r"table 'many\.0': an optimizer must have it in a param group, and SGD has none of",
+    ),
+    "twice": (
+        lambda model: [sgd(model), sgd(model)],
+        r"table 'many\.0': one optimizer must have it, and 2 of those given have",
+    ),
+    "bad type": (lambda model: "sgd", "optimizer must be a torch.optim.Optimizer, several of"),
+    "bad type in a list": (lambda model: [sgd(model), "sgd"], "several of these, .* got str"),
 }
 
 
@@ -245,7 +259,9 @@ def test_a_model_that_is_accelerated_already_is_told_from_one_that_is_not():
 
 @pytest.mark.parametrize("model", [Holder(dense=nn.Linear(2, 2)), Holder()])
 def test_nothing_to_exchange_is_an_error(model):
-    with pytest.raises(ValueError, match=r"must have an nn.EmbeddingBag or a torchrec"):
+    with pytest.raises(
+        ValueError, match=r"must have an nn.EmbeddingBag, an nn.Embedding or a torchrec"
+    ):
         recsys.accelerate(model)
 
 

@@ -42,6 +42,7 @@ def test_public_names_are_these_and_no_others():
             "SGD",
             "Adagrad",
             "Adam",
+            "HotColdEmbedding",
             "HotColdEmbeddingBag",
             "HotColdEmbeddingBagCollection",
             "HotPlan",

@@ -559,7 +559,8 @@ class Users(RuleBasedStateMachine):
             found = []
             for table in model.tables():
                 if table.grad is not None:
-                    table.grad = table.grad.coalesce() * factor
+                    grad = table.grad.coalesce() if table.grad.is_sparse else table.grad
+                    table.grad = grad * factor
                     found.append(table.grad)
             return found
 

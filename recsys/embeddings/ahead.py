@@ -39,8 +39,8 @@ class AheadClaim:
         kept_in: Those of the group, which it is one of.
 
     Attributes:
-        batch_size: B.
         is_taken: Whether its lookup has come.
+        bags_per_sample: How many bags are of one sample: more than one of sequences of ids.
     """
 
     def __init__(
@@ -54,8 +54,13 @@ class AheadClaim:
         self._lookups, self._ids, self._layers = lookups, ids, layers
         self._tickets: Sequence[Ticket] | None = tickets
         self._kept_in = kept_in
-        self.batch_size = ids.batch_size
         self.is_taken = False
+        self.bags_per_sample = 1
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return self._ids.batch_size // self.bags_per_sample
 
     @property
     def is_held(self) -> bool:
@@ -77,10 +82,10 @@ class AheadClaim:
 
     def missing_samples(self) -> Tensor:
         """Which samples had a row to be fetched when it was made, (B,) bool, on the CPU."""
-        found = torch.zeros(self.batch_size, dtype=torch.bool)
+        found = torch.zeros(self._ids.batch_size, dtype=torch.bool)
         for layer, ticket in zip(self._layers, self._tickets or (), strict=True):
             found |= self._ids.samples_with(ticket.was_missing(), layer.positions.tolist()).cpu()
-        return found
+        return found.view(-1, self.bags_per_sample).any(1)
 
     def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[AheadClaim]:
         """Claims of some of its samples each, in its place.
@@ -90,9 +95,12 @@ class AheadClaim:
         """
         tickets, claims = self.take(), []
         for samples, was_missing in parts:
-            places, ids = self._ids.select(samples)
+            first_bags = samples.unsqueeze(1) * self.bags_per_sample
+            bags = (first_bags + torch.arange(self.bags_per_sample)).flatten()
+            places, ids = self._ids.select(bags)
             own = [ticket.share(places, was_missing=was_missing) for ticket in tickets]
             claims.append(AheadClaim(self._lookups, ids, self._layers, own, self._kept_in))
+            claims[-1].bags_per_sample = self.bags_per_sample
         self._kept_in.replace(self, claims)
         return claims
 
@@ -205,6 +213,11 @@ class Prefetched:
         """Give the slots back, if the lookup has not come; it is computed right all the same."""
         for claim in self._claims:
             claim.give_up()
+
+    def make_samples_of(self, num_bags: int) -> None:
+        """Take so many bags, one behind the other, for one sample from now on."""
+        for claim in self._claims:
+            claim.bags_per_sample = num_bags
 
     def batch_sizes(self) -> set[int]:
         """B of every claim: more than one where not all of them are of the same samples.

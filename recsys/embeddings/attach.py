@@ -6,6 +6,7 @@ are: one ledger, one kernel call per update. A table that several modules share 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
@@ -13,26 +14,26 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import InBackward, read_marks
 from recsys.embeddings.row_space import require_aligned
 from recsys.embeddings.row_updater import RowUpdater
 from recsys.embeddings.table_group import TableGroup
+from recsys.embeddings.table_module import TableModule
 from recsys.embeddings.table_parameter import require_unmoved
 from recsys.embeddings.translate import translate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch.utils.hooks import RemovableHandle
 
     from recsys.embeddings.optimizer import RowOptimizer
 
-__all__ = ["Link", "Mover", "NamedTable", "attach", "choose_mover", "require_movable"]
+__all__ = ["Link", "Mover", "NamedTable", "attach", "choose_movers", "require_movable"]
 
-_Module = HotColdEmbeddingBag | HotColdEmbeddingBagCollection
+_Module = TableModule | HotColdEmbeddingBagCollection
 _Kind = tuple[int, int, torch.dtype, torch.device]
 
 
@@ -49,6 +50,7 @@ class NamedTable:
         planned_as: What a profile or a plan calls it: a bag's name, or the table's in its
             collection.
         features: That look it up, by the names that a profile knows.
+        is_sparse: Whether torch leaves a sparse gradient at it.
     """
 
     name: str
@@ -58,6 +60,7 @@ class NamedTable:
     collection: str | None
     planned_as: str
     features: tuple[str, ...]
+    is_sparse: bool
 
 
 @dataclass(eq=False)
@@ -96,6 +99,7 @@ class Mover:
 
     Attributes:
         words: What moves the rows, in words.
+        rule: What it does differently from the optimizer, and why; mostly "".
         formula: How they are moved, as the settings are now.
         param_groups: By the id of each table that is moved: the number of its param group.
         names: Of these tables, by the same id.
@@ -103,6 +107,7 @@ class Mover:
     """
 
     words: str
+    rule: str
     formula: RowOptimizer
     param_groups: Mapping[int, int]
     names: Mapping[int, str]
@@ -142,25 +147,30 @@ def require_movable(table: NamedTable) -> None:
     require_aligned(f"{place}: ", weight)
 
 
-def choose_mover(
-    tables: Sequence[NamedTable], optimizer: torch.optim.Optimizer | RowOptimizer | None
-) -> Mover | None:
-    """Find out what is to move which rows by which formula; None where gradients go to torch.
+def choose_movers(
+    tables: Sequence[NamedTable],
+    optimizer: Sequence[torch.optim.Optimizer] | RowOptimizer | None,
+    *,
+    lazy_adam: bool,
+) -> list[Mover]:
+    """Find out what is to move which rows by which formula; nothing where gradients go to torch.
 
     Args:
         tables: Of every module; one that modules share comes several times.
-        optimizer: As for `accelerate`.
+        optimizer: As for `accelerate`; those of torch's as a sequence.
+        lazy_adam: As there.
 
     Raises:
-        ValueError: the optimizer cannot move the rows, does not have them, or is one too many.
+        ValueError: an optimizer cannot move the rows, none has them, or there is one too many.
     """
     in_modules, tables = tables, _once(tables)
     marked = [table for table in tables if hasattr(table.weight, "_optimizer_classes")]
     if optimizer is None and not marked:
-        return None
-    marks = read_marks(_named(marked), optimizer) if marked else None
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return _mover_by_torch(in_modules, optimizer)
+        return []
+    given = optimizer[0] if isinstance(optimizer, Sequence) else optimizer
+    marks = read_marks(_named(marked), given) if marked else None
+    if isinstance(optimizer, Sequence):
+        return _movers_by_torch(in_modules, optimizer, lazy_adam=lazy_adam)
     formula = optimizer if marks is None else marks.formula
     assert formula is not None
     moved = tables if marks is None else marked
@@ -180,11 +190,16 @@ def choose_mover(
         return Link(row_optimizer.updater, row_optimizer, marks)
 
     words = f"rows move at the end of each backward, by {formula}"
-    return Mover(words, formula, {id(table.weight): 0 for table in moved}, _names_of(moved), make)
+    numbers = {id(table.weight): 0 for table in moved}
+    return [Mover(words, "", formula, numbers, _names_of(moved), make)]
 
 
-def attach(mover: Mover, modules: Sequence[_Module]) -> Link:
-    """Let a mover move the rows of modules of ours."""
+def attach(mover: Mover, modules: Sequence[_Module]) -> tuple[Link, list[_Module]]:
+    """Let a mover move the rows of modules of ours.
+
+    Returns:
+        What moves them, and those of the modules that have some.
+    """
     members: dict[_Kind, list[nn.Module]] = {}
     twins: dict[_Kind, list[tuple[nn.Module, int]]] = {}
     places: dict[int, tuple[_Kind, int]] = {}
@@ -207,14 +222,19 @@ def attach(mover: Mover, modules: Sequence[_Module]) -> Link:
         for kind, each in members.items()
     }
     link = mover.make([(kind[0], group) for kind, group in groups.items()])
+    attached = []
     for module in modules:
         its_places = [places.get(id(holder.weight)) for holder in _holders(module)]
         found = [(groups[place[0]], place[1]) for place in its_places if place is not None]
-        if isinstance(module, HotColdEmbeddingBagCollection) and found:
+        if not found:
+            continue
+        if isinstance(module, HotColdEmbeddingBagCollection):
             module.attach(link.updater, found)
-        elif isinstance(module, HotColdEmbeddingBag) and found:
+        else:
             module.attach(link.updater, *found[0])
-    return link
+        attached.append(module)
+    link.num_modules = len(attached)
+    return link, attached
 
 
 def _once(tables: Sequence[NamedTable]) -> list[NamedTable]:
@@ -225,29 +245,57 @@ def _once(tables: Sequence[NamedTable]) -> list[NamedTable]:
     return list(found.values())
 
 
+def _movers_by_torch(
+    in_modules: Sequence[NamedTable],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    lazy_adam: bool,
+) -> list[Mover]:
+    found = [_mover_by_torch(in_modules, each, lazy_adam=lazy_adam) for each in optimizers]
+    movers = [mover for mover in found if mover is not None]
+    for table in _once(in_modules):
+        having = [mover for mover in movers if id(table.weight) in mover.param_groups]
+        if len(having) > 1:
+            raise ValueError(
+                f"table {table.name!r}: one optimizer must have it, and {len(having)} of those "
+                "given have; leave it to one of them"
+            )
+        if not movers and table.weight.requires_grad:
+            kinds = " and ".join(type(each).__name__ for each in optimizers)
+            raise ValueError(
+                f"table {table.name!r}: an optimizer must have it in a param group, and {kinds} "
+                "has none of the model's tables; give the one that has them"
+            )
+    return movers
+
+
 def _mover_by_torch(
-    in_modules: Sequence[NamedTable], optimizer: torch.optim.Optimizer
+    in_modules: Sequence[NamedTable], optimizer: torch.optim.Optimizer, *, lazy_adam: bool
 ) -> Mover | None:
-    tables = _once(in_modules)
     numbers = {
         id(weight): number
         for number, group in enumerate(optimizer.param_groups)
         for weight in group["params"]
     }
-    moved = [table for table in tables if id(table.weight) in numbers]
-    for table in tables:
-        if id(table.weight) not in numbers and table.weight.requires_grad:
-            raise ValueError(
-                f"table {table.name!r}: the optimizer must have it in a param group, and "
-                f"{type(optimizer).__name__} has not; build the optimizer with it, or freeze the "
-                "table by weight.requires_grad = False"
-            )
+    moved = [table for table in _once(in_modules) if id(table.weight) in numbers]
     if not moved:
         return None
     _require_whole_collections(
         in_modules, {id(table.weight) for table in moved}, "in the optimizer's param groups"
     )
-    translation = translate(optimizer, [(table.name, numbers[id(table.weight)]) for table in moved])
+    translation = translate(
+        optimizer,
+        [(table.name, numbers[id(table.weight)]) for table in moved],
+        lazy_adam=lazy_adam,
+    )
+
+    for table in moved:
+        if translation.is_for_sparse and not table.is_sparse:
+            kind = type(optimizer).__name__
+            raise ValueError(
+                f"table {table.name!r}: sparse must be True with {kind}, which moves a table of "
+                "dense gradients number by number, not row by row; build the table with sparse=True"
+            )
 
     def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
         updater = RowUpdater(groups, optimizer, translation, auto_apply=False, goes_along=False)
@@ -263,7 +311,7 @@ def _mover_by_torch(
     words = f"rows move in the step of {type(optimizer).__name__}"
     found = {id(table.weight): numbers[id(table.weight)] for table in moved}
     formula = translation.formula(optimizer.param_groups[next(iter(found.values()))])
-    return Mover(words, formula, found, _names_of(moved), make)
+    return Mover(words, translation.rule, formula, found, _names_of(moved), make)
 
 
 def _require_whole_collections(tables: Sequence[NamedTable], moved: set[int], rule: str) -> None:
@@ -291,7 +339,7 @@ def _named(tables: Sequence[NamedTable]) -> list[tuple[str, nn.Parameter]]:
 
 def _holders(module: _Module) -> list[nn.Module]:
     """The modules whose `weight`s are a module's tables."""
-    if isinstance(module, HotColdEmbeddingBag):
+    if isinstance(module, TableModule):
         return [module]
     return list(module.embedding_bags.values())
 

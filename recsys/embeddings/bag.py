@@ -9,42 +9,27 @@ one; what it adds is errors that name the sample.
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from recsys.embeddings.ahead import Prefetched
 from recsys.embeddings.bag_input import BagInput, read_bags
-from recsys.embeddings.bag_lookup import BagPlace, pool_fused, prefetch_bags
-from recsys.embeddings.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.cold_files import open_cold_files, require_memory
-from recsys.embeddings.device_tables import AbstractTables, slot_device, table_device
-from recsys.embeddings.fused_optimizer import FusedOptimizer
-from recsys.embeddings.in_backward import read_marks
-from recsys.embeddings.kernels.pooled_lookup import Lookups
-from recsys.embeddings.memory import empty_rows
-from recsys.embeddings.row_space import require_device
-from recsys.embeddings.table_group import TableGroup
-from recsys.embeddings.table_parameter import make_plain, require_unmoved
+from recsys.embeddings.bag_lookup import pool_fused, prefetch_bags
+from recsys.embeddings.table_module import TableModule, find_rows, require_plain
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.plan import HotPlan
-    from recsys.embeddings.row_updater import RowUpdater
 
 __all__ = ["HotColdEmbeddingBag"]
 
-_STATE = "_optimizer_state"  # in a pickle: of the table
 
-
-class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
+class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
     """A drop-in for `torch.nn.EmbeddingBag`.
 
     Args:
@@ -121,28 +106,17 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         cold_tier: str = "host",
         cold_path: Path | str | None = None,
     ) -> None:
-        if optimizer is None and (budget is not None or plan is not None):
-            raise ValueError(NEEDS_OPTIMIZER)
-        if plan is not None:
-            plan = plan.of_bag(num_embeddings, embedding_dim, budget)
-        rows = _weight
-        kind = (num_embeddings, embedding_dim), dtype or torch.get_default_dtype()
-        has_budget = budget is not None or plan is not None
-        if cold_tier == "file":
-            require_memory(device)
-        files = open_cold_files(cold_tier, cold_path, {"weight": kind}, has_budget=has_budget)
-        if files is not None:
-            rows = files.begin_with("weight", _weight)
-        elif _weight is None and optimizer is not None:
-            require_device(
-                device, "leave out optimizer=, and an optimizer of torch's moves rows on any device"
-            )
-            rows = empty_rows(
-                num_embeddings,
-                embedding_dim,
-                dtype=dtype or torch.get_default_dtype(),
-                device=table_device(device, has_budget=has_budget),
-            )
+        rows = find_rows(
+            (num_embeddings, embedding_dim),
+            _weight,
+            device,
+            dtype,
+            optimizer=optimizer,
+            budget=budget,
+            plan=plan,
+            cold_tier=cold_tier,
+            cold_path=cold_path,
+        )
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -151,18 +125,15 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
             scale_grad_by_freq,
             mode,
             sparse,
-            rows,
+            rows.weight,
             include_last_offset,
             padding_idx,
             device,
             dtype,
         )
-        if rows is not _weight and (files is None or (files.is_new and _weight is None)):
+        if rows.are_to_draw:
             self.reset_parameters()
-        self.row_optimizer: FusedOptimizer | None = None
-        self._updater: RowUpdater | None = None
-        self._group: TableGroup | None = None
-        self._lookups: Lookups | None = None
+        self._leave_to_torch()
         if optimizer is not None:
             self._optimize(
                 optimizer,
@@ -170,64 +141,10 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
                 stochastic_rounding=stochastic_rounding,
                 rounding_seed=rounding_seed,
                 budget=budget,
-                plan=plan,
-                files=files,
+                plan=rows.plan,
+                files=rows.files,
                 device=device,
             )
-
-    def attach(self, updater: RowUpdater, group: TableGroup, table: int) -> None:
-        """Hand gradients to an updater's ledger from now on; `accelerate` calls it.
-
-        Args:
-            updater: Moves the rows.
-            group: Has this module among its holders.
-            table: Its number among them.
-        """
-        self._updater, self._group = updater, group
-        self._lookups = Lookups(
-            tables=np.array([table], np.uint64),
-            positions=np.zeros(1, np.uint64),
-            columns=np.zeros(1, np.uint64),
-            width=self.embedding_dim,
-        )
-
-    def _table_groups(self) -> list[TableGroup]:
-        return [] if self._group is None else [self._group]
-
-    def sync(self) -> None:
-        """Write back every row that was moved; what is in files is whole then, on the disk.
-
-        Of a model that was accelerated, all of its tables, whichever is asked.
-
-        Raises:
-            OSError: the disk refuses.
-        """
-        if self._updater is not None:
-            self._updater.sync()
-
-    def detach(self) -> None:
-        """Leave gradients at `weight` again, as `nn.EmbeddingBag` does."""
-        self._updater = self._group = self._lookups = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the table, its state and what moves it, nothing else."""
-        if self._updater is None or self._group is None:
-            return self.__dict__.copy()
-        if not self._updater.goes_along:
-            return self.__dict__ | {"_updater": None, "_group": None, "_lookups": None}
-        return self.__dict__ | {_STATE: self._updater.state_of(self._group, self._number())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give the copy's updater the copy's table."""
-        super().__setstate__({name: value for name, value in state.items() if name != _STATE})  # type: ignore[no-untyped-call]
-        if self._updater is None or self._group is None:
-            make_plain(cast("nn.Parameter", self.weight))
-        else:
-            self._updater.take_in(self, self._group, self._number(), state[_STATE])
-
-    def _number(self) -> int:
-        assert self._lookups is not None
-        return int(self._lookups.tables[0])
 
     def forward(
         self,
@@ -341,19 +258,13 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
             padding_idx,
         )
         assert isinstance(module, HotColdEmbeddingBag)  # torch builds a cls
-        if optimizer is not None:
-            if freeze:
-                warnings.warn(
-                    "from_pretrained freezes rows unless freeze=False is given: the optimizer "
-                    "moves none until weight.requires_grad is set",
-                    stacklevel=2,
-                )
-            module._optimize(
-                optimizer,
-                auto_apply=auto_apply,
-                stochastic_rounding=stochastic_rounding,
-                rounding_seed=rounding_seed,
-            )
+        module._optimize_pretrained(
+            optimizer,
+            freeze=freeze,
+            auto_apply=auto_apply,
+            stochastic_rounding=stochastic_rounding,
+            rounding_seed=rounding_seed,
+        )
         return module
 
     @classmethod
@@ -379,16 +290,10 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
                 already; or the table is marked, and with an optimizer that has no formula here, or
                 although `optimizer` is given.
         """
-        require_unmoved("table 'weight'", cast("nn.Parameter", bag.weight))
-        marks = read_marks([("weight", cast("nn.Parameter", bag.weight))], optimizer)
+        require_plain(bag)
         module = cls._on_weight_of(bag)
-        formula = optimizer if marks is None else marks.formula
-        if formula is not None:
-            module._optimize(formula, auto_apply=auto_apply)
-        if marks is not None:
-            assert module.row_optimizer is not None
-            marks.hand_over(module.row_optimizer)
-        return module.train(bag.training)
+        module._take_over(bag, optimizer, auto_apply=auto_apply)
+        return module
 
     @classmethod
     def _on_weight_of(cls, bag: nn.EmbeddingBag) -> HotColdEmbeddingBag:
@@ -406,43 +311,6 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
         )
         module.weight = bag.weight
         return module
-
-    def _optimize(
-        self,
-        optimizer: RowOptimizer,
-        *,
-        auto_apply: bool,
-        stochastic_rounding: bool = True,
-        rounding_seed: int = 0,
-        budget: int | str | None = None,
-        plan: HotPlan | None = None,
-        files: ColdFiles | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        group = TableGroup([self])
-        if not self.weight.is_meta:
-            group.space()  # refuses what cannot be moved
-        self.row_optimizer = FusedOptimizer(
-            {"weight": (group.weights()[0], "")},
-            [group],
-            optimizer,
-            auto_apply=auto_apply,
-            stochastic_rounding=stochastic_rounding,
-            rounding_seed=rounding_seed,
-        )
-        self.attach(self.row_optimizer.updater, group, 0)
-        pinned = None
-        if plan is not None:
-            pinned = dict(zip(group.weights(), plan.pinned_by_table(), strict=True))
-            budget = plan.budget_bytes
-        if budget is not None:
-            self.row_optimizer.updater.tier(
-                budget,
-                pinned,
-                files=files,
-                names={group.weights()[0]: "weight"},
-                device=slot_device(device),
-            )
 
     def _read(
         self,
@@ -484,14 +352,18 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
     def _look_up(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
-        pooled = None if per_sample_weights is not None else self._look_up_simply(input, offsets)
+        pooled = None if per_sample_weights is not None else self._pool_simply(input, offsets)
         if pooled is not None:
             return pooled
         bags = self._read(input, offsets, per_sample_weights)
         return pool_fused(self, self._place(), bags).to(self.weight.dtype)
 
-    def _look_up_simply(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
-        """The pooled rows; None where it takes more than to add rows up."""
+    def _pool_simply(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
+        """Look up and pool in the shortest way.
+
+        Returns:
+            None where it takes more than to add rows up, or something is wrong.
+        """
         if (
             (self.mode != "sum" and self.mode != "mean")
             or self.max_norm is not None
@@ -509,21 +381,6 @@ class HotColdEmbeddingBag(AbstractTables, nn.EmbeddingBag):
             num_bags = offsets.shape[0] - self.include_last_offset
         else:
             return None
-        group, updater, lookups = self._group, self._updater, self._lookups
-        assert group is not None
-        assert updater is not None
-        assert lookups is not None
-        return group.calls(updater).look_up(
-            lookups.distinct_tables[0],
-            self._parameters["weight"],
-            lookups,
-            input,
-            offsets,
-            num_bags,
-            is_mean=self.mode == "mean",
+        return self._call(
+            input, offsets, (num_bags,), is_mean=self.mode == "mean", padding_idx=None
         )
-
-    def _place(self) -> BagPlace:
-        assert self._group is not None
-        assert self._lookups is not None
-        return BagPlace(self._group, self._lookups, self._updater)

@@ -15,6 +15,7 @@ nothing in the ledger. Calls that need more than rows added up take `fused_looku
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -60,6 +61,7 @@ class _Call(NamedTuple):
     num_bags: int
     is_one_hot: bool
     is_mean: bool
+    padding_idx: int | None
     ids: Tensor
     ids_version: int
     offsets: Tensor
@@ -68,8 +70,13 @@ class _Call(NamedTuple):
     parameters: Sequence[nn.Parameter]
 
     def bags(self) -> Bags:
-        """The input."""
+        """The input, without the lookups of padding."""
         ids, bounds = self.kept[: -self.num_bags - 1], self.kept[-self.num_bags - 1 :]
+        if self.padding_idx is not None:
+            is_kept = ids != self.padding_idx
+            bounds = np.zeros_like(bounds)
+            np.cumsum(is_kept, out=bounds[1:])
+            return Bags(ids[is_kept], bounds, None, self.num_bags, is_mean=False)
         if self.is_one_hot:
             return Bags(ids, None, None, self.num_bags, is_mean=False)
         return Bags(ids, bounds, None, self.num_bags, self.is_mean)
@@ -97,9 +104,10 @@ class BagCalls:
         lookups: Lookups,
         ids: Tensor,
         offsets: Tensor | None,
-        num_bags: int,
+        bags: tuple[int, ...],
         *,
         is_mean: bool,
+        padding_idx: int | None,
     ) -> Tensor | None:
         """Look up and pool.
 
@@ -107,27 +115,31 @@ class BagCalls:
             table: Its number in the group.
             weight: What the caller has for that table.
             lookups: The one of this table.
-            ids: As for `pool_one_table`.
+            ids: As for `pool_one_table`, or not contiguous.
             offsets: As there.
-            num_bags: B.
+            bags: What the result is to look like: (B,), or several dimensions of bags.
             is_mean: Whether a bag is averaged.
+            padding_idx: Of bags of one id: a row that is looked up, and gets no gradient.
 
         Shape:
             As for `pool_one_table`.
 
         Returns:
-            The pooled rows, (B, D); None where the call has to go the long way, which then says
+            The pooled rows, (*bags, D); None where the call has to go the long way, which then says
             what is wrong with it, if anything is.
         """
+        num_bags = prod(bags)
         group = self._group()
         memory = None if group is None else group.memory_of(table, weight)
         if group is None or memory is None or num_bags < 1 or not _is_plain(ids, offsets):
             return None
         shape = num_bags, memory.dim
+        # Columns of a matrix, mostly: x[:, i].
+        flat = ids if ids.is_contiguous() else ids.contiguous()
         if not (is_grad_enabled() and group.asks(table)):
             result = _empty(shape, memory.dtype)
-            kind = pool_one_table(memory, ids, offsets, num_bags, result, None, is_mean=is_mean)
-            return None if kind == REFUSED else result
+            kind = pool_one_table(memory, flat, offsets, num_bags, result, None, is_mean=is_mean)
+            return None if kind == REFUSED else result.view(*bags, memory.dim)
         if (
             _current_graph_task_id() != _NO_PASS
             or _are_functorch_transforms_active()
@@ -138,7 +150,7 @@ class BagCalls:
             return None
         node, number, result = self._next_output(shape, memory.dtype)
         kept = np.empty(ids.numel() + num_bags + 1, _ID_TYPES[ids.dtype])
-        kind = pool_one_table(memory, ids, offsets, num_bags, result, kept, is_mean=is_mean)
+        kind = pool_one_table(memory, flat, offsets, num_bags, result, kept, is_mean=is_mean)
         if kind == REFUSED:
             return None
         offsets = ids if offsets is None else offsets
@@ -148,6 +160,7 @@ class BagCalls:
             num_bags,
             kind == ONE_HOT,
             is_mean,
+            padding_idx,
             ids,
             ids._version,
             offsets,
@@ -156,7 +169,7 @@ class BagCalls:
         )
         # The node runs for all of its outputs, and would call the hooks of one that has no
         # gradient with None.
-        return result.view_as(result)
+        return result.view(*bags, memory.dim)
 
     def close(self) -> None:
         """Open nodes anew from now on: a backward or a step begins."""
@@ -268,7 +281,8 @@ class _Node:
         entries = [(_entry(call, gradient), call.parameters) for call, gradient in taken]
         if updater is None or group is None:  # the module and its optimizer are gone
             for entry, parameters in entries:
-                leave_grads([entry], parameters, entry.lookups.distinct_tables)
+                are_sparse = [True] * len(parameters)  # whoever knew is gone
+                leave_grads([entry], parameters, entry.lookups.distinct_tables, are_sparse)
         elif updater.is_asked():
             updater.begin_pass()
             for entry, parameters in entries:
@@ -319,8 +333,8 @@ _CPU = torch.device("cpu")
 
 
 def _is_plain(ids: Tensor, offsets: Tensor | None) -> bool:
-    """Whether a kernel may read ids and offsets from memory as they are."""
-    if ids.dtype not in _ID_TYPES or not ids.is_cpu or not ids.is_contiguous():
+    """Whether a kernel may read offsets from memory as they are, and ids if they are contiguous."""
+    if ids.dtype not in _ID_TYPES or not ids.is_cpu:
         return False
     if ids.is_inference():  # has no version to compare in backward
         return False

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["BagInput", "read_bags", "require_bounds"]
+__all__ = ["BagInput", "read_bags", "read_ids", "require_bounds"]
 
 _MODES = ("sum", "mean", "max")
 _ID_TYPES = (torch.int64, torch.int32)
@@ -38,6 +38,7 @@ class BagInput(NamedTuple):
     offsets: Tensor
     weights: Tensor | None
     is_one_hot: bool  # every bag has one id
+    shape: torch.Size | None = None  # of what nn.Embedding was given, of B ids; else None
 
     def without(self, row: int) -> BagInput:
         """The same bags without one row's lookups."""
@@ -50,6 +51,7 @@ class BagInput(NamedTuple):
             ends[self.offsets.long()].to(self.offsets.dtype),
             None if self.weights is None else self.weights[is_kept],
             is_one_hot=False,
+            shape=self.shape,
         )
 
     def checked(self) -> BagInput:
@@ -74,7 +76,7 @@ class BagInput(NamedTuple):
     def id_error(self, position: int, num_rows: int) -> IdOutOfRange:
         """What to raise for a value that is no row."""
         return IdOutOfRange(
-            f"sample {self._sample(position)}: id {int(self.values[position])} is not in "
+            f"{self._place(position)}: id {int(self.values[position])} is not in "
             f"[0, {num_rows}); raise num_embeddings or hash the ids"
         )
 
@@ -94,6 +96,14 @@ class BagInput(NamedTuple):
                 f"sample {self._sample(position)}: per_sample_weights must be numbers, got nan at "
                 f"position {position} (id {int(self.values[position])}); find what computes it"
             )
+
+    def _place(self, position: int) -> str:
+        """Where a value is, in words."""
+        bag = self._sample(position)
+        if self.shape is None or len(self.shape) == 1:
+            return f"sample {bag}"
+        index = ", ".join(str(int(each)) for each in np.unravel_index(bag, self.shape))
+        return f"input[{index}]" if index else "input"
 
     def _sample(self, position: int) -> int:
         return int(torch.searchsorted(self.offsets, position, right=True)) - 1
@@ -178,6 +188,26 @@ def read_bags(
     )
     bags.require_numbers()
     return bags
+
+
+def read_ids(ids: Tensor) -> BagInput:
+    """Read the argument of `nn.Embedding.forward`, as bags of one id.
+
+    Args:
+        ids: As `input` there.
+
+    Shape:
+        ids any, of N ids.
+
+    Raises:
+        MalformedBags: it is nested, or of another dtype.
+    """
+    if ids.is_nested:
+        raise MalformedBags("input must be a plain tensor, got a nested one; give input.values()")
+    if ids.dtype not in _ID_TYPES:
+        raise MalformedBags(f"input must be int64 or int32, got {ids.dtype}; convert it by .long()")
+    bounds = torch.arange(ids.numel() + 1, dtype=ids.dtype, device=ids.device)
+    return BagInput(ids.reshape(-1), bounds, None, is_one_hot=True, shape=ids.shape)
 
 
 def _even_bounds(ids: Tensor, offsets: Tensor | None) -> Tensor:

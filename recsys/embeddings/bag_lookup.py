@@ -1,8 +1,9 @@
-"""The lookup of a bag whose rows an optimizer of ours moves.
+"""The lookup in one table whose rows an optimizer of ours moves.
 
 sum, mean            rows pooled by one kernel
 max, or gradients    distinct rows from the kernel, which torch pools: their gradients are the
 shared by counts     ledger's
+one by one           bags of one id; those of padding are looked up without a gradient
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from recsys.embeddings.fused_lookup import Part, fused_lookup, prefetch_parts
 from recsys.embeddings.row_space import compute_dtype
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from recsys.embeddings.ahead import Prefetched
     from recsys.embeddings.kernels.pooled_lookup import Lookups
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table_group import TableGroup
+    from recsys.embeddings.table_module import TableModule
 
-__all__ = ["BagPlace", "pool_fused", "prefetch_bags"]
+__all__ = ["BagPlace", "look_up_ids", "pool_fused", "prefetch_bags"]
 
 
 class BagPlace(NamedTuple):
@@ -43,7 +45,7 @@ class BagPlace(NamedTuple):
     updater: RowUpdater | None
 
 
-def pool_fused(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Tensor:
+def pool_fused(bag: TableModule, place: BagPlace, bags: BagInput) -> Tensor:
     """Look up and pool, in the dtype that rows are computed in.
 
     Args:
@@ -81,7 +83,26 @@ def pool_fused(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Tensor:
     )
 
 
-def prefetch_bags(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Prefetched:
+def look_up_ids(bag: TableModule, place: BagPlace, ids: BagInput) -> Tensor:
+    """Rows one by one, that of padding too, which gets no gradient; arguments as `pool_fused`.
+
+    Shape:
+        result (N, D), of N ids.
+
+    Raises:
+        IdOutOfRange: as `pool_fused`.
+        ValueError: as `pool_fused`.
+    """
+    rows = pool_fused(bag, place, ids)
+    if bag.padding_idx is None:
+        return rows
+    with torch.no_grad():
+        padding = _one_by_one(ids.values.new_tensor([bag.padding_idx]))
+        row = _look_up(bag, place, padding, ids)
+    return torch.where((ids.values == bag.padding_idx).unsqueeze(1), row, rows)
+
+
+def prefetch_bags(bag: TableModule, place: BagPlace, bags: BagInput) -> Prefetched:
     """Have the rows fetched that `pool_fused` of the same input will need; arguments as there.
 
     Raises:
@@ -103,7 +124,7 @@ def prefetch_bags(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> Pref
     return claimed
 
 
-def _checked(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> BagInput:
+def _checked(bag: TableModule, place: BagPlace, bags: BagInput) -> BagInput:
     """Refuse what cannot be looked up; a prefetch refuses what the lookup would refuse.
 
     Raises:
@@ -120,7 +141,7 @@ def _checked(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> BagInput:
     return bags
 
 
-def _without_padding(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput) -> BagInput:
+def _without_padding(bag: TableModule, place: BagPlace, bags: BagInput) -> BagInput:
     # Where the host does not count values, kernels pass over those that are padding.
     is_deferred = place.group.kernels.errors is not None
     is_passed_over = is_deferred and bag.mode != "max" and not bag.scale_grad_by_freq
@@ -134,10 +155,10 @@ def _one_by_one(distinct: Tensor) -> BagInput:
     return BagInput(distinct, bounds, None, is_one_hot=True)
 
 
-def _look_up(bag: nn.EmbeddingBag, place: BagPlace, looked_up: BagInput, bags: BagInput) -> Tensor:
+def _look_up(bag: TableModule, place: BagPlace, looked_up: BagInput, bags: BagInput) -> Tensor:
     """Rows of `looked_up`, pooled; `bags` are named in errors."""
     weight, kernels = bag.weight, place.group.kernels
-    values, offsets, weights, _ = looked_up
+    values, offsets, weights = looked_up[:3]
     # It may be kept until a device has been heard of: without the module, which may go earlier.
     explain = partial(_id_error, bags, len(weight))
     made = _made(bag, place, looked_up)
@@ -149,8 +170,8 @@ def _look_up(bag: nn.EmbeddingBag, place: BagPlace, looked_up: BagInput, bags: B
     )
 
 
-def _made(bag: nn.EmbeddingBag, place: BagPlace, looked_up: BagInput) -> Any:
-    values, offsets, weights, is_one_hot = looked_up
+def _made(bag: TableModule, place: BagPlace, looked_up: BagInput) -> Any:
+    values, offsets, weights, is_one_hot = looked_up[:4]
     return place.group.kernels.make_bags(
         values,
         offsets,
@@ -161,7 +182,7 @@ def _made(bag: nn.EmbeddingBag, place: BagPlace, looked_up: BagInput) -> Any:
     )
 
 
-def _renormalize(bag: nn.EmbeddingBag, place: BagPlace, bags: BagInput, max_norm: float) -> None:
+def _renormalize(bag: TableModule, place: BagPlace, bags: BagInput, max_norm: float) -> None:
     bad = bags.first_bad(len(bag.weight))
     if bad is not None:
         raise bags.id_error(bad, len(bag.weight))

@@ -23,6 +23,7 @@ from recsys.embeddings.table_parameter import plain_grad
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from recsys.embeddings.ahead import Prefetched
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.table_group import TableGroup
@@ -47,6 +48,14 @@ class AbstractTables(nn.Module, ABC):
     def tiers(self) -> list[Tiers]:
         """Where rows are kept that are not all resident; empty where they are."""
         return [] if self._updater is None else self._updater.tiers()
+
+    @abstractmethod
+    def prefetch(self, *arguments: Any) -> Prefetched:
+        """Have the rows fetched that `forward` of the same arguments will need."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Leave gradients to torch again, as the module does that this one stands for."""
 
     @abstractmethod
     def _table_groups(self) -> Sequence[TableGroup]:

@@ -294,6 +294,20 @@ class RowUpdater:
         found = [group.group.tiers for group in self._groups]
         return [tiers for tiers in found if tiers is not None]
 
+    def resident_bytes(self) -> int:
+        """What all rows and their state take, wherever they are."""
+        return sum(group.space_size().resident_bytes for group in self._groups)
+
+    @property
+    def num_tables(self) -> int:
+        """How many it moves the rows of."""
+        return sum(len(each.group.names) for each in self._groups)
+
+    @property
+    def num_groups(self) -> int:
+        """By how many kernel calls it updates them."""
+        return len(self._groups)
+
     def make_room(
         self, short: ref[Residency], num_needed: int, num_distinct: Mapping[TableGroup, int]
     ) -> None:

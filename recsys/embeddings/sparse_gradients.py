@@ -1,4 +1,8 @@
-"""What a ledger holds, as plain PyTorch would have it: a sparse gradient per table, its `grad`."""
+"""What a ledger holds, as plain PyTorch would have it: a gradient per table, its `grad`.
+
+Sparse or dense as `sparse` of the module says. A dense one knows which rows were looked up: an
+update is about these, and about others that somebody has given a gradient.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,9 @@ if TYPE_CHECKING:
     from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.kernels.pooled_lookup import Bags
 
-__all__ = ["leave_grads", "of_tables", "sparse_gradients"]
+__all__ = ["leave_grads", "of_tables", "rows_in", "sparse_gradients"]
+
+_ROWS = "_rows_looked_up"  # an attribute of dense gradients
 
 
 def sparse_gradients(
@@ -59,14 +65,18 @@ def sparse_gradients(
 
 
 def leave_grads(
-    ledger: Sequence[LedgerEntry], weights: Sequence[Tensor], tables: Container[int]
+    ledger: Sequence[LedgerEntry],
+    weights: Sequence[Tensor],
+    tables: Container[int],
+    are_sparse: Sequence[bool],
 ) -> list[LedgerEntry]:
-    """Turn what a ledger has of some tables into their sparse `grad`, added to what is there.
+    """Turn what a ledger has of some tables into their `grad`, added to what is there.
 
     Args:
         ledger: Of lookups in the tables.
         weights: All of the group's.
         tables: Numbers of those that get a gradient.
+        are_sparse: Of all tables: whether that is sparse.
 
     Returns:
         The rest of the ledger.
@@ -80,10 +90,9 @@ def leave_grads(
         for table in entry.lookups.distinct_tables:
             require_grad_of(weights[table])
     found = sparse_gradients(weights, left, [True] * len(weights))
-    for weight, gradient in zip(weights, found, strict=True):
+    for weight, gradient, is_sparse in zip(weights, found, are_sparse, strict=True):
         if gradient is not None:
-            known = plain_grad(weight)
-            set_plain_grad(weight, gradient if known is None else _added(known, gradient))
+            set_plain_grad(weight, _added(plain_grad(weight), gradient, is_sparse=is_sparse))
             tell_group(weight)
     return of_tables(ledger, {table for table in range(len(weights)) if table not in tables})
 
@@ -94,10 +103,34 @@ def of_tables(ledger: Sequence[LedgerEntry], tables: Container[int]) -> list[Led
     return [each for each in found if each.lookups.distinct_tables]
 
 
-def _added(known: Tensor, more: Tensor) -> Tensor:
-    """In the dtype that is computed in: torch cannot add sparse tensors of float16."""
-    dtype = compute_dtype(known.dtype)
-    return (known.to(dtype) + more.to(dtype)).to(known.dtype)
+def rows_in(gradient: Tensor) -> Tensor:
+    """The rows that a dense gradient is about: those looked up, and those it has numbers for.
+
+    Shape:
+        gradient (E, D); result (R,) int64, ascending.
+    """
+    is_meant = (gradient != 0).any(1)
+    looked_up = getattr(gradient, _ROWS, None)
+    if looked_up is not None:
+        is_meant[looked_up] = True
+    return is_meant.nonzero().flatten()
+
+
+def _added(known: Tensor | None, more: Tensor, *, is_sparse: bool) -> Tensor:
+    """A `grad` and a sparse gradient behind it; dense where one of them is."""
+    # In the dtype that is computed in: torch cannot add sparse tensors of float16.
+    dtype = compute_dtype(more.dtype)
+    if is_sparse and (known is None or known.is_sparse):
+        return more if known is None else (known.to(dtype) + more.to(dtype)).to(more.dtype)
+    found = more.to(dtype).to_dense()
+    if known is not None:
+        found += known.to_dense() if known.is_sparse else known
+    found = found.to(more.dtype)
+    rows = [more._indices()[0]]
+    if known is not None:
+        rows.append(known._indices()[0] if known.is_sparse else rows_in(known))
+    setattr(found, _ROWS, torch.cat(rows))
+    return found
 
 
 def _by_value(bags: Bags, first_bag: int, of_bags: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Tables of one dim that are looked up together, and the ledger of their gradients.
 
     backward  -> ledger            one entry per backward pass, as backward hands it over
-    weight.grad <- ledger          when somebody asks for it: a sparse gradient per table
+    weight.grad <- ledger          when somebody asks for it: a gradient per table
     update    <- weight.grad, ledger
 
 Who reads `weight.grad` (gradient clipping, `GradScaler`, a debugger) finds what plain PyTorch would
@@ -15,8 +15,6 @@ from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from recsys.embeddings.bag_calls import BagCalls
 from recsys.embeddings.exchanged_tables import (
@@ -34,7 +32,7 @@ from recsys.embeddings.kernels.one_table import TableMemory
 from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.residency import NotEnoughSlots
 from recsys.embeddings.row_space import RowSpace, compute_dtype
-from recsys.embeddings.sparse_gradients import leave_grads, of_tables
+from recsys.embeddings.sparse_gradients import leave_grads, of_tables, rows_in
 from recsys.embeddings.stand_in import StandIn
 from recsys.embeddings.table_parameter import (
     plain_grad,
@@ -47,6 +45,9 @@ from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+    from torch import Tensor, nn
 
     from recsys.embeddings.ahead import AheadClaim
     from recsys.embeddings.kernels.pooled_lookup import Bags
@@ -366,7 +367,8 @@ class TableGroup:
         now = self.weights()
         require_own(now, self)
         self.ledger = self._closed_ledger()
-        self.ledger = leave_grads(self.ledger, self._watched, gone(self._watched, now))
+        went = gone(self._watched, now)
+        self.ledger = leave_grads(self.ledger, self._watched, went, self.are_sparse())
         self.watch()
         return self._watched if len(weights) == len(now) else weights
 
@@ -393,12 +395,12 @@ class TableGroup:
         """
         if parameters is not self._watched:
             went = gone(parameters, self._watched)
-            self.ledger += leave_grads([entry], parameters, went)
+            self.ledger += leave_grads([entry], parameters, went, self.are_sparse())
             return
         self.ledger.append(entry)
 
     def open_ledger(self) -> None:
-        """Turn the ledger into a sparse `grad` of each table, added to what is there.
+        """Turn the ledger into a `grad` of each table, added to what is there.
 
         Raises:
             RuntimeError: gradients were overwritten since; they are forgotten.
@@ -409,7 +411,7 @@ class TableGroup:
             return
         weights = self.follow()
         self.ledger = self._closed_ledger()
-        self.ledger = leave_grads(self.ledger, weights, range(len(weights)))
+        self.ledger = leave_grads(self.ledger, weights, range(len(weights)), self.are_sparse())
 
     def take_ledger(self, weights: Sequence[nn.Parameter]) -> list[LedgerEntry]:
         """Everything that has been collected, as entries of the ledger; nothing is left.
@@ -502,11 +504,11 @@ class TableGroup:
     def _entry(self, table: int, weight: Tensor, gradient: Tensor) -> LedgerEntry:
         """A table's gradient as if each of its rows had been looked up alone."""
         require_grad_of(weight)
-        gradient = gradient.detach()
         if gradient.is_sparse:
-            rows, values = gradient._indices()[0], gradient._values()
+            rows, values = gradient._indices()[0], gradient.detach()._values()
         else:
-            rows, values = torch.arange(len(gradient), device=gradient.device), gradient
+            rows = rows_in(gradient)
+            values = gradient.detach()[rows]
         if table not in self._whole_tables:
             self._whole_tables[table] = Lookups(
                 tables=np.array([table], np.uint64),

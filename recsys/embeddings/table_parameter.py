@@ -47,7 +47,7 @@ class LedgerParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The sparse gradient, (E, D); None where nothing was collected."""
+        """The gradient, (E, D), sparse or dense as in torch; None where nothing was collected."""
         _open_ledger_of(self)
         return plain_grad(self)
 

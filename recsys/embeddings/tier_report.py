@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.device_tables import AbstractTables
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +18,7 @@ def tiers_of(model: nn.Module) -> list[Tiers]:
     """Those of all modules of ours in a model, each once; none where every row is resident."""
     found: dict[Tiers, None] = {}
     for module in model.modules():
-        if isinstance(module, HotColdEmbeddingBag | HotColdEmbeddingBagCollection):
+        if isinstance(module, AbstractTables):
             found |= dict.fromkeys(module.tiers())
     return list(found)
 

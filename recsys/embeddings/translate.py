@@ -4,12 +4,14 @@
     torch.optim.Adagrad          Adagrad           its `sum` is the state, adopted as it is
     torch.optim.SparseAdam       Adam              `exp_avg`, `exp_avg_sq`
     torchrec RowWiseAdagrad      RowWiseAdagrad    its `sum`
+    dlrm's RWSAdagrad            RowWiseAdagrad    its `momentum`
+    torch.optim.Adam, AdamW      Adam              where asked for; rows not looked up stay
 
 Weight decay is refused everywhere: like momentum, it moves rows that were not looked up. What an
 optimizer may be told in mid-course, by `load_state_dict` or a scheduler, is checked at every step.
 
 References:
-    `torch.optim`; `torchrec.optim`.
+    `torch.optim`; `torchrec.optim`; `optim/rwsadagrad.py` of facebookresearch/dlrm.
 """
 
 from __future__ import annotations
@@ -33,13 +35,18 @@ _MOVES_ALL = "moves rows that were not looked up"
 _MUST_BE_OFF = {
     "momentum": _MOVES_ALL,
     "weight_decay": _MOVES_ALL,
+    "amsgrad": "is not translated",
     "maximize": "is not translated (negate the loss)",
     "differentiable": "is not translated (rows are moved outside autograd)",
 }
 
 
 def translate(
-    optimizer: torch.optim.Optimizer, tables: Sequence[tuple[str, int]], way_out: str = _WAY_OUT
+    optimizer: torch.optim.Optimizer,
+    tables: Sequence[tuple[str, int]],
+    way_out: str = _WAY_OUT,
+    *,
+    lazy_adam: bool = False,
 ) -> Translation:
     """How an optimizer's settings and state are read.
 
@@ -47,11 +54,12 @@ def translate(
         optimizer: One of those above.
         tables: The name of each table to be moved, and the number of its param group; at least one.
         way_out: What errors recommend.
+        lazy_adam: Whether Adam and AdamW may be read as SparseAdam.
 
     Raises:
         ValueError: the optimizer, or a setting of a table's group, has no formula here.
     """
-    translation = _translations().get(type(optimizer))
+    translation = _translations(optimizer, lazy_adam=lazy_adam).get(type(optimizer))
     for table, number in tables:
         if translation is None:
             raise ValueError(f"table {table!r}: {_no_formula(type(optimizer))}; {way_out}")
@@ -63,8 +71,15 @@ def translate(
     return translation
 
 
-def _translations() -> dict[type[torch.optim.Optimizer], Translation]:
+def _translations(
+    optimizer: torch.optim.Optimizer, *, lazy_adam: bool
+) -> dict[type[torch.optim.Optimizer], Translation]:
     known = dict(_TORCH)
+    if lazy_adam:
+        known |= {torch.optim.Adam: _LAZY_ADAM, torch.optim.AdamW: _LAZY_ADAM}
+    # No package has it: who uses it has the file in the own tree.
+    if type(optimizer).__name__ == "RWSAdagrad" and hasattr(optimizer, "momentum_initialized"):
+        known[type(optimizer)] = _RWS_ADAGRAD
     # Who has one of TorchRec's has imported it; importing it here takes seconds.
     module = sys.modules.get("torchrec.optim.rowwise_adagrad")
     if module is not None:
@@ -91,12 +106,32 @@ def _adagrad(settings: Mapping[str, Any]) -> Adagrad:
 
 def _sparse_adam(settings: Mapping[str, Any]) -> Adam:
     _require_off("torch.optim.SparseAdam", settings)
+    return _adam_of(settings)
+
+
+def _adam(settings: Mapping[str, Any]) -> Adam:
+    name = "torch.optim.AdamW" if settings.get("decoupled_weight_decay") else "torch.optim.Adam"
+    _require_off(name, settings)
+    return _adam_of(settings)
+
+
+def _adam_of(settings: Mapping[str, Any]) -> Adam:
     beta1, beta2 = settings["betas"]
     return Adam(
         lr=_at_least_0(settings["lr"]),
         betas=(float(beta1), float(beta2)),
         eps=float(settings["eps"]),
     )
+
+
+def _rws_adagrad(settings: Mapping[str, Any]) -> RowWiseAdagrad:
+    _require_off("RWSAdagrad", settings)
+    if settings["initial_accumulator_value"]:
+        raise ValueError(
+            "RWSAdagrad with initial_accumulator_value="
+            f"{settings['initial_accumulator_value']} is not translated; leave it out"
+        )
+    return RowWiseAdagrad(lr=_at_least_0(settings["lr"]), eps=float(settings["eps"]))
 
 
 def _rowwise_adagrad(settings: Mapping[str, Any]) -> RowWiseAdagrad:
@@ -140,6 +175,28 @@ _TORCH: dict[type[torch.optim.Optimizer], Translation] = {
 }
 
 
+_LAZY_ADAM = Translation(
+    formula=_adam,
+    state_names={"momentum1": "exp_avg"},
+    learning_rate=_lr,
+    counts_steps=True,
+    no_step=torch.tensor(0.0),
+    rule=(
+        "lazy_adam=True: rows are moved by the rule of torch.optim.SparseAdam: a row that a step "
+        "does not look up stays, and so do its moments, where Adam would let the moments decay "
+        "and move the row by them"
+    ),
+)
+
+_RWS_ADAGRAD = Translation(
+    formula=_rws_adagrad,
+    state_names={"momentum1": "momentum"},
+    learning_rate=_decaying_lr,
+    counts_steps=True,
+    is_for_sparse=True,
+)
+
+
 def _require_off(name: str, settings: Mapping[str, Any]) -> None:
     for setting, wrong in _MUST_BE_OFF.items():
         if settings.get(setting):
@@ -149,8 +206,13 @@ def _require_off(name: str, settings: Mapping[str, Any]) -> None:
 def _no_formula(kind: type) -> str:
     dense = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Rprop", "ASGD", "Adadelta")
     if kind.__module__.startswith("torch.optim") and kind.__name__ in dense:
-        return f"{_name(kind)} {_MOVES_ALL}"
-    return f"{_name(kind)} is none of SGD, Adagrad, SparseAdam and TorchRec's RowWiseAdagrad"
+        lazily = ""
+        if kind.__name__ in ("Adam", "AdamW"):
+            lazily = (
+                "; lazy_adam=True has recsys move those looked up alone, by the rule of SparseAdam"
+            )
+        return f"{_name(kind)} {_MOVES_ALL}{lazily}"
+    return f"{_name(kind)} is none of SGD, Adagrad, SparseAdam and RowWiseAdagrad"
 
 
 def _name(kind: type) -> str:

@@ -48,6 +48,9 @@ class Translation:
             is in any case.
         no_step: What it is before the first step; a tensor where the optimizer keeps one.
         has_columns: Whether one number per row is (E, 1), not (E,).
+        is_for_sparse: Whether the optimizer moves rows by another formula where their gradient is
+            dense.
+        rule: What is done differently from the optimizer, and why; mostly "".
     """
 
     formula: Callable[[Mapping[str, Any]], RowOptimizer]
@@ -56,6 +59,8 @@ class Translation:
     counts_steps: bool
     no_step: int | Tensor = 0
     has_columns: bool = False
+    is_for_sparse: bool = False
+    rule: str = ""
 
     def read(self, settings: Mapping[str, Any], dim: int) -> Settings:
         """What the settings of a param group say of rows of a dim."""

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from recsys.batch import JaggedIds
-from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.device_tables import AbstractTables
 from recsys.embeddings.transfer_clock import MoveSeconds
 from recsys.pipeline.stalls import Moved
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Inputs", "cancel", "is_torchrec"]
 
-_Ours = HotColdEmbeddingBag | HotColdEmbeddingBagCollection
 _MOST_NESTED = 4
 
 
@@ -50,9 +49,9 @@ class Inputs:
         self.modules = {
             name: module
             for name, module in model.named_modules()
-            if isinstance(module, _Ours) and module.tiers()
+            if isinstance(module, AbstractTables) and module.tiers()
         }
-        self._ours = [module for module in model.modules() if isinstance(module, _Ours)]
+        self._ours = [module for module in model.modules() if isinstance(module, AbstractTables)]
         self._has_warned = False
         self.has_untold = False
         # Tiers that are made anew, with other slots, go on with the same clock.
@@ -104,7 +103,7 @@ class Inputs:
             raise
         return claims
 
-    def _calls(self, batch: Any) -> Iterator[tuple[_Ours, tuple[Any, ...]]]:
+    def _calls(self, batch: Any) -> Iterator[tuple[AbstractTables, tuple[Any, ...]]]:
         """Every lookup of a mini-batch that can be told: a module, and what it will be given."""
         told: Any = batch if self._ids is None else self._ids(batch)
         if self._ids is not None and isinstance(told, Mapping):
@@ -120,7 +119,9 @@ class Inputs:
                 unknown.append(name)
         self._warn_of(unknown)
 
-    def _named_calls(self, told: Mapping[str, Any]) -> Iterator[tuple[_Ours, tuple[Any, ...]]]:
+    def _named_calls(
+        self, told: Mapping[str, Any]
+    ) -> Iterator[tuple[AbstractTables, tuple[Any, ...]]]:
         found: dict[nn.Module, None] = {}
         for name, inputs in told.items():
             module = self._module(name)
@@ -130,18 +131,20 @@ class Inputs:
                     yield module, each if isinstance(each, tuple) else (each,)
         self._warn_of([name for name, module in self.modules.items() if module not in found])
 
-    def _module(self, name: str) -> _Ours:
+    def _module(self, name: str) -> AbstractTables:
         try:
             module = self._model.get_submodule(name)
         except AttributeError:
             module = None
-        if not isinstance(module, _Ours):
+        if not isinstance(module, AbstractTables):
             names = [
-                name for name, module in self._model.named_modules() if isinstance(module, _Ours)
+                name
+                for name, module in self._model.named_modules()
+                if isinstance(module, AbstractTables)
             ]
             raise ValueError(  # noqa: TRY004  # a name it is, of something else
-                f"ids: {name!r} must be the name of a HotColdEmbeddingBag or a "
-                f"HotColdEmbeddingBagCollection in the model; these are {names}"
+                f"ids: {name!r} must be the name of a module of recsys.embeddings in the model; "
+                f"these are {names}"
             )
         return module
 

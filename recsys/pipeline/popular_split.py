@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.table_module import TableModule
 from recsys.pipeline.inputs import cancel
 from recsys.pipeline.loss_parts import is_loss_a_sum
 from recsys.pipeline.micro_batches import select_samples
@@ -212,7 +212,7 @@ def _warn_of_whole_ones(schedule: Hotline, model: nn.Module) -> bool:
     for name, module in model.named_modules():
         if getattr(module, "scale_grad_by_freq", False):
             what = "scale_grad_by_freq=True divides by counts of the whole mini-batch"
-        elif isinstance(module, HotColdEmbeddingBag) and module.mode == "max" and module.tiers():
+        elif isinstance(module, TableModule) and module.mode == "max" and module.tiers():
             what = "with mode='max' rows are fetched for the whole mini-batch"
         else:
             continue

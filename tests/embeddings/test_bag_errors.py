@@ -184,7 +184,7 @@ def test_ids_changed_in_place_between_lookup_and_backward_are_noticed():
 @pytest.mark.parametrize("budget", [None, 200])
 def test_memory_refilled_by_numpy_after_backward_changes_no_row(use, budget):
     module = HotColdEmbeddingBag(
-        20, 3, mode="sum", optimizer=SGD(lr=1.0), auto_apply=False, budget=budget
+        20, 3, mode="sum", sparse=True, optimizer=SGD(lr=1.0), auto_apply=False, budget=budget
     )
     ids, offsets, weights = ints(1, 2, 2), ints(0, 1), torch.tensor([1.0, 2.0, 3.0])
     expected = module.weight.detach().clone()

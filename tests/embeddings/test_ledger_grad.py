@@ -15,22 +15,24 @@ ROWS = torch.arange(18.0).view(6, 3).sin()
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 
 
-def build(optimizer, **settings):
+def build(optimizer, *, sparse=True):
+    settings = {"freeze": False, "mode": "sum", "sparse": sparse}
     return HotColdEmbeddingBag.from_pretrained(
-        ROWS.clone(), freeze=False, mode="sum", optimizer=optimizer, auto_apply=False, **settings
+        ROWS.clone(), **settings, optimizer=optimizer, auto_apply=False
     )
 
 
-def plain():
-    return nn.EmbeddingBag.from_pretrained(ROWS.clone(), freeze=False, mode="sum", sparse=True)
+def plain(*, sparse=True):
+    return nn.EmbeddingBag.from_pretrained(ROWS.clone(), freeze=False, mode="sum", sparse=sparse)
 
 
 def backward(module, factor=1.0):
     (factor * module(IDS).square().sum()).backward()
 
 
-def test_grad_is_the_sum_of_all_lookups_as_a_sparse_tensor():
-    own, other = build(SGD(lr=1.0)), plain()
+@pytest.mark.parametrize("sparse", [True, False])
+def test_grad_is_the_sum_of_all_lookups_sparse_or_dense_as_the_module_says(sparse):
+    own, other = build(SGD(lr=1.0), sparse=sparse), plain(sparse=sparse)
     assert own.weight.grad is None
 
     for module in (own, other):
@@ -38,7 +40,7 @@ def test_grad_is_the_sum_of_all_lookups_as_a_sparse_tensor():
             backward(module, factor)
             assert module.weight.grad is not None  # looking does not change what comes
 
-    assert own.weight.grad.is_sparse
+    assert own.weight.grad.is_sparse == sparse
     assert own.weight.grad.shape == ROWS.shape
     torch.testing.assert_close(own.weight.grad.to_dense(), other.weight.grad.to_dense())
 
@@ -72,6 +74,46 @@ def test_a_gradient_clipped_by_its_values_norm_moves_rows_less():
     theirs.step()
 
     torch.testing.assert_close(own.weight.detach(), other.weight.detach(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_dense_gradient_that_torch_clips_moves_rows_less():
+    own, other = build(Adagrad(lr=0.1), sparse=False), plain(sparse=False)
+    theirs = torch.optim.Adagrad(other.parameters(), lr=0.1)
+
+    for _ in range(3):
+        for module in (own, other):
+            backward(module)
+            nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+        own.row_optimizer.step()
+        theirs.step()
+        theirs.zero_grad()
+
+    torch.testing.assert_close(own.weight.detach(), other.weight.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_look_at_grad_changes_no_row(sparse):
+    own, other = (build(Adam(lr=0.1), sparse=sparse) for _ in range(2))
+
+    for ids in (IDS, IDS[:1], IDS[1:]):
+        for module in (own, other):
+            # The gradient of some rows is zero: Adam moves them nevertheless, if looked up.
+            (module(ids) * torch.tensor([[0.0], [1.0]])[: len(ids)]).square().sum().backward()
+        assert own.weight.grad is not None
+        for module in (own, other):
+            module.row_optimizer.step()
+
+    assert torch.equal(own.weight, other.weight)
+
+
+def test_a_dense_gradient_of_nothing_moves_nothing():
+    own = build(Adam(lr=0.1), sparse=False)
+
+    own.weight.grad = torch.zeros_like(ROWS)
+    own.row_optimizer.step()
+
+    assert own.weight.grad is None
+    assert torch.equal(own.weight, ROWS)
 
 
 def test_lookups_after_a_look_at_grad_are_added_to_it():

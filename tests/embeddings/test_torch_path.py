@@ -253,7 +253,9 @@ def test_a_bag_has_the_settings_that_it_has_on_the_cpu(monkeypatch, device, sett
 
 def test_a_grad_that_somebody_looks_at_and_clips_is_what_moves_rows(device):
     plain = nn.EmbeddingBag(20, 4, mode="mean", sparse=True, device=device)
-    ours = HotColdEmbeddingBag(20, 4, device=device, optimizer=SGD(lr=0.1), auto_apply=False)
+    ours = HotColdEmbeddingBag(
+        20, 4, sparse=True, device=device, optimizer=SGD(lr=0.1), auto_apply=False
+    )
     ours.load_state_dict(plain.state_dict())
     ids = torch.randint(0, 20, (5, 3), device=device)
 

@@ -1,0 +1,287 @@
+"""What `HotColdEmbeddingBag` and `HotColdEmbedding` share: one table, and what moves its rows."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from recsys.embeddings.bag_lookup import BagPlace
+from recsys.embeddings.budget import NEEDS_OPTIMIZER
+from recsys.embeddings.cold_files import open_cold_files, require_memory
+from recsys.embeddings.device_tables import AbstractTables, slot_device, table_device
+from recsys.embeddings.fused_optimizer import FusedOptimizer
+from recsys.embeddings.in_backward import read_marks
+from recsys.embeddings.kernels.pooled_lookup import Lookups
+from recsys.embeddings.memory import empty_rows
+from recsys.embeddings.row_space import require_device
+from recsys.embeddings.table_group import TableGroup
+from recsys.embeddings.table_parameter import make_plain, require_unmoved
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from recsys.embeddings.cold_files import ColdFiles
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.plan import HotPlan
+    from recsys.embeddings.row_updater import RowUpdater
+
+__all__ = ["Rows", "TableModule", "find_rows"]
+
+_STATE = "_optimizer_state"  # in a pickle: of the table
+
+
+class Rows(NamedTuple):
+    """Where a module's table gets its rows.
+
+    Attributes:
+        weight: They, (E, D); None where torch makes and draws them.
+        are_to_draw: Whether nothing is in them yet.
+        plan: Which of them are never to leave fast memory, of this table.
+        files: Where they wait, if on disk.
+    """
+
+    weight: Tensor | None
+    are_to_draw: bool
+    plan: HotPlan | None
+    files: ColdFiles | None
+
+
+def find_rows(
+    shape: tuple[int, int],
+    weight: Tensor | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    *,
+    optimizer: RowOptimizer | None,
+    budget: int | str | None,
+    plan: HotPlan | None,
+    cold_tier: str,
+    cold_path: Path | str | None,
+) -> Rows:
+    """Find memory for a table; arguments as for `HotColdEmbeddingBag`.
+
+    Raises:
+        ProfileError: the plan is of other tables.
+        ColdTierError: the folder cannot be used, has another table, or there is no room.
+        ValueError: rows are such as an optimizer of ours cannot move.
+    """
+    if optimizer is None and (budget is not None or plan is not None):
+        raise ValueError(NEEDS_OPTIMIZER)
+    if plan is not None:
+        plan = plan.of_bag(*shape, budget)
+    dtype = dtype or torch.get_default_dtype()
+    has_budget = budget is not None or plan is not None
+    if cold_tier == "file":
+        require_memory(device)
+    files = open_cold_files(cold_tier, cold_path, {"weight": (shape, dtype)}, has_budget=has_budget)
+    if files is not None:
+        rows = files.begin_with("weight", weight)
+        return Rows(rows, files.is_new and weight is None, plan, files)
+    if weight is not None or optimizer is None:
+        return Rows(weight, False, plan, None)
+    require_device(
+        device, "leave out optimizer=, and an optimizer of torch's moves rows on any device"
+    )
+    rows = empty_rows(*shape, dtype=dtype, device=table_device(device, has_budget=has_budget))
+    return Rows(rows, True, plan, None)
+
+
+class TableModule(AbstractTables):
+    """A module of torch's with one table, `weight`, whose rows an updater of ours may move.
+
+    Attributes:
+        row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
+    """
+
+    # torch's names of them
+    weight: Tensor
+    mode: str
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
+
+    row_optimizer: FusedOptimizer | None
+    _group: TableGroup | None
+    _lookups: Lookups | None
+
+    def attach(self, updater: RowUpdater, group: TableGroup, table: int) -> None:
+        """Hand gradients to an updater's ledger from now on; `accelerate` calls it.
+
+        Args:
+            updater: Moves the rows.
+            group: Has this module among its holders.
+            table: Its number among them.
+        """
+        self._updater, self._group = updater, group
+        self._lookups = Lookups(
+            tables=np.array([table], np.uint64),
+            positions=np.zeros(1, np.uint64),
+            columns=np.zeros(1, np.uint64),
+            width=self.weight.shape[1],
+        )
+
+    def detach(self) -> None:
+        """Leave gradients at `weight` again, as torch's module does."""
+        self._updater = self._group = self._lookups = None
+
+    def sync(self) -> None:
+        """Write back every row that was moved; what is in files is whole then, on the disk.
+
+        Of a model that was accelerated, all of its tables, whichever is asked.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        if self._updater is not None:
+            self._updater.sync()
+
+    def _table_groups(self) -> list[TableGroup]:
+        return [] if self._group is None else [self._group]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the table, its state and what moves it, nothing else."""
+        if self._updater is None or self._group is None:
+            return self.__dict__.copy()
+        if not self._updater.goes_along:
+            return self.__dict__ | {"_updater": None, "_group": None, "_lookups": None}
+        return self.__dict__ | {_STATE: self._updater.state_of(self._group, self._number())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give the copy's updater the copy's table."""
+        super().__setstate__({name: value for name, value in state.items() if name != _STATE})  # type: ignore[no-untyped-call]
+        if self._updater is None or self._group is None:
+            make_plain(cast("nn.Parameter", self.weight))
+        else:
+            self._updater.take_in(self, self._group, self._number(), state[_STATE])
+
+    def _number(self) -> int:
+        assert self._lookups is not None
+        return int(self._lookups.tables[0])
+
+    def _place(self) -> BagPlace:
+        assert self._group is not None
+        assert self._lookups is not None
+        return BagPlace(self._group, self._lookups, self._updater)
+
+    def _call(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        bags: tuple[int, ...],
+        *,
+        is_mean: bool,
+        padding_idx: int | None,
+    ) -> Tensor | None:
+        """Look up together with other calls of a step; see `BagCalls.look_up`."""
+        group, updater, lookups = self._group, self._updater, self._lookups
+        assert group is not None
+        assert updater is not None
+        assert lookups is not None
+        return group.calls(updater).look_up(
+            lookups.distinct_tables[0],
+            cast("nn.Parameter", self._parameters["weight"]),
+            lookups,
+            ids,
+            offsets,
+            bags,
+            is_mean=is_mean,
+            padding_idx=padding_idx,
+        )
+
+    def _leave_to_torch(self) -> None:
+        """Begin: nothing of ours moves the rows."""
+        self.row_optimizer = None
+        self.detach()
+
+    def _optimize(
+        self,
+        optimizer: RowOptimizer,
+        *,
+        auto_apply: bool,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
+        budget: int | str | None = None,
+        plan: HotPlan | None = None,
+        files: ColdFiles | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Move the rows by a formula from now on."""
+        group = TableGroup([self])
+        if not self.weight.is_meta:
+            group.space()  # refuses what cannot be moved
+        self.row_optimizer = FusedOptimizer(
+            {"weight": (group.weights()[0], "")},
+            [group],
+            optimizer,
+            auto_apply=auto_apply,
+            stochastic_rounding=stochastic_rounding,
+            rounding_seed=rounding_seed,
+        )
+        self.attach(self.row_optimizer.updater, group, 0)
+        pinned = None
+        if plan is not None:
+            pinned = dict(zip(group.weights(), plan.pinned_by_table(), strict=True))
+            budget = plan.budget_bytes
+        if budget is not None:
+            self.row_optimizer.updater.tier(
+                budget,
+                pinned,
+                files=files,
+                names={group.weights()[0]: "weight"},
+                device=slot_device(device),
+            )
+
+    def _optimize_pretrained(
+        self,
+        optimizer: RowOptimizer | None,
+        *,
+        freeze: bool,
+        auto_apply: bool,
+        stochastic_rounding: bool,
+        rounding_seed: int,
+    ) -> None:
+        """The rest of `from_pretrained`."""
+        if optimizer is None:
+            return
+        if freeze:
+            warnings.warn(
+                "from_pretrained freezes rows unless freeze=False is given: the optimizer moves "
+                "none until weight.requires_grad is set",
+                stacklevel=3,
+            )
+        self._optimize(
+            optimizer,
+            auto_apply=auto_apply,
+            stochastic_rounding=stochastic_rounding,
+            rounding_seed=rounding_seed,
+        )
+
+    def _take_over(
+        self, module: nn.Module, optimizer: RowOptimizer | None, *, auto_apply: bool
+    ) -> None:
+        """The rest of `from_torch`: move the rows by a formula, or by that of marks."""
+        weight = cast("nn.Parameter", self.weight)
+        marks = read_marks([("weight", weight)], optimizer)
+        formula = optimizer if marks is None else marks.formula
+        if formula is not None:
+            self._optimize(formula, auto_apply=auto_apply)
+        if marks is not None:
+            assert self.row_optimizer is not None
+            marks.hand_over(self.row_optimizer)
+        self.train(module.training)
+
+
+def require_plain(module: nn.Module) -> None:
+    """Refuse a module whose table rows of ours are moved already.
+
+    Raises:
+        ValueError: it is such a one.
+    """
+    require_unmoved("table 'weight'", cast("nn.Parameter", module.weight))

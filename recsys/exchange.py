@@ -1,0 +1,177 @@
+"""Modules of a model, found by class and exchanged inside it, on the very Parameters they had."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recsys.embeddings.attach import NamedTable, require_movable
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.device_tables import AbstractTables
+from recsys.embeddings.embedding import HotColdEmbedding
+from recsys.embeddings.table_module import TableModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = [
+    "KEPT",
+    "Ours",
+    "counterpart",
+    "exchange",
+    "find_of_other_classes",
+    "find_replaceable",
+    "names_of",
+    "tables_in",
+    "tables_of",
+]
+
+Ours = HotColdEmbeddingBag | HotColdEmbedding | HotColdEmbeddingBagCollection
+
+KEPT = "_accelerated_from"  # in a module of ours: the one whose place it has taken
+
+
+def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """What can be exchanged, and where it is.
+
+    Raises:
+        ValueError: there is nothing, or the model is such as cannot be changed.
+    """
+    for name, module in model.named_modules():
+        place = f"module {name!r}" if name else "the model"
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(  # noqa: TRY004  # a module it is, in the wrong place
+                f"{place} must not be wrapped by DistributedDataParallel, which gathers gradients "
+                "that rows moved by recsys do not leave; accelerate in one process"
+            )
+        if KEPT in module.__dict__:
+            raise ValueError(f"{place} is accelerated already; call recsys.restore(model) first")
+    if _is_replaceable(model):
+        raise ValueError(
+            f"the model is itself an {type(model).__name__}, which cannot be exchanged in place; "
+            "use recsys.embeddings.HotColdEmbeddingBag.from_torch, HotColdEmbedding.from_torch or "
+            "HotColdEmbeddingBagCollection.from_torchrec"
+        )
+    found = names_of(model, _is_replaceable)
+    if not found:
+        reason = "".join(
+            f"; {names[0]} is a {type(module).__name__}, a class of its own"
+            for module, names in find_of_other_classes(model).items()
+        )
+        raise ValueError(
+            "the model must have an nn.EmbeddingBag, an nn.Embedding or a "
+            f"torchrec.EmbeddingBagCollection inside, and has none{reason}"
+        )
+    return found
+
+
+def find_of_other_classes(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """What has a table, and computes in a way of its own."""
+    return names_of(model, _is_of_another_class)
+
+
+def names_of(
+    model: nn.Module, is_wanted: Callable[[nn.Module], bool]
+) -> dict[nn.Module, list[str]]:
+    """Modules by where they are; what is inside of one, or of a module of ours, is part of it."""
+    found: dict[nn.Module, list[str]] = {}
+
+    def visit(module: nn.Module, prefix: str, path: tuple[nn.Module, ...]) -> None:
+        for name, child in _children(module):
+            if is_wanted(child):
+                found.setdefault(child, []).append(prefix + name)
+            elif not isinstance(child, AbstractTables) and child not in path:
+                visit(child, f"{prefix}{name}.", (*path, child))
+
+    visit(model, "", (model,))
+    return found
+
+
+def tables_in(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:
+    """Every table of every module; one that modules share comes several times."""
+    tables = [table for module, names in found.items() for table in tables_of(module, names[0])]
+    for table in tables:
+        require_movable(table)
+    return tables
+
+
+def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
+    """The tables of a module that has this name in the model."""
+    if isinstance(module, nn.EmbeddingBag | nn.Embedding):
+        key, weight = f"{name}.weight", _weight(module)
+        yield NamedTable(name, key, "", weight, None, name, (name,), module.sparse)
+        return
+    configs = {config.name: config for config in cast("Any", module).embedding_bag_configs()}
+    for table, bag in cast("nn.ModuleDict", module.embedding_bags).items():
+        place = f"{name}.embedding_bags.{table}"
+        features, is_sparse = tuple(configs[table].feature_names), cast("bool", bag.sparse)
+        key, prefix, weight = f"{place}.weight", f"{table}.", _weight(bag)
+        yield NamedTable(place, key, prefix, weight, name, table, features, is_sparse)
+
+
+def counterpart(module: nn.Module) -> Ours:
+    """A module of ours that does the same, on the same Parameters; nothing moves rows yet."""
+    ours: Ours
+    if isinstance(module, nn.EmbeddingBag):
+        ours = HotColdEmbeddingBag._on_weight_of(module)
+    elif isinstance(module, nn.Embedding):
+        ours = HotColdEmbedding._on_weight_of(module)
+    else:
+        ours = HotColdEmbeddingBagCollection._on_bags_of(module)
+    ours.training = module.training
+    for name in _SHARED:
+        ours.__dict__[name] = module.__dict__[name]
+    return ours
+
+
+def exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> None:
+    """Put modules in the places of others, wherever these are."""
+    for parent in list(model.modules()):
+        for name, child in _children(parent):
+            if child in counterparts:
+                parent._modules[name] = counterparts[child]
+
+
+def _is_replaceable(module: nn.Module) -> bool:
+    return type(module) in (nn.EmbeddingBag, nn.Embedding) or _is_torchrec(module)
+
+
+def _is_of_another_class(module: nn.Module) -> bool:
+    has_table = isinstance(module, nn.EmbeddingBag | nn.Embedding)
+    return has_table and not _is_replaceable(module) and not isinstance(module, TableModule)
+
+
+def _is_torchrec(module: nn.Module) -> bool:
+    # Who has one has imported it; importing it here takes seconds.
+    library = sys.modules.get("torchrec.modules.embedding_modules")
+    return library is not None and type(module) is library.EmbeddingBagCollection
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """By every name; `named_children` leaves out the second of a module used twice."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def _weight(bag: nn.Module) -> nn.Parameter:
+    return cast("nn.Parameter", bag.weight)
+
+
+# The very dictionaries: handles of hooks know them, and remove hooks from them.
+_SHARED = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+    "_load_state_dict_post_hooks",
+    "_load_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)

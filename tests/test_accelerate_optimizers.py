@@ -1,0 +1,256 @@
+"""Whose optimizers move the rows of an accelerated model: several, shared, partial, Adam, RWS."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.embeddings import HotColdEmbedding, HotColdEmbeddingBag
+
+IDS = torch.tensor([[1, 3, 3], [0, 2, 1], [4, 4, 1]])
+
+
+class Towers(nn.Module):
+    """Two tables, one looked up pooled and one not, and a layer."""
+
+    def __init__(self, *, sparse=True):
+        super().__init__()
+        self.users = nn.EmbeddingBag(40, 4, mode="sum", sparse=sparse)
+        self.goods = nn.Embedding(40, 4, sparse=sparse)
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, ids):
+        return self.top((self.users(ids) + self.goods(ids).mean(1)).sin()).square().sum()
+
+    def tables(self):
+        return [self.users.weight, self.goods.weight]
+
+
+def train(model, optimizers, num_steps=4):
+    for _ in range(num_steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(IDS).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def assert_equal(model, plain):
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def both(**settings):
+    plain = Towers(**settings)
+    return copy.deepcopy(plain), plain
+
+
+def test_several_optimizers_move_the_tables_that_they_have():
+    model, plain = both()
+
+    def make(each):
+        return [
+            torch.optim.SGD(each.users.parameters(), lr=0.1),
+            torch.optim.Adagrad([each.goods.weight, *each.top.parameters()], lr=0.1),
+        ]
+
+    ours, theirs = make(model), make(plain)
+    result = recsys.accelerate(model, optimizer=ours)
+    train(model, ours)
+    train(plain, theirs)
+
+    assert result.moved_by == (
+        "rows move in the step of SGD",
+        "rows move in the step of Adagrad",
+    )
+    assert_equal(model, plain)
+    recsys.restore(model)
+    train(model, ours)
+    train(plain, theirs)
+    assert_equal(model, plain)
+
+
+def test_a_table_that_no_given_optimizer_has_stays_as_it_was_and_is_reported():
+    model, plain = both()
+
+    def make(each):
+        return [
+            torch.optim.SGD(each.users.parameters(), lr=0.1),
+            torch.optim.SGD([each.goods.weight, *each.top.parameters()], lr=0.1, momentum=0.0),
+        ]
+
+    ours, theirs = make(model), make(plain)
+    result = recsys.accelerate(model, optimizer=ours[0])
+    train(model, ours)
+    train(plain, theirs)
+
+    assert type(model.goods) is nn.Embedding
+    assert isinstance(model.users, HotColdEmbeddingBag)
+    assert [(each.names, each.kind) for each in result.left_alone] == [(("goods",), "Embedding")]
+    assert "left as it was: goods: no optimizer that was given has it" in repr(result)
+    assert_equal(model, plain)
+
+
+def test_one_optimizer_of_several_models_moves_the_rows_of_each():
+    models, plains = zip(*(both() for _ in range(2)), strict=True)
+    ours, theirs = (
+        torch.optim.Adagrad([p for each in models for p in each.parameters()], lr=0.1)
+        for models in (models, plains)
+    )
+    for model in models:
+        recsys.accelerate(model, optimizer=ours)
+
+    for _ in range(3):
+        for each, optimizer in ((models, ours), (plains, theirs)):
+            optimizer.zero_grad()
+            sum(model(IDS) for model in each).backward()
+            optimizer.step()
+
+    for model, plain in zip(models, plains, strict=True):
+        assert_equal(model, plain)
+    recsys.restore(models[0])
+    train(models[1], [ours])
+    train(plains[1], [theirs])
+    assert_equal(models[1], plains[1])
+
+
+def test_a_budget_is_not_shared_by_tables_of_several_optimizers():
+    model = Towers()
+    optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.tables()]
+
+    with pytest.raises(ValueError, match="budget: tables that share it must have one optimizer"):
+        recsys.accelerate(model, optimizer=optimizers, budget="1KiB")
+
+    assert type(model.users) is nn.EmbeddingBag
+
+
+@pytest.mark.parametrize("budget", [None, 1000])
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [(torch.optim.SGD, {}), (torch.optim.Adagrad, {"lr_decay": 0.1})],
+)
+def test_tables_with_dense_gradients_train_as_plain_ones(optimizer, settings, budget):
+    model, plain = both(sparse=False)
+    ours, theirs = (optimizer(each.parameters(), lr=0.1, **settings) for each in (model, plain))
+    recsys.accelerate(model, optimizer=ours, budget=budget)
+
+    for _ in range(3):
+        for each, its in ((model, ours), (plain, theirs)):
+            its.zero_grad()
+            each(IDS).backward()
+            nn.utils.clip_grad_norm_(each.parameters(), 0.3)
+            its.step()
+
+    assert_equal(model, plain)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_lazy_adam_moves_rows_as_sparse_adam_and_says_so(kind, sparse):
+    model, plain = Towers(sparse=sparse), Towers()
+    plain.load_state_dict(model.state_dict())
+    ours = kind(model.parameters(), lr=0.1, weight_decay=0)
+    theirs = [
+        torch.optim.SparseAdam(plain.tables(), lr=0.1),
+        kind(plain.top.parameters(), lr=0.1, weight_decay=0),
+    ]
+
+    with pytest.warns(UserWarning, match=r"lazy_adam=True: .* rule of torch.optim.SparseAdam"):
+        result = recsys.accelerate(model, optimizer=ours, lazy_adam=True)
+    train(model, [ours])
+    train(plain, theirs)
+
+    assert any("SparseAdam" in note for note in result.notes)
+    assert_equal(model, plain)
+    assert set(ours.state[model.goods.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    recsys.restore(model)
+    if not sparse:
+        train(model, [ours])  # Adam goes on with the state that it finds
+
+
+def test_lazy_adam_with_weight_decay_is_refused():
+    model = Towers()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    with pytest.raises(ValueError, match=r"AdamW with weight_decay=0.01 moves rows that were not"):
+        recsys.accelerate(model, optimizer=optimizer, lazy_adam=True)
+
+
+class RWSAdagrad(torch.optim.Optimizer):
+    """The rule of the optimizer of that name: of sparse gradients row by row, else by number."""
+
+    def __init__(self, params, lr=0.1, lr_decay=0.0, initial_accumulator_value=0.0, eps=1e-10):
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "lr_decay": lr_decay,
+                "eps": eps,
+                "weight_decay": 0.0,
+                "initial_accumulator_value": initial_accumulator_value,
+            },
+        )
+        self.momentum_initialized = False
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["step"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    self._move(each, group)
+        self.momentum_initialized = True
+        return loss
+
+    def _move(self, each, group):
+        state, gradient = self.state[each], each.grad.to_dense()
+        name = "momentum" if each.grad.is_sparse else "sum"
+        squares = gradient.square().mean(1) if each.grad.is_sparse else gradient.square()
+        if not self.momentum_initialized:
+            state[name] = torch.zeros_like(squares)
+        state["step"] += 1
+        state[name] += squares
+        lr = group["lr"] / (1 + (state["step"] - 1) * group["lr_decay"])
+        scale = state[name].sqrt() + group["eps"]
+        each -= lr * gradient / (scale.unsqueeze(1) if each.grad.is_sparse else scale)
+
+
+def test_rws_adagrad_is_read_by_its_name_and_fields():
+    model, plain = both()
+    ours, theirs = (RWSAdagrad(each.parameters(), lr_decay=0.1) for each in (model, plain))
+    recsys.accelerate(model, optimizer=ours)
+
+    train(model, [ours])
+    train(plain, [theirs])
+
+    assert_equal(model, plain)
+    assert ours.state[model.users.weight]["step"] == 4
+    recsys.restore(model)
+    train(model, [ours])
+    train(plain, [theirs])
+    assert_equal(model, plain)
+
+
+def test_rws_adagrad_of_dense_gradients_or_another_start_is_refused():
+    dense, model = Towers(sparse=False), Towers()
+
+    with pytest.raises(ValueError, match="'users': sparse must be True with RWSAdagrad"):
+        recsys.accelerate(dense, optimizer=RWSAdagrad(dense.parameters()))
+    with pytest.raises(ValueError, match=r"initial_accumulator_value=0\.5 is not translated"):
+        recsys.accelerate(
+            model, optimizer=RWSAdagrad(model.parameters(), initial_accumulator_value=0.5)
+        )
+
+
+def test_embeddings_and_bags_of_one_dim_are_updated_by_one_call():
+    model = Towers()
+
+    result = recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    assert isinstance(model.goods, HotColdEmbedding)
+    assert result.expected == "expect shorter steps: 2 tables are updated by 1 kernel call a step"
