@@ -38,7 +38,7 @@ from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.sparse_gradients import leave_grads
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from torch import nn
@@ -207,7 +207,7 @@ class BagCalls:
         assert group is not None
         num_outputs = min(num_outputs, len(group.names))  # evaluation with gradients has no end
         node = _Node(self, self._updater, self._group, num_outputs)
-        outputs = _LookupNode.apply(node, updater.asks_gradient, *kind)  # type: ignore[no-untyped-call]
+        outputs = _make_node(node, updater.asks_gradient, *kind)
         return [_Output(node, number, output) for number, output in enumerate(outputs)][::-1]
 
 
@@ -320,6 +320,11 @@ class _LookupNode(torch.autograd.Function):
         return None, None, None, None
 
     _backward_once = staticmethod(once_differentiable(_backward))
+
+
+# What `apply` calls when it has looked for tensors that a transform of functorch's has left among
+# the arguments: here is none.
+_make_node: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, _LookupNode).apply
 
 
 def _empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

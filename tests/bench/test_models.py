@@ -5,10 +5,13 @@ import torch
 
 from recsys.bench import models
 from recsys.bench.models import bench_models
+from recsys.bench.plain_models import KINDS
+from recsys.embeddings.device_tables import AbstractTables
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
+    pytest.importorskip("torchrec", exc_type=ImportError)
     before = torch.get_num_threads()
     monkeypatch.setattr(models, "steps_of_turn", lambda _: 1)
     monkeypatch.setattr(models, "in_own_process", lambda function, *args: function(*args))
@@ -27,10 +30,11 @@ def test_every_case_has_its_times_and_ratios():
     assert (classic, "recsys", "table_time_over_torch") in found
     for count in (1, 2):
         for ids in ("one-hot", "jagged"):
-            case = f"model=bags,B=4,D=16,optimizer=sgd,T={count},ids={ids}"
-            assert (case, "recsys", "speed_over_torch") in found
-    assert rows[-1].case == "model=bags,D=16"
-    assert rows[-1].num_runs == 4
+            for kind in KINDS:
+                case = f"model={kind},B=4,D=16,optimizer=sgd,T={count},ids={ids}"
+                assert (case, "recsys", "speed_over_torch") in found
+    assert [row.case for row in rows[-4:]] == [f"model={kind},D=16" for kind in KINDS]
+    assert [row.num_runs for row in rows[-4:]] == [4] * 4
 
 
 def test_table_time_is_a_step_less_that_of_the_model_without_tables():
@@ -43,7 +47,7 @@ def test_table_time_is_a_step_less_that_of_the_model_without_tables():
     assert row.median == 0.5
 
 
-@pytest.mark.parametrize("kind", ["classic", "bags"])
+@pytest.mark.parametrize("kind", ["classic", *KINDS])
 @pytest.mark.parametrize("is_jagged", [False, True])
 def test_the_accelerated_model_computes_what_the_plain_one_does(kind, is_jagged, monkeypatch):
     trained = []
@@ -51,14 +55,15 @@ def test_the_accelerated_model_computes_what_the_plain_one_does(kind, is_jagged,
         models, "_step", lambda *arguments: trained.append(arguments) or (lambda: None)
     )
     models._measure(models._Case(kind, "adagrad", 8, (50, 30), is_jagged), 6)
-    by_provider = {type(model.bags[0]).__name__: (model, *more) for model, *more in trained}
-    plain, optimizer, batches = by_provider["EmbeddingBag"]
-    model, other, _ = by_provider["HotColdEmbeddingBag"]
+    trained = [each for each in trained if list(each[0].tables.parameters())]  # not constants
+    (plain, optimizer, batches), (model, other, _) = trained
+    assert not any(isinstance(each, AbstractTables) for each in plain.modules())
+    assert any(isinstance(each, AbstractTables) for each in model.modules())
 
     for batch in batches[:3]:
         for each, its_optimizer in ((plain, optimizer), (model, other)):
             its_optimizer.zero_grad()
-            each(batch.dense, batch.ids, batch.offsets).square().sum().backward()
+            each(batch.dense, batch.inputs).square().sum().backward()
             its_optimizer.step()
 
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-6)

@@ -25,6 +25,7 @@ from numba import prange
 from recsys.embeddings.kernels.addresses import array_at
 from recsys.embeddings.kernels.copying import RUN, add_run, copy_run
 from recsys.embeddings.kernels.ledger import Segments, join_ledger
+from recsys.embeddings.kernels.pooled_lookup import MIN_SHARED_BYTES
 from recsys.embeddings.kernels.prefetch import LINE_BYTES, prefetch
 from recsys.embeddings.kernels.rounding import TO_NEAREST, key_of_row, narrow, widen
 from recsys.embeddings.kernels.row_sort import (
@@ -112,7 +113,8 @@ def row_update(
     has_kernel = space.dim in _COMPILED_DIMS and not space.is_narrow
     compiled_dim = space.dim if has_kernel else 0
     update = _row_update_kernel(compiled_dim, LINE_BYTES // space.compute_dtype.itemsize)
-    table, row = update(
+    is_small = len(bags.values) * space.dim * space.compute_dtype.itemsize < MIN_SHARED_BYTES
+    table, row = (update.alone if is_small else update)(
         space.flat,
         *of_state,
         bases_3T,
@@ -136,7 +138,7 @@ def row_update(
         space.nothing,
         _INFINITY[space.computed],
         space.dim,
-        num_parts(),
+        1 if is_small else num_parts(),
     )
     return None if row < 0 else BadRow(table, row)
 

@@ -1,0 +1,228 @@
+"""Models of plain PyTorch that `recsys bench models` accelerates, and mini-batches for them.
+
+    kind                what has the tables                                      several ids
+    classic, bags       nn.EmbeddingBag, one for each table, sparse gradients    offsets
+    collection          torchrec.EmbeddingBagCollection                          lengths
+    embeddings          nn.Embedding, one for each table, sparse gradients       padded, and summed
+    dense-embeddings    the same with dense gradients
+
+`classic` is the whole DLRM; the others have one linear layer behind their tables. Ids are skewed:
+`E * u**8` for a uniform u, so that few rows get most lookups.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from recsys.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["KINDS", "TableBatch", "make_batch", "make_model", "make_without_tables"]
+
+KINDS = ("bags", "collection", "embeddings", "dense-embeddings")
+DIM, NUM_DENSE = 16, 13
+MEAN_LENGTH = 8  # of jagged bags
+
+
+class TableBatch(NamedTuple):
+    """Dense features (B, 13), what the tables are given, labels (B,)."""
+
+    dense: Tensor
+    inputs: Any
+    labels: Tensor
+
+
+def make_model(kind: str, table_sizes: Sequence[int]) -> nn.Module:
+    """A model of plain PyTorch.
+
+    Args:
+        kind: One of those above.
+        table_sizes: Rows of each table.
+    """
+    if kind == "classic":
+        return _Classic(table_sizes)
+    return _Shallow(_TABLES[kind](table_sizes), len(table_sizes))
+
+
+def make_without_tables(num_tables: int, batch_size: int) -> nn.Module:
+    """The classic model with constants in place of what its tables give."""
+    model = _Classic([1] * num_tables)
+    model.tables = _Constants(num_tables, batch_size)
+    return model
+
+
+def make_batch(
+    kind: str, table_sizes: Sequence[int], batch_size: int, *, is_jagged: bool, seed: int
+) -> TableBatch:
+    """A mini-batch.
+
+    Args:
+        kind: Of the model.
+        table_sizes: Its tables' rows.
+        batch_size: B.
+        is_jagged: Whether a sample has several ids of a table.
+        seed: Of everything.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    ids, all_lengths = [], []
+    for num_rows in table_sizes:
+        lengths = torch.ones(batch_size, dtype=torch.int64)
+        if is_jagged:
+            lengths = torch.randint(1, 2 * MEAN_LENGTH, (batch_size,), generator=generator)
+        drawn = torch.rand(int(lengths.sum()), generator=generator, dtype=torch.float64)
+        ids.append((num_rows * drawn**8).long())
+        all_lengths.append(lengths)
+    labels = (torch.rand(batch_size, generator=generator) < 0.25).float()
+    dense = torch.rand(batch_size, NUM_DENSE, generator=generator)
+    return TableBatch(dense, _INPUTS[kind](ids, all_lengths), labels)
+
+
+def _with_offsets(ids: list[Tensor], lengths: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return [(each, its.cumsum(0) - its) for each, its in zip(ids, lengths, strict=True)]
+
+
+def _as_matrices(ids: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
+    """Columns of one matrix where each sample has one id; else padded by row 0."""
+    if all(bool((its == 1).all()) for its in lengths):
+        return list(torch.stack(ids, dim=1).unbind(1))
+    return [
+        nn.utils.rnn.pad_sequence(list(torch.split(each, its.tolist())), batch_first=True)
+        for each, its in zip(ids, lengths, strict=True)
+    ]
+
+
+def _as_features(ids: list[Tensor], lengths: list[Tensor]) -> Any:
+    keys = [f"f_{number}" for number in range(len(ids))]
+    return _torchrec().KeyedJaggedTensor(keys, torch.cat(ids), lengths=torch.cat(lengths))
+
+
+def _torchrec() -> Any:
+    try:
+        import torchrec  # takes seconds
+    except ImportError as error:
+        raise MissingDependency(
+            "bench models measures TorchRec's collection too; install recsys[torchrec]"
+        ) from error
+    return torchrec
+
+
+class _Bags(nn.Module):
+    def __init__(self, table_sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(size, DIM, mode="sum", sparse=True) for size in table_sizes
+        )
+
+    def forward(self, inputs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        return [bag(*each) for bag, each in zip(self.bags, inputs, strict=True)]
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, table_sizes: Sequence[int], *, sparse: bool = True) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList(
+            nn.Embedding(size, DIM, padding_idx=0, sparse=sparse) for size in table_sizes
+        )
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        found = [each(ids) for each, ids in zip(self.embeddings, inputs, strict=True)]
+        return [each.sum(1) if each.dim() == 3 else each for each in found]
+
+
+class _Collection(nn.Module):
+    def __init__(self, table_sizes: Sequence[int]) -> None:
+        super().__init__()
+        library = _torchrec()
+        self.collection = library.EmbeddingBagCollection(
+            tables=[
+                library.EmbeddingBagConfig(
+                    name=f"t_{number}",
+                    num_embeddings=size,
+                    embedding_dim=DIM,
+                    feature_names=[f"f_{number}"],
+                )
+                for number, size in enumerate(table_sizes)
+            ]
+        )
+
+    def forward(self, inputs: Any) -> list[Tensor]:
+        return [self.collection(inputs).values()]
+
+
+class _Constants(nn.Module):
+    """The same vectors for every mini-batch, which get a gradient."""
+
+    def __init__(self, num_tables: int, batch_size: int) -> None:
+        super().__init__()
+        self.vectors = [torch.randn(batch_size, DIM) for _ in range(num_tables)]
+
+    def forward(self, inputs: object) -> list[Tensor]:
+        return [each.detach().requires_grad_() for each in self.vectors]
+
+
+class _Classic(nn.Module):
+    """The DLRM of Naumov et al. (2019) as it is mostly written: a bag for each feature."""
+
+    pairs: Tensor
+
+    def __init__(self, table_sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.tables: nn.Module = _Bags(table_sizes)
+        num_vectors = len(table_sizes) + 1
+        self.bottom = _mlp(NUM_DENSE, 512, 256, 64, DIM)
+        self.top = _mlp(DIM + num_vectors * (num_vectors - 1) // 2, 512, 256, 1)[:-1]
+        self.register_buffer("pairs", torch.tril_indices(num_vectors, num_vectors, -1))
+
+    def forward(self, dense: Tensor, inputs: Any) -> Tensor:
+        dense = self.bottom(dense)
+        vectors = torch.cat([dense, *self.tables(inputs)], dim=1).view(len(dense), -1, DIM)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))
+        pairs = products[:, self.pairs[0], self.pairs[1]]
+        logits: Tensor = self.top(torch.cat([dense, pairs], dim=1))
+        return logits.squeeze(1)
+
+
+class _Shallow(nn.Module):
+    """Tables before one linear layer: hardly anything else."""
+
+    def __init__(self, tables: nn.Module, num_tables: int) -> None:
+        super().__init__()
+        self.tables = tables
+        self.top = nn.Linear(DIM * num_tables, 1)
+
+    def forward(self, dense: Tensor, inputs: Any) -> Tensor:
+        found = self.tables(inputs)
+        logits: Tensor = self.top(found[0] if len(found) == 1 else torch.cat(found, dim=1))
+        return logits.squeeze(1)
+
+
+def _dense_embeddings(table_sizes: Sequence[int]) -> nn.Module:
+    return _Embeddings(table_sizes, sparse=False)
+
+
+_TABLES: dict[str, Callable[[Sequence[int]], nn.Module]] = {
+    "bags": _Bags,
+    "collection": _Collection,
+    "embeddings": _Embeddings,
+    "dense-embeddings": _dense_embeddings,
+}
+_INPUTS: dict[str, Callable[[list[Tensor], list[Tensor]], Any]] = {
+    "classic": _with_offsets,
+    "bags": _with_offsets,
+    "collection": _as_features,
+    "embeddings": _as_matrices,
+    "dense-embeddings": _as_matrices,
+}
+
+
+def _mlp(*widths: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers)
