@@ -3,6 +3,7 @@
     nn.EmbeddingBag                   -> HotColdEmbeddingBag
     nn.Embedding                      -> HotColdEmbedding
     torchrec.EmbeddingBagCollection   -> HotColdEmbeddingBagCollection
+    torchrec.EmbeddingCollection      -> HotColdEmbeddingCollection
 
 Modules are exchanged inside the model, on the very Parameters that they had. Everything that may be
 refused is refused before the first is.
@@ -28,7 +29,6 @@ from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.cold_files import open_cold_files
 from recsys.embeddings.model_plan import plan_of_model, require_arguments
 from recsys.embeddings.optimizer import RowOptimizer
-from recsys.embeddings.table_module import TableModule
 from recsys.exchange import (
     KEPT,
     counterpart,
@@ -68,10 +68,10 @@ def accelerate(
 ) -> Accelerated:
     """Exchange a model's embeddings for ours, in place.
 
-    Every `nn.EmbeddingBag`, `nn.Embedding` and TorchRec `EmbeddingBagCollection` inside is
-    exchanged, at any depth; a module used in two places once for both. Parameters stay the objects
-    that they are, so optimizers and checkpoints stay right; hooks, `training` and `requires_grad`
-    are kept. Where an error is raised, nothing was exchanged.
+    Every `nn.EmbeddingBag`, `nn.Embedding` and TorchRec `EmbeddingBagCollection` and
+    `EmbeddingCollection` inside is exchanged, at any depth; a module used in two places once for
+    both. Parameters stay the objects that they are, so optimizers and checkpoints stay right;
+    hooks, `training` and `requires_grad` are kept. Where an error is raised, nothing was exchanged.
 
     A copy or a pickle of the model, or of a part of it, moves its rows by a formula as the model
     does, from its own state on; an optimizer of torch's stays here, and the copy leaves gradients
@@ -178,7 +178,9 @@ def restore(model: nn.Module) -> Accelerated:
     names = names_of(model, lambda module: KEPT in module.__dict__)
     if not names:
         raise ValueError("the model has no module that recsys.accelerate has put there")
-    kept: dict[nn.Module, _Kept] = {module: module.__dict__[KEPT] for module in names}
+    kept: dict[AbstractTables, _Kept] = {
+        cast("AbstractTables", module): module.__dict__[KEPT] for module in names
+    }
     links = dict.fromkeys(each.link for each in kept.values() if each.link is not None)
     for link in links:
         found = sum(each.link is link for each in kept.values())
@@ -192,13 +194,13 @@ def restore(model: nn.Module) -> Accelerated:
         link.updater.prepare_release()
     for link in links:
         link.cut()
-    originals = {}
+    originals: dict[nn.Module, nn.Module] = {}
     for module, each in kept.items():
-        cast("AbstractTables", module).detach()
+        module.detach()
         originals[module] = each.module
         each.module.training = module.training
-        if isinstance(module, TableModule):
-            each.module._parameters["weight"] = module._parameters["weight"]
+        for ours, theirs in zip(module.holders(), _holders(each.module), strict=True):
+            theirs._parameters["weight"] = ours._parameters["weight"]
         del module.__dict__[KEPT]
     exchange(model, originals)
     return Accelerated(_describe(names, originals), (), (_LEFT_TO_CALLER,), ())
@@ -221,6 +223,14 @@ class _Kept:
         self.__dict__.update(state)
         if self.link is not None:
             self.link.num_modules += 1
+
+
+def _holders(module: nn.Module) -> list[nn.Module]:
+    """The modules whose `weight`s are the tables of one of torch's or TorchRec's."""
+    for name in ("embedding_bags", "embeddings"):
+        if hasattr(module, name):
+            return list(getattr(module, name).values())
+    return [module]
 
 
 def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimizer | None:

@@ -13,6 +13,7 @@ from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.device_tables import AbstractTables
 from recsys.embeddings.embedding import HotColdEmbedding
+from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.table_module import TableModule
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ __all__ = [
     "tables_of",
 ]
 
-Ours = HotColdEmbeddingBag | HotColdEmbedding | HotColdEmbeddingBagCollection
+Ours = (
+    HotColdEmbeddingBag
+    | HotColdEmbedding
+    | HotColdEmbeddingBagCollection
+    | HotColdEmbeddingCollection
+)
 
 KEPT = "_accelerated_from"  # in a module of ours: the one whose place it has taken
 
@@ -53,8 +59,8 @@ def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
     if _is_replaceable(model):
         raise ValueError(
             f"the model is itself an {type(model).__name__}, which cannot be exchanged in place; "
-            "use recsys.embeddings.HotColdEmbeddingBag.from_torch, HotColdEmbedding.from_torch or "
-            "HotColdEmbeddingBagCollection.from_torchrec"
+            "use from_torch or from_torchrec of the class of recsys.embeddings that has the name "
+            f"HotCold{type(model).__name__}"
         )
     found = names_of(model, _is_replaceable)
     if not found:
@@ -63,8 +69,8 @@ def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
             for module, names in find_of_other_classes(model).items()
         )
         raise ValueError(
-            "the model must have an nn.EmbeddingBag, an nn.Embedding or a "
-            f"torchrec.EmbeddingBagCollection inside, and has none{reason}"
+            "the model must have an nn.EmbeddingBag, an nn.Embedding or a collection of torchrec's "
+            f"inside, and has none{reason}"
         )
     return found
 
@@ -105,9 +111,13 @@ def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
         key, weight = f"{name}.weight", _weight(module)
         yield NamedTable(name, key, "", weight, None, name, (name,), module.sparse)
         return
-    configs = {config.name: config for config in cast("Any", module).embedding_bag_configs()}
-    for table, bag in cast("nn.ModuleDict", module.embedding_bags).items():
-        place = f"{name}.embedding_bags.{table}"
+    is_pooled = hasattr(module, "embedding_bags")
+    attribute = "embedding_bags" if is_pooled else "embeddings"
+    found: Any = module
+    known = found.embedding_bag_configs() if is_pooled else found.embedding_configs()
+    configs = {config.name: config for config in known}
+    for table, bag in getattr(found, attribute).items():
+        place = f"{name}.{attribute}.{table}"
         features, is_sparse = tuple(configs[table].feature_names), cast("bool", bag.sparse)
         key, prefix, weight = f"{place}.weight", f"{table}.", _weight(bag)
         yield NamedTable(place, key, prefix, weight, name, table, features, is_sparse)
@@ -120,6 +130,8 @@ def counterpart(module: nn.Module) -> Ours:
         ours = HotColdEmbeddingBag._on_weight_of(module)
     elif isinstance(module, nn.Embedding):
         ours = HotColdEmbedding._on_weight_of(module)
+    elif hasattr(module, "embeddings"):
+        ours = HotColdEmbeddingCollection._on_embeddings_of(cast("Any", module))
     else:
         ours = HotColdEmbeddingBagCollection._on_bags_of(module)
     ours.training = module.training
@@ -148,7 +160,10 @@ def _is_of_another_class(module: nn.Module) -> bool:
 def _is_torchrec(module: nn.Module) -> bool:
     # Who has one has imported it; importing it here takes seconds.
     library = sys.modules.get("torchrec.modules.embedding_modules")
-    return library is not None and type(module) is library.EmbeddingBagCollection
+    return library is not None and type(module) in (
+        library.EmbeddingBagCollection,
+        library.EmbeddingCollection,
+    )
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -260,7 +260,8 @@ def test_a_model_that_is_accelerated_already_is_told_from_one_that_is_not():
 @pytest.mark.parametrize("model", [Holder(dense=nn.Linear(2, 2)), Holder()])
 def test_nothing_to_exchange_is_an_error(model):
     with pytest.raises(
-        ValueError, match=r"must have an nn.EmbeddingBag, an nn.Embedding or a torchrec"
+        ValueError,
+        match=r"must have an nn.EmbeddingBag, an nn.Embedding or a collection of torchrec",
     ):
         recsys.accelerate(model)
 

@@ -45,6 +45,7 @@ def test_public_names_are_these_and_no_others():
             "HotColdEmbedding",
             "HotColdEmbeddingBag",
             "HotColdEmbeddingBagCollection",
+            "HotColdEmbeddingCollection",
             "HotPlan",
             "PartialRowWiseAdam",
             "PopularityProfile",

@@ -1,7 +1,8 @@
 """Embedding tables and those who look up and update their rows.
 
-    built by users   bag and embedding (table_module), collection, table; optimizer: how rows move.
-                     abstract, baselines and providers: the same beside others
+    built by users   bag and embedding (table_module), collection, embedding_collection, table;
+                     optimizer: how rows move. abstract, baselines and providers: the same beside
+                     others; tracing: one call of theirs in a traced model
     a lookup         bag_input (bag_lookup, collection_input) -> fused_lookup
                      -> kernels/pooled_lookup
     a gradient       -> the ledger of a table_group; table_parameter shows it to whoever looks,
@@ -27,6 +28,7 @@ slots for rows.
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding import HotColdEmbedding
+from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.plan import HotPlan, plan_hot_rows
 from recsys.embeddings.popularity import PopularityProfile
@@ -39,6 +41,7 @@ __all__ = [
     "HotColdEmbedding",
     "HotColdEmbeddingBag",
     "HotColdEmbeddingBagCollection",
+    "HotColdEmbeddingCollection",
     "HotPlan",
     "PartialRowWiseAdam",
     "PopularityProfile",

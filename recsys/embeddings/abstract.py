@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from recsys.batch import Features
     from recsys.embeddings.table import TableConfig
 
-__all__ = ["AbstractEmbeddingBags", "pooling_of"]
+__all__ = ["AbstractEmbeddingBags", "draw_rows", "pooling_of"]
 
 
 class AbstractEmbeddingBags(nn.Module, ABC):
@@ -96,19 +96,10 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         """The rows of every table, (E, D), in table order; views, not copies."""
 
     def reset_parameters(self) -> None:
-        """Draw all rows anew, table by table.
-
-        By the config's `init_fn` where it has one, as TorchRec's do; else uniform between
-        -sqrt(1/E) and +sqrt(1/E).
-        """
+        """Draw all rows anew, table by table; see `draw_rows`."""
         with torch.no_grad():
             for table, weight in zip(self._tables, self.table_weights(), strict=True):
-                init_fn = getattr(table, "init_fn", None)
-                if init_fn is not None:
-                    init_fn(weight)
-                else:
-                    bound = sqrt(1 / len(weight))
-                    weight.uniform_(-bound, bound)
+                draw_rows(table, weight)
 
     def extra_repr(self) -> str:
         """The tables in words."""
@@ -146,6 +137,24 @@ class AbstractEmbeddingBags(nn.Module, ABC):
             bounds = offsets[position * batch_size : (position + 1) * batch_size + 1]
             bag_weights = None if weights is None else weights[begin:end]
             yield values[begin:end], bounds - begin, bag_weights
+
+
+def draw_rows(table: Any, weight: Tensor) -> None:
+    """Draw a table's rows anew.
+
+    By the config's `init_fn` where it has one, as TorchRec's do; else uniform between -sqrt(1/E)
+    and +sqrt(1/E).
+
+    Args:
+        table: The config.
+        weight: The rows, (E, D).
+    """
+    init_fn = getattr(table, "init_fn", None)
+    if init_fn is not None:
+        init_fn(weight)
+    else:
+        bound = sqrt(1 / len(weight))
+        weight.uniform_(-bound, bound)
 
 
 def pooling_of(table: Any) -> str:

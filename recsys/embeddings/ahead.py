@@ -214,6 +214,21 @@ class Prefetched:
         for claim in self._claims:
             claim.give_up()
 
+    @classmethod
+    def all_of(cls, claims: Sequence[Prefetched]) -> Prefetched:
+        """What is claimed for several lookups of one mini-batch, as one: all of it, or nothing.
+
+        Bags of the lookups are no samples, so it cannot be split.
+        """
+        has_room = all(each.has_room for each in claims)
+        if not has_room:
+            for each in claims:
+                each.cancel()
+        kept = [part for each in claims for part in each._claims] if has_room else []
+        found = cls(kept, has_room=has_room)
+        found.can_split = False
+        return found
+
     def make_samples_of(self, num_bags: int) -> None:
         """Take so many bags, one behind the other, for one sample from now on."""
         for claim in self._claims:

@@ -14,13 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.fused_optimizer import FusedOptimizer
 from recsys.embeddings.in_backward import InBackward, read_marks
 from recsys.embeddings.row_space import require_aligned
 from recsys.embeddings.row_updater import RowUpdater
 from recsys.embeddings.table_group import TableGroup
-from recsys.embeddings.table_module import TableModule
 from recsys.embeddings.table_parameter import require_unmoved
 from recsys.embeddings.translate import translate
 
@@ -29,11 +27,11 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
+    from recsys.embeddings.device_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
 
 __all__ = ["Link", "Mover", "NamedTable", "attach", "choose_movers", "require_movable"]
 
-_Module = TableModule | HotColdEmbeddingBagCollection
 _Kind = tuple[int, int, torch.dtype, torch.device]
 
 
@@ -194,7 +192,7 @@ def choose_movers(
     return [Mover(words, "", formula, numbers, _names_of(moved), make)]
 
 
-def attach(mover: Mover, modules: Sequence[_Module]) -> tuple[Link, list[_Module]]:
+def attach(mover: Mover, modules: Sequence[AbstractTables]) -> tuple[Link, list[AbstractTables]]:
     """Let a mover move the rows of modules of ours.
 
     Returns:
@@ -204,7 +202,7 @@ def attach(mover: Mover, modules: Sequence[_Module]) -> tuple[Link, list[_Module
     twins: dict[_Kind, list[tuple[nn.Module, int]]] = {}
     places: dict[int, tuple[_Kind, int]] = {}
     for module in modules:
-        for holder in _holders(module):
+        for holder in module.holders():
             weight = cast("nn.Parameter", holder.weight)
             if id(weight) in places:
                 first, number = places[id(weight)]
@@ -224,14 +222,11 @@ def attach(mover: Mover, modules: Sequence[_Module]) -> tuple[Link, list[_Module
     link = mover.make([(kind[0], group) for kind, group in groups.items()])
     attached = []
     for module in modules:
-        its_places = [places.get(id(holder.weight)) for holder in _holders(module)]
+        its_places = [places.get(id(holder.weight)) for holder in module.holders()]
         found = [(groups[place[0]], place[1]) for place in its_places if place is not None]
         if not found:
             continue
-        if isinstance(module, HotColdEmbeddingBagCollection):
-            module.attach(link.updater, found)
-        else:
-            module.attach(link.updater, *found[0])
+        module.attach(link.updater, found)
         attached.append(module)
     link.num_modules = len(attached)
     return link, attached
@@ -335,13 +330,6 @@ def _names_of(tables: Sequence[NamedTable]) -> dict[int, str]:
 
 def _named(tables: Sequence[NamedTable]) -> list[tuple[str, nn.Parameter]]:
     return [(table.name, table.weight) for table in tables]
-
-
-def _holders(module: _Module) -> list[nn.Module]:
-    """The modules whose `weight`s are a module's tables."""
-    if isinstance(module, TableModule):
-        return [module]
-    return list(module.embedding_bags.values())
 
 
 class _BeforeStep:

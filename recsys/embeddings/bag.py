@@ -19,6 +19,7 @@ from recsys.embeddings.ahead import Prefetched
 from recsys.embeddings.bag_input import BagInput, read_bags
 from recsys.embeddings.bag_lookup import pool_fused, prefetch_bags
 from recsys.embeddings.table_module import TableModule, find_rows, require_plain
+from recsys.embeddings.tracing import leaf_call
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,6 +166,10 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             ValueError: a weight is not a number, as above; the module's settings exclude each
                 other; or the input is not where the rows are.
         """
+        if type(input) is not Tensor:
+            traced = leaf_call(self, input, offsets, per_sample_weights)
+            if traced is not None:
+                return cast("Tensor", traced)
         if self._updater is not None:
             if torch.compiler.is_compiling():
                 return cast("Tensor", self._break_graph(input, offsets, per_sample_weights))
@@ -355,6 +360,8 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         pooled = None if per_sample_weights is not None else self._pool_simply(input, offsets)
         if pooled is not None:
             return pooled
+        if input.is_meta:
+            return super().forward(input, offsets, per_sample_weights)
         bags = self._read(input, offsets, per_sample_weights)
         return pool_fused(self, self._place(), bags).to(self.weight.dtype)
 

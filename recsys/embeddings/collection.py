@@ -26,7 +26,7 @@ from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
 from recsys.embeddings.ahead import Prefetched
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.cold_files import open_cold_files, require_memory
-from recsys.embeddings.collection_input import id_error, place_of, require_bags
+from recsys.embeddings.collection_input import id_error, require_bags, require_weights
 from recsys.embeddings.collection_layout import Layout
 from recsys.embeddings.device_tables import (
     AbstractTables,
@@ -43,6 +43,7 @@ from recsys.embeddings.row_space import compute_dtype, require_device
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
+from recsys.embeddings.tracing import leaf_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -220,26 +221,16 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         )
 
     def attach(self, updater: RowUpdater, places: Sequence[tuple[TableGroup, int]]) -> None:
-        """Hand gradients to an updater's ledgers from now on; `accelerate` calls it.
-
-        Args:
-            updater: Moves the rows.
-            places: For each table the group that has it, and its number there.
-        """
+        """Hand gradients over from now on; see `AbstractTables`."""
         self._updater = updater
         self._lay_out(places)
 
+    def holders(self) -> list[nn.Module]:
+        """The modules whose `weight`s are the tables."""
+        return list(self.embedding_bags.values())
+
     def _table_groups(self) -> list[TableGroup]:
         return list(dict.fromkeys(group for group, _ in self._places))
-
-    def sync(self) -> None:
-        """Write back every row that was moved; what is in files is whole then, on the disk.
-
-        Raises:
-            OSError: the disk refuses.
-        """
-        if self._updater is not None:
-            self._updater.sync()
 
     def detach(self) -> None:
         """Leave gradients at the tables again."""
@@ -297,6 +288,9 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             ValueError: weights are missing or not numbers, or features have batch sizes of their
                 own and no `inverse_indices`; or `stacked` asks for tables of one dim.
         """  # noqa: D205  # two kinds of input, one sentence
+        traced = leaf_call(self, features, stacked=stacked)
+        if traced is not None:
+            return cast("Pooled", traced)
         look_up = self._break_graph if torch.compiler.is_compiling() else self._look_up
         pooled: Pooled | Tensor = look_up(features, stacked)
         return pooled
@@ -330,22 +324,11 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         is_light = isinstance(features, JaggedIds)
         if not is_light and varies_in_batch_size(features):
             features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
-        is_deferred = self._layouts[0].group.kernels.errors is not None
-        weights = self._lookup_weights(features, is_deferred) if self._is_weighted else None
-        parts, weights, ids = self._read(features, weights, is_light=is_light)
-        explain: Callable[[int], Exception] = partial(self._lookup_error, features)
-        if is_deferred:
-            weights_T = self.table_weights()
-            # Kept until the device has been heard of: without the module, which may go earlier.
-            explain = partial(id_error, features, self._lookups, list(map(len, weights_T)))
-        pooled = fused_lookup(
-            parts,
-            weights,
-            ids=ids,
-            updater=self._updater,
-            explain=explain,
-            num_stacked=self.num_stacked() if stacked else 0,
-        )
+        num_stacked = self.num_stacked() if stacked else 0
+        if features.values().is_meta:
+            pooled = self._pool_nothing(features, num_stacked)
+        else:
+            pooled = self._pool(features, num_stacked, is_light=is_light)
         if stacked:
             return pooled
         if is_light:
@@ -353,6 +336,35 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         from torchrec.sparse.jagged_tensor import KeyedTensor
 
         return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))
+
+    def _pool_nothing(self, features: Features, num_stacked: int) -> Tensor:
+        """The shape of the pooled rows, on the meta device."""
+        self._positions(features)
+        [dtype] = {compute_dtype(weight.dtype) for weight in self.table_weights()}
+        width, size = sum(self._output_dims), features.stride()
+        shape = (size, num_stacked, width // num_stacked) if num_stacked else (size, width)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def _pool(self, features: Features, num_stacked: int, *, is_light: bool) -> Tensor:
+        is_deferred = self._layouts[0].group.kernels.errors is not None
+        weights = None
+        if self._is_weighted:
+            dtype = compute_dtype(self.table_weights()[0].dtype)
+            weights = require_weights(features, is_deferred).to(dtype)
+        parts, weights, ids = self._read(features, weights, is_light=is_light)
+        explain: Callable[[int], Exception] = partial(self._lookup_error, features)
+        if is_deferred:
+            weights_T = self.table_weights()
+            # Kept until the device has been heard of: without the module, which may go earlier.
+            explain = partial(id_error, features, self._lookups, list(map(len, weights_T)))
+        return fused_lookup(
+            parts,
+            weights,
+            ids=ids,
+            updater=self._updater,
+            explain=explain,
+            num_stacked=num_stacked,
+        )
 
     def _read(
         self, features: Features, weights: Tensor | None, *, is_light: bool
@@ -479,18 +491,6 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             self._updater.tier(
                 budget, pinned, files=files, names=tables, device=slot_device(device)
             )
-
-    def _lookup_weights(self, features: Features, is_deferred: bool) -> Tensor:
-        weights = features.weights_or_none()
-        if weights is None:
-            raise ValueError("is_weighted asks for one weight per lookup, the features have none")
-        if not is_deferred and weights.isnan().any():
-            value = int(weights.isnan().nonzero()[0])
-            raise ValueError(
-                f"{place_of(features, value)}: the weight of id {int(features.values()[value])} "
-                "is nan; every lookup needs a number"
-            )
-        return weights.to(compute_dtype(self.table_weights()[0].dtype))
 
     def _lookup_error(self, features: Features, value: int) -> IdOutOfRange:
         return id_error(features, self._lookups, list(map(len, self.table_weights())), value)

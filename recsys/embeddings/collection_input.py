@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from recsys.batch import Features
 
-__all__ = ["id_error", "place_of", "require_bags"]
+__all__ = ["id_error", "place_of", "require_bags", "require_weights"]
 
 
 def require_bags(
@@ -59,6 +59,28 @@ def require_bags(
 
     end = require_bounds(offsets.numpy(), len(values), place)
     return values[:end], None if weights is None else weights[:end]
+
+
+def require_weights(features: Features, is_deferred: bool) -> Tensor:
+    """The weights of all lookups.
+
+    Args:
+        features: The input.
+        is_deferred: As for `require_bags`.
+
+    Raises:
+        ValueError: there are none, or one is not a number.
+    """
+    weights = features.weights_or_none()
+    if weights is None:
+        raise ValueError("is_weighted asks for one weight per lookup, the features have none")
+    if not is_deferred and weights.isnan().any():
+        value = int(weights.isnan().nonzero()[0])
+        raise ValueError(
+            f"{place_of(features, value)}: the weight of id {int(features.values()[value])} "
+            "is nan; every lookup needs a number"
+        )
+    return weights
 
 
 def id_error(

@@ -50,6 +50,19 @@ class AbstractTables(nn.Module, ABC):
         return [] if self._updater is None else self._updater.tiers()
 
     @abstractmethod
+    def holders(self) -> list[nn.Module]:
+        """The modules whose `weight`s are the tables."""
+
+    @abstractmethod
+    def attach(self, updater: RowUpdater, places: Sequence[tuple[TableGroup, int]]) -> None:
+        """Hand gradients to an updater's ledgers from now on; `accelerate` calls it.
+
+        Args:
+            updater: Moves the rows.
+            places: For each table the group that has it, and its number there.
+        """
+
+    @abstractmethod
     def prefetch(self, *arguments: Any) -> Prefetched:
         """Have the rows fetched that `forward` of the same arguments will need."""
 
@@ -81,6 +94,17 @@ class AbstractTables(nn.Module, ABC):
     def row_updater(self) -> RowUpdater | None:
         """What moves the rows; None where gradients are left to an optimizer of torch's."""
         return self._updater
+
+    def sync(self) -> None:
+        """Write back every row that was moved; what is in files is whole then, on the disk.
+
+        Of a model that was accelerated, all of its tables, whichever module is asked.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        if self._updater is not None:
+            self._updater.sync()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module. Rows in fast memory are written back, and stay there."""

@@ -18,6 +18,7 @@ from recsys.embeddings.ahead import Prefetched
 from recsys.embeddings.bag_input import read_ids
 from recsys.embeddings.bag_lookup import look_up_ids, prefetch_bags
 from recsys.embeddings.table_module import TableModule, find_rows, require_plain
+from recsys.embeddings.tracing import leaf_call
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,6 +138,10 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             MalformedBags: the input is nested, or of another dtype than int64 and int32.
             ValueError: the input is not where the rows are.
         """
+        if type(input) is not Tensor:
+            traced = leaf_call(self, input)
+            if traced is not None:
+                return cast("Tensor", traced)
         if self._updater is not None:
             if torch.compiler.is_compiling():
                 return cast("Tensor", self._break_graph(input))
@@ -264,5 +269,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             rows = self._call(input, None, input.shape, is_mean=False, padding_idx=self.padding_idx)
             if rows is not None:
                 return rows
+        if input.is_meta:
+            return super().forward(input)
         rows = look_up_ids(self, self._place(), read_ids(input)).to(self.weight.dtype)
         return rows.view(*input.shape, self.embedding_dim)

@@ -21,6 +21,7 @@ from recsys.embeddings.table_group import TableGroup
 from recsys.embeddings.table_parameter import make_plain, require_unmoved
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -111,14 +112,13 @@ class TableModule(AbstractTables):
     _group: TableGroup | None
     _lookups: Lookups | None
 
-    def attach(self, updater: RowUpdater, group: TableGroup, table: int) -> None:
-        """Hand gradients to an updater's ledger from now on; `accelerate` calls it.
+    def holders(self) -> list[nn.Module]:
+        """The module itself."""
+        return [self]
 
-        Args:
-            updater: Moves the rows.
-            group: Has this module among its holders.
-            table: Its number among them.
-        """
+    def attach(self, updater: RowUpdater, places: Sequence[tuple[TableGroup, int]]) -> None:
+        """Hand gradients over from now on; see `AbstractTables`."""
+        [(group, table)] = places
         self._updater, self._group = updater, group
         self._lookups = Lookups(
             tables=np.array([table], np.uint64),
@@ -130,17 +130,6 @@ class TableModule(AbstractTables):
     def detach(self) -> None:
         """Leave gradients at `weight` again, as torch's module does."""
         self._updater = self._group = self._lookups = None
-
-    def sync(self) -> None:
-        """Write back every row that was moved; what is in files is whole then, on the disk.
-
-        Of a model that was accelerated, all of its tables, whichever is asked.
-
-        Raises:
-            OSError: the disk refuses.
-        """
-        if self._updater is not None:
-            self._updater.sync()
 
     def _table_groups(self) -> list[TableGroup]:
         return [] if self._group is None else [self._group]
@@ -224,7 +213,7 @@ class TableModule(AbstractTables):
             stochastic_rounding=stochastic_rounding,
             rounding_seed=rounding_seed,
         )
-        self.attach(self.row_optimizer.updater, group, 0)
+        self.attach(self.row_optimizer.updater, [(group, 0)])
         pinned = None
         if plan is not None:
             pinned = dict(zip(group.weights(), plan.pinned_by_table(), strict=True))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from torch import Tensor, nn
 
 from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.device_tables import AbstractTables
+from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.transfer_clock import MoveSeconds
 from recsys.pipeline.stalls import Moved
 
@@ -46,12 +47,12 @@ class Inputs:
 
     def __init__(self, model: nn.Module, ids: Callable[[Any], Any] | None) -> None:
         self._model, self._ids = model, ids
+        ours = {name: each for name, each in model.named_modules() if _is_ours(each)}
+        parts = {part for each in ours.values() for part in each.modules() if part is not each}
+        self._ours = [module for module in ours.values() if module not in parts]
         self.modules = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, AbstractTables) and module.tiers()
+            name: module for name, module in ours.items() if module not in parts and module.tiers()
         }
-        self._ours = [module for module in model.modules() if isinstance(module, AbstractTables)]
         self._has_warned = False
         self.has_untold = False
         # Tiers that are made anew, with other slots, go on with the same clock.
@@ -168,12 +169,20 @@ def cancel(claims: Sequence[Prefetched] | None) -> None:
         claim.cancel()
 
 
+def _is_ours(module: nn.Module) -> TypeGuard[AbstractTables]:
+    return isinstance(module, AbstractTables)
+
+
 def _fits(module: nn.Module, features: Features) -> bool:
     """Whether features are those that a module looks up."""
-    if not isinstance(module, HotColdEmbeddingBagCollection):
+    if isinstance(module, HotColdEmbeddingBagCollection):
+        tables = module.embedding_bag_configs()
+    elif isinstance(module, HotColdEmbeddingCollection):
+        tables = module.embedding_configs()
+    else:
         return False
     keys = set(features.keys())
-    return all(keys.issuperset(table.feature_names) for table in module.embedding_bag_configs())
+    return all(keys.issuperset(table.feature_names) for table in tables)
 
 
 def _features_in(value: Any, depth: int = 0) -> Iterator[Features]:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.table_module import TableModule
 from recsys.pipeline.inputs import cancel
 from recsys.pipeline.loss_parts import is_loss_a_sum
@@ -214,6 +215,8 @@ def _warn_of_whole_ones(schedule: Hotline, model: nn.Module) -> bool:
             what = "scale_grad_by_freq=True divides by counts of the whole mini-batch"
         elif isinstance(module, TableModule) and module.mode == "max" and module.tiers():
             what = "with mode='max' rows are fetched for the whole mini-batch"
+        elif isinstance(module, HotColdEmbeddingCollection) and module.tiers():
+            what = "rows are fetched for the whole mini-batch"
         else:
             continue
         warnings.warn(

@@ -258,7 +258,7 @@ def test_an_attached_bag_hands_its_gradient_over_and_a_detached_one_keeps_it():
     before = owner.weight.detach().clone()
     ids = torch.tensor([[1, 1], [4, 0]])
 
-    follower.attach(owner.row_optimizer.updater, owner._group, 0)
+    follower.attach(owner.row_optimizer.updater, [(owner._group, 0)])
     follower(ids).sum().backward()
     owner.row_optimizer.step()
     moved = owner.weight.detach().clone()

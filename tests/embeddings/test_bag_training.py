@@ -367,7 +367,7 @@ def sharing(optimizer, modes):
         auto_apply=False,
     )
     for number, each in enumerate(members):
-        each.attach(row_optimizer.updater, group, number)
+        each.attach(row_optimizer.updater, [(group, number)])
     return members, row_optimizer
 
 

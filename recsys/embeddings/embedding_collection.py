@@ -1,0 +1,413 @@
+"""`HotColdEmbeddingCollection`: the tables of a model that are looked up without pooling.
+
+features -> one HotColdEmbedding for each table -> rows of each feature, sample after sample
+gradient -> ledger -> update                       one for all tables
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from recsys.batch import JaggedIds, varies_in_batch_size
+from recsys.embeddings.abstract import draw_rows
+from recsys.embeddings.ahead import Prefetched
+from recsys.embeddings.attach import NamedTable, attach, choose_movers
+from recsys.embeddings.budget import NEEDS_OPTIMIZER
+from recsys.embeddings.cold_files import open_cold_files, require_memory
+from recsys.embeddings.collection_input import id_error, require_bags
+from recsys.embeddings.device_tables import AbstractTables, empty_tables, slot_device, table_device
+from recsys.embeddings.embedding import HotColdEmbedding
+from recsys.embeddings.row_space import require_device
+from recsys.embeddings.table import DATA_TYPES, data_type_of, output_names
+from recsys.embeddings.tracing import leaf_call
+from recsys.errors import IdOutOfRange
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torchrec import EmbeddingCollection
+    from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+    from recsys.batch import Features
+    from recsys.embeddings.cold_files import ColdFiles
+    from recsys.embeddings.fused_optimizer import FusedOptimizer
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.plan import HotPlan
+    from recsys.embeddings.row_updater import RowUpdater
+    from recsys.embeddings.table import TableConfig
+    from recsys.embeddings.table_group import TableGroup
+
+__all__ = ["HotColdEmbeddingCollection", "JaggedEmbeddings"]
+
+
+class JaggedEmbeddings:
+    """The rows of one feature, sample after sample; a part of TorchRec's `JaggedTensor`.
+
+    Args:
+        values: The rows.
+        lengths: How many each sample has.
+        weights: What stands beside each row: the ids, where they were asked for.
+
+    Shape:
+        values (N, D); lengths (B,); weights (N,).
+    """
+
+    def __init__(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> None:
+        self._values, self._lengths, self._weights = values, lengths, weights
+
+    def values(self) -> Tensor:
+        """The rows, (N, D)."""
+        return self._values
+
+    def lengths(self) -> Tensor:
+        """How many each sample has, (B,)."""
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Where each sample's rows begin, and where the last one's end, (B + 1,)."""
+        return nn.functional.pad(self._lengths.cumsum(0), (1, 0))
+
+    def weights_or_none(self) -> Tensor | None:
+        """What stands beside each row, (N,)."""
+        return self._weights
+
+    def to_dense(self) -> list[Tensor]:
+        """The rows of each sample, (L, D) each; views, not copies."""
+        return list(torch.split(self._values, self._lengths.tolist()))
+
+
+class HotColdEmbeddingCollection(AbstractTables):
+    """A drop-in for `torchrec.EmbeddingCollection`.
+
+    Args:
+        tables: `TableConfig`s, whose pooling says nothing here, or TorchRec's `EmbeddingConfig`s;
+            all of one embedding_dim.
+        device: As for `HotColdEmbeddingBagCollection`, and so are all below but the next.
+        need_indices: Whether the result has the ids beside the rows, as its weights.
+        optimizer: Likewise.
+        auto_apply: Likewise.
+        budget: Likewise.
+        plan: Likewise.
+        cold_tier: Likewise.
+        cold_path: Likewise.
+
+    Attributes:
+        embeddings: The tables by name, as `HotColdEmbedding`s.
+        row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
+
+    Raises:
+        ColdTierError: the folder cannot be used, has other tables, or there is no room.
+        ValueError: names are not distinct, dims differ, a data type is unknown, or the device is
+            one that kernels of ours cannot work on.
+    """
+
+    row_optimizer: FusedOptimizer | None
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        device: torch.device | None = None,
+        need_indices: bool = False,
+        *,
+        optimizer: RowOptimizer | None = None,
+        auto_apply: bool = True,
+        budget: int | str | None = None,
+        plan: HotPlan | None = None,
+        cold_tier: str = "host",
+        cold_path: Path | str | None = None,
+        _embeddings: Mapping[str, nn.Embedding] | None = None,
+    ) -> None:
+        super().__init__()
+        _require_alike(tables)
+        if optimizer is None and (budget is not None or plan is not None):
+            raise ValueError(NEEDS_OPTIMIZER)
+        if plan is not None:
+            plan = plan.of_tables(tables, budget)
+        has_budget = budget is not None or plan is not None
+        if cold_tier == "file":
+            require_memory(device)
+        sizes = {
+            table.name: (
+                (table.num_embeddings, table.embedding_dim),
+                DATA_TYPES[data_type_of(table)],
+            )
+            for table in tables
+        }
+        files = open_cold_files(cold_tier, cold_path, sizes, has_budget=has_budget)
+        self._tables, self._need_indices = list(tables), need_indices
+        self._lookups = [
+            (position, feature)
+            for position, table in enumerate(tables)
+            for feature in table.feature_names
+        ]
+        self._updater: RowUpdater | None = None
+        self.row_optimizer = None
+        if _embeddings is None:
+            require_device(device, "leave tables that are to be there to TorchRec")
+            weights = self._make_weights(table_device(device, has_budget=has_budget), files)
+            made = [
+                HotColdEmbedding(len(weight), weight.shape[1], sparse=True, _weight=weight)
+                for weight in weights
+            ]
+        else:
+            made = [HotColdEmbedding._on_weight_of(each) for each in _embeddings.values()]
+        names = [table.name for table in tables]
+        self.embeddings = nn.ModuleDict(dict(zip(names, made, strict=True)))
+        if _embeddings is None and (files is None or files.is_new):
+            self.reset_parameters()
+        if optimizer is not None:
+            self._optimize(optimizer, auto_apply, budget, plan, files, device)
+
+    @classmethod
+    def from_torchrec(
+        cls,
+        collection: EmbeddingCollection,
+        *,
+        optimizer: RowOptimizer | None = None,
+        auto_apply: bool = True,
+    ) -> HotColdEmbeddingCollection:
+        """Take over TorchRec's collection; see `HotColdEmbeddingBagCollection.from_torchrec`.
+
+        Args:
+            collection: As there.
+            optimizer: As there.
+            auto_apply: As there.
+
+        Raises:
+            ValueError: as there.
+        """
+        module = cls._on_embeddings_of(collection)
+        module._optimize(optimizer, auto_apply, None, None, None, None)
+        return module.train(collection.training)
+
+    @classmethod
+    def _on_embeddings_of(cls, collection: EmbeddingCollection) -> HotColdEmbeddingCollection:
+        return cls(
+            collection.embedding_configs(),
+            need_indices=collection.need_indices(),
+            _embeddings=dict(collection.embeddings.items()),
+        )
+
+    def forward(self, features: Features) -> dict[str, JaggedEmbeddings | JaggedTensor]:
+        """Look up; a `KeyedJaggedTensor` gives `JaggedTensor`s, `JaggedIds` give
+        `JaggedEmbeddings`, by feature.
+
+        Shape:
+            rows of a feature of N ids (N, D), float32 whatever the tables are.
+
+        Raises:
+            IdOutOfRange: a value is no row of its table; on CUDA, of features before.
+            KeyError: a feature is missing.
+            MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together.
+        """  # noqa: D205  # two kinds of input, one sentence
+        traced = leaf_call(self, features)
+        if traced is not None:
+            return cast("dict[str, Any]", traced)
+        by_feature = self._by_feature(features)
+        found: dict[str, Any] = {}
+        for name, (position, feature) in zip(
+            output_names(self._tables), self._lookups, strict=True
+        ):
+            ids, lengths = by_feature[feature]
+            try:
+                rows = self._embedding(position)(ids).float()
+            except IdOutOfRange as error:
+                raise self._id_error(features, feature, position) or error from None
+            weights = ids if self._need_indices else None
+            if isinstance(features, JaggedIds):
+                found[name] = JaggedEmbeddings(rows, lengths, weights)
+            else:
+                from torchrec.sparse.jagged_tensor import JaggedTensor
+
+                found[name] = JaggedTensor(rows, lengths=lengths, weights=weights)
+        return found
+
+    def prefetch(self, features: Features) -> Prefetched:
+        """Have the rows of a lookup to come fetched in the background; see `HotColdEmbedding`.
+
+        Raises:
+            IdOutOfRange: as for `forward`, and so are the others.
+            KeyError: likewise.
+            MalformedBags: likewise.
+        """
+        if not self.tiers():
+            return Prefetched(())
+        by_feature = self._by_feature(features)
+        claims: list[Prefetched] = []
+        try:
+            for position, feature in self._lookups:
+                claims.append(self._embedding(position).prefetch(by_feature[feature][0]))
+                if not claims[-1].has_room:
+                    break
+        except BaseException as error:
+            for claim in claims:
+                claim.cancel()
+            if isinstance(error, IdOutOfRange):
+                raise self._id_error(features, feature, position) or error from None
+            raise
+        return Prefetched.all_of(claims)
+
+    def embedding_configs(self) -> list[TableConfig]:
+        """The tables, in order."""
+        return self._tables
+
+    def embedding_names_by_table(self) -> list[list[str]]:
+        """The names of each table's features in the result."""
+        names = iter(output_names(self._tables))
+        return [[next(names) for _ in table.feature_names] for table in self._tables]
+
+    def embedding_dim(self) -> int:
+        """D."""
+        return self._tables[0].embedding_dim
+
+    def need_indices(self) -> bool:
+        """Whether the result has the ids beside the rows."""
+        return self._need_indices
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables live, or their rows in fast memory: where ids go and rows come from."""
+        groups = self._table_groups()
+        return groups[0].device if groups else self._embedding(0).weight.device
+
+    def reset_parameters(self) -> None:
+        """Draw all rows anew; as `HotColdEmbeddingBagCollection` does."""
+        with torch.no_grad():
+            for table, holder in zip(self._tables, self.holders(), strict=True):
+                draw_rows(table, cast("Tensor", holder.weight))
+
+    def extra_repr(self) -> str:
+        """The tables in words."""
+        num_rows = sum(table.num_embeddings for table in self._tables)
+        return f"num_tables={len(self._tables)}, num_rows={num_rows}"
+
+    def holders(self) -> list[nn.Module]:
+        """The modules whose `weight`s are the tables."""
+        return list(self.embeddings.values())
+
+    def attach(self, updater: RowUpdater, places: Sequence[tuple[TableGroup, int]]) -> None:
+        """Hand gradients over from now on; see `AbstractTables`."""
+        self._updater = updater
+        for number, place in enumerate(places):
+            self._embedding(number).attach(updater, [place])
+
+    def detach(self) -> None:
+        """Leave gradients at the tables again."""
+        self._updater = None
+        for number in range(len(self._tables)):
+            self._embedding(number).detach()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles; tables bring their own state."""
+        if self._updater is None or self._updater.goes_along:
+            return self.__dict__.copy()
+        return self.__dict__ | {"_updater": None}
+
+    def _table_groups(self) -> list[TableGroup]:
+        embeddings = map(self._embedding, range(len(self._tables)))
+        return list(dict.fromkeys(group for each in embeddings for group in each._table_groups()))
+
+    def _embedding(self, position: int) -> HotColdEmbedding:
+        return cast("HotColdEmbedding", self.embeddings[self._tables[position].name])
+
+    def _by_feature(self, features: Features) -> dict[str, tuple[Tensor, Tensor]]:
+        """The ids of each feature, and how many each sample has.
+
+        Raises:
+            KeyError: a feature is missing.
+            MalformedBags: tensors do not fit together.
+        """
+        keys = features.keys()
+        missing = [feature for _, feature in self._lookups if feature not in keys]
+        if missing:
+            raise KeyError(f"features {missing} are missing; the batch has {keys}")
+        if not isinstance(features, JaggedIds) and varies_in_batch_size(features):
+            parts = cast("KeyedJaggedTensor", features).to_dict()
+            return {
+                feature: (parts[feature].values(), parts[feature].lengths()) for feature in keys
+            }
+        values, offsets, size = features.values(), features.offsets(), features.stride()
+        if not isinstance(features, JaggedIds):
+            is_on_host = offsets.device.type == "cpu"
+            values, _ = require_bags(features, None, is_deferred=not is_on_host)
+        ends = offsets[::size].tolist() if size else [0] * (len(keys) + 1)
+        lengths = offsets.diff().view(len(keys), size)
+        return {
+            feature: (values[ends[number] : ends[number + 1]], lengths[number])
+            for number, feature in enumerate(keys)
+        }
+
+    def _id_error(self, features: Features, feature: str, position: int) -> IdOutOfRange | None:
+        """With the place of the value that is no row, where the host can see it."""
+        if not isinstance(features, JaggedIds) and varies_in_batch_size(features):
+            return None
+        values, size = features.values(), features.stride()
+        number = features.keys().index(feature)
+        begin, end = features.offsets()[[number * size, (number + 1) * size]].tolist()
+        num_rows = len(self._embedding(position).weight)
+        is_bad = (values[begin:end] < 0) | (values[begin:end] >= num_rows)
+        if not is_bad.any():
+            return None
+        sizes = [table.num_embeddings for table in self._tables]
+        return id_error(features, self._lookups, sizes, begin + int(is_bad.nonzero()[0]))
+
+    def _make_weights(self, device: torch.device | None, files: ColdFiles | None) -> list[Tensor]:
+        if files is None:
+            return empty_tables(self._tables, device)
+        return [files.begin_with(table.name, None) for table in self._tables]
+
+    def _optimize(
+        self,
+        optimizer: RowOptimizer | None,
+        auto_apply: bool,
+        budget: int | str | None,
+        plan: HotPlan | None,
+        files: ColdFiles | None,
+        device: torch.device | None,
+    ) -> None:
+        """Move the rows by a formula, or by what they are marked with, from now on."""
+        tables = [
+            NamedTable(
+                name,
+                f"embeddings.{name}.weight",
+                f"{name}.",
+                cast("nn.Parameter", holder.weight),
+                "",
+                name,
+                (),
+                is_sparse=True,
+            )
+            for name, holder in self.embeddings.items()
+        ]
+        movers = choose_movers(tables, optimizer, lazy_adam=False)
+        if not movers:
+            return
+        [mover] = movers
+        link, _ = attach(mover, [self])
+        link.updater.auto_apply = auto_apply
+        self.row_optimizer = link.row_optimizer
+        weights = {table.weight: table.name for table in reversed(tables)}
+        pinned = None
+        if plan is not None:
+            rows = plan.pinned_by_table()
+            pinned = dict(zip((table.weight for table in tables), rows, strict=True))
+            budget = plan.budget_bytes
+        if budget is not None:
+            link.updater.tier(
+                budget, pinned, files=files, names=weights, device=slot_device(device)
+            )
+
+
+def _require_alike(tables: Sequence[TableConfig]) -> None:
+    names = [table.name for table in tables]
+    if not tables:
+        raise ValueError("HotColdEmbeddingCollection must have at least one table, got none")
+    if len(set(names)) != len(names):
+        raise ValueError(f"table names must be distinct, got {names}")
+    dims = {table.name: table.embedding_dim for table in tables}
+    if len(set(dims.values())) > 1:
+        raise ValueError(f"tables of a collection must have one embedding_dim, got {dims}")

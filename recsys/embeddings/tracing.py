@@ -1,0 +1,28 @@
+"""`torch.fx`: a module of ours is one call in a traced model, as a module of torch.nn's is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Proxy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["leaf_call"]
+
+
+def leaf_call(module: nn.Module, *arguments: Any, **more: Any) -> Any:
+    """The call of a module whose arguments are being traced; None where they are not.
+
+    Args:
+        module: Inside the model that is traced.
+        arguments: Of its forward.
+        more: Likewise, by name.
+    """
+    for each in arguments:
+        if isinstance(each, Proxy):
+            tracer: Any = each.tracer
+            path = tracer.path_of_module(module)
+            return tracer.create_proxy("call_module", path, arguments, more)
+    return None

@@ -1,0 +1,290 @@
+"""`HotColdEmbeddingCollection` beside TorchRec's `EmbeddingCollection`, and without TorchRec."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import recsys
+from recsys import JaggedIds
+from recsys.embeddings import SGD, Adagrad, HotColdEmbeddingCollection, TableConfig
+from recsys.errors import IdOutOfRange, MalformedBags
+from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
+
+SIZES = {"users": 40, "goods": 30}
+FEATURES = {"users": ("user", "friend"), "goods": ("item", "user")}  # both look up "user"
+NAMES = ["user@users", "friend", "item", "user@goods"]
+
+
+def configs(dim=4):
+    return [
+        TableConfig(name=name, num_embeddings=size, embedding_dim=dim, feature_names=FEATURES[name])
+        for name, size in SIZES.items()
+    ]
+
+
+def light(seed=0, size=3, most=4):
+    """Jagged ids of three features; some samples have none."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, most, (3 * size,), generator=generator)
+    offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
+    values = torch.randint(0, 30, (int(offsets[-1]),), generator=generator)
+    return JaggedIds(["item", "user", "friend"], values, offsets)
+
+
+def torchrec_pair(**ours):
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    theirs = torchrec.EmbeddingCollection(
+        tables=[
+            torchrec.EmbeddingConfig(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                feature_names=list(table.feature_names),
+            )
+            for table in configs()
+        ]
+    )
+    own = HotColdEmbeddingCollection(theirs.embedding_configs(), **ours)
+    own.load_state_dict(theirs.state_dict())
+    return own, theirs
+
+
+def loss_of(found):
+    return sum(
+        (position + 1) * each.values().sin().square().sum()
+        for position, each in enumerate(found.values())
+    )
+
+
+@pytest.mark.parametrize("need_indices", [False, True])
+@given(seed=st.integers(0, 1000), size=st.integers(1, 4))
+def test_results_are_torchrecs(need_indices, seed, size):
+    own, theirs = torchrec_pair(need_indices=need_indices, optimizer=SGD(lr=0.1))
+    theirs._need_indices = need_indices
+    features = light(seed, size).to_torchrec()
+
+    found, expected = own(features), theirs(features)
+
+    assert list(found) == list(expected) == NAMES
+    for mine, other in zip(found.values(), expected.values(), strict=True):
+        assert type(mine) is type(other)
+        assert torch.equal(mine.values(), other.values())
+        assert torch.equal(mine.lengths(), other.lengths())
+        assert torch.equal(mine.offsets(), other.offsets())
+        if need_indices:
+            assert torch.equal(mine.weights(), other.weights())
+    assert list(own.state_dict()) == list(theirs.state_dict())
+    for name in ("embedding_dim", "embedding_names_by_table", "need_indices"):
+        assert getattr(own, name)() == getattr(theirs, name)()
+    assert own.device == theirs.device
+
+
+def test_features_of_their_own_batch_sizes_are_looked_up_as_torchrec_does():
+    own, theirs = torchrec_pair()
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    features = torchrec.KeyedJaggedTensor(
+        ["item", "user", "friend"],
+        torch.tensor([1, 2, 3, 4, 5, 6]),
+        lengths=torch.tensor([2, 1, 1, 0, 1, 1]),
+        stride_per_key_per_rank=[[1], [3], [2]],
+    )
+
+    found, expected = own(features), theirs(features)
+
+    for name in NAMES:
+        assert torch.equal(found[name].values(), expected[name].values())
+        assert torch.equal(found[name].lengths(), expected[name].lengths())
+
+
+@pytest.mark.parametrize("is_light", [True, False])
+@pytest.mark.parametrize("is_tiered", [False, True])
+@pytest.mark.parametrize(
+    ("optimizer", "kind"), [(SGD(lr=0.1), torch.optim.SGD), (Adagrad(lr=0.1), torch.optim.Adagrad)]
+)
+def test_steps_are_those_of_torchs_tables_and_optimizer(optimizer, kind, is_tiered, is_light):
+    budget = None if not is_tiered else 1000 if kind is torch.optim.SGD else 1400
+    own, theirs = torchrec_pair(optimizer=optimizer, budget=budget)
+    steps = kind(theirs.parameters(), lr=0.1)
+
+    for seed in range(4):
+        features = light(seed)
+        steps.zero_grad()
+        loss_of(theirs(features.to_torchrec())).backward()
+        loss_of(own(features if is_light else features.to_torchrec())).backward()
+        steps.step()
+
+    assert bool(own.tiers()) == (budget is not None)
+    for mine, other in zip(own.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_light_ids_give_rows_by_feature_without_torchrec():
+    own = HotColdEmbeddingCollection(configs(), need_indices=True, optimizer=SGD(lr=0.1))
+    values = torch.tensor([3, 5, 5, 0, 29])
+    ids = JaggedIds(["item", "user", "friend"], values, torch.tensor([0, 2, 2, 3, 4, 4, 5]))
+
+    found = own(ids)
+
+    goods = own.embeddings["goods"].weight
+    assert torch.equal(found["item"].values(), goods[[3, 5]])
+    assert found["item"].lengths().tolist() == [2, 0]
+    assert found["item"].offsets().tolist() == [0, 2, 2]
+    assert found["item"].weights_or_none().tolist() == [3, 5]
+    assert [each.tolist() for each in found["user@goods"].to_dense()] == [
+        goods[[5]].tolist(),
+        goods[[0]].tolist(),
+    ]
+
+
+@pytest.mark.parametrize("budget", [None, 1000])
+def test_a_value_that_is_no_row_is_named_by_feature_and_sample(budget):
+    own = HotColdEmbeddingCollection(configs(), optimizer=SGD(lr=0.1), budget=budget)
+    ids = JaggedIds(
+        ["item", "user", "friend"], torch.tensor([1, 35, 2]), torch.tensor([0, 1, 1, 1, 2, 3, 3])
+    )
+
+    place = r"feature 'user', sample 1: id 35 is not in \[0, 30\)"
+    with pytest.raises(IdOutOfRange, match=place):
+        own(ids)
+    if budget is not None:
+        with pytest.raises(IdOutOfRange, match=place):
+            own.prefetch(ids)
+
+
+def test_bad_tables_and_features_are_refused_by_name():
+    own = HotColdEmbeddingCollection(configs())
+    with pytest.raises(KeyError, match=r"features \['friend', 'item'\] are missing"):
+        own(JaggedIds(["user"], torch.tensor([1]), torch.tensor([0, 1])))
+    with pytest.raises(ValueError, match=r"names must be distinct, got \['users', 'users'\]"):
+        HotColdEmbeddingCollection([configs()[0]] * 2)
+    with pytest.raises(ValueError, match=r"one embedding_dim, got {'users': 4, 'goods': 8}"):
+        HotColdEmbeddingCollection([configs()[0], configs(8)[1]])
+    with pytest.raises(ValueError, match="at least one table"):
+        HotColdEmbeddingCollection([])
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    short = torchrec.KeyedJaggedTensor(
+        ["item", "user", "friend"], torch.tensor([1]), offsets=torch.tensor([0, 1, 1, 9])
+    )
+    with pytest.raises(MalformedBags, match="must not exceed the input's length 1"):
+        own(short)
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("budget", [None, 1400])
+def test_copies_go_on_by_themselves(copied, budget):
+    own = HotColdEmbeddingCollection(configs(), optimizer=Adagrad(lr=0.1), budget=budget)
+    loss_of(own(light(1))).backward()
+
+    if copied == "deepcopy":
+        other = copy.deepcopy(own)
+    else:
+        file = io.BytesIO()
+        torch.save(own, file)
+        other = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    for each in (own, other):
+        loss_of(each(light(2))).backward()
+        each.row_optimizer.param_groups[0]["lr"] = 0.05
+        loss_of(each(light(3))).backward()
+
+    for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine is not theirs
+
+
+def test_rows_in_files_are_trained_as_those_in_memory(tmp_path):
+    plain = HotColdEmbeddingCollection(configs(), optimizer=Adagrad(lr=0.1))
+    own = HotColdEmbeddingCollection(
+        configs(),
+        optimizer=Adagrad(lr=0.1),
+        budget=1400,
+        cold_tier="file",
+        cold_path=tmp_path / "rows",
+    )
+    own.load_state_dict(plain.state_dict())
+
+    for seed in range(4):
+        for each in (own, plain):
+            loss_of(each(light(seed))).backward()
+    own.sync()
+
+    for mine, theirs in zip(own.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    states = [each.row_optimizer.state_dict()["state"] for each in (own, plain)]
+    assert list(states[0]) == ["embeddings.users.weight", "embeddings.goods.weight"]
+    for mine, theirs in zip(*(each.values() for each in states), strict=True):
+        assert list(mine) == list(theirs)
+        assert all(torch.equal(*pair) for pair in zip(mine.values(), theirs.values(), strict=True))
+
+
+class Model(nn.Module):
+    def __init__(self, collection):
+        super().__init__()
+        self.sequences = collection
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, batch):
+        found = self.sequences(batch)
+        loss = sum(self.top(each.values()).square().sum() for each in found.values())
+        return loss, loss.detach()
+
+
+@pytest.mark.parametrize("schedule", [LookAhead(depth=2), Hotline(depth=1, learning_steps=4)])
+def test_schedules_know_what_it_looks_up_and_change_nothing(schedule):
+    batches = [light(seed, most=3) for seed in range(12)]
+    found = []
+    for settings, its_schedule in (({}, Sequential()), ({"budget": 2000}, schedule)):
+        torch.manual_seed(0)
+        model = Model(HotColdEmbeddingCollection(configs(), optimizer=Adagrad(lr=0.1), **settings))
+        dense = torch.optim.SGD(model.top.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pipeline = TrainPipeline(model, dense, schedule=its_schedule)
+            losses = [loss.item() for loss, _ in pipeline.steps(batches)]
+        texts = [str(each.message) for each in caught]
+        assert any("splits no mini-batch" in text for text in texts) == isinstance(
+            its_schedule, Hotline
+        )
+        assert not any("nothing tells" in text for text in texts)
+        found.append((losses, [each.detach().clone() for each in model.sequences.parameters()]))
+
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
+def test_accelerate_exchanges_torchrecs_and_restore_puts_it_back():
+    _, theirs = torchrec_pair()
+    model = nn.ModuleDict({"sequences": theirs})
+    plain = copy.deepcopy(model)
+    ours, others = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+
+    result = recsys.accelerate(model, optimizer=ours)
+    for each, optimizer in ((model, ours), (plain, others)):
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss_of(each["sequences"](light(seed).to_torchrec())).backward()
+            optimizer.step()
+
+    assert type(model["sequences"]) is HotColdEmbeddingCollection
+    assert [(each.kind, each.num_tables) for each in result.replacements] == [
+        ("HotColdEmbeddingCollection", 2)
+    ]
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+    recsys.restore(model)
+    assert model["sequences"] is theirs
+    assert theirs.embeddings["users"].weight is next(iter(model.parameters()))
+
+
+def test_from_torchrec_takes_over_configs_and_parameters():
+    _, theirs = torchrec_pair()
+
+    own = HotColdEmbeddingCollection.from_torchrec(theirs, optimizer=SGD(lr=0.1))
+
+    assert all(map(lambda mine, other: mine is other, own.parameters(), theirs.parameters()))
+    assert own.embedding_configs() == theirs.embedding_configs()

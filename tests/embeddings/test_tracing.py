@@ -1,0 +1,126 @@
+"""`torch.fx`, and forward on the meta device: modules of ours as those they stand for."""
+
+import pytest
+import torch
+from torch import fx, nn
+
+import recsys
+from recsys import JaggedIds
+from recsys.embeddings import (
+    SGD,
+    HotColdEmbedding,
+    HotColdEmbeddingBag,
+    HotColdEmbeddingBagCollection,
+    HotColdEmbeddingCollection,
+    TableConfig,
+)
+
+OPTIMIZERS = pytest.mark.parametrize("optimizer", [None, SGD(lr=0.1)], ids=["none", "ours"])
+TABLES = [TableConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=("f", "g"))]
+
+
+class Model(nn.Module):
+    def __init__(self, bag, embedding):
+        super().__init__()
+        self.bag, self.embedding, self.top = bag, embedding, nn.Linear(8, 1)
+
+    def forward(self, ids, offsets, matrix):
+        pooled = self.bag(ids, offsets), self.embedding(matrix).sum(1)
+        return self.top(torch.cat(pooled, dim=1))
+
+
+class Features(nn.Module):
+    def __init__(self, collection, *, is_pooled):
+        super().__init__()
+        self.collection, self.is_pooled = collection, is_pooled
+
+    def forward(self, features):
+        found = self.collection(features)
+        if self.is_pooled:
+            return found.values().relu()
+        return torch.cat([found["f"].values(), found["g"].values()]).relu()
+
+
+def calls_in(traced):
+    return [node.target for node in traced.graph.nodes if node.op == "call_module"]
+
+
+def model(optimizer):
+    return Model(
+        HotColdEmbeddingBag(9, 4, mode="sum", optimizer=optimizer),
+        HotColdEmbedding(9, 4, padding_idx=0, optimizer=optimizer),
+    )
+
+
+@OPTIMIZERS
+def test_a_traced_model_calls_modules_of_ours_as_they_are(optimizer):
+    plain = model(optimizer)
+    arguments = torch.tensor([1, 2, 3]), torch.tensor([0, 1]), torch.tensor([[1, 0], [4, 8]])
+
+    traced = fx.symbolic_trace(plain)
+
+    assert calls_in(traced) == ["bag", "embedding", "top"]
+    assert traced.bag is plain.bag
+    assert torch.equal(traced(*arguments), plain(*arguments))
+    before = plain.bag.weight.detach().clone()
+    traced(*arguments).sum().backward()
+    if optimizer is not None:
+        assert not torch.equal(plain.bag.weight, before)
+
+
+def test_an_accelerated_model_is_traced_as_the_plain_one():
+    plain = Model(nn.EmbeddingBag(9, 4, mode="sum"), nn.Embedding(9, 4))
+    expected = calls_in(fx.symbolic_trace(plain))
+
+    recsys.accelerate(plain, optimizer=torch.optim.SGD(plain.parameters(), lr=0.1))
+
+    assert calls_in(fx.symbolic_trace(plain)) == expected
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("is_light", [True, False])
+@pytest.mark.parametrize("kind", [HotColdEmbeddingBagCollection, HotColdEmbeddingCollection])
+def test_a_traced_model_calls_a_collection_as_it_is(kind, is_light, optimizer):
+    ids = JaggedIds(["f", "g"], torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2, 2, 3]))
+    if not is_light:
+        pytest.importorskip("torchrec", exc_type=ImportError)
+        ids = ids.to_torchrec()
+    plain = Features(
+        kind(TABLES, optimizer=optimizer), is_pooled=kind is HotColdEmbeddingBagCollection
+    )
+
+    traced = fx.symbolic_trace(plain)
+
+    assert calls_in(traced) == ["collection"]
+    assert torch.equal(traced(ids), plain(ids))
+
+
+@OPTIMIZERS
+def test_forward_on_meta_gives_shapes(optimizer):
+    made = {"device": "meta", "optimizer": optimizer}
+    matrix = torch.zeros(3, 2, dtype=torch.int64, device="meta")
+    flat = torch.zeros(5, dtype=torch.int64, device="meta")
+
+    bag = HotColdEmbeddingBag(9, 4, mode="sum", **made)
+    embedding = HotColdEmbedding(9, 4, padding_idx=1, **made)
+
+    assert bag(matrix).shape == (3, 4)
+    assert bag(flat, flat[:2]).shape == (2, 4)
+    assert embedding(matrix).shape == (3, 2, 4)
+    assert bag(matrix).device.type == embedding(matrix).device.type == "meta"
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("is_light", [True, False])
+def test_collections_on_meta_give_shapes(is_light, optimizer):
+    ids = JaggedIds(["f", "g"], torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2, 2, 3]))
+    if not is_light:
+        pytest.importorskip("torchrec", exc_type=ImportError)
+        ids = ids.to_torchrec()
+    ids = ids.to(torch.device("meta"))
+    made = {"device": torch.device("meta"), "optimizer": optimizer}
+
+    pooled = HotColdEmbeddingBagCollection(TABLES, **made)(ids)
+
+    assert pooled.values().shape == (2, 8)
+    assert pooled.values().device.type == "meta"
