@@ -1,13 +1,16 @@
 """`verify`: a model beside its accelerated self, step by step, on the user's own data.
 
 In float32 two runs that are both right drift apart by rounding, ever faster; so every step begins
-from the same state, and what one step changes is compared. In float64 the whole run is.
+from the same state, and what one step changes is compared. In float64 the whole run is. With a
+budget there are two runs more, with all rows in fast memory and with those that fit: the whole runs
+must be the same to the last bit.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.accelerate import accelerate
+from recsys.embeddings.device_tables import AbstractTables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,6 +84,8 @@ class Verification:
         rtol: Relative tolerance.
         atol: Absolute tolerance.
         notes: Known reasons to differ: see `recsys.accelerate.Replacement`.
+        tiers: Where rows were in `tiered`, in words.
+        tiered: With a budget: a run at it beside one with all rows in fast memory; else None.
     """
 
     differences: list[Difference]
@@ -90,20 +96,25 @@ class Verification:
     rtol: float
     atol: float
     notes: Sequence[str] = ()
+    tiers: str = ""
+    tiered: Verification | None = None
 
     @property
     def ok(self) -> bool:
         """Whether everything agrees."""
-        return not self.differences
+        return not self.differences and (self.tiered is None or self.tiered.ok)
 
     def __str__(self) -> str:
         import pandas as pd  # takes as long as a step or two
 
         samples = "" if self.num_samples is None else f", {self.num_samples:,} samples"
         compared = "as one run" if self.is_whole_run else "each from the same state"
+        verdict = "DIFFERS" if self.differences else "agrees"
+        tolerance = f"rtol {self.rtol:g}, atol {self.atol:g}"
+        if not self.rtol and not self.atol:
+            tolerance = "to the last bit"
         lines = [
-            f"{'agrees' if self.ok else 'DIFFERS'}: {self.num_steps} steps{samples}, {compared}; "
-            f"rtol {self.rtol:g}, atol {self.atol:g}",
+            f"{verdict}: {self.num_steps} steps{samples}, {compared}; {tolerance}",
             pd.DataFrame(
                 {
                     "compared": [each.num_values for each in self.comparisons.values()],
@@ -120,6 +131,8 @@ class Verification:
             worst = sorted(self.differences, key=lambda each: -each.error_over_tolerance)
             table = pd.DataFrame([vars(each) for each in worst[:_KEPT_PER_TENSOR]])
             lines += ["the worst:", table.astype({"row": "Int64"}).to_string(index=False)]
+        if self.tiered is not None:
+            lines += ["", f"beside all rows in fast memory: {self.tiers}", str(self.tiered)]
         return "\n".join(lines)
 
 
@@ -132,6 +145,8 @@ def verify(
     steps: int = 50,
     rtol: float | None = None,
     atol: float | None = None,
+    budget: int | str | None = None,
+    lazy_adam: bool = False,
 ) -> Verification:
     """Train two copies of a model, one accelerated, and compare all they have.
 
@@ -155,11 +170,16 @@ def verify(
         rtol: Relative tolerance: 1e-5 unless given, and 1e-9 where all rows are float64, of which
             the whole run is compared.
         atol: Absolute tolerance: 1e-7 unless given; 1e-9 there.
+        budget: As for `recsys.accelerate`. A run at it is compared with one with all rows in fast
+            memory; then the batches are in memory, too.
+        lazy_adam: As for `recsys.accelerate`. Plain Adam moves rows that are not looked up, so the
+            two differ; `notes` says how.
 
     Returns:
         What was compared, and what differs.
 
     Raises:
+        BudgetTooSmall: the rows of a batch do not fit.
         NonFiniteGradient: a gradient of rows has nan or inf in it, which plain PyTorch would take.
         ValueError: there are no batches, or `recsys.accelerate` refuses model or optimizer, or
             `apply_optimizer_in_backward` has marked a parameter: a copy has no marks.
@@ -167,15 +187,20 @@ def verify(
     _require_no_marks(model)
     devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
     samples: list[int | None] = []
+    batches = islice(batches, steps)
+    if budget is not None:
+        batches = list(batches)
     with torch.random.fork_rng(devices=list(devices)):
         plain, ours = _Run(model, optimizer), _Run(model, optimizer)
-        notes = ours.accelerate().notes
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "lazy_adam")  # it is among the notes
+            notes = ours.accelerate(lazy_adam=lazy_adam).notes
         is_whole_run = all(table.dtype == torch.float64 for table in ours.tables)
         judge = _Judge(
             rtol=rtol if rtol is not None else 1e-9 if is_whole_run else 1e-5,
             atol=atol if atol is not None else 1e-9 if is_whole_run else 1e-7,
         )
-        for step, batch in enumerate(islice(batches, steps)):
+        for step, batch in enumerate(batches):
             with torch.random.fork_rng(devices=list(devices)):
                 expected = plain.step(loss, batch)
             got = ours.step(loss, batch)
@@ -189,16 +214,50 @@ def verify(
     if not samples:
         raise ValueError("batches must have at least one, got none: is the iterator used up?")
     known = [each for each in samples if each is not None]
-    return Verification(
+    num_samples = sum(known) if len(known) == len(samples) else None
+    verdict = Verification(
         judge.differences,
         judge.comparisons,
         len(samples),
-        sum(known) if len(known) == len(samples) else None,
+        num_samples,
         is_whole_run,
         judge.rtol,
         judge.atol,
         notes,
     )
+    if budget is None:
+        return verdict
+    del plain, ours  # there are never more than two copies
+    with torch.random.fork_rng(devices=list(devices)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lazy_adam")
+        resident, tiered = _Run(model, optimizer), _Run(model, optimizer)
+        resident.accelerate(lazy_adam=lazy_adam)
+        tiers = tiered.accelerate(lazy_adam=lazy_adam, budget=budget).tiers
+        judge = _compare_to_the_last_bit(resident, tiered, batches, loss, list(devices))
+    whole = Verification(
+        judge.differences, judge.comparisons, len(samples), num_samples, True, 0.0, 0.0
+    )
+    return replace(verdict, tiers=tiers, tiered=whole)
+
+
+def _compare_to_the_last_bit(
+    expected: _Run,
+    got: _Run,
+    batches: Iterable[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    devices: list[torch.device],
+) -> _Judge:
+    """Train both on their own; losses of every step, and all else at the end, must be the same."""
+    judge = _Judge(rtol=0.0, atol=0.0)
+    for step, batch in enumerate(batches):
+        with torch.random.fork_rng(devices=devices):
+            value = expected.step(loss, batch)
+        judge.compare(step, "loss", "", value, got.step(loss, batch))
+    got.sync()
+    found = got.numbers()
+    for (what, name), value in expected.numbers().items():
+        judge.compare(step, what, name, value, found.get((what, name)))
+    return judge
 
 
 def _require_no_marks(model: nn.Module) -> None:
@@ -227,13 +286,22 @@ class _Run:
             # In one go, or the copied optimizers would move the original's parameters.
             self.model, self.optimizers = copy.deepcopy((model, list(optimizer)))
         self.tables = [
-            each.weight for each in self.model.modules() if isinstance(each, nn.EmbeddingBag)
+            each.weight
+            for each in self.model.modules()
+            if isinstance(each, nn.EmbeddingBag | nn.Embedding)
         ]
 
-    def accelerate(self) -> Accelerated:
+    def accelerate(self, *, lazy_adam: bool, budget: int | str | None = None) -> Accelerated:
         ids = {id(table) for table in self.tables}
-        first, *_ = [*(each for each in self.optimizers if ids & _ids(each)), *self.optimizers]
-        return accelerate(self.model, optimizer=first)
+        having = [each for each in self.optimizers if ids & _ids(each)]
+        optimizers = having or self.optimizers
+        return accelerate(self.model, optimizer=optimizers, lazy_adam=lazy_adam, budget=budget)
+
+    def sync(self) -> None:
+        """Bring tables and state up to date, where rows are in slots."""
+        for each in self.model.modules():
+            if isinstance(each, AbstractTables):
+                each.sync()
 
     def step(self, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Tensor:
         for optimizer in self.optimizers:

@@ -249,3 +249,91 @@ def test_a_model_with_optimizers_in_backward_is_refused_because_copies_have_none
 
     with pytest.raises(ValueError, match=r"'bags\.1\.weight' .* given it SGD, which copies"):
         recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)
+
+
+class Tables(nn.Module):
+    """Tables that a budget does not hold."""
+
+    def __init__(self, *, sparse=True):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(60, 4, mode="mean", sparse=sparse)
+        self.embedding = nn.Embedding(80, 4, padding_idx=0, sparse=sparse)
+        self.drop, self.top = nn.Dropout(0.2), nn.Linear(8, 1)
+
+    def forward(self, ids):
+        found = torch.cat([self.bag(ids), self.embedding(ids).sum(1)], 1)
+        return self.top(self.drop(found)).squeeze(1)
+
+
+def batches_of_tables():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        ids = torch.randint(0, 60, (7, 2), generator=generator)
+        yield ids, torch.rand(7, generator=generator)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_with_a_budget_the_whole_run_is_that_without_to_the_last_bit(sparse):
+    model = Tables(sparse=sparse)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+
+    report = recsys.verify(
+        model, batches_of_tables(), loss=loss_of, optimizer=optimizer, budget="3KiB"
+    )
+
+    assert report.ok
+    assert report.tiered.ok
+    assert report.tiered.is_whole_run
+    assert set(report.tiered.comparisons) == {"loss", "row", "parameter", "state"}
+    assert report.tiered.comparisons["row"].num_values == (60 + 80) * 4
+    text = str(report)
+    assert "beside all rows in fast memory: 2.97 KiB of fast memory for 4.38 KiB of rows" in text
+    assert "agrees: 6 steps, 42 samples, as one run; to the last bit" in text
+
+
+def test_a_row_that_only_a_budget_gets_wrong_is_found(monkeypatch):
+    model = Tables()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    real = recsys.verify.__globals__["_Run"].sync
+
+    def lose_a_bit(run):
+        real(run)
+        with torch.no_grad():
+            run.model.bag.weight[7, 0] = run.model.bag.weight[7, 0].nextafter(torch.tensor(9.0))
+
+    monkeypatch.setattr(recsys.verify.__globals__["_Run"], "sync", lose_a_bit)
+
+    report = recsys.verify(
+        model, batches_of_tables(), loss=loss_of, optimizer=optimizer, budget="2KiB"
+    )
+
+    assert not report.differences
+    assert not report.ok
+    [wrong] = report.tiered.differences
+    assert (wrong.what, wrong.name, wrong.row) == ("row", "bag.weight", 7)
+    assert "DIFFERS" in str(report)
+
+
+def test_lazy_adam_differs_from_adam_and_the_report_says_why():
+    model = Tables()
+    kept = [*model.drop.parameters(), *model.top.parameters()]
+    rows = [model.bag.weight, model.embedding.weight]
+    plain = Tables(sparse=False)
+
+    report = recsys.verify(
+        plain,
+        batches_of_tables(),
+        loss=loss_of,
+        optimizer=torch.optim.Adam(plain.parameters()),
+        lazy_adam=True,
+    )
+    same = recsys.verify(
+        model,
+        batches_of_tables(),
+        loss=loss_of,
+        optimizer=[torch.optim.SparseAdam(rows), torch.optim.Adam(kept)],
+    )
+
+    assert not report.ok
+    assert any("by the rule of torch.optim.SparseAdam" in note for note in report.notes)
+    assert same.ok
