@@ -78,7 +78,7 @@ def _translations(
     if lazy_adam:
         known |= {torch.optim.Adam: _LAZY_ADAM, torch.optim.AdamW: _LAZY_ADAM}
     # No package has it: who uses it has the file in the own tree.
-    if type(optimizer).__name__ == "RWSAdagrad" and hasattr(optimizer, "momentum_initialized"):
+    if type(optimizer).__name__ == "RWSAdagrad" and set(optimizer.defaults) >= _RWS_SETTINGS:
         known[type(optimizer)] = _RWS_ADAGRAD
     # Who has one of TorchRec's has imported it; importing it here takes seconds.
     module = sys.modules.get("torchrec.optim.rowwise_adagrad")
@@ -188,6 +188,7 @@ _LAZY_ADAM = Translation(
     ),
 )
 
+_RWS_SETTINGS = {"lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"}
 _RWS_ADAGRAD = Translation(
     formula=_rws_adagrad,
     state_names={"momentum1": "momentum"},
