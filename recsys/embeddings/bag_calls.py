@@ -16,7 +16,7 @@ nothing in the ledger. Calls that need more than rows added up take `fused_looku
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import ref
 
 import numpy as np
@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recsys.embeddings.fused_lookup import MAX_KEPT_BYTES, with_dense_rows
 from recsys.embeddings.kernels.ledger import LedgerEntry
-from recsys.embeddings.kernels.one_table import ONE_HOT, REFUSED, pool_one_table
+from recsys.embeddings.kernels.one_table import ONE_HOT, REFUSED, TableMemory, pool_one_table
 from recsys.embeddings.kernels.pooled_lookup import Bags
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.sparse_gradients import leave_grads
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.embeddings.kernels.pooled_lookup import Lookups
+    from recsys.embeddings.row_space import RowSpace
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table_group import TableGroup
 
@@ -94,6 +95,8 @@ class BagCalls:
         # An open node is reached from here, and torch hides from Python's collector what it refers
         # to: what refers back here must not keep anything alive.
         self._updater, self._group = ref(updater), ref(group)
+        self._memories_of: RowSpace | None = None
+        self._memories: list[TableMemory] = []
         self._open: dict[_Kind, _OpenOutputs] = {}
         self._expected: dict[_Kind, int] = {}  # calls that there were before nodes were closed
 
@@ -130,8 +133,11 @@ class BagCalls:
         """
         num_bags = prod(bags)
         group = self._group()
-        memory = None if group is None else group.memory_of(table, weight)
-        if group is None or memory is None or num_bags < 1 or not _is_plain(ids, offsets):
+        space = None if group is None else group.known_space(table, weight)
+        if group is None or space is None or num_bags < 1 or not _is_plain(ids, offsets):
+            return None
+        memory = self._memory_of(space, table, cast("nn.Parameter", weight))
+        if memory is None:
             return None
         shape = num_bags, memory.dim
         # Columns of a matrix, mostly: x[:, i].
@@ -170,6 +176,13 @@ class BagCalls:
         # The node runs for all of its outputs, and would call the hooks of one that has no
         # gradient with None.
         return result.view(*bags, memory.dim)
+
+    def _memory_of(self, space: RowSpace, table: int, weight: nn.Parameter) -> TableMemory | None:
+        """Where a table lies; None if its memory is another by now."""
+        if self._memories_of is not space:
+            self._memories_of, self._memories = space, list(map(TableMemory, space.tables))
+        memory = self._memories[table]
+        return memory if weight.data_ptr() == memory.address else None
 
     def close(self) -> None:
         """Open nodes anew from now on: a backward or a step begins."""

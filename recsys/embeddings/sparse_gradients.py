@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.kernels.pooled_lookup import Bags
 
-__all__ = ["leave_grads", "of_tables", "rows_in", "sparse_gradients"]
+__all__ = ["leave_grads", "of_tables", "rows_and_values", "sparse_gradients"]
 
 _ROWS = "_rows_looked_up"  # an attribute of dense gradients
 
@@ -103,12 +103,22 @@ def of_tables(ledger: Sequence[LedgerEntry], tables: Container[int]) -> list[Led
     return [each for each in found if each.lookups.distinct_tables]
 
 
-def rows_in(gradient: Tensor) -> Tensor:
-    """The rows that a dense gradient is about: those looked up, and those it has numbers for.
+def rows_and_values(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows that a `grad` is about, and what it has for each.
+
+    Of a dense one, these are the rows looked up, and others that it has numbers for.
 
     Shape:
-        gradient (E, D); result (R,) int64, ascending.
+        gradient (E, D); results (R,) int64, (R, D).
     """
+    found = gradient.detach()
+    if found.is_sparse:
+        return found._indices()[0], found._values()
+    rows = _rows_in(gradient)
+    return rows, found[rows]
+
+
+def _rows_in(gradient: Tensor) -> Tensor:
     is_meant = (gradient != 0).any(1)
     looked_up = getattr(gradient, _ROWS, None)
     if looked_up is not None:
@@ -128,7 +138,7 @@ def _added(known: Tensor | None, more: Tensor, *, is_sparse: bool) -> Tensor:
     found = found.to(more.dtype)
     rows = [more._indices()[0]]
     if known is not None:
-        rows.append(known._indices()[0] if known.is_sparse else rows_in(known))
+        rows.append(known._indices()[0] if known.is_sparse else _rows_in(known))
     setattr(found, _ROWS, torch.cat(rows))
     return found
 

@@ -14,8 +14,6 @@ from itertools import repeat
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 from recsys.embeddings.bag_calls import BagCalls
 from recsys.embeddings.exchanged_tables import (
     gone,
@@ -28,11 +26,10 @@ from recsys.embeddings.exchanged_tables import (
 from recsys.embeddings.found import Found
 from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.kernels.ledger import LedgerEntry
-from recsys.embeddings.kernels.one_table import TableMemory
 from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.residency import NotEnoughSlots
 from recsys.embeddings.row_space import RowSpace, compute_dtype
-from recsys.embeddings.sparse_gradients import leave_grads, of_tables, rows_in
+from recsys.embeddings.sparse_gradients import leave_grads, of_tables, rows_and_values
 from recsys.embeddings.stand_in import StandIn
 from recsys.embeddings.table_parameter import (
     plain_grad,
@@ -99,7 +96,6 @@ class TableGroup:
         self._watched: list[nn.Parameter] = []
         # Of those: whether they tell what becomes of them; what they were, until they tell.
         self._all_tell = self._all_ask = self._none_has_grad = False
-        self._memories: tuple[RowSpace | None, list[TableMemory]] = None, []
         self._calls: BagCalls | None = None
         self.kernels = kernels_on(self.device)
 
@@ -118,7 +114,6 @@ class TableGroup:
             "_all_tell": False,
             "_all_ask": False,
             "_none_has_grad": False,
-            "_memories": (None, []),
             "_calls": None,
             "kernels": None,
             "ledger": [],
@@ -249,15 +244,15 @@ class TableGroup:
         """Where rows are looked up: that of the slots, of tables that wait in slower memory."""
         return self.weights()[0].device if self.tiers is None else self.tiers.device
 
-    def memory_of(self, table: int, weight: nn.Parameter | None) -> TableMemory | None:
-        """Where a table lies, if the table is known to be unchanged.
+    def known_space(self, table: int, weight: nn.Parameter | None) -> RowSpace | None:
+        """Where the tables lie, if they are known to be unchanged.
 
         Args:
-            table: Its number.
+            table: The number of one.
             weight: What the caller has for it.
 
         Returns:
-            None of a tiered or narrow table, one on a device, or if tables may be others by now.
+            None of tiered or narrow tables, those on a device, or if they may be others by now.
         """
         space = self._space
         if (
@@ -265,19 +260,14 @@ class TableGroup:
             or not self._all_tell
             or self.tiers is not None
             or self._watched[table] is not weight
+            or self.kernels.errors is not None
+            or space.is_narrow
         ):
             return None
         for twin, number in self._twins:
             if twin._parameters["weight"] is not self._watched[number]:
                 return None
-        of_space, memories = self._memories
-        if of_space is not space:
-            is_plain = self.kernels.errors is None and not space.is_narrow
-            memories = [TableMemory(each) for each in space.tables] if is_plain else []
-            self._memories = space, memories
-        if not memories or weight.data_ptr() != memories[table].address:
-            return None
-        return memories[table]
+        return space
 
     def known_tables(self) -> tuple[Sequence[Tensor], Sequence[nn.Parameter]]:
         """The tables as they were found last, as views of their memory and as Parameters."""
@@ -504,18 +494,9 @@ class TableGroup:
     def _entry(self, table: int, weight: Tensor, gradient: Tensor) -> LedgerEntry:
         """A table's gradient as if each of its rows had been looked up alone."""
         require_grad_of(weight)
-        if gradient.is_sparse:
-            rows, values = gradient._indices()[0], gradient.detach()._values()
-        else:
-            rows = rows_in(gradient)
-            values = gradient.detach()[rows]
         if table not in self._whole_tables:
-            self._whole_tables[table] = Lookups(
-                tables=np.array([table], np.uint64),
-                positions=np.zeros(1, np.uint64),
-                columns=np.zeros(1, np.uint64),
-                width=self.dim,
-            )
+            self._whole_tables[table] = Lookups.one(table, self.dim)
+        rows, values = rows_and_values(gradient)
         rows = rows.to(self.device)
         bags = self.kernels.make_bags(rows, rows, None, len(rows), is_mean=False, is_one_hot=True)
         values = values.to(self.device, compute_dtype(values.dtype)).contiguous()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
 import torch
 
 from recsys.embeddings.bag_lookup import BagPlace
@@ -120,12 +119,7 @@ class TableModule(AbstractTables):
         """Hand gradients over from now on; see `AbstractTables`."""
         [(group, table)] = places
         self._updater, self._group = updater, group
-        self._lookups = Lookups(
-            tables=np.array([table], np.uint64),
-            positions=np.zeros(1, np.uint64),
-            columns=np.zeros(1, np.uint64),
-            width=self.weight.shape[1],
-        )
+        self._lookups = Lookups.one(table, self.weight.shape[1])
 
     def detach(self) -> None:
         """Leave gradients at `weight` again, as torch's module does."""

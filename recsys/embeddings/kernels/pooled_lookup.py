@@ -85,6 +85,16 @@ class Lookups:
         none = np.empty(0, np.uint64)
         return cls(tables=none, positions=none, columns=none, width=0)
 
+    @classmethod
+    def one(cls, table: int, dim: int) -> Lookups:
+        """One lookup, in a table of this dim."""
+        return cls(
+            tables=np.array([table], np.uint64),
+            positions=np.zeros(1, np.uint64),
+            columns=np.zeros(1, np.uint64),
+            width=dim,
+        )
+
     def of_tables(self, tables: Container[int]) -> Lookups:
         """Those of some tables, in the same order."""
         is_kept = [table in tables for table in self.tables.tolist()]
