@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from table_cells import RECORDS
 from tables_of_benches import (
     count_table,
+    facebook_table,
     generator_table,
     lookup_summary_table,
     lookup_table,
@@ -63,6 +64,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "generator": partial(generator_table, "generator.json"),
     "lookup": partial(lookup_table, "lookup.json"),
     "models": partial(models_table, "models.json"),
+    "facebook_dlrm": partial(facebook_table, "facebook_dlrm.json"),
     "lookup_summary": partial(lookup_summary_table, "lookup.json"),
     "prepare": partial(prepare_table, "prepare.json"),
     "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),
