@@ -33,12 +33,12 @@ from recsys.exchange import (
     KEPT,
     counterpart,
     exchange,
-    find_of_other_classes,
     find_replaceable,
     names_of,
     tables_in,
     tables_of,
 )
+from recsys.left_alone import find_unfit, find_unmoved
 from recsys.sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -133,31 +133,40 @@ def accelerate(
     require_arguments(budget, plan, profile)
     found = find_replaceable(model)
     tables = tables_in(found)
+    given = optimizers if isinstance(optimizers, tuple) else ()
+    left = find_unfit(model, found, tables, given, lazy_adam=lazy_adam)
+    found, tables = _without(left, found, tables)
     movers = choose_movers(tables, optimizers, lazy_adam=lazy_adam)
-    left = _left_alone(model, found, movers if isinstance(optimizers, tuple) else None)
-    found = {module: names for module, names in found.items() if module not in left}
+    rules = tuple(dict.fromkeys(each.rule for each in movers if each.rule))
+    for message in [*rules, *(f"{x.names[0]} is left as it is: {x.reason}" for x in left.values())]:
+        warnings.warn(message, stacklevel=2)  # before anything is exchanged: it may be an error
+    if given:
+        left |= find_unmoved(found, movers)
+        found, tables = _without(left, found, tables)
     tiering = _choose_tiering(tables, movers, budget, plan, profile, cold_tier, cold_path)
     counterparts = {module: counterpart(module) for module in found}
-    attached = [attach(mover, list(counterparts.values())) for mover in movers]
-    links: dict[nn.Module, Link] = {new: link for link, modules in attached for new in modules}
-    for old, new in counterparts.items():
-        new.__dict__[KEPT] = _Kept(old, links.get(new))
-    exchange(model, counterparts)
-    if tiering is not None:
-        try:
-            tiering.begin(attached[0][0])
-        except BaseException:
-            restore(model)
-            raise
-    for message in [*(each.rule for each in movers if each.rule), *_warnings_of(left)]:
-        warnings.warn(message, stacklevel=2)
+    links: list[Link] = []
+    link_of: dict[nn.Module, Link] = {}
+    try:
+        for mover in movers:
+            link, modules = attach(mover, list(counterparts.values()))
+            links.append(link)
+            link_of |= dict.fromkeys(modules, link)
+        for old, new in counterparts.items():
+            new.__dict__[KEPT] = _Kept(old, link_of.get(new))
+        exchange(model, counterparts)
+        if tiering is not None:
+            tiering.begin(links[0])
+    except BaseException:
+        _take_back(model, counterparts, links)
+        raise
     return Accelerated(
         _describe(found, counterparts),
         tuple(left.values()),
         tuple(each.words for each in movers) or (_LEFT_TO_CALLER,),
-        tuple(each.rule for each in movers if each.rule),
-        None if len(attached) != 1 else attached[0][0].row_optimizer,
-        *describe_outlook([link.updater for link, _ in attached]),
+        rules,
+        None if len(links) != 1 else links[0].row_optimizer,
+        *describe_outlook([link.updater for link in links]),
     )
 
 
@@ -242,6 +251,8 @@ def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimize
     if optimizer is None or isinstance(optimizer, RowOptimizer):
         return optimizer
     several = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    if not several:
+        raise TypeError("optimizer must be at least one, got an empty list; leave it out for none")
     for each in several:
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(
@@ -251,39 +262,29 @@ def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimize
     return several
 
 
-def _left_alone(
-    model: nn.Module, found: Mapping[nn.Module, list[str]], movers: Sequence[Mover] | None
-) -> dict[nn.Module, LeftAlone]:
-    """What is not exchanged, and why.
-
-    Args:
-        model: Has everything.
-        found: What could be exchanged.
-        movers: Of the optimizers that were given; None where none was.
-    """
-    left = {}
-    for module, names in found.items():
-        weights = [table.weight for table in tables_of(module, names[0])]
-        is_moved = any(id(each) in mover.param_groups for each in weights for mover in movers or ())
-        if movers is not None and not is_moved and any(each.requires_grad for each in weights):
-            left[module] = LeftAlone(tuple(names), type(module).__name__, _IN_NO_OPTIMIZER)
-    for module, names in find_of_other_classes(model).items():
-        kind = type(module).__name__
-        reason = f"{kind} is a class of its own, which may compute otherwise than torch's"
-        left[module] = LeftAlone(tuple(names), kind, reason)
-    return left
-
-
-_IN_NO_OPTIMIZER = "no optimizer that was given has it in a param group"
 _LEFT_TO_CALLER = "gradients are left to the caller's optimizer"
 
 
-def _warnings_of(left: Mapping[nn.Module, LeftAlone]) -> list[str]:
-    return [
-        f"{each.names[0]} is left as it is: {each.reason}"
-        for each in left.values()
-        if each.reason != _IN_NO_OPTIMIZER  # who gave the optimizers chose them
-    ]
+def _without(
+    left: Mapping[nn.Module, LeftAlone],
+    found: Mapping[nn.Module, list[str]],
+    tables: Sequence[NamedTable],
+) -> tuple[dict[nn.Module, list[str]], list[NamedTable]]:
+    """Modules and tables without those that are left as they are."""
+    rest = {module: names for module, names in found.items() if module not in left}
+    keys = {table.key for module, names in rest.items() for table in tables_of(module, names[0])}
+    return rest, [table for table in tables if table.key in keys]
+
+
+def _take_back(
+    model: nn.Module, counterparts: Mapping[nn.Module, AbstractTables], links: Sequence[Link]
+) -> None:
+    """After an error: everything as it was."""
+    for link in links:
+        link.cut()
+    for new in counterparts.values():
+        new.detach()
+    exchange(model, {new: old for old, new in counterparts.items()})
 
 
 @dataclass(frozen=True)

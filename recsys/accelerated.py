@@ -92,7 +92,7 @@ class Accelerated:
 
     @property
     def notes(self) -> list[str]:
-        """What is computed differently, and why; each begins with its module or optimizer."""
+        """What is computed differently, and why."""
         of_modules = [f"{each.names[0]}: {each.note}" for each in self.replacements if each.note]
         return [*of_modules, *self.rules]
 
@@ -104,7 +104,7 @@ def describe_outlook(updaters: Sequence[RowUpdater]) -> tuple[str, str]:
         updaters: All that move rows; none where torch does.
     """
     if not updaters:
-        return "", "expect the speed of before: give optimizer= to have recsys move rows"
+        return "", "expect the speed of before: recsys moves no rows here"
     whole = f"{format_bytes(sum(each.resident_bytes() for each in updaters))} of rows and state"
     num_tables = sum(each.num_tables for each in updaters)
     num_groups = sum(each.num_groups for each in updaters)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recsys.embeddings.attach import NamedTable, require_movable
+from recsys.embeddings.attach import NamedTable
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.device_tables import AbstractTables
@@ -100,9 +101,9 @@ def names_of(
 def tables_in(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:
     """Every table of every module; one that modules share comes several times."""
     tables = [table for module, names in found.items() for table in tables_of(module, names[0])]
-    for table in tables:
-        require_movable(table)
-    return tables
+    # Of a gradient that is sparse and dense, the sum is dense.
+    dense = {id(table.weight) for table in tables if not table.is_sparse}
+    return [replace(table, is_sparse=id(table.weight) not in dense) for table in tables]
 
 
 def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
@@ -135,15 +136,26 @@ def counterpart(module: nn.Module) -> Ours:
     else:
         ours = HotColdEmbeddingBagCollection._on_bags_of(module)
     ours.training = module.training
-    for name in _SHARED:
-        ours.__dict__[name] = module.__dict__[name]
+    _share_hooks(ours, module)
+    if isinstance(ours, TableModule):
+        for name, value in module.__dict__.items():  # what somebody has put there
+            ours.__dict__.setdefault(name, value)
+    if isinstance(ours, HotColdEmbeddingCollection):
+        for new, old in zip(ours.holders(), cast("Any", module).embeddings.values(), strict=True):
+            _share_hooks(new, old)
     return ours
 
 
+def _share_hooks(ours: nn.Module, module: nn.Module) -> None:
+    for name in _SHARED:
+        ours.__dict__[name] = module.__dict__[name]
+
+
 def exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the places of others, wherever these are."""
+    """Put modules in the places of others, wherever these are but inside of each other."""
+    inside = {part for each in counterparts for part in each.modules()}
     for parent in list(model.modules()):
-        for name, child in _children(parent):
+        for name, child in () if parent in inside else _children(parent):
             if child in counterparts:
                 parent._modules[name] = counterparts[child]
 

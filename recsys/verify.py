@@ -227,7 +227,7 @@ def verify(
     )
     if budget is None:
         return verdict
-    del plain, ours  # there are never more than two copies
+    del plain, ours, found  # there are never more than two copies
     with torch.random.fork_rng(devices=list(devices)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lazy_adam")
         resident, tiered = _Run(model, optimizer), _Run(model, optimizer)
@@ -292,9 +292,7 @@ class _Run:
         ]
 
     def accelerate(self, *, lazy_adam: bool, budget: int | str | None = None) -> Accelerated:
-        ids = {id(table) for table in self.tables}
-        having = [each for each in self.optimizers if ids & _ids(each)]
-        optimizers = having or self.optimizers
+        optimizers = self.optimizers
         return accelerate(self.model, optimizer=optimizers, lazy_adam=lazy_adam, budget=budget)
 
     def sync(self) -> None:
@@ -408,10 +406,6 @@ def _take(mine: Tensor, value: Tensor) -> None:
     # Most rows are the same, and reading is cheaper than writing.
     if not torch.equal(mine, value):
         mine.copy_(value)
-
-
-def _ids(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _num_samples(batch: Any) -> int | None:

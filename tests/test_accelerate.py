@@ -241,12 +241,26 @@ UNFIT = {
 @pytest.mark.parametrize("case", UNFIT)
 def test_tables_that_cannot_be_worked_on_are_named_before_anything_is_exchanged(case):
     make, message = UNFIT[case]
-    model = Holder(a=bag(), b=make())
+    model = Holder(b=make())
 
     with pytest.raises(ValueError, match=message):
         recsys.accelerate(model)
 
-    assert kinds(model) == {"a": "EmbeddingBag", "b": "EmbeddingBag"}
+    assert kinds(model) == {"b": "EmbeddingBag"}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_beside_others_such_tables_are_left_as_they_are_and_reported(case):
+    make, message = UNFIT[case]
+    model = Holder(a=bag(), b=make())
+
+    with pytest.warns(UserWarning, match=f"b is left as it is: {message}"):
+        result = recsys.accelerate(model)
+
+    assert kinds(model) == {"a": "HotColdEmbeddingBag", "b": "EmbeddingBag"}
+    [left] = result.left_alone
+    assert left.names == ("b",)
+    assert "left as it was: b: table 'b': rows must" in repr(result)
 
 
 def test_a_model_that_is_accelerated_already_is_told_from_one_that_is_not():

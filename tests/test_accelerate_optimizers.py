@@ -254,3 +254,144 @@ def test_embeddings_and_bags_of_one_dim_are_updated_by_one_call():
 
     assert isinstance(model.goods, HotColdEmbedding)
     assert result.expected == "expect shorter steps: 2 tables are updated by 1 kernel call a step"
+
+
+def test_a_module_whose_optimizer_has_no_formula_is_left_beside_one_whose_has():
+    model, plain = both()
+
+    def make(each):
+        return [
+            torch.optim.SGD(each.users.parameters(), lr=0.1),
+            torch.optim.SGD([each.goods.weight, *each.top.parameters()], lr=0.1, momentum=0.9),
+        ]
+
+    ours, theirs = make(model), make(plain)
+    with pytest.warns(UserWarning, match=r"goods is left as it is: .* momentum=0\.9 moves rows"):
+        recsys.accelerate(model, optimizer=ours)
+    train(model, ours)
+    train(plain, theirs)
+
+    assert isinstance(model.users, HotColdEmbeddingBag)
+    assert type(model.goods) is nn.Embedding
+    assert_equal(model, plain)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(20, 4, mode="sum", sparse=True)
+        self.embedding = nn.Embedding(20, 4)
+        self.embedding.weight = self.bag.weight
+
+    def forward(self, ids):
+        return (self.bag(ids) * self.embedding(ids).sum(1)).square().sum()
+
+
+def test_a_table_of_a_sparse_and_a_dense_module_is_a_dense_one():
+    model = Tied()
+    plain = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="sparse must be True with RWSAdagrad"):
+        recsys.accelerate(model, optimizer=RWSAdagrad(model.parameters()))
+    ours, theirs = (torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (model, plain))
+    recsys.accelerate(model, optimizer=ours)
+
+    for _ in range(3):
+        for each, optimizer in ((model, ours), (plain, theirs)):
+            optimizer.zero_grad()
+            each(IDS).backward()
+            nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+            optimizer.step()
+
+    assert_equal(model, plain)
+
+
+OWN = {
+    "forward": (lambda module: setattr(module, "forward", lambda ids: ids.float()), "'forward'"),
+    "buffer": (lambda module: module.register_buffer("mask", torch.ones(2)), "'mask'"),
+    "hook": (lambda module: module.weight.register_hook(lambda g: g * 0), "hook for its gradient"),
+    "other hook": (
+        lambda module: module.weight.register_post_accumulate_grad_hook(lambda _: None),
+        "hook for its gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_a_module_with_more_than_its_class_gives_it_is_left_as_it_is(case):
+    change, message = OWN[case]
+    model = Towers()
+    change(model.goods)
+
+    with pytest.warns(UserWarning, match=message):
+        recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    assert type(model.goods) is nn.Embedding
+    assert isinstance(model.users, HotColdEmbeddingBag)
+
+
+def test_what_somebody_has_put_into_a_module_is_there_afterwards():
+    model = Towers()
+    model.goods.scale = 3.0
+
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    assert isinstance(model.goods, HotColdEmbedding)
+    assert model.goods.scale == 3.0
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_comes_before_anything_is_exchanged():
+    model = Towers()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    with pytest.raises(UserWarning, match="lazy_adam=True"):
+        recsys.accelerate(model, optimizer=optimizer, lazy_adam=True)
+
+    assert type(model.goods) is nn.Embedding
+    assert type(model.goods.weight) is nn.Parameter
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_an_error_behind_the_first_optimizer_leaves_nothing_changed(monkeypatch):
+    model = Towers()
+    optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.tables()]
+    real, calls = recsys.accelerate.__globals__["attach"], []
+
+    def attach(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        return real(*arguments)
+
+    monkeypatch.setitem(recsys.accelerate.__globals__, "attach", attach)
+    with pytest.raises(MemoryError):
+        recsys.accelerate(model, optimizer=optimizers)
+
+    assert type(model.users) is nn.EmbeddingBag
+    assert type(model.users.weight) is nn.Parameter
+    assert not optimizers[0]._optimizer_step_pre_hooks
+    monkeypatch.undo()
+    recsys.accelerate(model, optimizer=optimizers)
+
+
+def test_gradients_that_were_set_to_zero_move_no_row_by_lazy_adam():
+    model = Towers(sparse=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="lazy_adam"):
+        recsys.accelerate(model, optimizer=optimizer, lazy_adam=True)
+    train(model, [optimizer], num_steps=1)
+    before = model.goods.weight.detach().clone()
+
+    model(IDS).backward()
+    assert model.goods.weight.grad is not None
+    optimizer.zero_grad(set_to_none=False)
+    model(IDS[2:]).backward()
+    optimizer.step()
+
+    moved = (model.goods.weight != before).any(1).nonzero().flatten().tolist()
+    assert moved == [1, 4]
+
+
+def test_no_optimizers_at_all_are_refused():
+    with pytest.raises(TypeError, match="must be at least one, got an empty list"):
+        recsys.accelerate(Towers(), optimizer=[])

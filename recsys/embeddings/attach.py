@@ -19,7 +19,6 @@ from recsys.embeddings.in_backward import InBackward, read_marks
 from recsys.embeddings.row_space import require_aligned
 from recsys.embeddings.row_updater import RowUpdater
 from recsys.embeddings.table_group import TableGroup
-from recsys.embeddings.table_parameter import require_unmoved
 from recsys.embeddings.translate import translate
 
 if TYPE_CHECKING:
@@ -30,7 +29,15 @@ if TYPE_CHECKING:
     from recsys.embeddings.device_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
 
-__all__ = ["Link", "Mover", "NamedTable", "attach", "choose_movers", "require_movable"]
+__all__ = [
+    "Link",
+    "Mover",
+    "NamedTable",
+    "attach",
+    "choose_movers",
+    "require_movable",
+    "require_translatable",
+]
 
 _Kind = tuple[int, int, torch.dtype, torch.device]
 
@@ -120,7 +127,6 @@ def require_movable(table: NamedTable) -> None:
     """
     weight: Any = table.weight
     place = f"table {table.name!r}"
-    require_unmoved(place, weight)
     if type(weight) is not nn.Parameter:
         raise ValueError(
             f"{place}: weight must be a plain Parameter, got {type(weight).__name__}; remove "
@@ -143,6 +149,39 @@ def require_movable(table: NamedTable) -> None:
             "weight.data.contiguous()"
         )
     require_aligned(f"{place}: ", weight)
+
+
+def require_translatable(
+    table: NamedTable, optimizers: Sequence[torch.optim.Optimizer], *, lazy_adam: bool
+) -> None:
+    """Check that optimizers of torch's which have a table can be read as formulas.
+
+    Args:
+        table: Of a model.
+        optimizers: Those given.
+        lazy_adam: As for `accelerate`.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    for optimizer in optimizers:
+        number = _number_of_group(table, optimizer)
+        if number is None:
+            continue
+        translation = translate(optimizer, [(table.name, number)], lazy_adam=lazy_adam)
+        if translation.is_for_sparse and not table.is_sparse:
+            kind = type(optimizer).__name__
+            raise ValueError(
+                f"table {table.name!r}: sparse must be True with {kind}, which moves a table of "
+                "dense gradients number by number, not row by row; build the table with sparse=True"
+            )
+
+
+def _number_of_group(table: NamedTable, optimizer: torch.optim.Optimizer) -> int | None:
+    for number, group in enumerate(optimizer.param_groups):
+        if any(each is table.weight for each in group["params"]):
+            return number
+    return None
 
 
 def choose_movers(
@@ -255,7 +294,7 @@ def _movers_by_torch(
                 f"table {table.name!r}: one optimizer must have it, and {len(having)} of those "
                 "given have; leave it to one of them"
             )
-        if not movers and table.weight.requires_grad:
+        if not movers and table.weight.requires_grad:  # of frozen ones there need be none
             kinds = " and ".join(type(each).__name__ for each in optimizers)
             raise ValueError(
                 f"table {table.name!r}: an optimizer must have it in a param group, and {kinds} "
@@ -283,14 +322,6 @@ def _mover_by_torch(
         [(table.name, numbers[id(table.weight)]) for table in moved],
         lazy_adam=lazy_adam,
     )
-
-    for table in moved:
-        if translation.is_for_sparse and not table.is_sparse:
-            kind = type(optimizer).__name__
-            raise ValueError(
-                f"table {table.name!r}: sparse must be True with {kind}, which moves a table of "
-                "dense gradients number by number, not row by row; build the table with sparse=True"
-            )
 
     def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
         updater = RowUpdater(groups, optimizer, translation, auto_apply=False, goes_along=False)

@@ -18,7 +18,7 @@ from torch.nn import functional
 from recsys.embeddings.ahead import Prefetched
 from recsys.embeddings.bag_input import BagInput, read_bags
 from recsys.embeddings.bag_lookup import pool_fused, prefetch_bags
-from recsys.embeddings.table_module import TableModule, find_rows, require_plain
+from recsys.embeddings.table_module import TableModule, find_rows, is_left_to_torch, require_plain
 from recsys.embeddings.tracing import leaf_call
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             With an optimizer this holds for every row. Without one torch computes the gradient, and
             its CPU kernel may divide by the count of another row (pytorch#190063).
         mode: "sum", "mean" or "max".
-        sparse: Without an optimizer: whether the gradient is sparse.
+        sparse: Whether `weight.grad` is sparse; no kernel of ours asks for it.
         _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
         include_last_offset: Whether `offsets` has the last bag's end, too.
         padding_idx: A row that counts for nothing wherever it is looked up.
@@ -360,7 +360,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         pooled = None if per_sample_weights is not None else self._pool_simply(input, offsets)
         if pooled is not None:
             return pooled
-        if input.is_meta:
+        if is_left_to_torch(input, self.weight):
             return super().forward(input, offsets, per_sample_weights)
         bags = self._read(input, offsets, per_sample_weights)
         return pool_fused(self, self._place(), bags).to(self.weight.dtype)

@@ -22,7 +22,11 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _are_functorch_transforms_active, _current_graph_task_id
+from torch._C import (
+    _are_functorch_transforms_active,
+    _current_graph_task_id,
+    _get_tracing_state,
+)
 from torch._C._autograd import (
     _get_current_graph_task_keep_graph,
     _top_saved_tensors_default_hooks,
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = ["BagCalls"]
 
 _NO_PASS = -1  # what torch says outside of backward
+_MOST_KINDS = 64  # that are open at a time
 _Kind = tuple[tuple[int, int], torch.dtype]  # of outputs: shape and dtype
 
 
@@ -148,7 +153,6 @@ class BagCalls:
             return None if kind == REFUSED else result.view(*bags, memory.dim)
         if (
             _current_graph_task_id() != _NO_PASS
-            or _are_functorch_transforms_active()
             # Checkpointing counts saved tensors when it computes anew: here are none.
             or _top_saved_tensors_default_hooks(True) is not None
             or DistributedDataParallel._active_ddp_module is not None
@@ -198,6 +202,8 @@ class BagCalls:
         kind = shape, dtype
         opened = self._open.get(kind)
         if opened is None:
+            if len(self._open) == _MOST_KINDS:  # evaluation with gradients, of many lengths
+                self.close()
             opened = self._open[kind] = _OpenOutputs()
         opened.num_calls += 1
         try:
@@ -304,8 +310,8 @@ class _Node:
 
 
 _SECOND_TIME = (
-    "Trying to backward through the graph a second time: the lookup of an embedding bag has been "
-    "through backward already; give retain_graph=True to the first backward"
+    "Trying to backward through the graph a second time: the lookup in a table has been through "
+    "backward already; give retain_graph=True to the first backward"
 )
 
 
@@ -354,6 +360,8 @@ def _is_plain(ids: Tensor, offsets: Tensor | None) -> bool:
     """Whether a kernel may read offsets from memory as they are, and ids if they are contiguous."""
     if ids.dtype not in _ID_TYPES or not ids.is_cpu:
         return False
+    if _get_tracing_state() is not None or _are_functorch_transforms_active():
+        return False
     if ids.is_inference():  # has no version to compare in backward
         return False
     if offsets is None:
@@ -371,8 +379,7 @@ def _require_unchanged(call: _Call) -> None:
     if call.ids._version != call.ids_version or call.offsets._version != call.offsets_version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            "operation: the ids or offsets of an embedding bag, after its lookup; give the lookup "
-            "a clone of them"
+            "operation: the ids or offsets of a lookup in a table; give it a clone of them"
         )
 
 

@@ -191,7 +191,8 @@ def _renormalize(bag: TableModule, place: BagPlace, bags: BagInput, max_norm: fl
         return
     with torch._C.DisableTorchFunctionSubclass():  # it is us who move the rows
         [table] = place.lookups.distinct_tables
-        place.group.renormalize(table, bags.values, max_norm, bag.norm_type)
+        space = place.group.space()
+        place.group.tiers.renormalize(space, table, bags.values, max_norm, bag.norm_type)
 
 
 def _id_error(bags: BagInput, num_rows: int, position: int) -> Exception:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from recsys.embeddings.ahead import Prefetched
 from recsys.embeddings.bag_input import read_ids
 from recsys.embeddings.bag_lookup import look_up_ids, prefetch_bags
-from recsys.embeddings.table_module import TableModule, find_rows, require_plain
+from recsys.embeddings.table_module import TableModule, find_rows, is_left_to_torch, require_plain
 from recsys.embeddings.tracing import leaf_call
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         max_norm: Rows looked up whose norm is larger are scaled down to it, in place.
         norm_type: The p of that norm.
         scale_grad_by_freq: Whether a row's gradient is divided by how often the mini-batch has it.
-        sparse: Without an optimizer: whether the gradient is sparse.
+        sparse: Whether `weight.grad` is sparse; no kernel of ours asks for it.
         _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
         _freeze: Whether rows stay as they are.
         device: As for `HotColdEmbeddingBag`, and so are all that follow.
@@ -269,7 +269,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             rows = self._call(input, None, input.shape, is_mean=False, padding_idx=self.padding_idx)
             if rows is not None:
                 return rows
-        if input.is_meta:
+        if is_left_to_torch(input, self.weight):
             return super().forward(input)
         rows = look_up_ids(self, self._place(), read_ids(input)).to(self.weight.dtype)
         return rows.view(*input.shape, self.embedding_dim)

@@ -67,7 +67,7 @@ def fused_lookup(
         parts: All of one batch size and width of output.
         bag_weights: What the parts' bags have as weights; it gets a gradient if it asks for one.
         ids: What the parts' bags are views of; backward reads it again.
-        updater: Keeps the gradients; None where they go to the tables as sparse gradients.
+        updater: Keeps the gradients; None where they go to the tables.
         explain: From the position of a value that is no row to the error that says so.
         num_stacked: F, if pooled vectors, of one dim, are to come each by itself; else 0.
 
@@ -144,7 +144,8 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
             return Prefetched(())
         try:
             for group, lookups, bags in parts:
-                claims.append(group.claim_ahead(lookups, bags))  # some, of an error
+                assert group.tiers is not None
+                claims.append(group.tiers.claim_ahead(group.space(), lookups, bags))
         except BaseException as error:
             for claim in claims:
                 claim.give_up()
@@ -201,7 +202,8 @@ def _look_up_where_rows_are(
     dtype, device = parts[0].group.weights()[0].dtype, parts[0].group.device
     result = empty_result(dtype, device, parts[0].bags, parts[0].lookups, num_stacked)
     for group, lookups, bags in parts:
-        bad = group.look_up(lookups, bags, result.flatten(1))
+        assert group.tiers is not None
+        bad = group.tiers.look_up(group.space(), lookups, bags, result.flatten(1))
         if bad >= 0:
             raise explain(bad)
     if errors is not None:

@@ -120,8 +120,9 @@ def rows_and_values(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rows_in(gradient: Tensor) -> Tensor:
     is_meant = (gradient != 0).any(1)
-    looked_up = getattr(gradient, _ROWS, None)
-    if looked_up is not None:
+    looked_up, version = getattr(gradient, _ROWS, (None, 0))
+    is_forgotten = gradient._version != version and not is_meant.any()  # by zero_()
+    if looked_up is not None and not is_forgotten:
         is_meant[looked_up] = True
     return is_meant.nonzero().flatten()
 
@@ -139,7 +140,7 @@ def _added(known: Tensor | None, more: Tensor, *, is_sparse: bool) -> Tensor:
     rows = [more._indices()[0]]
     if known is not None:
         rows.append(known._indices()[0] if known.is_sparse else _rows_in(known))
-    setattr(found, _ROWS, torch.cat(rows))
+    setattr(found, _ROWS, (torch.cat(rows), found._version))
     return found
 
 

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from recsys.embeddings.ahead import AheadClaim
     from recsys.embeddings.kernels.pooled_lookup import Bags
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.tiers import Tiers
@@ -147,8 +146,11 @@ class TableGroup:
         return [_weight_of(self._parameters[table]) for table in numbers]
 
     def are_sparse(self) -> list[bool]:
-        """Which tables' gradients are sparse where no updater keeps them."""
-        return [bool(holder.sparse) for holder in self._holders]
+        """Which tables' gradients torch would leave sparse: of all modules of each."""
+        found = [bool(holder.sparse) for holder in self._holders]
+        for twin, table in self._twins:
+            found[table] = found[table] and bool(twin.sparse)
+        return found
 
     def space(
         self, lookups: Lookups | None = None, weights: Sequence[nn.Parameter] | None = None
@@ -213,21 +215,6 @@ class TableGroup:
         space = self.space(lookups, weights)
         watched = self._watched
         return (Found(self, self.kernels, lookups, rows, space, rows, space.tables, watched, None),)
-
-    def claim_ahead(self, lookups: Lookups, rows: Bags) -> AheadClaim:
-        """Tiered: have rows fetched for a lookup to come; see `Tiers.claim_ahead`."""
-        assert self.tiers is not None
-        return self.tiers.claim_ahead(self.space(), lookups, rows)
-
-    def look_up(self, lookups: Lookups, rows: Bags, result: Tensor) -> int:
-        """Tiered: pool rows that are not moved on its account; see `Residency.look_up`."""
-        assert self.tiers is not None
-        return self.tiers.look_up(self.space(), lookups, rows, result)
-
-    def renormalize(self, table: int, values: Tensor, max_norm: float, norm_type: float) -> None:
-        """Tiered: scale a table's rows down to a norm, in place; see `Tiers.renormalize`."""
-        assert self.tiers is not None
-        self.tiers.renormalize(self.space(), table, values, max_norm, norm_type)
 
     def forget_space(self) -> None:
         """Look anew where the tables lie: one of them has other memory, or less of it."""

@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+from torch._C import _are_functorch_transforms_active
 
 from recsys.embeddings.bag_lookup import BagPlace
 from recsys.embeddings.budget import NEEDS_OPTIMIZER
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.plan import HotPlan
     from recsys.embeddings.row_updater import RowUpdater
 
-__all__ = ["Rows", "TableModule", "find_rows"]
+__all__ = ["Rows", "TableModule", "find_rows", "is_left_to_torch", "require_plain"]
 
 _STATE = "_optimizer_state"  # in a pickle: of the table
 
@@ -261,8 +262,17 @@ class TableModule(AbstractTables):
         self.train(module.training)
 
 
+def is_left_to_torch(input: Tensor, weight: Tensor) -> bool:
+    """Whether there is nothing for a kernel to read: on meta, under `torch.jit.trace` and vmap."""
+    return (
+        (input.is_meta and weight.is_meta)
+        or torch._C._get_tracing_state() is not None
+        or (_are_functorch_transforms_active() and torch._C._functorch.is_batchedtensor(input))
+    )
+
+
 def require_plain(module: nn.Module) -> None:
-    """Refuse a module whose table rows of ours are moved already.
+    """Refuse a module whose rows recsys moves already.
 
     Raises:
         ValueError: it is such a one.

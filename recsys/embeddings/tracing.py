@@ -19,10 +19,24 @@ def leaf_call(module: nn.Module, *arguments: Any, **more: Any) -> Any:
         module: Inside the model that is traced.
         arguments: Of its forward.
         more: Likewise, by name.
+
+    Raises:
+        TypeError: the module is the whole model that is traced, or has forward hooks.
     """
     for each in arguments:
         if isinstance(each, Proxy):
             tracer: Any = each.tracer
+            if module is tracer.root:
+                raise TypeError(
+                    f"torch.fx cannot trace {type(module).__name__} alone, which is a call in a "
+                    "traced model; trace a model that has it inside"
+                )
+            if module._forward_hooks or module._forward_pre_hooks:
+                raise TypeError(
+                    f"torch.fx: {type(module).__name__} has forward hooks, which would be in the "
+                    "traced model and be called once more by the module; remove them, trace, and "
+                    "register them again"
+                )
             path = tracer.path_of_module(module)
             return tracer.create_proxy("call_module", path, arguments, more)
     return None

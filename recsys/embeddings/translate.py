@@ -31,6 +31,7 @@ __all__ = ["translate"]
 
 _WAY_OUT = "recsys.accelerate(model) without optimizer= leaves the gradients to your optimizer"
 _MOVES_ALL = "moves rows that were not looked up"
+_LAZILY = "lazy_adam=True has recsys move those looked up alone, by the rule of SparseAdam"
 # Settings that must be off, and what is wrong with them.
 _MUST_BE_OFF = {
     "momentum": _MOVES_ALL,
@@ -62,7 +63,10 @@ def translate(
     translation = _translations(optimizer, lazy_adam=lazy_adam).get(type(optimizer))
     for table, number in tables:
         if translation is None:
-            raise ValueError(f"table {table!r}: {_no_formula(type(optimizer))}; {way_out}")
+            reason = _no_formula(type(optimizer))
+            if way_out == _WAY_OUT and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+                reason += f"; {_LAZILY}"
+            raise ValueError(f"table {table!r}: {reason}; {way_out}")
         try:
             translation.formula(optimizer.param_groups[number])
         except ValueError as error:
@@ -207,13 +211,8 @@ def _require_off(name: str, settings: Mapping[str, Any]) -> None:
 def _no_formula(kind: type) -> str:
     dense = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Rprop", "ASGD", "Adadelta")
     if kind.__module__.startswith("torch.optim") and kind.__name__ in dense:
-        lazily = ""
-        if kind.__name__ in ("Adam", "AdamW"):
-            lazily = (
-                "; lazy_adam=True has recsys move those looked up alone, by the rule of SparseAdam"
-            )
-        return f"{_name(kind)} {_MOVES_ALL}{lazily}"
-    return f"{_name(kind)} is none of SGD, Adagrad, SparseAdam and RowWiseAdagrad"
+        return f"{_name(kind)} {_MOVES_ALL}"
+    return f"{_name(kind)} is none of SGD, Adagrad, SparseAdam, RowWiseAdagrad and RWSAdagrad"
 
 
 def _name(kind: type) -> str:

@@ -247,3 +247,16 @@ def test_no_bags_are_refused_as_ever():
 
     with pytest.raises(MalformedBags):
         bag(none, none)
+
+
+def test_evaluation_with_gradients_of_ever_other_sizes_keeps_no_outputs_for_each():
+    model, optimizer = accelerated()
+    for seed in range(2):
+        train(model, optimizer, seed)
+
+    for size in range(1, 300):
+        model.bags[0](torch.zeros(size, dtype=torch.int64), torch.arange(size))
+
+    calls = model.bags[0]._group.calls(model.bags[0]._updater)
+    assert len(calls._open) <= 64
+    train(model, optimizer, 3)

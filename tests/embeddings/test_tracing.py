@@ -124,3 +124,28 @@ def test_collections_on_meta_give_shapes(is_light, optimizer):
 
     assert pooled.values().shape == (2, 8)
     assert pooled.values().device.type == "meta"
+
+
+def test_what_cannot_be_traced_right_is_refused_by_name():
+    hooked = model(None)
+    hooked.bag.register_forward_hook(lambda *_: None)
+
+    with pytest.raises(TypeError, match="HotColdEmbeddingBag has forward hooks, which would"):
+        fx.symbolic_trace(hooked)
+    with pytest.raises(TypeError, match="cannot trace HotColdEmbedding alone"):
+        fx.symbolic_trace(HotColdEmbedding(9, 4))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_torch_jit_and_vmap_go_by_torch_and_leave_the_module_as_it_was():
+    embedding = HotColdEmbedding(9, 4, optimizer=SGD(lr=0.1))
+    bag = HotColdEmbeddingBag(9, 4, mode="sum", optimizer=SGD(lr=0.1))
+    ids = torch.tensor([[1, 2], [3, 8]])
+
+    with torch.no_grad():
+        traced = [torch.jit.trace(each, (ids,)) for each in (embedding, bag)]
+        mapped = torch.vmap(embedding)(ids)
+
+    assert torch.equal(traced[0](ids), embedding(ids))
+    assert torch.equal(traced[1](ids), bag(ids))
+    assert torch.equal(mapped, embedding(ids))

@@ -1,0 +1,101 @@
+"""Modules with a table that `accelerate` leaves as they are, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recsys.accelerated import LeftAlone
+from recsys.embeddings.attach import require_movable, require_translatable
+from recsys.embeddings.table_parameter import require_unmoved
+from recsys.exchange import find_of_other_classes, tables_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from recsys.embeddings.attach import Mover, NamedTable
+
+__all__ = ["IN_NO_OPTIMIZER", "find_unfit", "find_unmoved"]
+
+IN_NO_OPTIMIZER = "no optimizer that was given has it in a param group"
+
+
+def find_unfit(
+    model: nn.Module,
+    found: Mapping[nn.Module, list[str]],
+    tables: Sequence[NamedTable],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    lazy_adam: bool,
+) -> dict[nn.Module, LeftAlone]:
+    """What cannot be exchanged.
+
+    Args:
+        model: Has everything.
+        found: What could be, as far as its class goes.
+        tables: All of these.
+        optimizers: Those of torch's that were given.
+        lazy_adam: As for `accelerate`.
+
+    Raises:
+        ValueError: all of `found` cannot be; or a table is moved by recsys already.
+    """
+    left, errors = {}, []
+    for module, names in found.items():
+        keys = {table.key for table in tables_of(module, names[0])}
+        its_tables = [table for table in tables if table.key in keys]
+        for table in its_tables:
+            require_unmoved(f"table {table.name!r}", table.weight)
+        try:
+            _require_plain_instance(module, names[0])
+            for table in its_tables:
+                require_movable(table)
+                require_translatable(table, optimizers, lazy_adam=lazy_adam)
+        except ValueError as error:
+            errors.append(error)
+            left[module] = LeftAlone(tuple(names), type(module).__name__, str(error))
+    if found and len(left) == len(found):
+        raise errors[0]
+    for module, names in find_of_other_classes(model).items():
+        kind = type(module).__name__
+        reason = f"{kind} is a class of its own, which may compute otherwise than torch's"
+        left[module] = LeftAlone(tuple(names), kind, reason)
+    return left
+
+
+def find_unmoved(
+    found: Mapping[nn.Module, list[str]], movers: Sequence[Mover]
+) -> dict[nn.Module, LeftAlone]:
+    """What asks for a gradient, and is in no optimizer that was given.
+
+    Args:
+        found: What could be exchanged.
+        movers: Of the optimizers.
+    """
+    left = {}
+    for module, names in found.items():
+        weights = [table.weight for table in tables_of(module, names[0])]
+        is_moved = any(id(each) in mover.param_groups for each in weights for mover in movers)
+        if not is_moved and any(each.requires_grad for each in weights):
+            left[module] = LeftAlone(tuple(names), type(module).__name__, IN_NO_OPTIMIZER)
+    return left
+
+
+def _require_plain_instance(module: nn.Module, name: str) -> None:
+    """Refuse a module that has more than its class gives it.
+
+    Raises:
+        ValueError: it has a forward, buffers or parameters of its own, or a hook on a table.
+    """
+    own: Any = [each for each in ("forward", "__call__") if each in module.__dict__]
+    own += [*module._buffers, *(each for each in module._parameters if each != "weight")]
+    if own:
+        raise ValueError(f"{name} has {own[0]!r} of its own, which a module of recsys would not")
+    for table in tables_of(module, name):
+        if table.weight._backward_hooks or table.weight._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"table {table.name!r} has a hook for its gradient, which is not called where "
+                "recsys moves rows"
+            )
