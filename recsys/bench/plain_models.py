@@ -91,10 +91,11 @@ def _as_matrices(ids: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
     """Columns of one matrix where each sample has one id; else padded by row 0."""
     if all(bool((its == 1).all()) for its in lengths):
         return list(torch.stack(ids, dim=1).unbind(1))
-    return [
-        nn.utils.rnn.pad_sequence(list(torch.split(each, its.tolist())), batch_first=True)
-        for each, its in zip(ids, lengths, strict=True)
-    ]
+    found = []
+    for each, its in zip(ids, lengths, strict=True):
+        is_id = torch.arange(int(its.max())) < its.unsqueeze(1)
+        found.append(torch.zeros(is_id.shape, dtype=torch.int64).masked_scatter(is_id, each))
+    return found
 
 
 def _as_features(ids: list[Tensor], lengths: list[Tensor]) -> Any:
