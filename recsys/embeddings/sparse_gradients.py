@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from recsys.embeddings.exchanged_tables import require_grad_of
+from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.table_parameter import plain_grad, set_plain_grad, tell_group
 from recsys.embeddings.torch_kernels.bags import TorchBags, by_value
@@ -119,10 +120,17 @@ def rows_and_values(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows_in(gradient: Tensor) -> Tensor:
-    is_meant = (gradient != 0).any(1)
+    looked_up: Tensor | None
     looked_up, version = getattr(gradient, _ROWS, (None, 0))
-    is_forgotten = gradient._version != version and not is_meant.any()  # by zero_()
-    if looked_up is not None and not is_forgotten:
+    if looked_up is not None:
+        looked_up = looked_up.unique()
+        # To count all numbers takes half as long as to look into every row.
+        num_numbers = int(gradient.count_nonzero())
+        if num_numbers == int(gradient[looked_up].count_nonzero()):
+            is_forgotten = not num_numbers and gradient._version != version  # by zero_()
+            return looked_up[:0] if is_forgotten else looked_up
+    is_meant = gradient.any(1)
+    if looked_up is not None:
         is_meant[looked_up] = True
     return is_meant.nonzero().flatten()
 
@@ -133,7 +141,8 @@ def _added(known: Tensor | None, more: Tensor, *, is_sparse: bool) -> Tensor:
     dtype = compute_dtype(more.dtype)
     if is_sparse and (known is None or known.is_sparse):
         return more if known is None else (known.to(dtype) + more.to(dtype)).to(more.dtype)
-    found = more.to(dtype).to_dense()
+    found = empty_rows(*more.shape, dtype=dtype, device=more.device).zero_()
+    found.index_add_(0, more._indices()[0], more._values().to(dtype))
     if known is not None:
         found += known.to_dense() if known.is_sparse else known
     found = found.to(more.dtype)
