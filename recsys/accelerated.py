@@ -58,7 +58,7 @@ class Accelerated:
 
     Attributes:
         replacements: In the order of the model.
-        left_alone: Likewise; what was not exchanged.
+        left_alone: What was not exchanged, and why.
         moved_by: What moves the rows now, in words; by each optimizer.
         rules: What they do differently from before, and why; mostly none.
         row_optimizer: `torch.optim`'s face of a formula of ours, for its `param_groups` and state;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from recsys.accelerated import LeftAlone
 from recsys.embeddings.attach import require_movable, require_translatable
@@ -89,7 +89,7 @@ def _require_plain_instance(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: it has a forward, buffers or parameters of its own, or a hook on a table.
     """
-    own: Any = [each for each in ("forward", "__call__") if each in module.__dict__]
+    own = ["forward"] if "forward" in module.__dict__ else []
     own += [*module._buffers, *(each for each in module._parameters if each != "weight")]
     if own:
         raise ValueError(f"{name} has {own[0]!r} of its own, which a module of recsys would not")

@@ -204,7 +204,7 @@ def choose_movers(
     marked = [table for table in tables if hasattr(table.weight, "_optimizer_classes")]
     if optimizer is None and not marked:
         return []
-    given = optimizer[0] if isinstance(optimizer, Sequence) else optimizer
+    given = optimizer[0] if isinstance(optimizer, Sequence) else optimizer  # one too many: an error
     marks = read_marks(_named(marked), given) if marked else None
     if isinstance(optimizer, Sequence):
         return _movers_by_torch(in_modules, optimizer, lazy_adam=lazy_adam)

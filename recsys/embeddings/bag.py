@@ -42,7 +42,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             With an optimizer this holds for every row. Without one torch computes the gradient, and
             its CPU kernel may divide by the count of another row (pytorch#190063).
         mode: "sum", "mean" or "max".
-        sparse: Whether `weight.grad` is sparse; no kernel of ours asks for it.
+        sparse: Whether `weight.grad` is sparse; `optimizer` moves rows alike in either case.
         _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
         include_last_offset: Whether `offsets` has the last bag's end, too.
         padding_idx: A row that counts for nothing wherever it is looked up.

@@ -300,7 +300,7 @@ class _Node:
         entries = [(_entry(call, gradient), call.parameters) for call, gradient in taken]
         if updater is None or group is None:  # the module and its optimizer are gone
             for entry, parameters in entries:
-                are_sparse = [True] * len(parameters)  # whoever knew is gone
+                are_sparse = [True] * len(parameters)  # the module, which knew, is gone
                 leave_grads([entry], parameters, entry.lookups.distinct_tables, are_sparse)
         elif updater.is_asked():
             updater.begin_pass()

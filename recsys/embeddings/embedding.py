@@ -39,7 +39,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         max_norm: Rows looked up whose norm is larger are scaled down to it, in place.
         norm_type: The p of that norm.
         scale_grad_by_freq: Whether a row's gradient is divided by how often the mini-batch has it.
-        sparse: Whether `weight.grad` is sparse; no kernel of ours asks for it.
+        sparse: Whether `weight.grad` is sparse; `optimizer` moves rows alike in either case.
         _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
         _freeze: Whether rows stay as they are.
         device: As for `HotColdEmbeddingBag`, and so are all that follow.

@@ -88,12 +88,9 @@ class Lookups:
     @classmethod
     def one(cls, table: int, dim: int) -> Lookups:
         """One lookup, in a table of this dim."""
-        return cls(
-            tables=np.array([table], np.uint64),
-            positions=np.zeros(1, np.uint64),
-            columns=np.zeros(1, np.uint64),
-            width=dim,
-        )
+        first = np.zeros(1, np.uint64)
+        tables = np.array([table], np.uint64)
+        return cls(tables=tables, positions=first, columns=first, width=dim)
 
     def of_tables(self, tables: Container[int]) -> Lookups:
         """Those of some tables, in the same order."""
