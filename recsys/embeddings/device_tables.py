@@ -74,6 +74,17 @@ class AbstractTables(nn.Module, ABC):
     def _table_groups(self) -> Sequence[TableGroup]:
         """Those of its tables; each once."""
 
+    def __prepare_scriptable__(self) -> None:
+        """Refuse `torch.jit.script`, which would compile the Python around our kernels.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"torch.jit.script cannot compile {type(self).__name__}; call recsys.restore on an "
+            "accelerated model first, or load its state_dict into the module of torch or TorchRec"
+        )
+
     def check_input(self) -> None:
         """Raise what has been wrong with the input of lookups so far; wait for the device to know.
 

@@ -325,7 +325,9 @@ class HotColdEmbeddingCollection(AbstractTables):
         missing = [feature for _, feature in self._lookups if feature not in keys]
         if missing:
             raise KeyError(f"features {missing} are missing; the batch has {keys}")
-        if not isinstance(features, JaggedIds) and varies_in_batch_size(features):
+        if not isinstance(features, JaggedIds) and (
+            varies_in_batch_size(features) or features.values().is_meta
+        ):
             parts = cast("KeyedJaggedTensor", features).to_dict()
             return {
                 feature: (parts[feature].values(), parts[feature].lengths()) for feature in keys

@@ -126,6 +126,31 @@ def test_collections_on_meta_give_shapes(is_light, optimizer):
     assert pooled.values().device.type == "meta"
 
 
+@OPTIMIZERS
+@pytest.mark.parametrize("lengths_are_known", [True, False])
+def test_an_unpooled_collection_on_meta_gives_torchrecs_shapes(optimizer, lengths_are_known):
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    device = torch.device("meta")
+    features = torchrec.KeyedJaggedTensor(
+        ["f", "g"],
+        torch.tensor([1, 2, 3]),
+        lengths=torch.tensor([1, 0, 1, 1]),
+        length_per_key=[1, 2] if lengths_are_known else None,
+    ).to(device)
+    config = torchrec.EmbeddingConfig(
+        name="t", num_embeddings=9, embedding_dim=4, feature_names=["f", "g"]
+    )
+    expected = torchrec.EmbeddingCollection(tables=[config], device=device)(features)
+
+    found = HotColdEmbeddingCollection([config], device, optimizer=optimizer)(features)
+
+    assert list(found) == list(expected) == ["f", "g"]
+    for feature, rows in expected.items():
+        assert found[feature].values().shape == rows.values().shape
+        assert found[feature].lengths().shape == rows.lengths().shape
+        assert found[feature].values().device == device
+
+
 def test_what_cannot_be_traced_right_is_refused_by_name():
     hooked = model(None)
     hooked.bag.register_forward_hook(lambda *_: None)
@@ -134,6 +159,24 @@ def test_what_cannot_be_traced_right_is_refused_by_name():
         fx.symbolic_trace(hooked)
     with pytest.raises(TypeError, match="cannot trace HotColdEmbedding alone"):
         fx.symbolic_trace(HotColdEmbedding(9, 4))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torch_jit_script_is_refused_by_name_for_the_module_and_for_a_model_that_has_it():
+    for module in (HotColdEmbedding(9, 4), nn.Sequential(HotColdEmbedding(9, 4))):
+        with pytest.raises(
+            TypeError, match=r"script cannot compile HotColdEmbedding; call recsys.restore"
+        ):
+            torch.jit.script(module)
+
+
+@pytest.mark.parametrize("kind", [HotColdEmbeddingBagCollection, HotColdEmbeddingCollection])
+def test_a_collection_is_built_on_the_device_of_the_context(kind):
+    with torch.device("meta"):
+        module = kind(TABLES)
+
+    assert module.device.type == "meta"
+    assert {each.device.type for each in module.parameters()} == {"meta"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
