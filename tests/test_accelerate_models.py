@@ -1,4 +1,4 @@
-"""Random models that call their bags one by one: accelerated and plain train alike."""
+"""Random models that call their tables one by one: accelerated and plain train alike."""
 
 import copy
 
@@ -12,11 +12,12 @@ import recsys
 
 NUM_ROWS, DIM = 12, 3
 MODES = ("sum", "mean", "sum", "mean", "max")
+EMBEDDINGS = ({"sparse": True}, {"padding_idx": 0}, {"scale_grad_by_freq": True})
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 
 calls = st.fixed_dictionaries(
     {
-        "bag": st.integers(0, len(MODES) - 1),
+        "table": st.integers(0, len(MODES) + len(EMBEDDINGS) - 1),
         "form": st.sampled_from(["flat", "flat", "last offset", "even", "one-hot", "int32"]),
         "context": st.sampled_from(
             ["", "", "", "", "no_grad", "checkpoint", "reentrant", "branch", "saved on cpu"]
@@ -39,20 +40,25 @@ steps = st.fixed_dictionaries(
 )
 
 
-class Bags(nn.Module):
+class Tables(nn.Module):
     def __init__(self):
         super().__init__()
-        self.bags = nn.ModuleList(
+        self.tables = nn.ModuleList(
             nn.EmbeddingBag(
                 NUM_ROWS, DIM, mode=mode, sparse=mode != "max", include_last_offset=number == 1
             )
             for number, mode in enumerate(MODES)
         )
+        self.tables.extend(nn.Embedding(NUM_ROWS, DIM, **more) for more in EMBEDDINGS)
         self.dense = nn.Linear(DIM, DIM)
 
     def call(self, number, form, num_bags, seed):
         generator = torch.Generator().manual_seed(seed)
-        bag = self.bags[number]
+        bag = self.tables[number]
+        if number >= len(MODES):
+            shape = (num_bags, 2) if form == "even" else (num_bags,)
+            rows = bag(torch.randint(0, NUM_ROWS, shape, generator=generator))
+            return rows.sum(1) if form == "even" else rows
         if form in ("even", "one-hot"):
             length = 1 if form == "one-hot" else 2
             ids = torch.randint(0, NUM_ROWS, (num_bags, length), generator=generator)
@@ -69,7 +75,7 @@ class Bags(nn.Module):
 
     def pooled(self, call, num_bags):
         context = call["context"]
-        arguments = call["bag"], call["form"], num_bags, call["seed"]
+        arguments = call["table"], call["form"], num_bags, call["seed"]
         if context == "no_grad":
             with torch.no_grad():
                 return self.call(*arguments)
@@ -91,7 +97,7 @@ class Bags(nn.Module):
 
 
 def used(output, then):
-    """What a model does with the output of a bag; None if nothing."""
+    """What a model does with the output of a call; None if nothing."""
     if then == "unused":
         return None
     if then == "hook" and output.requires_grad:
@@ -118,16 +124,16 @@ def train(model, optimizer, step):
         if output is not None:
             losses[call["loss"]] = losses[call["loss"]] + model.dense(output).square().sum()
     if step["read"] == "weight in loss":
-        losses[0] = losses[0] + model.bags[0].weight[3].square().sum()
+        losses[0] = losses[0] + model.tables[0].weight[3].square().sum()
     backward(model, losses, outputs, step["backward"], seen)
     seen += [output.grad for output in outputs if output.requires_grad and output.retains_grad]
     if step["read"] == "grad":
-        seen += [_dense(bag.weight.grad) for bag in model.bags]
+        seen += [_dense(table.weight.grad) for table in model.tables]
     if step["step"]:
         optimizer.step()
         optimizer.zero_grad()  # of rows the step forgets them
     if step["read"] == "weight":
-        seen.append(model.bags[0].weight.norm())
+        seen.append(model.tables[0].weight.norm())
     return seen
 
 
@@ -157,9 +163,9 @@ def _dense(gradient):
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(steps, min_size=2, max_size=5), st.sampled_from(sorted(OPTIMIZERS)))
-def test_models_that_call_bags_in_any_order_train_as_plain_ones(program, name):
+def test_models_that_call_tables_in_any_order_train_as_plain_ones(program, name):
     torch.manual_seed(0)
-    plain = Bags().double()
+    plain = Tables().double()
     model = copy.deepcopy(plain)
     optimizers = [OPTIMIZERS[name](each.parameters(), lr=0.01) for each in (plain, model)]
     recsys.accelerate(model, optimizer=optimizers[1])
