@@ -52,7 +52,7 @@ def test_every_table_stands_between_whole_marks_and_once_in_the_docs(pytestconfi
         whole = [(f"<!-- table: {table} -->", "<!-- end -->") for table in placed[name]]
         assert marks == [mark for pair in whole for mark in pair], name
 
-    assert placed.pop("README.md") == ["prepare", "reference"]
+    assert placed["README.md"] == ["lookup_headline"]
     measured = [name for name, table in tables["TABLES"].items() if has_record(table)]
     assert sorted(chain.from_iterable(placed.values())) == sorted(measured)
 
@@ -432,7 +432,9 @@ def test_kept_results_are_of_a_commit(pytestconfig):
         assert environment["dirty"] is False, record
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/popularity.md", "docs/schedules.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/popularity.md", "docs/python.md", "docs/schedules.md"]
+)
 def test_python_snippets_run(pytestconfig, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(
@@ -444,6 +446,25 @@ def test_python_snippets_run(pytestconfig, tmp_path, monkeypatch, name):
     assert snippets
     for snippet in snippets:
         exec(compile(snippet, name, "exec"), {})
+
+
+def test_every_link_between_documents_leads_to_a_file(pytestconfig):
+    root = pytestconfig.rootpath
+    documents = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+
+    for document in documents:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document}: {target}"
+
+
+def test_every_decision_is_in_the_index(pytestconfig):
+    folder = pytestconfig.rootpath / "docs" / "decisions"
+    pages = {page.name: page.read_text().split("\n")[0] for page in folder.glob("*.md")}
+    del pages["README.md"]
+
+    index = re.findall(r"^- \[(.*)\]\((.*)\)$", (folder / "README.md").read_text(), re.MULTILINE)
+
+    assert {name: f"# {title}" for title, name in index} == pages
 
 
 def test_every_command_of_the_readme_is_one_of_the_makefile(pytestconfig):

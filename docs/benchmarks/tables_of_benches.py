@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from table_cells import (
     keys_of_case,
     machine,
@@ -10,10 +12,14 @@ from table_cells import (
     read_record,
 )
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 __all__ = [
     "count_table",
     "facebook_table",
     "generator_table",
+    "lookup_headline_table",
     "lookup_summary_table",
     "lookup_table",
     "models_table",
@@ -147,8 +153,35 @@ def facebook_table(file: str) -> str:
     return markdown(caption, titles, lines)
 
 
+_SUMMARY_COLUMNS = {
+    ("recsys", "fbgemm"): "recsys over fbgemm (95 %)",
+    ("recsys", "torch"): "recsys over torch (95 %)",
+    ("kernels", "fbgemm"): "kernels over fbgemm (95 %)",
+    ("floor", "fbgemm"): "floor over fbgemm (95 %)",
+}
+_HEADLINE_COLUMNS = {
+    ("recsys", "fbgemm"): "times as fast as FBGEMM (95 %)",
+    ("recsys", "torch"): "times as fast as PyTorch (95 %)",
+}
+
+
 def lookup_summary_table(file: str) -> str:
-    """`recsys bench lookup`: how many times faster ours is, by mini-batch size."""
+    """`recsys bench lookup`: how many times faster recsys is, by mini-batch size."""
+    return _ratios_by_size(file, _SUMMARY_COLUMNS)
+
+
+def lookup_headline_table(file: str) -> str:
+    """The first columns of `lookup_summary_table`, with titles that need no explanation."""
+    return _ratios_by_size(file, _HEADLINE_COLUMNS)
+
+
+def _ratios_by_size(file: str, columns: Mapping[tuple[str, str], str]) -> str:
+    """Median speed ratios over all cases, by mini-batch size.
+
+    Args:
+        file: What `recsys bench lookup` wrote.
+        columns: Titles by provider and baseline.
+    """
     record = read_record(file)
     cells = {
         (row["case"], row["provider"], row["metric"]): row
@@ -156,12 +189,6 @@ def lookup_summary_table(file: str) -> str:
         if "," not in row["case"] and row["metric"].startswith("speed_over_")
     }
     sizes = list(dict.fromkeys(case for case, _, _ in cells))
-    columns = {
-        ("recsys", "fbgemm"): "recsys over fbgemm (95 %)",
-        ("recsys", "torch"): "recsys over torch (95 %)",
-        ("kernels", "fbgemm"): "kernels over fbgemm (95 %)",
-        ("floor", "fbgemm"): "floor over fbgemm (95 %)",
-    }
     lines = []
     for case in sizes:
         rows = [cells[case, name, f"speed_over_{other}"] for name, other in columns]
