@@ -5,7 +5,7 @@
     python docs/benchmarks/facebook_dlrm.py dlrm --json docs/benchmarks/facebook_dlrm.json
 
 The script is read from the reader's copy, which is not changed: a copy of it, in the same folder
-while it runs, has `recsys.accelerate(dlrm, optimizer=optimizer)` behind its optimizer. Both are run
+while it runs, has `recsys.accelerate(dlrm, optimizer=optimizer)` after its optimizer. Both are run
 in turn at mini-batches of 128, with tables of Kaggle's sizes or a million rows, on random data with
 one id per table and sample; the figure is the script's own ms/it. Before that, `recsys.verify`
 trains its model class for 20 steps: in float32, each from the same state, to rtol 1e-5; in float64

@@ -33,7 +33,7 @@ _BATCH_SIZES = (256, 1_024, 4_096, 16_384)
 _BLOCK_SAMPLES = 1 << 16
 _NUM_ABLATION_SAMPLES = 500_000
 _BACKFITTING_ROUNDS = 5
-# No larger table has interactions; rows met once would be given what is not theirs.
+# No larger table has interactions; rows that were met once would get wrong effects.
 _MAX_BACKFITTED_ROWS = 10_000
 
 

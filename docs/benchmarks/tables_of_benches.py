@@ -64,7 +64,7 @@ def step_table(file: str) -> str:
     record = read_record(file)
     cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
     cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
-    # In a record from before ours was measured, it has no column.
+    # A record from before recsys was measured has no column for it.
     titles = {
         ("recsys", "speed_over_torch"): "recsys over torch (95 %)",
         ("recsys", "speed_over_fbgemm"): "over fbgemm (95 %)",
