@@ -1,4 +1,4 @@
-"""The command line: parse, build, call."""
+"""The command line: every command parses its options and calls one function of the library."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import argparse
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from recsys._version import __version__
 from recsys.cli_data import add_data_commands
 from recsys.cli_popularity import add_popularity_commands
-from recsys.config import describe_keys, load_config
+from recsys.config import TrainConfig, load_config
+from recsys.config_fields import format_keys
 from recsys.errors import ConfigError, RecsysError
 from recsys.export import FORMATS
 from recsys.files import require_place
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["build_parser", "main"]
 
 _INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+_SET: Final[dict[str, Any]] = {
+    "action": "append",
+    "default": [],
+    "metavar": "KEY=VALUE",
+    "help": "set one configuration key; may be repeated (`recsys train --help` lists the keys)",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         if getattr(options, "json", None) is not None:
-            require_place(options.json)  # the work before it can take an hour
+            require_place(options.json)  # before work that can take an hour
         status: int = options.run_command(options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -44,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+    """The parser of all commands and their options."""
     parser = argparse.ArgumentParser(prog="recsys", description="Train DLRM-class models.")
     parser.add_argument("--version", action="version", version=f"recsys {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -54,71 +61,75 @@ def build_parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
-        help="train, evaluate, save",
+        help="train a model, evaluate it and save it",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_describe_keys(),
+        epilog=format_keys(TrainConfig),
     )
     train.add_argument("data", metavar="STORE", help="a store, or synthetic:criteo-kaggle")
-    train.add_argument("--config", type=Path, metavar="FILE.toml", help="a configuration")
+    train.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
+    train.add_argument("--set", **_SET)
     train.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="one key; may be repeated"
-    )
-    train.add_argument(
-        "--run", metavar="DIR", help="where results go; default runs/<date-time>", default=None
+        "--run", metavar="DIR", help="new folder for results; default runs/<date-time>"
     )
     train.set_defaults(run_command=_train)
 
-    evaluate = commands.add_parser("evaluate", help="measure a saved model")
+    evaluate = commands.add_parser("evaluate", help="measure the quality of a saved model")
     evaluate.add_argument("run", metavar="DIR", help="a run's folder")
-    evaluate.add_argument("--data", metavar="STORE", help="default: what the run was trained on")
-    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the metrics there too")
+    evaluate.add_argument("--data", metavar="STORE", help="default: the data of the run")
+    evaluate.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the metrics to FILE"
+    )
     evaluate.set_defaults(run_command=_evaluate)
 
-    export = commands.add_parser("export", help="a saved model for other programs")
+    export = commands.add_parser("export", help="write a saved model for other programs")
     export.add_argument("run", metavar="DIR", help="a run's folder")
     export.add_argument(
         "--to",
         required=True,
         choices=FORMATS,
-        help="TorchRec's DLRM, facebookresearch/dlrm's DLRM_Net, or no pickle",
+        help="for TorchRec's DLRM, for facebookresearch/dlrm's DLRM_Net, or without pickle",
     )
-    export.add_argument("--out", required=True, metavar="FILE", help="a file to be made")
+    export.add_argument("--out", required=True, metavar="FILE", help="new file")
     export.set_defaults(run_command=_export)
 
     verify = commands.add_parser(
-        "verify", help="training at several budgets equals training with every row resident"
+        "verify",
+        help="check that training at several budgets equals training with every row resident",
     )
     verify.add_argument("data", help="a store, or synthetic:criteo-kaggle")
-    verify.add_argument("--config", type=Path, metavar="FILE.toml")
-    verify.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    verify.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
+    verify.add_argument("--set", **_SET)
     verify.add_argument(
         "--budgets",
         nargs="+",
         metavar="BUDGET",
-        help="sizes like 256MiB, or: floor twice-floor half everything (all of these by default)",
+        help="sizes such as 256MiB, or names; default: floor twice-floor half everything",
     )
-    verify.add_argument("--steps", type=int, metavar="N", help="at most; default: one epoch")
+    verify.add_argument("--steps", type=int, metavar="N", help="most steps; default: one epoch")
     verify.set_defaults(run_command=_verify)
 
-    ablate = commands.add_parser("ablate", help="train variations with several seeds, tabulate")
-    ablate.add_argument(
-        "config", type=Path, metavar="CONFIG.toml", help="a configuration with a table [ablate]"
+    ablate = commands.add_parser(
+        "ablate", help="train variations with several seeds and tabulate them"
     )
     ablate.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="one key; may be repeated"
+        "config", type=Path, metavar="CONFIG.toml", help="configuration file with a table [ablate]"
     )
+    ablate.add_argument("--set", **_SET)
     ablate.add_argument(
-        "--run", required=True, metavar="DIR", help="where results go; goes on where one stopped"
+        "--run",
+        required=True,
+        metavar="DIR",
+        help="folder for results; the folder of a stopped ablation is continued",
     )
     ablate.set_defaults(run_command=_ablate)
 
-    report = commands.add_parser("report", help="one HTML page of a run or of an ablation")
-    report.add_argument("run", metavar="DIR", help="the folder of either")
+    report = commands.add_parser("report", help="write an HTML page about a run or an ablation")
+    report.add_argument("run", metavar="DIR", help="folder of a run or an ablation")
     report.set_defaults(run_command=_report)
 
-    bench = commands.add_parser("bench", help="measure beside others")
+    bench = commands.add_parser("bench", help="measure against other libraries")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="NAME")
-    bench_prepare = benchmarks.add_parser("prepare", help="raw text to arrays, beside pandas")
+    bench_prepare = benchmarks.add_parser("prepare", help="raw text to arrays, against pandas")
     bench_prepare.add_argument(
         "--raw", type=Path, metavar="FILE", help="default: criteo_kaggle_137k under RECSYS_DATA"
     )
@@ -127,30 +138,30 @@ def build_parser() -> argparse.ArgumentParser:
     size.add_argument(
         "--kaggle-size",
         action="store_true",
-        help="46 M lines and 34 M ids, one run; takes 20 GB of disk for a while",
+        help="46 M lines and 34 M ids, one run; needs 20 GB of disk while it runs",
     )
     bench_prepare.set_defaults(run_command=_bench_prepare)
-    bench_step = benchmarks.add_parser("step", help="one training step, beside its floors")
+    bench_step = benchmarks.add_parser("step", help="one training step, against its lower bounds")
     bench_step.add_argument(
         "--batch-sizes", type=int, nargs="+", default=[128, 2048, 16384], metavar="B"
     )
     bench_step.add_argument("--quick", action="store_true", help="small tables, few rounds")
     bench_step.set_defaults(run_command=_bench_step)
     bench_lookup = benchmarks.add_parser(
-        "lookup", help="the embeddings alone: forward, backward, update"
+        "lookup", help="forward, backward and update of the embeddings alone"
     )
     bench_lookup.add_argument(
         "--batch-sizes", type=int, nargs="+", default=[128, 2048, 16384], metavar="B"
     )
     bench_lookup.add_argument(
-        "--dims", type=int, nargs="+", metavar="D", help="default: 16 64 128; 16 where --quick"
+        "--dims", type=int, nargs="+", metavar="D", help="default: 16 64 128; with --quick 16"
     )
     optimizers = ("sgd", "rowwise_adagrad", "adagrad")
     bench_lookup.add_argument("--optimizers", nargs="+", default=optimizers, choices=optimizers)
     bench_lookup.add_argument("--quick", action="store_true", help="small tables, few rounds")
     bench_lookup.set_defaults(run_command=_bench_lookup)
     bench_models = benchmarks.add_parser(
-        "models", help="models of plain PyTorch, before and after recsys.accelerate"
+        "models", help="plain PyTorch models, before and after recsys.accelerate"
     )
     bench_models.add_argument(
         "--batch-sizes", type=int, nargs="+", default=[128, 1024, 8192], metavar="B"
@@ -161,26 +172,26 @@ def build_parser() -> argparse.ArgumentParser:
     bench_models.add_argument("--quick", action="store_true", help="small tables, few rounds")
     bench_models.set_defaults(run_command=_bench_models)
     bench_synthetic = benchmarks.add_parser(
-        "synthetic", help="making synthetic samples, beside reading a store of them"
+        "synthetic", help="generating synthetic samples, against reading them from a store"
     )
     bench_synthetic.add_argument("--quick", action="store_true", help="few samples, few rounds")
     bench_synthetic.set_defaults(run_command=_bench_synthetic)
-    bench_count = benchmarks.add_parser("count", help="lookups counted, beside numpy and torch")
+    bench_count = benchmarks.add_parser("count", help="counting lookups, against numpy and torch")
     bench_count.add_argument("--quick", action="store_true", help="few samples, few rounds")
     bench_count.set_defaults(run_command=_bench_count)
     bench_rand_em = benchmarks.add_parser(
-        "rand-em", help="FAE's interval for the number of hot rows, beside the truth"
+        "rand-em", help="FAE's interval for the number of hot rows, against the exact number"
     )
     bench_rand_em.add_argument("--quick", action="store_true", help="few samples, few trials")
     bench_rand_em.set_defaults(run_command=_bench_rand_em)
     bench_tiers = benchmarks.add_parser(
-        "tiers", help="training with less fast memory than the tables take"
+        "tiers", help="training with less fast memory than the tables need"
     )
     bench_tiers.add_argument(
         "--shares",
         nargs="+",
         metavar="SHARE",
-        help="budgets: shares of the bytes of rows and state, or floor; 1 is everything resident; "
+        help="budgets: shares of the bytes of rows and state, or floor; 1: every row resident; "
         "default: floor 0.02 0.05 0.1 0.2 0.5 1",
     )
     bench_tiers.add_argument(
@@ -199,7 +210,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--optimizer",
         default="rowwise_adagrad",
         choices=("sgd", "rowwise_adagrad"),
-        help="with --cold-tier file it is sgd",
+        help="--cold-tier file always uses sgd",
     )
     bench_tiers.add_argument("--cold-tier", default="host", choices=("host", "file"))
     in_files = bench_tiers.add_argument_group("with --cold-tier file")
@@ -207,10 +218,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--cold-path",
         type=Path,
         metavar="DIR",
-        help="where the tables are; made, and kept for the next time",
+        help="folder of the tables; created if missing, and kept for the next run",
     )
     in_files.add_argument(
-        "--times-memory", type=float, default=1.5, metavar="X", help="the tables' bytes"
+        "--times-memory",
+        type=float,
+        default=1.5,
+        metavar="X",
+        help="bytes of the tables, in units of RAM",
     )
     in_files.add_argument("--budget", default="2GiB", metavar="SIZE")
     bench_tiers.add_argument("--quick", action="store_true", help="small tables, few rounds")
@@ -225,14 +240,10 @@ def build_parser() -> argparse.ArgumentParser:
         bench_count,
         bench_rand_em,
     ):
-        benchmark.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+        benchmark.add_argument(
+            "--json", type=Path, metavar="FILE", help="also write the rows to FILE"
+        )
     return parser
-
-
-def _describe_keys() -> str:
-    """The configuration's keys, for `recsys train --help`."""
-    lines = [f"  {key:<24}{meaning}  [{default!r}]" for key, default, meaning in describe_keys()]
-    return "\n".join(["configuration keys  [default]:", *lines])
 
 
 def _train(options: argparse.Namespace) -> int:

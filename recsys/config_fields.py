@@ -1,37 +1,229 @@
-"""What a configuration's dataclasses are written with: fields, and checks of their values."""
+"""Configuration dataclasses in general: their fields, checks, construction and help.
+
+A field states once what its key accepts. `check_fields` enforces it; `format_keys` prints it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any
+import dataclasses
+import difflib
+import json
+import shutil
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from itertools import groupby
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
 
 from recsys.errors import ConfigError
 
-__all__ = ["at_least", "key", "one_of"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Key", "Range", "build", "check_fields", "format_keys", "key", "walk_keys"]
+
+_T = TypeVar("_T")
+_TYPE_NAMES: dict[Any, str] = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    tuple[int, ...]: "list of integers",
+    tuple[float, ...]: "list of numbers",
+}
 
 
-def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Check that a key has one of its values.
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """An interval of finite numbers.
 
-    Raises:
-        ConfigError: it has none of them.
+    Attributes:
+        least: The lower end.
+        most: The upper end, included; infinite for none.
+        excludes_least: Whether the lower end itself is outside.
     """
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+    least: float
+    most: float = inf
+    excludes_least: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        is_above = value > self.least if self.excludes_least else value >= self.least
+        return is_above and value <= self.most and isfinite(value)
+
+    def __str__(self) -> str:
+        if isfinite(self.most):
+            return f"in {'(' if self.excludes_least else '['}{self.least:g}, {self.most:g}]"
+        return f"{'above' if self.excludes_least else 'at least'} {self.least:g}"
 
 
-def at_least(name: str, value: int, least: int) -> None:
-    """Check that a key has no lower value.
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    above: float | None = None,
+    most: float = inf,
+) -> Any:
+    """A dataclass field for one key.
 
-    Raises:
-        ConfigError: it has.
+    Args:
+        default: Its default; a class for a table of keys of its own.
+        meaning: The line that `recsys train --help` prints.
+        choices: The values it accepts; empty for any.
+        least: The lowest number it accepts.
+        above: A number it must exceed; instead of `least`.
+        most: The highest number it accepts.
     """
-    if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}")
-
-
-def key(default: Any, meaning: str) -> Any:
-    """A field with its default and the line that help shows for it."""
+    interval = None
+    if least is not None:
+        interval = Range(least=least, most=most)
+    elif above is not None:
+        interval = Range(least=above, most=most, excludes_least=True)
+    metadata = {"meaning": meaning, "choices": choices, "range": interval}
     if isinstance(default, type):
-        return field(default_factory=default, metadata={"meaning": meaning})
-    return field(default=default, metadata={"meaning": meaning})
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_fields(config: Any) -> None:
+    """Check every key of a configuration dataclass against its choices and its range.
+
+    Raises:
+        ConfigError: a value is not one of the choices, or is out of range.
+    """
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        choices, interval = entry.metadata["choices"], entry.metadata["range"]
+        if choices and value not in choices:
+            shown = ", ".join(repr(choice) for choice in choices if choice)
+            raise ConfigError(f"{entry.name} must be one of {shown}; got {value!r}")
+        if interval is not None and value not in interval:
+            finite = "finite and " if isinstance(value, float) and interval.most == inf else ""
+            raise ConfigError(f"{entry.name} must be {finite}{interval}, got {value}")
+
+
+def build(kind: type[_T], tree: Any, prefix: str) -> _T:
+    """Build a configuration dataclass from nested mappings.
+
+    Args:
+        kind: The class.
+        tree: Its keys; those of its tables are mappings.
+        prefix: Dotted name of `tree` with a dot at its end, for messages; empty for the whole.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is not what the key accepts.
+    """
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{prefix.rstrip('.')} must be a table of keys, got {tree!r}")
+    types = get_type_hints(kind)
+    names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]  # always a dataclass
+    built: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {prefix}{close[0]}?" if close else f"; keys are {names}"
+            raise ConfigError(f"unknown key {prefix}{name}{hint}")
+        table = _table_of(types[name])
+        if table is not None:
+            built[name] = build(table, value, f"{prefix}{name}.")
+        else:
+            built[name] = _checked(prefix + name, value, types[name])
+    try:
+        return kind(**built)
+    except ConfigError as error:
+        raise ConfigError(f"{prefix}{error}") from None
+
+
+def _table_of(kind: Any) -> type | None:
+    """The configuration class of a key that is a table, optional or not; None for a plain key."""
+    for choice in (kind, *get_args(kind)):
+        if dataclasses.is_dataclass(choice) and isinstance(choice, type):
+            return choice
+    return None
+
+
+def _checked(name: str, value: Any, kind: Any) -> Any:
+    """Check the type of a value; an integer becomes a float and a list a tuple where needed."""
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind == tuple[int, ...]:
+        if isinstance(value, list | tuple) and all(type(size) is int for size in value):
+            return tuple(value)
+        raise ConfigError(f"{name} must be a list of integers, got {value!r}")
+    if kind == tuple[float, ...]:
+        if isinstance(value, list | tuple) and all(type(v) in (int, float) for v in value):
+            return tuple(float(v) for v in value)
+        raise ConfigError(f"{name} must be a list of numbers, got {value!r}")
+    if type(value) is not kind:
+        raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of a configuration, as help shows it.
+
+    Attributes:
+        group: Title of the table that it is in.
+        name: Its dotted name.
+        default: Its default, or words for one that depends on other keys.
+        meaning: What it means.
+        accepts: The values it accepts, in words.
+    """
+
+    group: str
+    name: str
+    default: Any
+    meaning: str
+    accepts: str
+
+
+def walk_keys(kind: type, prefix: str = "", group: str = "run") -> Iterator[Key]:
+    """Every key of a configuration dataclass and of the tables in it."""
+    types = get_type_hints(kind)
+    for entry in fields(kind):
+        meaning, table = entry.metadata["meaning"], _table_of(types[entry.name])
+        if table is not None:
+            yield from walk_keys(table, f"{prefix}{entry.name}.", f"{entry.name}: {meaning}")
+            continue
+        choices, interval = entry.metadata["choices"], entry.metadata["range"]
+        accepts = _TYPE_NAMES[types[entry.name]] + (f" {interval}" if interval else "")
+        if choices:
+            accepts = f"one of {', '.join(filter(None, choices))}"
+        default = "depends on name" if entry.default is None else entry.default
+        if prefix == "dense_optimizer.":
+            default = "as in optimizer"
+        yield Key(
+            group=group,
+            name=prefix + entry.name,
+            default=default,
+            meaning=meaning,
+            accepts=accepts,
+        )
+
+
+def format_keys(kind: type, width: int = 0) -> str:
+    """Every key with its meaning, type, range and default, in groups, as `--help` prints them.
+
+    Args:
+        kind: The configuration dataclass.
+        width: Characters per line; 0: those of the terminal.
+    """
+    width = width or max(80, shutil.get_terminal_size().columns)
+    lines = ["configuration keys, for --set and for the TOML file"]
+    for group, keys in groupby(walk_keys(kind), lambda each: each.group):
+        lines += ["", group]
+        for each in keys:
+            is_bare = isinstance(each.default, str) and each.default
+            default = each.default if is_bare else json.dumps(each.default)
+            lines += textwrap.wrap(
+                f"  {each.name:<29} {each.meaning} ({each.accepts}; default {default})",
+                width,
+                subsequent_indent=" " * 32,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""The keys of `schedule`: what runs when."""
+"""The keys of `schedule`: when rows are fetched, mini-batches computed and rows updated."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from recsys.config_fields import at_least, key, one_of
+from recsys.config_fields import check_fields, key
 from recsys.errors import ConfigError
 
 __all__ = ["ScheduleConfig"]
@@ -23,44 +23,49 @@ _KEYS_OF = {
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """What runs when; of these names, "fae" alone changes the order of samples, and so numbers.
+    """When rows are fetched, mini-batches computed and rows updated.
 
-    "hotline" changes the order in which floats are summed.
+    "hotline" changes the order in which floats are summed. "fae" changes the order of samples, and
+    with it the results. The other schedules give bit-equal results on the CPU.
     """
 
     name: str = key(
         "",
-        "sequential, lookahead, hotline, fae, or auto to have it measured; empty: lookahead where "
-        "rows are in two tiers",
+        "schedule; auto measures which is fastest; empty: lookahead if rows are in two tiers",
+        choices=_NAMES,
     )
     depth: int = key(
-        0, "mini-batches whose rows are fetched ahead; 0: two with lookahead, none with hotline"
+        0,
+        "mini-batches whose rows are fetched ahead; 0: two with lookahead, none with hotline",
+        least=0,
     )
     learning_share: float = key(
-        0.05, "of hotline: share of the steps after which popular rows are chosen, again and again"
+        0.05, "hotline: share of the steps after which it picks popular rows anew", least=0, most=1
     )
-    pinned_share: float = key(0.5, "of hotline: share of fast memory that popular rows may keep")
+    pinned_share: float = key(
+        0.5, "hotline: share of the fast memory that popular rows may keep", least=0, most=1
+    )
     permute_within_batch: bool = key(
-        False, "draw the order of samples in each mini-batch anew: what rounding alone does"
+        False, "shuffle the samples of each mini-batch, to measure the effect of rounding"
     )
-    permutation_seed: int = key(0, "of permute_within_batch")
-    rate: float = key(50.0, "of fae: percent of the cold, then of the hot mini-batches in a turn")
-    adaptive: bool = key(True, "of fae: whether the validation loss changes the rate")
-    min_rate: float = key(1.0, "of fae: the rate is no lower")
-    max_rate: float = key(100.0, "of fae: nor higher")
-    patience: int = key(4, "of fae: falls of the loss, one after the other, that raise the rate")
-    factor: float = key(2.0, "of fae: by what the rate is raised, or lowered where the loss rises")
-    sample_rate: float = key(0.05, "of fae: share of the training samples that tells popular rows")
+    permutation_seed: int = key(0, "seed of permute_within_batch", least=0)
+    rate: float = key(
+        50.0,
+        "fae: percent of the cold, then of the hot mini-batches issued before it switches",
+        above=0,
+        most=100,
+    )
+    adaptive: bool = key(True, "fae: change the rate by the validation loss")
+    min_rate: float = key(1.0, "fae: lowest rate", above=0, most=100)
+    max_rate: float = key(100.0, "fae: highest rate", above=0, most=100)
+    patience: int = key(4, "fae: falls of the loss in a row that raise the rate", least=1)
+    factor: float = key(2.0, "fae: factor by which the rate rises, or falls", above=1)
+    sample_rate: float = key(
+        0.05, "fae: share of the training samples that it counts lookups in", above=0, most=1
+    )
 
     def __post_init__(self) -> None:
-        one_of("name", self.name, _NAMES if not self.name else _NAMES[1:])
-        at_least("depth", self.depth, 0)
-        at_least("permutation_seed", self.permutation_seed, 0)
-        if not 0 < self.sample_rate <= 1:
-            raise ConfigError(f"sample_rate must lie in (0, 1], got {self.sample_rate}")
-        for name in ("learning_share", "pinned_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        check_fields(self)
         if self.permutation_seed and not self.permute_within_batch:
             raise ConfigError(
                 "permutation_seed means nothing without permute_within_batch, got "

@@ -1,4 +1,4 @@
-"""Files that appear under their names only when whole, and folders that one process writes to."""
+"""Atomic writes, checks of paths before long work, and locks on folders."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = [
 
 @contextmanager
 def appearing_whole(file: Path) -> Iterator[Path]:
-    """Write a file that gets its name only after the disk holds all of its content.
+    """Write a file atomically: it gets its name only after the disk holds its whole content.
 
-    A power failure leaves the file that had the name before, or the new one, whole. If the `with`
-    block raises, the new file is removed and never gets the name.
+    After a power failure the name belongs to the old file or to the new one, and either is whole.
+    If the `with` block raises, the new file is removed.
 
     Args:
-        file: The name to give. A file that has it already is replaced.
+        file: The final path. An existing file is replaced.
 
     Yields:
-        The path to write to, in the same folder. Close the file before the block ends.
+        A temporary path in the same folder, to write to. Close the file before the block ends.
     """
     partial = file.with_name(f"{file.name}.partial")
     try:
@@ -47,15 +47,15 @@ def appearing_whole(file: Path) -> Iterator[Path]:
 
 
 def require_files(kind: str, files: Iterable[Path]) -> None:
-    """Check that files are there, and each of them once.
+    """Check that input files exist and that none is named twice.
 
     Args:
-        kind: What they are, for the message.
+        kind: Kind of input, for the message.
         files: Their paths.
 
     Raises:
-        FileNotFoundError: one is not.
-        ConfigError: one is named twice, by whatever path.
+        FileNotFoundError: a file does not exist.
+        ConfigError: two paths lead to the same file.
     """
     seen: dict[Path, Path] = {}
     for file in files:
@@ -74,10 +74,10 @@ def require_files(kind: str, files: Iterable[Path]) -> None:
 
 
 def require_new(*files: Path) -> None:
-    """Check that none of some files would be overwritten, and make their folders.
+    """Check that no file would be overwritten, and create the folders above them.
 
     Raises:
-        AlreadyExists: one is there.
+        AlreadyExists: a file exists.
     """
     for file in files:
         if file.exists():
@@ -87,28 +87,30 @@ def require_new(*files: Path) -> None:
 
 
 def require_place(file: Path) -> None:
-    """Check that a file can be written, or written anew, before the work that is to fill it.
+    """Check that a file can be created or replaced, before the work that produces its content.
 
-    Folders above it that are not there yet can be made.
+    Folders above the file may be missing, as long as they can be created.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the file cannot be written.
     """
     if file.exists() and not file.is_file():
-        kind = "a folder" if file.is_dir() else "no plain file"
+        kind = "a folder" if file.is_dir() else "not a plain file"
         raise ConfigError(f"{file} is {kind}; name a file to be written")
     folder = next(parent for parent in file.absolute().parents if parent.exists())
     if not folder.is_dir():
-        raise ConfigError(f"{file} cannot be written: {folder} is no folder; choose another name")
+        raise ConfigError(
+            f"{file} cannot be written: {folder} is not a folder; choose another name"
+        )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"{file} cannot be written: {folder} may not be written to; choose another folder"
+            f"{file} cannot be written: no permission to write to {folder}; choose another folder"
         )
 
 
 def flush_to_disk(path: Path) -> None:
-    """Have the disk hold a file's content, or a folder's names."""
-    if sys.platform == "win32":  # it opens no folder, and flushes no file that is open for reading
+    """Flush a file's content, or the names in a folder, to the disk (fsync)."""
+    if sys.platform == "win32":  # cannot open folders, nor flush files opened for reading
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -119,28 +121,31 @@ def flush_to_disk(path: Path) -> None:
 
 @contextmanager
 def alone_in(folder: Path, command: str) -> Iterator[None]:
-    """While it lasts, no other process that asks for the same works in the folder.
+    """Hold an exclusive lock on a folder for the duration of the `with` block.
+
+    The lock is on the folder itself, so it adds no file to it. The system releases the lock when
+    the process ends, even if it is killed. Windows cannot lock a folder: there, nothing is locked.
 
     Args:
-        folder: Is there. The system takes the lock back when the process ends, however it does.
-        command: What works there, for the message.
+        folder: An existing folder.
+        command: The command that works in it, for the message.
 
     Raises:
-        ConfigError: another one does.
+        ConfigError: another process, or another `with` block, holds the lock.
     """
     try:
         import fcntl
     except ImportError:  # Windows
         yield
         return
-    handle = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
                 f"another `{command}` is at work in {folder}; wait for it to end"
             ) from None
         yield
     finally:
-        os.close(handle)
+        os.close(descriptor)

@@ -9,6 +9,8 @@ import time
 import pytest
 
 from recsys.cli import build_parser, main
+from recsys.config import TrainConfig, describe_keys
+from recsys.config_fields import format_keys
 
 
 def run_cli(*arguments):
@@ -129,7 +131,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
     [
         (["train", "nowhere"], "nowhere is not a store"),
         (["train", "synthetic:criteo-kaggle", "--set", "x=1"], "unknown key x"),
-        (["train", "synthetic:criteo-kaggle", "--set", "data=x"], "data is named elsewhere"),
+        (["train", "synthetic:criteo-kaggle", "--set", "data=x"], "data is set elsewhere"),
         (["train", "synthetic:criteo-kaggle", "--set", "device=cuda"], "sees no CUDA device"),
         (
             [
@@ -201,7 +203,7 @@ def test_a_result_that_would_lie_under_a_file_is_refused_before_the_work(tmp_pat
 
     assert run_cli("bench", "step", "--json", tmp_path / "file" / "new" / "x.json") == 2
 
-    assert f"cannot be written: {tmp_path / 'file'} is no folder" in capsys.readouterr().err
+    assert f"cannot be written: {tmp_path / 'file'} is not a folder" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -211,7 +213,7 @@ def test_a_result_never_takes_the_place_of_a_pipe_or_a_device(tmp_path, capsys):
 
     assert run_cli("evaluate", tmp_path / "no_run", "--json", tmp_path / "pipe") == 2
 
-    assert f"{tmp_path / 'pipe'} is no plain file" in capsys.readouterr().err
+    assert f"{tmp_path / 'pipe'} is not a plain file" in capsys.readouterr().err
 
 
 def test_help_lists_every_configuration_key(capsys):
@@ -220,8 +222,19 @@ def test_help_lists_every_configuration_key(capsys):
 
     assert caught.value.code == 0
     printed = capsys.readouterr().out
-    assert "optimizer.lr" in printed
-    assert "eval.every_steps" in printed
+    for name, _, _ in describe_keys():
+        assert name in printed
+
+
+def test_help_of_a_key_says_its_group_its_meaning_what_it_accepts_and_its_default():
+    lines = format_keys(TrainConfig, width=200).split("\n")
+
+    place = lines.index("lr_schedule: learning rates over the run")
+    found = [" ".join(line.split()) for line in lines[place:]]
+    assert (
+        "lr_schedule.final factor that remains at the end (number in [0, 1]; default 0.0)" in found
+    )
+    assert "lr_schedule.decay how rates fall (one of none, linear, cosine; default none)" in found
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def test_what_it_needs_is_said_before_training(small_config, tmp_path):
         run(small_config("schedule.name=fae"), tmp_path / "none")
     with pytest.raises(BudgetTooSmall):
         run(small_config(*FAE, "budget='2500'"), tmp_path / "small")
-    with pytest.raises(ConfigError, match="rates are percentages"):
+    with pytest.raises(ConfigError, match=r"schedule\.rate must be in \(0, 100\]"):
         run(small_config(*FAE, "schedule.rate=200"), tmp_path / "rate")
     assert not list(tmp_path.iterdir())
 
