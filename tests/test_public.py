@@ -75,6 +75,7 @@ assert pathlib.Path(recsys.__file__).is_relative_to(sys.argv[1]), recsys.__file_
 for module in pkgutil.walk_packages(recsys.__path__, "recsys."):
     importlib.import_module(module.name)
 assert (pathlib.Path(recsys.__file__).parent / "py.typed").is_file()
+assert list(pathlib.Path(recsys.__file__).parent.rglob("report_page.html"))
 """
 
 
