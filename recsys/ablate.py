@@ -1,10 +1,10 @@
-"""Ablations: one configuration in variations, each trained with several seeds.
+"""Ablations: train variations of one configuration, each with several seeds.
 
-    variations x seeds = cells; a cell is one training run, in DIR/cells/<variation>-seed<k>
-    turns               every variation with the first seed, then every one with the second, ...
-    finished            a cell whose run.json says so and has the configuration asked for
+    cell                one training run: a variation with a seed; DIR/cells/<variation>-seed<k>
+    order               all variations with the first seed, then all with the second, ...
+    finished cell       its run.json says so, and holds the configuration of the cell
 
-A finished cell is never run again, so an ablation that was stopped, however, goes on where it was.
+A finished cell is never run again. So a stopped ablation continues where it stopped.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ablate", "seconds_to_auc"]
 
-# A loss that is no number comes again with the same seed: an outcome, not an accident.
+# A cell that diverged would diverge again with the same seed, so it is not run again.
 _OUTCOMES = ("finished", "diverged")
-# Of the environment: where cells differ in one of these, the table compares that too.
+# Keys of the environment that must agree: otherwise the table compares machines or versions too.
 _SAME_FOR_ALL = (
     "recsys",
     "commit",
@@ -50,7 +50,7 @@ _SAME_FOR_ALL = (
 
 
 class RunCell(Protocol):
-    """How a cell is trained; `recsys.trainer.train` is one way, in a process of its own another."""
+    """A function that trains one cell: `recsys.trainer.train`, or `train_in_own_process`."""
 
     def __call__(self, config: TrainConfig, run_dir: Path, *, show_progress: bool) -> Any: ...
 
@@ -62,28 +62,28 @@ def ablate(
     show_progress: bool = True,
     run_cell: RunCell = train_in_own_process,
 ) -> dict[str, Any]:
-    """Run the cells that are not finished yet, one after the other, and tabulate all of them.
+    """Run the cells that are not finished, one after the other, and tabulate all cells.
 
-    A cell's process is a fresh one, which imports the script that calls this: what such a script
-    does belongs under `if __name__ == "__main__":`.
+    Every cell is trained in a new process, which imports the main script. A script that calls this
+    function must do its work under `if __name__ == "__main__":`.
 
     Args:
-        config: Which cells.
-        out_dir: A new folder, or that of the same ablation begun before. It gets `cells/` and,
-            anew behind every cell, `ablate.json` and `report.html`.
-        show_progress: Say which cell is run, and draw its progress bar.
+        config: The cells.
+        out_dir: A new folder, or the folder of the same ablation, which is continued. It gets
+            `cells/`, and after every cell a new `ablate.json` and a new `report.html`.
+        show_progress: Print the name of every cell and draw its progress bar.
         run_cell: Trains one configuration into a folder.
 
     Returns:
-        The record, as in `ablate.json`. Its `status` is "finished", or "unfinished" after Ctrl-C,
-        which ends the cell that is being trained; that one counts as not run.
+        The record, as in `ablate.json`. Its `status` is "finished", or "unfinished" after Ctrl-C.
+        Ctrl-C ends the cell in training, which then counts as not run.
 
     Raises:
         AlreadyExists: the folder holds something else, or a cell with another configuration or
-            other data.
-        ConfigError: a cell cannot be carried out, a file of one is damaged, or another process is
+            with other data.
+        ConfigError: a cell cannot be trained, a file of a cell is damaged, or another process is
             at work in the folder.
-        StoreError: there is no data.
+        StoreError: the data does not exist.
     """
     folder = Path(out_dir)
     cells = config.cells()
@@ -95,7 +95,7 @@ def ablate(
             "choose another with --run"
         )
     data = {_data_keys(cell): cell.config for cell in cells}
-    # Data that is not there is found out before anything is written.
+    # Missing data raises here, before anything is written.
     sources = {keys: describe_source(open_source(tried)) for keys, tried in data.items()}
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     with alone_in(folder, "recsys ablate"):
@@ -110,11 +110,11 @@ def ablate(
                 if cell.name in outcomes:
                     continue
                 if show_progress:
-                    _say(f"cell {number + 1} of {len(cells)}: {cell.name}")
+                    _print(f"cell {number + 1} of {len(cells)}: {cell.name}")
                 _train_cell(folder, cell, run_cell, show_progress=show_progress)
                 outcome = _read_outcome(config, folder, cell)
                 if outcome is None:
-                    break  # Ctrl-C, seen by a runner in this process
+                    break  # `run_cell` trained in this process and Ctrl-C ended it
                 outcomes[cell.name] = outcome
                 if len(outcomes) < len(cells):
                     _tabulate(config, folder, cells, outcomes)
@@ -122,17 +122,17 @@ def ablate(
             pass
         finally:
             record = _tabulate(config, folder, cells, outcomes)
-            _say_what_is_odd(folder, cells, record)
+            _warn_of_differences(folder, cells, record)
     return record
 
 
 def seconds_to_auc(
     history: Sequence[Mapping[str, Any]], split: str, target_auc: float
 ) -> tuple[float, int] | None:
-    """When a run first reached an AUC: seconds of training, and samples trained on.
+    """Seconds of training and samples trained on until a run first reached an AUC.
 
-    The first evaluation at or above the target counts, without interpolation; the clock leaves
-    evaluations out. None if no evaluation of the part reached it.
+    The first evaluation at or above the target counts, without interpolation. The seconds leave
+    evaluations out. None if no evaluation of the split reached the target.
     """
     for entry in history:
         found = entry.get(split)
@@ -142,11 +142,11 @@ def seconds_to_auc(
 
 
 def _read_outcome(config: AblationConfig, folder: Path, cell: Cell) -> dict[str, Any] | None:
-    """The record of a cell that is over; None where it has yet to be run.
+    """The record of a cell that finished or diverged; None if the cell must be run.
 
     Raises:
         AlreadyExists: the cell was run with another configuration.
-        ConfigError: the record is damaged, or so is a history that is needed.
+        ConfigError: the record is damaged, or the history is damaged and a target needs it.
     """
     run = RunFolder(folder / "cells" / cell.name)
     if not run.record_file.is_file():
@@ -155,10 +155,10 @@ def _read_outcome(config: AblationConfig, folder: Path, cell: Cell) -> dict[str,
     if record["status"] not in _OUTCOMES:
         return None
     try:
-        # A key that is younger than the record had its default then.
+        # A key that did not exist when the record was written gets its default.
         found = record["config"] = _as_json(describe_config(build_config(record["config"])))
     except ConfigError as error:
-        difference: str | None = f"this version does not take it: {error}"
+        difference: str | None = f"this version refuses it: {error}"
     else:
         difference = _first_difference(_as_json(describe_config(cell.config)), found)
     if difference is not None:
@@ -171,36 +171,36 @@ def _read_outcome(config: AblationConfig, folder: Path, cell: Cell) -> dict[str,
 def _require_whole_history(
     run: RunFolder, cell: Cell, record: Mapping[str, Any], split: str
 ) -> None:
-    """Check that what says when a target was reached is there: without it, it never was.
+    """Check that the history, which says when the target was reached, is complete.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the history is missing or incomplete.
     """
     history = run.read_history()
     last = history[-1] if history else {}
     if last.get(split) is None or last.get("num_samples") != record["throughput"]["num_samples"]:
         raise ConfigError(
-            f"cell {cell.name} is finished, but {run.history_file} is not there or lacks the last "
-            f"evaluation of the {split} part, so when a target was reached is not known; remove "
-            f"{run.path} to run it anew"
+            f"cell {cell.name} is finished, but {run.history_file} is missing or lacks the last "
+            f"evaluation on the {split} split, which the time to the target needs; remove "
+            f"{run.path} to run it again"
         )
 
 
 def _data_keys(cell: Cell) -> tuple[Any, ...]:
-    """The keys of a cell's configuration that say what its data is."""
+    """The keys of a cell's configuration that name its data."""
     return cell.config.data, cell.config.synthetic
 
 
 def _require_same_data(
     folder: Path, cell: Cell, record: Mapping[str, Any], data: Mapping[str, Any]
 ) -> None:
-    """Check that a cell was run on data as it is now.
+    """Check that a finished cell was run on the data as it is now.
 
     Raises:
-        AlreadyExists: it was not.
+        AlreadyExists: the data has changed.
     """
     found = record["data"]
-    # What one of two versions does not write down yet is no difference.
+    # A key that only one of two versions writes is not a difference.
     asked = {key: value for key, value in _as_json(data).items() if key in found}
     difference = _first_difference(asked, {key: found[key] for key in asked})
     if difference is not None:
@@ -211,40 +211,40 @@ def _require_same_data(
 def _refusal(run: RunFolder, cell: Cell, what: str, difference: str) -> str:
     return (
         f"cell {cell.name} was run with {what}: {difference}; remove "
-        f"{run.path} to run it anew, or choose another folder with --run"
+        f"{run.path} to run it again, or choose another folder with --run"
     )
 
 
 def _as_json(value: Any) -> Any:
-    """As it comes back from a file: tuples are lists."""
+    """The value as read back from a JSON file: tuples become lists."""
     return json.loads(json.dumps(value))
 
 
 def _first_difference(asked: Any, found: Any, key: str = "") -> str | None:
-    """Where two nested mappings differ, in words."""
+    """The first difference of two nested mappings, in words; None if they are equal."""
     if isinstance(asked, dict) and isinstance(found, dict):
         for name in [*asked, *(name for name in found if name not in asked)]:
             inner = f"{key}.{name}" if key else name
             if name not in found:
-                return f"{inner} is {asked[name]!r} here and was not set then"
+                return f"{inner} is {asked[name]!r} now and was not set then"
             if name not in asked:
-                return f"{inner} is not set here and was {found[name]!r} then"
+                return f"{inner} is not set now and was {found[name]!r} then"
             difference = _first_difference(asked[name], found[name], inner)
             if difference is not None:
                 return difference
         return None
-    return None if asked == found else f"{key} is {asked!r} here and was {found!r} then"
+    return None if asked == found else f"{key} is {asked!r} now and was {found!r} then"
 
 
 def _train_cell(folder: Path, cell: Cell, run_cell: RunCell, *, show_progress: bool) -> None:
     path = folder / "cells" / cell.name
     if path.exists():
-        _say(f"{path} was not finished: it is removed and run again")
+        _print(f"{path} was not finished: it is removed and run again")
         shutil.rmtree(path)
     try:
         run_cell(cell.config, path, show_progress=show_progress)
     except TrainingDiverged as error:
-        _say(f"cell {cell.name} diverged: {error}")
+        _print(f"cell {cell.name} diverged: {error}")
     except ConfigError as error:
         raise ConfigError(f"cell {cell.name}: {error}") from None
 
@@ -255,7 +255,7 @@ def _tabulate(
     cells: Sequence[Cell],
     outcomes: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Write the record of all cells that are over and its page; returns the record."""
+    """Write `ablate.json` and `report.html` from the cells that are done; returns the record."""
     done = [
         _describe_cell(config, folder, cell, outcomes[cell.name])
         for cell in cells
@@ -276,16 +276,16 @@ def _tabulate(
     return record
 
 
-def _say_what_is_odd(folder: Path, cells: Sequence[Cell], record: Mapping[str, Any]) -> None:
+def _warn_of_differences(folder: Path, cells: Sequence[Cell], record: Mapping[str, Any]) -> None:
     names = [cell.name for cell in cells]
     others = sorted(path.name for path in (folder / "cells").iterdir() if path.name not in names)
     if others:
-        _say(f"left alone, not part of this ablation: {', '.join(others)} in {folder / 'cells'}")
+        _print(f"kept, but not part of this ablation: {', '.join(others)} in {folder / 'cells'}")
     num_asked = len({cell.config.num_threads for cell in cells})
     for key in _SAME_FOR_ALL:
         values = record["environment"].get(key)
         if isinstance(values, list) and not (key == "num_threads" and num_asked > 1):
-            _say(f"the cells were not all run on the same: {key} is one of {values}")
+            _print(f"the cells were not all run with the same {key}, but with {values}")
 
 
 def _describe_cell(
@@ -308,7 +308,7 @@ def _describe_cell(
 
 
 def _common_environment(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the cells ran on; where they differ in something, the list of its values."""
+    """The environment of the cells; a key in which they differ has the list of its values."""
     if not environments:
         return describe_environment()
     common = {}
@@ -321,5 +321,5 @@ def _common_environment(environments: Sequence[Mapping[str, Any]]) -> dict[str, 
     return common
 
 
-def _say(message: str) -> None:
+def _print(message: str) -> None:
     sys.stderr.write(f"{message}\n")

@@ -1,19 +1,19 @@
-"""What an ablation's file asks for: a base configuration, and the table `[ablate]`.
+"""The file of an ablation: a base configuration and the table `[ablate]`.
 
     [ablate]
     seeds = [0, 1, 2]
-    target_auc = 0.70              # optional: measure the training time to it
-    target_split = "test"          # of which part; "test" by default
-    eval_every_samples = 4096      # how often it is looked at; 4096 by default
+    target_auc = 0.70              # optional: measure the training time to this AUC
+    target_split = "test"          # split of that AUC; default "test"
+    eval_every_samples = 4096      # training samples between evaluations; default 4096
 
-    [[ablate.variations]]          # named sets of keys ...
+    [[ablate.variations]]          # named sets of keys, ...
     name = "sgd"
     optimizer.lr = 0.1
 
     [ablate.grid]                  # ... crossed with every combination of these values
     embeddings = ["torch", "fbgemm"]
 
-Either of variations and grid may be left out. Everything else is a key of `recsys train`.
+Variations or grid may be left out, but not both. All other keys are those of `recsys train`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Variation:
     """One way to run the base configuration.
 
     Attributes:
-        name: As the file says; combinations of a grid are named `key=value`, comma-joined, with
-            `[8;4]` for a list.
-        keys: What it sets, by dotted key.
+        name: The name in the file. A combination of the grid is named `key=value`, joined by
+            commas; a list is written `[8;4]`.
+        keys: The values that it sets, by dotted key.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Cell:
     """One training run of an ablation.
 
     Attributes:
-        name: That of its folder.
-        variation: That of its variation.
-        seed: Of its initial values and of its order of samples.
-        config: Its whole configuration.
+        name: Name of its folder.
+        variation: Name of its variation.
+        seed: Seed of the initial values and of the order of samples.
+        config: The whole configuration.
     """
 
     name: str
@@ -72,15 +72,15 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class AblationConfig:
-    """A base configuration, its variations and the seeds each is run with.
+    """A base configuration, its variations and their seeds.
 
     Attributes:
         base: Nested keys of the base configuration.
-        variations: In the order of their turns.
-        seeds: Likewise.
-        target_auc: The AUC that the time to is measured; None: it is not.
-        target_split: The part it is measured on, "test" or "validation".
-        eval_every_samples: Training samples between two looks at it.
+        variations: In the order in which they run.
+        seeds: In the order in which they run.
+        target_auc: Measure the training time to this AUC; None to measure none.
+        target_split: Split of that AUC, "test" or "validation".
+        eval_every_samples: Training samples between two evaluations.
     """
 
     base: Mapping[str, Any]
@@ -104,20 +104,20 @@ class AblationConfig:
         for variation in self.variations:
             for key, value in variation.keys.items():
                 if isinstance(value, dict):
-                    # It would replace the base's table, and hide what it sets.
+                    # It would replace the whole table of the base.
                     raise ConfigError(
                         f"variation {variation.name!r}: {key} is a table, got {value!r}; set its "
                         f"keys one by one, as in {key}.{next(iter(value), 'KEY')} = ..., under "
-                        "[[ablate.variations]] where they go together"
+                        "[[ablate.variations]] if they belong together"
                     )
                 self._check_free(key, f"variation {variation.name!r}")
         for key, _ in _flatten(self.base):
             self._check_free(key, "the base configuration")
-        # Every cell has a folder, and every configuration is valid, before any is run.
+        # Checks all folder names and all configurations before the first run.
         _all_distinct("folder names of cells", [cell.name for cell in self.cells()])
 
     def cells(self) -> list[Cell]:
-        """All training runs, taking turns: all variations with a seed before the next seed.
+        """All training runs: every variation with the first seed, then with the next seed.
 
         Raises:
             ConfigError: a configuration is not valid.
@@ -134,7 +134,7 @@ class AblationConfig:
         ]
 
     def describe(self) -> dict[str, Any]:
-        """JSON types; what concerns a target is null where there is none."""
+        """The ablation in JSON types; the keys about the target are null without a target."""
         has_target = self.target_auc is not None
         return {
             "seeds": list(self.seeds),
@@ -146,7 +146,7 @@ class AblationConfig:
         }
 
     def _config(self, variation: Variation, seed: int) -> TrainConfig:
-        # A model a cell would fill the disk and is no result; who wants them says so.
+        # One model per cell would fill the disk, so models are saved only on request.
         tree = deepcopy({"save_model": False, **self.base, "seed": seed})
         try:
             for key, value in variation.keys.items():
@@ -161,19 +161,21 @@ class AblationConfig:
         return replace(config, eval=evaluation)
 
     def _check_free(self, key: str, place: str) -> None:
-        """A key that the table `[ablate]` decides on is not set elsewhere."""
+        """Check that a key is not one that the table `[ablate]` sets.
+
+        Raises:
+            ConfigError: it is.
+        """
         decided = {"seed": "seeds"} | ({} if self.target_auc is None else _TARGET_KEYS)
         if key in decided:
-            raise ConfigError(
-                f"{place} sets {key}, which ablate.{decided[key]} decides on; drop {key}"
-            )
+            raise ConfigError(f"{place} sets {key}, which ablate.{decided[key]} sets; drop {key}")
 
 
 def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
-    """Read an ablation's file, with `key=value` settings put over it.
+    """Read the file of an ablation and apply `key=value` settings.
 
     Raises:
-        ConfigError: a key is unknown, set in two places, or not what it must be.
+        ConfigError: a key is unknown, is set in two places, or has a wrong value.
     """
     tree = read_tree(file, settings)
     table = tree.pop("ablate", None)
@@ -193,8 +195,8 @@ def load_ablation(file: Path, settings: Sequence[str] = ()) -> AblationConfig:
         for variation in variations:
             if any(_overlap(key, varied) for varied in variation.keys):
                 raise ConfigError(
-                    f"--set {setting} would be overruled by variation {variation.name!r}; "
-                    "drop it, or change the variation"
+                    f"--set {setting} has no effect: variation {variation.name!r} sets this key; "
+                    "drop the setting, or change the variation"
                 )
     values = {key: table[key] for key in table if key not in ("seeds", "variations", "grid")}
     return AblationConfig(
@@ -218,7 +220,7 @@ def _check_types(table: Mapping[str, Any]) -> None:
 
 
 def _variations(table: Mapping[str, Any]) -> tuple[Variation, ...]:
-    """Named variations crossed with the combinations of the grid."""
+    """Every named variation with every combination of the grid."""
     named = [_named_variation(entry) for entry in table.get("variations", [])]
     grid = dict(_flatten(table.get("grid", {})))
     for key, values in grid.items():
@@ -230,7 +232,7 @@ def _variations(table: Mapping[str, Any]) -> tuple[Variation, ...]:
     if not named and not grid:
         raise ConfigError(
             "ablate needs [[ablate.variations]] or [ablate.grid]; for the base configuration "
-            'alone, one variation with nothing but name = "base"'
+            'alone, write one variation with nothing but name = "base"'
         )
     found = []
     for variation in named or [Variation(name="", keys={})]:
@@ -264,12 +266,12 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _overlap(key: str, other: str) -> bool:
-    """Whether two dotted keys are one, or one of them is a table with the other in it."""
+    """Whether two dotted keys are equal, or one is a table that contains the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
 def _short(value: Any) -> str:
-    """A value in the name of a variation, where commas and = stand between keys."""
+    """A value as part of a variation's name, in which commas and = separate keys."""
     return str(value).translate(str.maketrans(",=", ";:", " "))
 
 

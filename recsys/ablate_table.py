@@ -6,6 +6,8 @@ from dataclasses import asdict
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from recsys.bench.harness import summarize
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ def _milliseconds_to_target(cell: Mapping[str, Any]) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-# By metric: its unit, and its value in a cell that finished, None where that has none.
+# By metric: its unit, and the function that reads its value from a finished cell, or None.
 _METRICS: dict[str, tuple[str, Callable[[Mapping[str, Any]], float | None]]] = {
     "auc": ("1", _test_metric("auc")),
     "logloss": ("nats", _test_metric("logloss")),
@@ -35,24 +37,24 @@ _METRICS: dict[str, tuple[str, Callable[[Mapping[str, Any]], float | None]]] = {
 def make_rows(
     cells: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Rows of the benchmark schema, each with what the table needs besides.
+    """Rows of the benchmark schema, with the extra keys of the ablation's table.
 
     Args:
         cells: As in `ablate.json`.
         config: As in `ablate.json`.
 
     Returns:
-        A row per variation and metric. Beside the schema's keys: `variation`; `mean`, `std` (of a
-        sample; null for a single run), `min`, `max`; `values` by cell, in the order of the seeds;
-        `num_cells`, of which `num_runs` have a value. The rest never reached the target, or
-        diverged. Numbers are null where no cell has a value.
+        A row per variation and metric. Extra keys: `variation`; `mean`, `std` (sample standard
+        deviation; null for a single run), `min`, `max`; `values`, one per cell in the order of the
+        seeds; `num_cells`. Only `num_runs` of these cells have a value: the others diverged or
+        never reached the target. All numbers are null if no cell has a value.
     """
     rows = []
     for variation in config["variations"]:
         own = [cell for cell in cells if cell["variation"] == variation]
         for metric, (unit, value_of) in _METRICS.items():
             if own and (metric != "time_to_target_auc" or config["target_auc"] is not None):
-                # What a run measured before it diverged is not what came out of it.
+                # A run that diverged has no result, even if it was evaluated before.
                 values = [
                     value_of(cell) if cell["run"]["status"] == "finished" else None for cell in own
                 ]
@@ -83,7 +85,7 @@ def _row(
 
 
 def column_title(metric: str, config: Mapping[str, Any]) -> str:
-    """What a person calls a metric; `config` as in `ablate.json`."""
+    """Title of a metric for readers; `config` is that of `ablate.json`."""
     titles = {
         "auc": "test AUC",
         "logloss": "test logloss",
@@ -94,7 +96,7 @@ def column_title(metric: str, config: Mapping[str, Any]) -> str:
 
 
 def format_number(metric: str, value: float | None) -> str:
-    """A metric's value as a person reads it; times in seconds."""
+    """Value of a metric for readers; times in seconds."""
     if value is None:
         return "-"
     if metric == "throughput":
@@ -103,24 +105,24 @@ def format_number(metric: str, value: float | None) -> str:
 
 
 def format_evaluations(record: Mapping[str, Any]) -> str:
-    """When the cells were evaluated: every how many training samples, least to most, or when else.
+    """How often the cells were evaluated, in words, for the note on the time to the target.
 
     Args:
-        record: As in `ablate.json`, of an ablation with a target.
+        record: `ablate.json` of an ablation with a target.
     """
     runs = [cell["run"] for cell in record["cells"]]
-    on_the_way = [run["config"] for run in runs if not _is_evaluated_at_its_end_alone(run)]
-    if runs and not on_the_way:
-        return "the only one is made behind the last step"
+    periodic = [run["config"] for run in runs if not _is_evaluated_only_at_its_end(run)]
+    if runs and not periodic:
+        return "the only one is made after the last step"
     asked = record["config"]["eval_every_samples"]
-    found = {run["eval"]["every_steps"] * run["batch_size"] for run in on_the_way} or {asked}
+    found = {run["eval"]["every_steps"] * run["batch_size"] for run in periodic} or {asked}
     interval = " to ".join(f"{samples:,}" for samples in dict.fromkeys((min(found), max(found))))
-    num_others = len(runs) - len(on_the_way)
-    others = f", but in {num_others} of {len(runs)} cells the last one alone" if num_others else ""
+    num_others = len(runs) - len(periodic)
+    others = f", but in {num_others} of {len(runs)} cells only the last one" if num_others else ""
     return f"one is made every {interval} samples{others}"
 
 
-def _is_evaluated_at_its_end_alone(run: Mapping[str, Any]) -> bool:
+def _is_evaluated_only_at_its_end(run: Mapping[str, Any]) -> bool:
     every_steps: int = run["config"]["eval"]["every_steps"]
     num_steps: int = run["throughput"]["num_steps"]
     return run["status"] == "finished" and every_steps > num_steps
@@ -128,20 +130,21 @@ def _is_evaluated_at_its_end_alone(run: Mapping[str, Any]) -> bool:
 
 def format_ablation(record: Mapping[str, Any]) -> str:
     """What `recsys ablate` prints at the end."""
-    config, rows = record["config"], record["rows"]
-    title_width = max([len(column_title(metric, config)) for metric in _METRICS])
-    name_width = max([len("variation"), *(len(row["variation"]) for row in rows)])
-    columns = "".join(f"{name:>10}" for name in ("mean", "std", "min", "max", "runs"))
-    lines = [f"{'variation':<{name_width}}  {'':<{title_width}}{columns}"]
-    for row in rows:
-        metric = row["metric"]
-        name = row["variation"] if metric == "auc" else ""
-        numbers = [format_number(metric, row[key]) for key in ("mean", "std", "min", "max")]
-        numbers.append(f"{row['num_runs']} of {row['num_cells']}")
-        cells = "".join(f"{number:>10}" for number in numbers)
-        lines.append(f"{name:<{name_width}}  {column_title(metric, config):<{title_width}}{cells}")
+    config = record["config"]
+    table = pd.DataFrame(
+        [
+            [
+                row["variation"],
+                column_title(row["metric"], config),
+                *(format_number(row["metric"], row[key]) for key in ("mean", "std", "min", "max")),
+                f"{row['num_runs']} of {row['num_cells']}",
+            ]
+            for row in record["rows"]
+        ],
+        columns=["variation", "metric", "mean", "std", "min", "max", "runs"],
+    ).set_index(["variation", "metric"])
+    lines = [table.to_string() if len(table) else "no cell is finished", ""]
     num_done, num_cells = len(record["cells"]), record["num_cells"]
-    lines.append("")
     if num_done < num_cells:
         lines.append(f"{num_done} of {num_cells} cells were run; the same command runs the rest")
     if config["target_auc"] is not None:

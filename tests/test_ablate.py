@@ -97,8 +97,8 @@ def test_a_finished_cell_with_another_configuration_is_refused_by_name(
 
     folder = tmp_path / "out" / "cells" / "adagrad-seed0"
     assert str(caught.value) == (
-        "cell adagrad-seed0 was run with another configuration: optimizer.lr is 0.06 here and was "
-        f"0.05 then; remove {folder} to run it anew, or choose another folder with --run"
+        "cell adagrad-seed0 was run with another configuration: optimizer.lr is 0.06 now and was "
+        f"0.05 then; remove {folder} to run it again, or choose another folder with --run"
     )
 
 
@@ -123,8 +123,8 @@ def test_a_finished_cell_whose_data_was_made_anew_is_refused_by_name(
     assert ran_again == []
     message = str(caught.value)
     assert "cell sgd-seed0 was run with other data: " in message
-    assert " here and was " in message
-    assert f"remove {tmp_path / 'out' / 'cells' / 'sgd-seed0'} to run it anew" in message
+    assert " now and was " in message
+    assert f"remove {tmp_path / 'out' / 'cells' / 'sgd-seed0'} to run it again" in message
 
 
 def test_a_record_from_before_a_key_was_there_had_its_default(ablation, run_here, tmp_path):
@@ -138,7 +138,7 @@ def test_a_record_from_before_a_key_was_there_had_its_default(ablation, run_here
     file.write_text(json.dumps(record))
 
     again, ran = run_here(config)
-    with pytest.raises(AlreadyExists, match="precision is 'bf16' here and was 'fp32' then"):
+    with pytest.raises(AlreadyExists, match="precision is 'bf16' now and was 'fp32' then"):
         run_here(ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "precision=bf16"))
 
     assert ran == []
@@ -184,7 +184,7 @@ def test_a_record_with_a_key_that_is_no_more_is_refused_by_name(ablation, run_he
     file = tmp_path / "out" / "cells" / "sgd-seed0" / "run.json"
     file.write_text(file.read_text().replace('"precision"', '"precise"'))
 
-    with pytest.raises(AlreadyExists, match="does not take it: unknown key precise; did you mean"):
+    with pytest.raises(AlreadyExists, match="refuses it: unknown key precise; did you mean"):
         run_here(config)
 
 
@@ -251,7 +251,7 @@ def test_numbers_of_the_table_are_those_of_the_cells(ablation, run_here, tmp_pat
         assert (row["num_runs"], row["num_cells"]) == (2, 2)
         if row["metric"] == "auc":
             line = next(line for line in printed.splitlines() if line.startswith(row["variation"]))
-            assert f"{mean(expected):.4f}    {stdev(expected):.4f}" in line
+            assert line.split()[3:5] == [f"{mean(expected):.4f}", f"{stdev(expected):.4f}"]
             assert line.endswith("2 of 2")
 
 
@@ -298,8 +298,8 @@ def test_a_finished_cell_without_its_history_does_not_count_as_short_of_the_targ
         run_here(config)
 
     message = str(caught.value)
-    assert f"cell base-seed0 is finished, but {folder / 'history.jsonl'} is not there or" in message
-    assert message.endswith(f"remove {folder} to run it anew")
+    assert f"cell base-seed0 is finished, but {folder / 'history.jsonl'} is missing or" in message
+    assert message.endswith(f"remove {folder} to run it again")
 
 
 def test_a_history_is_not_asked_for_where_there_is_no_target(ablation, run_here, tmp_path):
@@ -418,7 +418,7 @@ def test_cells_of_other_commits_are_told_apart_in_the_record(
 
     assert record["environment"]["commit"] == ["older", other["environment"]["commit"]]
     assert record["environment"]["torch"] == other["environment"]["torch"]
-    assert "not all run on the same: commit is one of ['older', " in capsys.readouterr().err
+    assert "not all run with the same commit, but with ['older', " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -434,12 +434,12 @@ def test_cells_that_ran_on_something_else_are_announced(
     record = json.loads(file.read_text())
     record["environment"][key] = value
     file.write_text(json.dumps(record))
-    assert "were not all run on the same" not in capsys.readouterr().err
+    assert "were not all run with the same" not in capsys.readouterr().err
 
     run_here(config)
 
     said = capsys.readouterr().err
-    assert f"not all run on the same: {key} is one of {[value, here]}" in said
+    assert f"not all run with the same {key}, but with {[value, here]}" in said
 
 
 def test_numbers_of_threads_that_were_asked_for_are_not_announced(
@@ -465,7 +465,7 @@ def test_a_cell_that_is_no_longer_asked_for_is_left_alone(ablation, run_here, tm
 
     assert [cell["name"] for cell in record["cells"]] == ["sgd-seed0"]
     assert (tmp_path / "out" / "cells" / "adagrad-seed0" / "run.json").is_file()
-    assert "left alone, not part of this ablation: adagrad-seed0" in capsys.readouterr().err
+    assert "kept, but not part of this ablation: adagrad-seed0" in capsys.readouterr().err
 
 
 def test_a_folder_with_something_else_in_it_is_not_touched(ablation, run_here, tmp_path):

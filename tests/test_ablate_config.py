@@ -91,15 +91,15 @@ def test_a_target_decides_when_cells_evaluate_and_on_which_part(ablation):
         ),
         (
             f"seed = 3\n[ablate]\nseeds = [0]\n{TWO_VARIATIONS}",
-            "the base configuration sets seed, which ablate.seeds decides on; drop seed",
+            "the base configuration sets seed, which ablate.seeds sets; drop seed",
         ),
         (
             f"eval.split = 'test'\n[ablate]\nseeds = [0]\ntarget_auc = 0.7\n{TWO_VARIATIONS}",
-            "sets eval.split, which ablate.target_split decides on",
+            "sets eval.split, which ablate.target_split sets",
         ),
         (
             "[ablate]\nseeds = [0]\n[ablate.grid]\nseed = [1, 2]",
-            "variation 'seed=1' sets seed, which ablate.seeds decides on",
+            "variation 'seed=1' sets seed, which ablate.seeds sets",
         ),
         (
             "[ablate]\nseeds = [0]\n[ablate.grid]\nepochs = 2",
@@ -116,7 +116,7 @@ def test_a_target_decides_when_cells_evaluate_and_on_which_part(ablation):
         (
             "[ablate]\nseeds = [0]\n[ablate.grid]\noptimizer = [{name = 'sgd', lr = 1}]",
             "optimizer is a table, got {'name': 'sgd', 'lr': 1}; set its keys one by one, as in "
-            "optimizer.name = ..., under [[ablate.variations]] where they go together",
+            "optimizer.name = ..., under [[ablate.variations]] if they belong together",
         ),
         (
             "[ablate]\nseeds = [0]\ntarget_auc = 0.7\n[ablate.grid]\neval = [{split = 'test'}]",
@@ -156,7 +156,7 @@ def test_a_bad_file_is_refused(ablation, text, message):
 
 
 def test_a_setting_that_a_variation_would_overrule_is_refused(ablation):
-    with pytest.raises(ConfigError, match=r"--set optimizer\.lr=1 would be overruled by variation"):
+    with pytest.raises(ConfigError, match=r"--set optimizer\.lr=1 has no effect: variation"):
         ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "optimizer.lr=1")
 
 

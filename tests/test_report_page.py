@@ -180,8 +180,8 @@ def test_the_page_of_an_ablation_states_the_interval_that_was_used(small_setting
 @pytest.mark.parametrize(
     ("epochs", "expected"),
     [
-        ("[1]", "; the only one is made behind the last step. "),
-        ("[1, 3]", "; one is made every 3,600 samples, but in 1 of 2 cells the last one alone. "),
+        ("[1]", "; the only one is made after the last step. "),
+        ("[1, 3]", "; one is made every 3,600 samples, but in 1 of 2 cells only the last one. "),
     ],
 )
 @pytest.mark.usefixtures("whole_pictures")
