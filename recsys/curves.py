@@ -1,4 +1,4 @@
-"""Pictures: of runs, loss and AUC on the way and what ran when; of tiers, speed over memory."""
+"""Pictures: loss and AUC over a run, its timeline, and speed over fast memory."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _STEPS_SHOWN = 10
 
 
 def plot_curves(folder: RunFolder) -> None:
-    """Draw `curves.png` from the history; no file where there is none."""
+    """Draw `curves.png` from the history; an empty history gives no file."""
     picture = draw_run(folder.read_history(), folder.read_config().eval.split)
     if picture is not None:
         folder.curves_file.write_bytes(picture)
 
 
 def plot_timeline(folder: RunFolder, timeline: Timeline) -> None:
-    """Draw `timeline.png`; no file where no step was made."""
+    """Draw `timeline.png`; a timeline without steps gives no file."""
     picture = draw_timeline(timeline)
     if picture is not None:
         folder.timeline_picture_file.write_bytes(picture)
 
 
 def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
-    """Loss and AUC over samples, in training and on the part evaluated; PNG, None if empty."""
+    """PNG of loss and AUC over samples, in training and in evaluation; None if empty."""
     training = [entry for entry in history if "train_loss" in entry]
     if not training:
         return None
@@ -81,14 +81,14 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
 def draw_variations(
     runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]], split: str
 ) -> bytes | None:
-    """AUC of a part over samples and over training time, a style of line a variation; PNG.
+    """PNG of the AUC over samples and over training time, with a line style per variation.
 
     Args:
         runs: The variation and the history of each run.
         split: "test" or "validation".
 
     Returns:
-        None if nothing was evaluated.
+        None if no run was evaluated.
     """
     curves = [
         (variation, [entry for entry in history if entry.get(split)]) for variation, history in runs
@@ -116,17 +116,17 @@ def draw_variations(
         for axis, name in zip(axes, ("samples", "seconds of training"), strict=True):
             axis.set_xlabel(name)
         axes[0].set_ylabel(f"{split} AUC")
-        # Handed over by name: of its own accord matplotlib leaves out names that begin with _.
+        # With explicit labels: matplotlib skips artists whose labels begin with _.
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=2)
         return _as_png(figure)
 
 
 def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]]) -> bytes:
-    """Share of speed over share of memory, a line per schedule, with its intervals; PNG.
+    """PNG of the share of speed over the share of memory, a line with intervals per schedule.
 
     Args:
-        curves: By schedule, its points: share of memory, share of speed, and the ends of the
-            latter's interval.
+        curves: By schedule, its points: share of memory, share of speed, and the two ends of the
+            interval of the share of speed.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -146,14 +146,14 @@ def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]
         axis.xaxis.set_minor_locator(NullLocator())
         axis.xaxis.set_major_formatter(percent)
         axis.yaxis.set_major_formatter(percent)
-        axis.set_xlabel("fast memory, of what all rows and their state take")
-        axis.set_ylabel("speed, of that with every row resident")
+        axis.set_xlabel("fast memory, as share of all rows and their state")
+        axis.set_ylabel("speed, as share of that with every row resident")
         axis.legend()
         return _as_png(figure)
 
 
 def draw_timeline(timeline: Timeline) -> bytes | None:
-    """Some steps: a row for each track, a bar for each stage or transfer; PNG, None if empty."""
+    """PNG of some steps: a row per track, a bar per stage or transfer; None if empty."""
     tracks = timeline.shown(_STEPS_SHOWN)
     if not tracks:
         return None
@@ -182,7 +182,7 @@ def draw_timeline(timeline: Timeline) -> bytes | None:
 
 
 def _line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A colour and a dash for each variation; no two have both in common, up to 40."""
+    """A color and a dash per variation; the pairs are distinct for up to 40 variations."""
     names = list(dict.fromkeys(variations))
     return {
         name: {

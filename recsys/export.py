@@ -1,9 +1,9 @@
-"""A run's model as other programs load it.
+"""Export of a run's model to the formats of other programs.
 
-format       what FILE holds
+format       content of FILE
 torchrec     torch.save of the state dict of TorchRec's `DLRM` (tables `t_<feature>`)
-classic      torch.save of a checkpoint of facebookresearch/dlrm: its `--load-model` takes it
-             with `--inference-only` (it has no optimizer's state, which going on would need)
+classic      torch.save of a checkpoint for facebookresearch/dlrm's `--load-model
+             --inference-only`; without optimizer state, so its training cannot be continued
 safetensors  the state dict of TorchRec's `DLRM`, without pickle
 """
 
@@ -37,11 +37,14 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
     Args:
         run_dir: A run that saved its model.
         to: One of `FORMATS`.
-        file: What to write, which must not exist.
+        file: A new file.
+
+    Returns:
+        The file.
 
     Raises:
-        ConfigError: the format is unknown, or `run_dir` is no run or saved no model.
-        AlreadyExists: `file` is there.
+        ConfigError: the format is unknown, `run_dir` is not a run, or the run saved no model.
+        AlreadyExists: `file` exists.
     """
     if to not in FORMATS:
         raise ConfigError(f"export: the format must be one of {FORMATS}, got {to!r}")
@@ -62,7 +65,7 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
 
 
 def _classic_checkpoint(state: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Any]:
-    """What the classic script's `--load-model --inference-only` reads."""
+    """The checkpoint that `dlrm_s_pytorch.py --load-model --inference-only` reads."""
     test = record["metrics"]["test"] or {}
     num_steps = record["throughput"]["num_steps"]
     epochs = record["config"]["epochs"]

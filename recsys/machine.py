@@ -1,4 +1,4 @@
-"""What a run runs on: its threads, its memory, the names and versions a record must carry."""
+"""The machine of a run: threads, memory, and the names and versions that its record holds."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = [
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Use that many threads, 0 meaning one per core; the one place where this is set.
+    """Set the number of threads of this process; 0: one per core.
 
-    Kernels of ours ask torch how many there are (`recsys.jit`).
+    Every kernel reads this number from torch (`recsys.jit`).
     """
     torch.set_num_threads(num_threads or num_cores())
 
 
 def tune_allocator() -> bool:
-    """Have the C library keep freed memory for the next step; true where that can be said.
+    """Make glibc keep freed memory for the next step; False if the C library is not glibc.
 
-    By default glibc hands large blocks back to the system as soon as they are freed, and every
-    step's activations then come from it anew, page by page. For programs, not for libraries: it
-    holds for the whole process.
+    By default glibc returns large blocks to the system as soon as they are freed. Every step then
+    faults in its activations again, page by page. The setting holds for the whole process, so
+    programs call this function and libraries must not.
     """
     try:
         libc = ctypes.CDLL(None)
@@ -49,10 +49,10 @@ def tune_allocator() -> bool:
 
 
 def peak_memory_bytes() -> int | None:
-    """The most physical memory this process has held at once; None where nothing tells."""
+    """Peak of this process's resident memory in bytes; None if the system does not report it."""
     status = Path("/proc/self/status")
     if status.is_file():
-        # Not getrusage: its maximum is inherited from the parent across exec.
+        # Not getrusage: its maximum includes the parent process before exec.
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
@@ -67,8 +67,8 @@ def peak_memory_bytes() -> int | None:
 def describe_environment() -> dict[str, Any]:
     """Machine, versions and commit, in JSON types.
 
-    `commit` is that of the checkout this package is imported from, null for an installed one;
-    `dirty` says whether the package differs from it.
+    `commit` is the commit of the checkout that this package is imported from; null for an installed
+    package. `dirty` says whether the package differs from that commit.
     """
     commit = _git("rev-parse", "HEAD")
     return {
@@ -87,7 +87,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def num_cores() -> int:
-    """Cores this process may use."""
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -100,7 +100,7 @@ def _memory_bytes() -> int | None:
 
 
 def cpu_vendor() -> str | None:
-    """Who made the processor, as it says itself ("GenuineIntel"); None where nothing tells."""
+    """Vendor of the processor, such as "GenuineIntel"; None if the system does not report it."""
     return _cpu_info("vendor_id")
 
 

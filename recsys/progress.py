@@ -1,4 +1,4 @@
-"""What a run says while it trains: where its time goes, how the loss moves, how fast it is."""
+"""Reports of a run while it trains: history lines and the progress bar."""
 
 from __future__ import annotations
 
@@ -25,18 +25,25 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Gathers steps; at each report writes a history line and moves the bar. A context manager.
+    """Collects steps; each report writes a history line and advances the bar. A context manager.
 
-    `train_loss` and `train_auc` are those of the samples since the last report, each predicted
-    before it was learnt from. An evaluation has a line of its own, so that it does not cut short
-    what the next report is about.
+    `train_loss` and `train_auc` cover the samples since the last report. Each sample is predicted
+    before the model trains on it. An evaluation writes a history line of its own, and does not
+    start a new report interval.
 
     Args:
-        folder: Where the history goes.
-        clock: The run's time.
-        num_samples: Samples the run will train on.
-        split: The part that is evaluated in between.
+        folder: Folder of the history.
+        clock: Clock of the run.
+        num_samples: Samples that the run will train on.
+        split: Split of the evaluations during training.
         show: Draw the bar.
+
+    Attributes:
+        num_steps: Steps so far.
+        num_samples: Samples so far.
+        peak_memory_bytes: Peak of the process when the `with` block ends; None before, and where
+            the system does not report it.
+        last_evaluation: Metrics of the last evaluation during training, if any.
     """
 
     def __init__(
@@ -44,7 +51,7 @@ class Progress:
     ) -> None:
         self.num_steps = 0
         self.num_samples = 0
-        self.peak_memory_bytes: int | None = None  # of the process, until the loop ended
+        self.peak_memory_bytes: int | None = None
         self.last_evaluation: dict[str, Any] | None = None
         self._split = split
         self._folder = folder
@@ -54,8 +61,8 @@ class Progress:
             desc="train",
             unit_scale=True,
             disable=not show,
-            mininterval=0.1 if sys.stderr.isatty() else 10,  # a log is not a screen
-            # Its own rate would count evaluation; ours is in the postfix.
+            mininterval=0.1 if sys.stderr.isatty() else 10,  # fewer lines in a log file
+            # The rate of tqdm would include evaluations; the postfix has one without them.
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} samples [{elapsed}<{remaining}{postfix}]",
         )
         self._losses: list[Tensor] = []
@@ -64,7 +71,7 @@ class Progress:
         self._reported = (0, 0.0)
 
     def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Take note of one step."""
+        """Add one step."""
         self.num_steps += 1
         self.num_samples += len(labels)
         self._losses.append(loss * len(labels))
@@ -72,12 +79,12 @@ class Progress:
         self._labels.append(labels)
 
     def add_evaluation(self, evaluation: Metrics) -> None:
-        """Write a history line of an evaluation behind the last step."""
+        """Write a history line about an evaluation made after the last step."""
         self.last_evaluation = evaluation.as_dict()
         self._folder.append_history({**self.position(), self._split: self.last_evaluation})
 
     def report(self, epoch: int) -> float:
-        """Write a history line over the steps since the last one; returns their mean loss."""
+        """Write a history line about the steps since the last report; returns their mean loss."""
         num_samples, seconds = self._reported
         self._reported = (self.num_samples, self._clock.train_seconds)
         num_samples, seconds = self.num_samples - num_samples, self._clock.train_seconds - seconds
@@ -102,7 +109,7 @@ class Progress:
         return loss
 
     def position(self) -> dict[str, Any]:
-        """How far the run is."""
+        """Steps, samples and seconds of training so far."""
         return {
             "step": self.num_steps,
             "num_samples": self.num_samples,
@@ -110,7 +117,7 @@ class Progress:
         }
 
     def throughput(self) -> dict[str, float | None]:
-        """Samples trained on over the time it took, evaluation left out."""
+        """Samples per second of training; evaluations are not timed."""
         seconds = self._clock.train_seconds
         return {
             "samples_per_second": self.num_samples / seconds if seconds else None,

@@ -1,4 +1,4 @@
-"""A run's results as a person reads them: the table at the end of training."""
+"""Results of a run as text: the table that `recsys train` prints at its end."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NO_METRICS = "no evaluation was made, or the run diverged"
 
 
 def format_metric(value: Any) -> str:
-    """A metric's value as a person reads it."""
+    """Value of a metric for readers."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
-    """A table with a line per metric and a column per split."""
+    """Table with a line per metric and a column per split."""
     measured = {split: values for split, values in metrics.items() if values is not None}
     if not measured:
         return NO_METRICS
@@ -45,7 +45,7 @@ def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
 
 
 def format_auc_error(metrics: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
-    """A line on by how much the AUCs of some splits can be wrong; none where they are exact."""
+    """One line with the largest possible error of the AUCs; empty if they are exact."""
     found = [(values or {}).get("max_auc_error") for values in metrics.values()]
     errors = [error for error in found if error]
     if not errors:
@@ -54,13 +54,13 @@ def format_auc_error(metrics: Mapping[str, Mapping[str, Any] | None]) -> list[st
 
 
 def format_best_auc(data: Mapping[str, Any]) -> list[str]:
-    """For planted labels, the AUC of the true click probabilities, under those of the model."""
+    """One line with the AUC of the true click probabilities; empty for data without them."""
     best_auc = data.get("best_auc")
     return [] if best_auc is None else [f"{'best AUC possible':<20}{format_metric(best_auc):>14}"]
 
 
 def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
-    """What `recsys train` prints at the end."""
+    """The text that `recsys train` prints at its end."""
     throughput = record["throughput"]
     rate = throughput["samples_per_second"]
     seconds = stage_seconds(record["stalls"])

@@ -4,12 +4,12 @@
         history.jsonl      one JSON object per report and per evaluation, appended as training goes
         run.json           configuration, environment, data, metrics, throughput, stages, memory
         curves.png         loss and AUC over samples
-        model.safetensors  the final state_dict, readable without this library; not where
+        model.safetensors  the final state_dict, readable without this library; missing if
                            `save_model` is false
-        timeline.json      the first steps for chrome://tracing, where `timeline_steps` asks for it
-        timeline.png       ten of them as a picture
+        timeline.json      the first steps for chrome://tracing, if `timeline_steps` is set
+        timeline.png       ten of these steps as a picture
 
-`config.toml`, `run.json` and the model appear under their names only when whole.
+`config.toml`, `run.json` and the model are written atomically.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RunFolder", "read_json", "write_json"]
 
-# What every record has, however its run ended, and what is in that.
+# Keys that every record has, however its run ended, each with its inner keys.
 _RECORD_KEYS: dict[str, tuple[str, ...]] = {
     "config": (),
     "environment": (),
@@ -47,7 +47,7 @@ class RunFolder:
     """Reads and writes the files of one run.
 
     Args:
-        path: The folder; see `create` and `open`.
+        path: The folder. `create` makes a new one and `open` checks an old one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class RunFolder:
         """Start a run in a new or empty folder.
 
         Raises:
-            AlreadyExists: the folder has something in it.
+            AlreadyExists: the folder is not empty.
         """
         folder = cls(Path(path))
         if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
@@ -79,10 +79,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """A run that was made before.
+        """Open the folder of an earlier run.
 
         Raises:
-            ConfigError: `path` is no run's folder.
+            ConfigError: `path` is not the folder of a run.
         """
         folder = cls(Path(path))
         if not folder.config_file.is_file():
@@ -93,7 +93,7 @@ class RunFolder:
         return folder
 
     def read_config(self) -> TrainConfig:
-        """The run's configuration."""
+        """Configuration of the run."""
         return load_config(self.config_file)
 
     def append_history(self, entry: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class RunFolder:
     def read_history(self) -> list[dict[str, Any]]:
         """All lines of the history, oldest first.
 
-        Half a last line is what a killed run left, and is dropped.
+        An incomplete last line, which a killed run leaves, is dropped.
 
         Raises:
             ConfigError: another line is damaged.
@@ -117,7 +117,7 @@ class RunFolder:
             _parse_object(line, f"{self.history_file} line {number}", "remove the line")
             for number, line in enumerate(lines, 1)
         ]
-        with suppress(ConfigError):  # the rest is nothing where the last line has its end
+        with suppress(ConfigError):  # the rest is empty if the last line is complete
             entries.append(_parse_object(rest, "the rest", ""))
         return entries
 
@@ -126,10 +126,10 @@ class RunFolder:
         write_json(self.record_file, record)
 
     def read_record(self) -> dict[str, Any]:
-        """`run.json`.
+        """Read `run.json`.
 
         Raises:
-            ConfigError: the run did not end, or the file is damaged or lacks something.
+            ConfigError: the run did not end, or the file is damaged or lacks a key.
         """
         if not self.record_file.is_file():
             raise ConfigError(f"{self.path} has no {self.record_file.name}: the run did not end")
@@ -142,10 +142,10 @@ class RunFolder:
         return record
 
     def save_model(self, model: nn.Module) -> None:
-        """Write a model's state_dict, from the tensors themselves: no copy of a table is made.
+        """Write the state_dict of a model without copying its tables in memory.
 
         Raises:
-            OSError: the disk is full, or the folder is gone.
+            OSError: the disk is full, or the folder no longer exists.
         """
         state = {key: value.contiguous() for key, value in model.state_dict().items()}
         with appearing_whole(self.model_file) as partial:
@@ -153,14 +153,14 @@ class RunFolder:
                 save_file(state, partial)
             except SafetensorError as error:
                 raise OSError(f"{self.model_file} cannot be written: {error}") from error
-            # safetensors makes private files; the model is as readable as its configuration.
+            # safetensors creates private files; give the model the mode of its configuration.
             partial.chmod(self.config_file.stat().st_mode)
 
     def require_model(self) -> None:
         """Check that the run saved its model.
 
         Raises:
-            ConfigError: it did not.
+            ConfigError: there is no saved model.
         """
         if not self.model_file.is_file():
             raise ConfigError(
@@ -171,15 +171,15 @@ class RunFolder:
     def load_model(self, model: nn.Module) -> None:
         """Read the saved state_dict into a model of the same shape, one tensor at a time.
 
-        A tensor that the model has on "meta" is replaced by one that is mapped from the file. Its
-        pages are read when they are needed, and the system may drop them again, so it may be larger
-        than memory. Other tensors are copied.
+        A tensor on device "meta" is replaced by a tensor mapped from the file. Its pages are read
+        on demand and the system may drop them again, so it may be larger than memory. Other tensors
+        are copied.
 
         Args:
-            model: Of the run's configuration. Mapped tensors must only be read.
+            model: A model built from the run's configuration. Mapped tensors are read-only.
 
         Raises:
-            ConfigError: there is no saved model, or its keys or shapes are others.
+            ConfigError: there is no saved model, or its keys or shapes differ from the model's.
         """
         self.require_model()
         state = model.state_dict()
@@ -201,7 +201,7 @@ class RunFolder:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """What `write_json` wrote.
+    """Read a file that `write_json` wrote.
 
     Raises:
         ConfigError: the file is damaged.
@@ -211,22 +211,19 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write JSON, with null for what JSON cannot say; the file appears when it is whole.
-
-    Folders above it are made.
-    """
+    """Write a JSON file atomically, with null for NaN and infinities; creates missing folders."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with appearing_whole(file) as partial:
         partial.write_text(json.dumps(_without_nan(value), indent=2) + "\n")
 
 
 def _fault(record: dict[str, Any]) -> str | None:
-    """What a record lacks, in words."""
+    """The first key that a record lacks, in words; None for a complete record."""
     if not isinstance(record.get("status"), str):
         return "it has no status"
     for key, inner_keys in _RECORD_KEYS.items():
         if not isinstance(record.get(key), dict):
-            return f"its {key} is no JSON object"
+            return f"its {key} is not a JSON object"
         for inner in inner_keys:
             if inner not in record[key]:
                 return f"it has no {key}.{inner}"
@@ -236,18 +233,18 @@ def _fault(record: dict[str, Any]) -> str | None:
     return None
 
 
-def _parse_object(text: str, place: str, way_out: str) -> dict[str, Any]:
+def _parse_object(text: str, place: str, remedy: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{place} is damaged, it is not JSON ({error}); {way_out}") from error
+        raise ConfigError(f"{place} is damaged, it is not JSON ({error}); {remedy}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{place} is damaged, it is no JSON object but {text!r}; {way_out}")
+        raise ConfigError(f"{place} is damaged, it is not a JSON object but {text!r}; {remedy}")
     return value
 
 
 def _without_nan(value: Any) -> Any:
-    """The same JSON value with null for what JSON cannot say."""
+    """The same JSON value with null for NaN and infinities."""
     if isinstance(value, dict):
         return {key: _without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

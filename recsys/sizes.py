@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them: 256MiB, 1.5 GiB, or a number of bytes."""
+"""Memory sizes such as 256MiB or 1.5 GiB, read and written."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:(K|M|G|T)(i?))?B?", re.IGNORECAS
 
 
 def parse_bytes(size: str | int, name: str = "size") -> int:
-    """The number of bytes; KiB, MiB, GiB and TiB are powers of 1024, KB to TB of 1000.
+    """Number of bytes of a size; KiB to TiB are powers of 1024, KB to TB are powers of 1000.
 
     Args:
         size: A number of bytes, or text.
-        name: What messages call it.
+        name: Name of the setting, for messages.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the size is negative, or the text is not a size.
     """
     if isinstance(size, int):
         if size < 0:
@@ -36,7 +36,7 @@ def parse_bytes(size: str | int, name: str = "size") -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """In the largest unit of which there is one."""
+    """Text of a size, in the largest binary unit that gives at least 1."""
     power = 0
     while num_bytes >= 1024 and power + 1 < len(_UNITS):
         num_bytes, power = num_bytes / 1024, power + 1

@@ -148,17 +148,17 @@ def test_a_record_from_before_a_key_was_there_had_its_default(ablation, run_here
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (lambda record: {"status": "finished"}, "its config is no JSON object"),
+        (lambda record: {"status": "finished"}, "its config is not a JSON object"),
         (lambda record: record | {"status": None}, "it has no status"),
-        (lambda record: record | {"data": None}, "its data is no JSON object"),
-        (lambda record: record | {"metrics": None}, "its metrics is no JSON object"),
+        (lambda record: record | {"data": None}, "its data is not a JSON object"),
+        (lambda record: record | {"metrics": None}, "its metrics is not a JSON object"),
         (lambda record: record | {"metrics": {"test": None}}, "it has no metrics.validation"),
         (
             lambda record: record | {"metrics": {"test": 0.7, "validation": None}},
             "its metrics.test is neither a JSON object nor null",
         ),
         (lambda record: record | {"throughput": {}}, "it has no throughput.samples_per_second"),
-        (lambda record: record | {"environment": []}, "its environment is no JSON object"),
+        (lambda record: record | {"environment": []}, "its environment is not a JSON object"),
     ],
 )
 def test_a_record_that_lacks_something_is_named_with_what_it_lacks(

@@ -19,4 +19,4 @@ def test_a_folder_is_not_taken_for_a_files_name(tmp_path, to, name):
     with pytest.raises(ConfigError) as caught:
         convert_store(tmp_path / "store", to, tmp_path)
 
-    assert f"name what is to be in it: {tmp_path / name}, say" in str(caught.value)
+    assert f"name what is to be in it, such as {tmp_path / name}" in str(caught.value)
