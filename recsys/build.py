@@ -1,4 +1,4 @@
-"""From a configuration to the things it names: data, model, optimizers."""
+"""Builds what a configuration names: data, plan, loader, model, optimizers and pipeline."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ _DEFAULT_DEPTH = 2
 
 
 def open_source(config: TrainConfig) -> SampleSource:
-    """The data a configuration names.
+    """Open the data of a configuration.
 
     Raises:
-        StoreError: it names a folder that is no store.
-        ConfigError: it names synthetic data that is unknown, or a split would be empty.
+        StoreError: the folder is not a store.
+        ConfigError: the synthetic data is unknown, or a split is empty.
     """
     source: SampleSource
     if not config.data.startswith(SYNTHETIC_PREFIX):
@@ -89,32 +89,32 @@ def open_source(config: TrainConfig) -> SampleSource:
         if not samples:
             raise ConfigError(
                 f"{config.data}: the {split} part is empty: of {source.num_samples} samples, "
-                f"{_say_sizes(source)}; a store of several days needs 2 samples or more in its "
-                "last day and one before it, any other data 14 or more"
+                f"{_describe_sizes(source)}; a store of several days needs 2 samples or more in "
+                "its last day and one before it, any other data 14 or more"
             )
     return source
 
 
-def _say_sizes(source: SampleSource) -> str:
+def _describe_sizes(source: SampleSource) -> str:
     sizes = [f"{split} has {len(samples)}" for split, samples in source.splits.items()]
     return ", ".join(sizes)
 
 
 def describe_source(source: SampleSource) -> dict[str, Any]:
-    """What a run record says of its data, and by what it is known again."""
+    """Data of a run as its record holds it, with a fingerprint that identifies the data."""
     return {**source.describe(), "fingerprint": source.fingerprint}
 
 
 def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
-    """The rows that are never to leave fast memory; None where no plan is asked for.
+    """The plan of a run: the rows that never leave fast memory; None for a run without a plan.
 
-    They are those of `config.plan`, or with FAE's schedule the rows that are looked up most in some
-    of the training samples.
+    The plan is the file `config.plan`. FAE's schedule without this key makes one, from the lookups
+    of a sample of the training split.
 
     Raises:
         BudgetTooSmall: FAE has no room for the rows of a mini-batch.
         ConfigError: FAE has neither a budget nor a plan.
-        ProfileError: the file is no plan.
+        ProfileError: the file is not a plan.
     """
     if config.plan:
         return HotPlan.load(config.plan)
@@ -122,7 +122,7 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
         return None
     if not config.budget:
         raise ConfigError(
-            "schedule.name 'fae' puts samples apart by whether all of their rows are in fast "
+            "schedule.name 'fae' separates samples by whether all of their rows are in fast "
             "memory; give it a size by budget, or a plan"
         )
     rate, seed = config.schedule.sample_rate, config.seed
@@ -141,9 +141,9 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
 def build_loader(
     config: TrainConfig, source: SampleSource, plan: HotPlan | None
 ) -> BatchLoader | HotColdLoader:
-    """The training samples in mini-batches, in the order that the schedule wants.
+    """A loader of the training split, in the order of the schedule.
 
-    Which samples are hot, as FAE asks, is kept in the store's folder.
+    FAE classifies every sample as hot or cold, and keeps the result in the folder of the store.
     """
     if config.schedule.name != "fae":
         return BatchLoader(
@@ -161,7 +161,7 @@ def build_loader(
     is_hot = hot_samples(plan, source, source.splits["train"], folder)
     if is_hot.all() or not is_hot.any():
         warnings.warn(
-            f"schedule.name 'fae' puts no samples apart: {'all' if is_hot.all() else 'no'} samples "
+            f"schedule.name 'fae' has no effect: {'all' if is_hot.all() else 'no'} samples "
             f"are hot with budget={config.budget!r}; choose another budget, or another schedule",
             stacklevel=3,
         )
@@ -184,7 +184,7 @@ def build_loader(
 
 
 def permutation_seed(config: TrainConfig) -> int | None:
-    """Of the order of samples inside of mini-batches; None where that stays as it is drawn."""
+    """Seed that shuffles the samples inside each mini-batch; None to leave their order."""
     schedule = config.schedule
     return schedule.permutation_seed if schedule.permute_within_batch else None
 
@@ -196,21 +196,25 @@ def build_model(
     *,
     table_device: str | None = None,
 ) -> tuple[DLRMTrain, list[Optimizer]]:
-    """A model for some data, drawn from `config.seed`, and what to step after backward.
+    """Build a model with initial values from `config.seed`, and its optimizers.
 
     Args:
-        config: What is wanted.
+        config: The configuration.
         source: The data.
-        plan: Of `choose_plan`; None for that of `config.plan`, if any.
-        table_device: Where the embedding tables are, if not on `config.device`: "meta" for tables
-            that `RunFolder.load_model` is to map from the saved model.
+        plan: Result of `choose_plan`; None to read the file `config.plan`, if set.
+        table_device: Device of the embedding tables, if not `config.device`: "meta" for tables
+            that `RunFolder.load_model` maps from the saved model.
+
+    Returns:
+        The model, and the optimizers to step after each backward: dense part, then rows.
 
     Raises:
-        ConfigError: the device is not here, or the embeddings lack the optimizer or the dimension.
-        MissingDependency: the embeddings' package is not installed.
+        ConfigError: the device is not available, or the embeddings do not support the optimizer or
+            the dimension.
+        MissingDependency: the package of the embeddings is not installed.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device 'cuda' is not here: torch sees no CUDA device; use device 'cpu'")
+        raise ConfigError("device 'cuda': torch sees no CUDA device; use device 'cpu'")
     if plan is None and config.plan:
         plan = HotPlan.load(config.plan)
     torch.manual_seed(config.seed)
@@ -249,7 +253,7 @@ def build_model(
             fused=device.type == "cpu" or None,
         )
     else:
-        # One call for all parameters, which on the CPU takes a third of the time.
+        # Fused: one call for all parameters takes a third of the time on the CPU.
         dense_optimizer = torch.optim.Adagrad(
             dense_parameters, lr=dense.lr, eps=dense.eps, fused=device.type == "cpu" or None
         )
@@ -266,14 +270,14 @@ def build_pipeline(
     clock: StageClock,
     num_steps: int,
 ) -> TrainPipeline:
-    """What makes the steps of a run.
+    """Build the pipeline that makes the steps of a run.
 
     Args:
-        model: From `build_model`.
-        optimizers: Likewise.
-        config: Of the run.
-        clock: Told of every stage.
-        num_steps: Of the run.
+        model: A model from `build_model`.
+        optimizers: Its optimizers from `build_model`.
+        config: Configuration of the run.
+        clock: Clock that records every stage.
+        num_steps: Steps of the run.
     """
 
     def forward(batch: Batch) -> tuple[Tensor, Any]:
@@ -292,7 +296,7 @@ def build_pipeline(
 
 
 def _schedule(config: ScheduleConfig, num_steps: int) -> Schedule | Auto | None:
-    """What is meant; None leaves it to the tiers."""
+    """The schedule of a configuration; None lets the pipeline choose."""
     if config.name in ("sequential", "fae"):
         return Sequential()
     if config.name == "auto":
@@ -308,11 +312,11 @@ def _schedule(config: ScheduleConfig, num_steps: int) -> Schedule | Auto | None:
 def describe_schedule(
     pipeline: TrainPipeline, loader: BatchLoader | HotColdLoader
 ) -> dict[str, Any]:
-    """What a run record says of what ran when.
+    """The schedule of a run as its record holds it.
 
-    `mean_depth` is of how many mini-batches ahead rows had room, on average; `rate` is FAE's at the
-    end, `num_swaps` how many losses it has seen; of auto, what was chosen, if the run was long
-    enough for it, what it was measured by, and the settings with which a later run does the same.
+    `mean_depth` is the average number of mini-batches ahead whose rows had room. `rate` is FAE's
+    rate at the end, and `num_swaps` the number of losses that it used. For "auto" the record holds
+    its choice, if the run was long enough, the measurements, and settings that repeat the choice.
     """
     if isinstance(loader, HotColdLoader):
         return {
@@ -332,21 +336,21 @@ def describe_schedule(
 
 
 def compile_kernels(config: TrainConfig, source: SampleSource) -> None:
-    """Compile what a run of this configuration will call, which is not training time.
+    """Compile the kernels of a run before its clock starts.
 
-    Kernels are compiled when they are first called, or taken from the disk: for a tenth of a second
+    A kernel is compiled, or loaded from the disk, on its first call. That takes a tenth of a second
     to several seconds.
     """
     source.read(np.arange(1))
     dense, sparse = torch.ones(2, 1, requires_grad=True), torch.ones(2, 1, 1)
     with autocast(config):
-        # Two samples and an odd place in memory for the pairs, as in training: kernels are compiled
-        # anew for arrays that are laid out otherwise.
+        # Two samples and an unaligned output, as in training: numba compiles a kernel again for
+        # arrays with another layout.
         InteractionArch(1)(dense, sparse).sum().backward()
 
 
 def table_configs(table_sizes: Mapping[str, int], embedding_dim: int) -> list[TableConfig]:
-    """The tables of a model, `t_<feature>` for each feature, as TorchRec's DLRM names them."""
+    """The tables of a model, named `t_<feature>` as in TorchRec's DLRM."""
     return [
         TableConfig(
             name=f"t_{feature}",
@@ -359,9 +363,9 @@ def table_configs(table_sizes: Mapping[str, int], embedding_dim: int) -> list[Ta
 
 
 def autocast(config: TrainConfig) -> torch.autocast:
-    """The context in which a forward pass has the precision of `config`.
+    """A context that gives a forward pass the precision of `config`.
 
-    "bf16" multiplies the matrices of the dense part in bfloat16; parameters, embedding rows, the
+    "bf16" multiplies the matrices of the dense part in bfloat16. Parameters, embedding rows, the
     last layer, the loss and all updates stay in float32.
     """
     return torch.autocast(config.device, torch.bfloat16, enabled=config.precision == "bf16")

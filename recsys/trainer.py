@@ -1,6 +1,6 @@
 """One training run, from a configuration to a folder of results.
 
-`train` builds and saves; `_fit` is the loop, short enough to copy.
+`train` builds the parts and saves the results. `_fit` is the training loop.
 """
 
 from __future__ import annotations
@@ -62,31 +62,31 @@ __all__ = ["evaluate_run", "evaluate_split", "train"]
 
 _REPORTS_PER_RUN = 100
 _EVALUATIONS_PER_EPOCH = 10
-_INTERRUPT_NOTICE = b"\nending behind this step; Ctrl-C again stops at once\n"
+_INTERRUPT_NOTICE = b"\nending after this step; press Ctrl-C again to stop at once\n"
 _LOWER_LR = "lower optimizer.lr or dense_optimizer.lr"
 
 
 def train(
     config: TrainConfig, run_dir: str | Path, *, show_progress: bool = True
 ) -> dict[str, Any]:
-    """Train, save the model unless told not to, evaluate it, and write all to a run folder.
+    """Train a model, save it, evaluate it, and write the results to a run folder.
 
-    The first Ctrl-C ends training behind the current step: the model and what was measured so far
-    are written. The second interrupts at once; what was measured is still written.
+    The first Ctrl-C ends training after the current step and writes the model and the measurements.
+    The second Ctrl-C interrupts at once and writes only the measurements.
 
     Args:
-        config: What to do.
-        run_dir: A new or empty folder; see `RunFolder` for what it will hold.
+        config: The configuration.
+        run_dir: A new or empty folder; `RunFolder` lists the files.
         show_progress: Draw a progress bar.
 
     Returns:
         The run record, as in `run.json`; `status` is "finished" or "interrupted".
 
     Raises:
-        AlreadyExists: `run_dir` has something in it.
+        AlreadyExists: `run_dir` is not empty.
         ConfigError, StoreError: the configuration does not fit the data, or there is no data.
-        TrainingDiverged: the loss is not a number any more. As after any other error, the record is
-            written; its `status` is then "diverged", and it has no metrics, or "failed".
+        TrainingDiverged: the loss is no longer finite. The record is written with the `status`
+            "diverged" and without metrics. After any other error it is written with "failed".
     """
     with _cold_folder(config, run_dir) as cold_path:
         return _train(config, run_dir, cold_path, show_progress=show_progress)
@@ -140,13 +140,13 @@ def _train(
         record["status"] = "interrupted"
         raise
     except TrainingDiverged:
-        metrics |= dict.fromkeys(metrics)  # an evaluation on the way is none of what came out
+        metrics |= dict.fromkeys(metrics)  # drop the metrics from before it diverged
         record["status"] = "diverged"
         raise
     finally:
         record |= {
             "throughput": progress.throughput(),
-            "stalls": describe_stalls(clock, _ways_out(pipeline, config)),
+            "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
             "schedule": describe_schedule(pipeline, loader),
             "tiers": describe_tiers(model),
             "skipped": None,
@@ -170,10 +170,10 @@ def _fit(
     progress: Progress,
     interrupted: threading.Event,
 ) -> None:
-    """The training loop: returns when all epochs are done or `interrupted` is set.
+    """The training loop: returns after the last epoch, or once `interrupted` is set.
 
     Raises:
-        TrainingDiverged: the loss is not a number any more.
+        TrainingDiverged: the loss is no longer finite.
     """
     clock, num_steps = pipeline.clock, config.epochs * len(loader)
     schedulers = []
@@ -198,7 +198,7 @@ def _fit(
             wants_loss = isinstance(loader, HotColdLoader) and loader.wants_loss
             if is_due or wants_loss:
                 clock.mark("other")
-                # Or the reader would fill its queue while the clock leaves an evaluation out.
+                # Otherwise the reader would fill its queue during time that is not counted.
                 loader.finish_reading()
                 clock.mark("load")
                 if isinstance(loader, HotColdLoader) and wants_loss:
@@ -220,15 +220,15 @@ def _fit(
 def _steps(
     pipeline: TrainPipeline, loader: BatchLoader | HotColdLoader, progress: Progress
 ) -> Iterator[tuple[Tensor, Any]]:
-    """Steps over the rest of an epoch; an error of one that diverges names it."""
+    """Steps over the rest of an epoch; the error of a step that diverges names the step."""
     try:
         yield from pipeline.steps(loader)
     except TrainingDiverged as error:
         raise TrainingDiverged(f"step {progress.num_steps + 1}: {error}; {_LOWER_LR}") from error
 
 
-def _ways_out(pipeline: TrainPipeline, config: TrainConfig) -> list[WayOut | None]:
-    """What would loosen the run's stalls; with FAE's schedule, no other one."""
+def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[WayOut | None]:
+    """Settings that would shorten the stalls of a run; FAE's schedule is never replaced."""
     num_ahead = num_read_ahead(config.prefetch, config.batch_size)
     found = [of_load(pipeline.clock, num_ahead), *pipeline.ways_out()]
     is_kept = config.schedule.name == "fae"
@@ -236,13 +236,13 @@ def _ways_out(pipeline: TrainPipeline, config: TrainConfig) -> list[WayOut | Non
 
 
 def _evaluate(model: nn.Module, source: SampleSource, split: str, config: TrainConfig) -> Metrics:
-    """Quality on the way."""
+    """An evaluation during training."""
     with autocast(config):
         return evaluate_split(model, source, split, config.eval.batch_size, config.eval.max_samples)
 
 
 def _warn_of_no_effect(config: TrainConfig, num_steps: int) -> None:
-    """Warn of settings that are about steps behind the last one."""
+    """Warn about settings that take effect only after the last step."""
     schedule = config.lr_schedule
     if schedule.warmup_steps > num_steps:
         warnings.warn(
@@ -252,7 +252,7 @@ def _warn_of_no_effect(config: TrainConfig, num_steps: int) -> None:
         )
     if config.eval.every_steps > num_steps:
         warnings.warn(
-            "the only evaluation is the one behind the last step: eval.every_steps is "
+            "the only evaluation is the one after the last step: eval.every_steps is "
             f"{config.eval.every_steps}, and the run has {num_steps} steps; lower it, or "
             "ablate.eval_every_samples in an ablation with a target",
             stacklevel=3,
@@ -273,7 +273,7 @@ def _is_evaluation_due(step: int, num_steps: int, config: TrainConfig) -> bool:
 
 
 def _is_one_of(step: int, times: int, num_steps: int) -> bool:
-    """Whether a step is one of so many, which divide the run evenly; the last step always is."""
+    """Whether a step is one of `times` steps spread evenly over the run; the last step is one."""
     return step * times // num_steps > (step - 1) * times // num_steps
 
 
@@ -290,11 +290,11 @@ def evaluate_split(
         model: Maps a batch to (loss, (loss, logits, labels)).
         source: The data.
         split: "train", "test" or "validation".
-        batch_size: Samples per forward.
-        max_samples: Stop behind so many.
+        batch_size: Samples per forward pass.
+        max_samples: Stop after this number of samples.
 
     Raises:
-        IdOutOfRange: an id was no row of its table, here or in training before.
+        IdOutOfRange: an id is not a row of its table, here or in training before.
         TrainingDiverged: a logit is not finite.
     """
     device = next(model.parameters()).device
@@ -320,17 +320,17 @@ def evaluate_split(
 
 
 def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metrics]:
-    """Metrics of a saved model on the test and validation parts of some data.
+    """Metrics of a saved model on the test and validation splits.
 
     Args:
         run_dir: A run that saved its model.
-        data: A store or synthetic data; the run's own by default.
+        data: A store or synthetic data; default: the data of the run.
 
     Raises:
         ConfigError: there is no saved model, or it does not fit the data.
     """
     folder = RunFolder.open(run_dir)
-    # Rows are only read: plain SGD has no state to make room for.
+    # Evaluation updates no rows: plain SGD allocates no state.
     config = replace(
         folder.read_config(),
         optimizer=OptimizerConfig(),
@@ -343,12 +343,14 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metr
     if data is not None:
         config = replace(config, data=data)
     if config.device == "cuda" and not torch.cuda.is_available():
-        warnings.warn("the run's device 'cuda' is not here; evaluating on 'cpu'", stacklevel=2)
+        warnings.warn(
+            "the run used device 'cuda', which is not available; evaluating on 'cpu'", stacklevel=2
+        )
         config = replace(config, device="cpu")
     source = open_source(config)
     set_num_threads(config.num_threads)
     # On the CPU, tables are mapped from the saved model, which may be larger than memory. FBGEMM
-    # keeps all tables in an array of its own.
+    # cannot: it keeps all tables in one array that it allocates.
     is_mapped = config.device == "cpu" and config.embeddings != "fbgemm"
     model, _ = build_model(config, source, table_device="meta" if is_mapped else None)
     folder.load_model(model.model)
@@ -361,11 +363,11 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metr
 
 @contextmanager
 def _cold_folder(config: TrainConfig, run_dir: str | Path) -> Iterator[str]:
-    """Where rows in files are to be: in the configuration's folder, or one for this run alone."""
+    """The folder for rows in files: `cold_path`, or one that is deleted after the run."""
     if config.cold_tier == "host" or config.cold_path:
         if config.cold_path and Path(config.cold_path).exists():
             raise AlreadyExists(
-                f"cold_path {config.cold_path} exists, and training begins with new rows; choose "
+                f"cold_path {config.cold_path} exists, but training starts with new rows; choose "
                 "another, or delete it"
             )
         yield config.cold_path
@@ -373,26 +375,26 @@ def _cold_folder(config: TrainConfig, run_dir: str | Path) -> Iterator[str]:
     own = Path(f"{run_dir}.cold")
     if own.exists():
         raise AlreadyExists(
-            f"{own} exists, where rows in files would be; delete it, or say cold_path=DIR"
+            f"{own}, the folder for rows in files, exists; delete it, or set cold_path"
         )
     try:
         yield str(own)
     finally:
-        shutil.rmtree(own, ignore_errors=True)  # the run's folder has the model
+        shutil.rmtree(own, ignore_errors=True)  # the run folder holds the model
 
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """While it lasts, the first Ctrl-C sets the event and the second interrupts as usual."""
+    """Within the `with` block the first Ctrl-C sets the event; the second interrupts as usual."""
     interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield interrupted  # signals are the main thread's business
+        yield interrupted  # only the main thread may handle signals
         return
 
     def on_signal(*_: object) -> None:
         interrupted.set()
         signal.signal(signal.SIGINT, before)
-        # Not print: the signal may have come in the middle of one.
+        # Not print: the signal may have interrupted one.
         os.write(2, _INTERRUPT_NOTICE)
 
     before = signal.signal(signal.SIGINT, on_signal)

@@ -1,13 +1,13 @@
-"""One training run in a fresh process, so that its memory and its threads are its own.
+"""One training run in a new process, with memory and threads of its own.
 
     caller                                  process
-    starts it, waits            ------->    imports, trains, answers with how it ended
-    Ctrl-C: passes it on        ------->    as in `recsys.trainer.train`: the first ends the run
-                                            behind its step, the second at once
-    dies                        ------->    ends at once, so that nothing goes on writing
+    starts it and waits         ------->    imports, trains, sends how the run ended
+    Ctrl-C: sends it on         ------->    as in `recsys.trainer.train`: the first ends the run
+                                            after its step, the second at once
+    dies                        ------->    ends at once and writes no more
 
-The process leaves the caller's process group: a Ctrl-C typed at a terminal reaches it once, through
-the caller, whether it is still importing or in the middle of a step.
+The process leaves the process group of the caller. So a Ctrl-C at the terminal reaches it once,
+through the caller, even while it imports.
 """
 
 from __future__ import annotations
@@ -32,84 +32,84 @@ if TYPE_CHECKING:
 __all__ = ["train_in_own_process"]
 
 _INTERRUPT = "interrupt"
-# By the exit code of a process that gave no answer.
+# By exit code of a process that sent no result.
 _HINTS: dict[int | None, str] = {
     -9: "; often this means that memory ran out",
-    1: "; it imports the script that started it: put what that does under "
+    1: "; it imports the script that started it: put the work of the script under "
     'if __name__ == "__main__":',
 }
 
 
 def train_in_own_process(config: TrainConfig, run_dir: Path, *, show_progress: bool) -> None:
-    """Call `train` in a fresh process and wait for it; the run's folder holds the result.
+    """Call `train` in a new process and wait for it; the run folder holds the result.
 
-    The process imports the main script, as spawned processes do: what a script does belongs under
-    `if __name__ == "__main__":`.
+    The process imports the main script, as every spawned process does. A script must do its work
+    under `if __name__ == "__main__":`.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; the process has ended, having written what it measured.
-        ChildProcessError: the process was killed, or met an error that is none of ours.
+        KeyboardInterrupt: Ctrl-C; the process has written its measurements and ended.
+        ChildProcessError: the process was killed, or raised an error of another class.
         RecsysError, OSError: as `train` raises them.
     """
     spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_work, args=(theirs, config, run_dir, show_progress))
-    with _sigint_ignored():  # the process starts so and listens to `ours` instead
+    connection, other_end = spawn.Pipe()
+    process = spawn.Process(target=_work, args=(other_end, config, run_dir, show_progress))
+    with _sigint_ignored():  # inherited: the process takes Ctrl-C from the pipe instead
         process.start()
-    theirs.close()
+    other_end.close()
     is_interrupted = False
-    answer = None
+    result = None
     try:
         while True:
             try:
-                answer = ours.recv()
+                result = connection.recv()
                 process.join()
                 break
             except KeyboardInterrupt:
                 is_interrupted = True
-                with suppress(OSError):  # it may just have ended
-                    ours.send(_INTERRUPT)
+                with suppress(OSError):  # the process may just have ended
+                    connection.send(_INTERRUPT)
             except (EOFError, ConnectionResetError):
                 process.join()
                 if is_interrupted:
                     break
                 raise ChildProcessError(
                     f"the process that trained {run_dir} ended with exit code {process.exitcode} "
-                    f"and no answer{_HINTS.get(process.exitcode, '')}"
+                    f"and no result{_HINTS.get(process.exitcode, '')}"
                 ) from None
     finally:
         if process.is_alive():
             process.kill()
-        ours.close()
-    if isinstance(answer, BaseException):
-        raise answer
+        connection.close()
+    if isinstance(result, BaseException):
+        raise result
     if is_interrupted:
         raise KeyboardInterrupt
 
 
 def _work(caller: Connection, config: TrainConfig, run_dir: Path, show_progress: bool) -> None:
-    """What the process does."""
+    """Body of the process."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    answer: BaseException | None = None
+    result: BaseException | None = None
     try:
-        threading.Thread(target=_obey, args=(caller,), daemon=True).start()
+        threading.Thread(target=_listen, args=(caller,), daemon=True).start()
         from recsys.trainer import train
 
         train(config, run_dir, show_progress=show_progress)
     except KeyboardInterrupt as error:
-        answer = error
+        result = error
     except (RecsysError, OSError) as error:
-        answer = error
-    except Exception:  # told to the caller with all there is to know
-        answer = ChildProcessError(f"training {run_dir} failed:\n{traceback.format_exc()}")
+        result = error
+    except Exception:  # sent to the caller with its traceback
+        result = ChildProcessError(f"training {run_dir} failed:\n{traceback.format_exc()}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    caller.send(answer)
+    caller.send(result)
 
 
-def _obey(caller: Connection) -> None:
-    """Interrupt the main thread when told to; end the process when the caller has gone."""
+def _listen(caller: Connection) -> None:
+    """Interrupt the main thread when the caller asks; end the process when the caller has died."""
     while True:
         try:
             caller.recv()
@@ -120,9 +120,9 @@ def _obey(caller: Connection) -> None:
 
 @contextmanager
 def _sigint_ignored() -> Iterator[None]:
-    """While it lasts, SIGINT is ignored, here and in a process started meanwhile."""
+    """Ignore SIGINT within the `with` block, here and in processes started in it."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals are the main thread's business
+        yield  # only the main thread may handle signals
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -186,7 +186,7 @@ def test_rows_in_files_stay_where_they_were_asked_for_and_are_not_trained_anew(
     config = small_config("budget=20KiB", "cold_tier=file", f"cold_path={tmp_path / 'rows'}")
     run(config, tmp_path / "first")
 
-    with pytest.raises(AlreadyExists, match=r"rows exists, and training begins with new rows"):
+    with pytest.raises(AlreadyExists, match=r"rows exists, but training starts with new rows"):
         run(config, tmp_path / "second")
 
     assert list((tmp_path / "rows").glob("*.weight.bin"))

@@ -111,7 +111,7 @@ def test_a_process_that_dies_is_told_of(small_config, tmp_path, monkeypatch):
 
     monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", start_and_kill)
 
-    with pytest.raises(ChildProcessError, match=r"with exit code -9 and no answer; .*memory ran"):
+    with pytest.raises(ChildProcessError, match=r"with exit code -9 and no result; .*memory ran"):
         train_in_own_process(config, tmp_path / "run", show_progress=False)
 
 
@@ -134,5 +134,5 @@ def test_a_script_that_trains_when_it_is_imported_is_told_how_not_to(tmp_path, s
 
     assert ended.returncode == 1
     (message,) = [line for line in ended.stderr.splitlines() if "ChildProcessError: the" in line]
-    assert message.endswith('put what that does under if __name__ == "__main__":')
+    assert message.endswith('put the work of the script under if __name__ == "__main__":')
     assert "memory" not in message

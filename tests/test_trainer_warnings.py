@@ -20,7 +20,7 @@ def test_a_decay_that_begins_behind_the_last_step_is_warned_of(small_config, tmp
     ("key", "message"),
     [
         ("lr_schedule.warmup_steps", "rates never reach their full value: lr_schedule.warmup_step"),
-        ("eval.every_steps", "the only evaluation is the one behind the last step: eval.every_ste"),
+        ("eval.every_steps", "the only evaluation is the one after the last step: eval.every_step"),
     ],
 )
 def test_what_would_come_behind_the_last_step_is_warned_of(small_config, tmp_path, key, message):
