@@ -1,4 +1,4 @@
-"""The commands that make stores and turn them into other programs' files: parse, build, call."""
+"""The commands that prepare stores and convert them for other programs."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _RAW_HELP = "tab-separated text, plain, gzip or zst"
 
 def add_data_commands(commands: _Commands) -> None:
     """Add `prepare` and `convert`."""
-    prepare = commands.add_parser("prepare", help="turn files into a store")
+    prepare = commands.add_parser("prepare", help="prepare a store from files")
     formats = prepare.add_subparsers(dest="format", required=True, metavar="FORMAT")
 
-    kaggle = formats.add_parser("criteo-kaggle", help="the Kaggle challenge's raw text")
+    kaggle = formats.add_parser("criteo-kaggle", help="raw text of the Criteo Kaggle challenge")
     kaggle.add_argument("raw", nargs="+", metavar="RAW", help=_RAW_HELP)
     kaggle.add_argument(
         "--convention",
         choices=CONVENTIONS,
         default=CONVENTIONS[0],
-        help="of facebookresearch/dlrm, or of TorchRec's npy files",
+        help="conventions of facebookresearch/dlrm, or of TorchRec's npy files",
     )
     kaggle.set_defaults(run_command=_prepare_kaggle)
 
-    days = formats.add_parser("criteo-1tb", help="Criteo 1TB days; goes on where one stopped")
+    days = formats.add_parser("criteo-1tb", help="days of Criteo 1TB; continues a stopped run")
     days.add_argument("day", nargs="+", metavar="DAY", help=f"{_RAW_HELP}; oldest day first")
     days.add_argument(
         "--max-ind-range", type=int, metavar="N", help="take ids modulo N, as facebookresearch/dlrm"
@@ -44,11 +44,11 @@ def add_data_commands(commands: _Commands) -> None:
     days.set_defaults(run_command=_prepare_1tb)
     for parser in (kaggle, days):
         parser.add_argument(
-            "--skip-bad-lines", action="store_true", help="leave bad lines out, count and list them"
+            "--skip-bad-lines", action="store_true", help="leave out bad lines; count and list them"
         )
 
     npz = formats.add_parser("classic-npz", help="the processed file of facebookresearch/dlrm")
-    npz.add_argument("file", metavar="FILE.npz", help="compressed or not")
+    npz.add_argument("file", metavar="FILE.npz", help="compressed or uncompressed")
     npz.set_defaults(run_command=_prepare_npz)
 
     npy = formats.add_parser("torchrec-npy", help="TorchRec's npy files")
@@ -56,20 +56,20 @@ def add_data_commands(commands: _Commands) -> None:
         "prefix",
         nargs="+",
         metavar="PREFIX",
-        help="of PREFIX_dense.npy, PREFIX_sparse.npy and PREFIX_labels.npy: one day, oldest first",
+        help="one day: PREFIX_dense.npy, PREFIX_sparse.npy, PREFIX_labels.npy; oldest day first",
     )
     npy.add_argument(
         "--table-sizes",
         type=int,
         nargs="+",
         metavar="N",
-        help="take the ids of each sparse column modulo its N; by default they are rows",
+        help="take the ids of each sparse column modulo its N; default: ids are rows",
     )
     npy.set_defaults(run_command=_prepare_npy)
     for parser in (kaggle, days, npz, npy):
-        parser.add_argument("--out", required=True, metavar="STORE", help="a folder to be made")
+        parser.add_argument("--out", required=True, metavar="STORE", help="new folder")
 
-    convert = commands.add_parser("convert", help="a store's samples for other programs")
+    convert = commands.add_parser("convert", help="write the samples of a store for other programs")
     convert.add_argument("store", metavar="STORE", help="a prepared store")
     convert.add_argument(
         "--to",
@@ -78,12 +78,12 @@ def add_data_commands(commands: _Commands) -> None:
         help="the processed file of facebookresearch/dlrm, or TorchRec's npy files",
     )
     convert.add_argument(
-        "--out", required=True, metavar="OUT", help="a file to be made, or the prefix of npy files"
+        "--out", required=True, metavar="OUT", help="new file, or prefix of new npy files"
     )
     convert.add_argument(
         "--split",
         choices=SPLITS,
-        help="of npy files: this part alone; all samples by default",
+        help="for npy files: write only this split; default: all samples",
     )
     convert.set_defaults(run_command=_convert)
 
@@ -125,7 +125,7 @@ def _prepare_npz(options: argparse.Namespace) -> int:
 def _prepare_npy(options: argparse.Namespace) -> int:
     from recsys.datasets.torchrec_npy import read_torchrec_npy
 
-    # A prefix is a path: from here on, or from the root.
+    # A prefix is a path, relative to the current folder or absolute.
     store = read_torchrec_npy(".", options.prefix, options.out, table_sizes=options.table_sizes)
     return _print_store(store)
 

@@ -1,4 +1,4 @@
-"""The commands about which rows are popular: parse, build, call."""
+"""The commands about popular rows: `profile` and `plan`."""
 
 from __future__ import annotations
 
@@ -22,65 +22,73 @@ if TYPE_CHECKING:
 __all__ = ["add_popularity_commands", "parse_samples"]
 
 _NUMBER = r"\d+\.?\d*|\.\d+"
-# Of the rows seen: the sets of hot rows whose coverage is printed.
+# Sets of hot rows whose coverage is printed, as shares of the rows seen.
 _SHARES = (0.001, 0.01, 0.1, 1.0)
 
 
 def add_popularity_commands(commands: _Commands) -> None:
     """Add `profile` and `plan`."""
     profile = commands.add_parser(
-        "profile", help="count lookups per row; print what the most popular rows would serve"
+        "profile", help="count lookups per row, and print the coverage of the most popular rows"
     )
     profile.add_argument("store", metavar="STORE", help="a store, or synthetic:criteo-kaggle")
-    profile.add_argument("--out", required=True, type=Path, metavar="FILE", help="an .npz file")
+    profile.add_argument("--out", required=True, type=Path, metavar="FILE", help="new .npz file")
     profile.add_argument(
         "--samples",
         default=":",
         metavar="A:B",
-        help="which to count: numbers (0:1000), or shares where one has a point (0:0.5); the "
-        "coverage is then of those behind B; default: all",
+        help="samples to count: numbers (0:1000), or shares if one has a point (0:0.5); the "
+        "coverage is measured on the samples after B; default: all",
     )
     profile.add_argument(
-        "--rate", type=float, default=1.0, metavar="R", help="share of these to count; default 1"
+        "--rate",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="share of these samples to count; default 1",
     )
     profile.set_defaults(run_command=_profile)
 
     plan = commands.add_parser(
-        "plan", help="choose the rows to be hot under a budget; print what budgets would serve"
+        "plan", help="choose the hot rows for a budget, and print the coverage of several budgets"
     )
-    plan.add_argument("profile", metavar="PROFILE", help="what `recsys profile` made")
+    plan.add_argument("profile", metavar="PROFILE", help="file written by `recsys profile`")
     plan.add_argument(
-        "--budget", required=True, metavar="SIZE", help="of fast memory, as 256MiB or 2GiB"
+        "--budget", required=True, metavar="SIZE", help="fast memory, such as 256MiB or 2GiB"
     )
-    plan.add_argument("--out", required=True, type=Path, metavar="FILE", help="an .npz file")
+    plan.add_argument("--out", required=True, type=Path, metavar="FILE", help="new .npz file")
     plan.add_argument(
         "--ranking",
         default=RANKINGS[0],
         choices=RANKINGS,
-        help="what makes a row hotter than another; the last two are FAE's",
+        help="order of the rows; the last two are FAE's",
     )
     plan.add_argument(
-        "--config", type=Path, metavar="FILE.toml", help="of the training that it is for"
+        "--config",
+        type=Path,
+        metavar="FILE.toml",
+        help="configuration of the training that will use the plan",
     )
     plan.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="likewise: model.embedding_dim, optimizer.name and batch_size matter; may be repeated",
+        help="set one key of that configuration; model.embedding_dim, optimizer.name and "
+        "batch_size matter; may be repeated",
     )
     plan.set_defaults(run_command=_plan)
 
 
 def parse_samples(text: str, num_samples: int) -> range:
-    """A run of samples from `A:B`, either of which may be left out.
+    """The range of samples that `A:B` names; A and B may be left out.
 
     Args:
-        text: Two sample numbers; or two shares of all samples, where at least one has a point.
-        num_samples: How many there are.
+        text: Two sample numbers, or two shares of all samples if at least one has a point.
+        num_samples: Number of samples.
 
     Raises:
-        ConfigError: it is neither, or no run of them.
+        ConfigError: the text is neither, or the range is empty or not within the samples.
     """
     found = re.fullmatch(rf"({_NUMBER})?:({_NUMBER})?", text)
     has_shares = "." in text
@@ -94,8 +102,8 @@ def parse_samples(text: str, num_samples: int) -> range:
     )
     if not 0 <= begin < end <= num_samples:
         raise ConfigError(
-            f"samples {text!r} are {begin} to {end}, but must be some of the {num_samples} there "
-            "are; name others"
+            f"samples {text!r} are {begin} to {end}, but must be a range within the {num_samples} "
+            "samples; name others"
         )
     return range(begin, end)
 
@@ -121,7 +129,7 @@ def _profile(options: argparse.Namespace) -> int:
     later = range(samples.stop, source.num_samples)
     measured = later if later else samples
     print(
-        f"\nhad they been hot in samples {measured.start:,} to {measured.stop:,}"
+        f"\ncoverage, measured on samples {measured.start:,} to {measured.stop:,}"
         f"{', which come later' if later else ', the same ones'}:"
     )
     nums_rows = [max(int(share * num_seen), 1) for share in _SHARES]
@@ -151,9 +159,9 @@ def _plan(options: argparse.Namespace) -> int:
     of_map, shared, pinned = (format_bytes(num_bytes) for num_bytes in parts)
     print(
         f"{options.out}: {plan.num_pinned:,} of {sum(profile.table_sizes.values()):,} rows pinned "
-        f"in {pinned}, beside a row map of {of_map} and {shared} for mini-batches"
+        f"in {pinned}, with a row map of {of_map} and {shared} for mini-batches"
     )
-    print(f"\nof the lookups that were counted (later ones miss more):\n{plan}")
+    print(f"\nshares of the counted lookups (later lookups miss more):\n{plan}")
     return 0
 
 

@@ -1,20 +1,19 @@
 """How good predictions are: AUC, logloss, normalized entropy, calibration, accuracy.
 
-`MetricsAccumulator` takes scores batch by batch. Sums run in float64. AUC is exact up to a number
-of samples, every float32 score being kept and sorted; beyond it the scores are counted in bins, and
-the result says by how much it can be wrong at most:
+`MetricsAccumulator` takes scores batch by batch. Sums run in float64. Up to a number of samples AUC
+is exact: every float32 score is kept and sorted. Beyond that number scores are counted in bins, and
+the result holds an upper bound of its error:
 
-    the bins' edges are quantiles of the scores kept until then, so that every bin holds about as
-    many samples as any other, however close together scores lie (bins of equal width in probability
-    would put most of them into a few); a score that is more than one of the quantiles, because many
-    samples have it, gets a bin of its own;
-    two samples of one bin count as a tie, where the exact AUC counts 0 or 1 (or a half), so with
-    p positive and n negative samples per bin, out of P and N, the error is at most
-    sum(p * n) / (2 * P * N), taken over the bins that can hold different scores.
+    The edges of the bins are quantiles of the scores kept until then, so all bins hold about the
+    same number of samples, however close together the scores are. (Bins of equal width in
+    probability would put most samples into a few bins.) A score that equals several quantiles,
+    because many samples have it, gets a bin of its own.
+    Two samples of one bin count as a tie, while the exact AUC counts them as 0, 1 or a half. With
+    p positive and n negative samples in a bin, of P and N in all, the error is at most
+    sum(p * n) / (2 * P * N), summed over the bins that can hold different scores.
 
-Scores must be float32 for that: rounding others to fit the bins would make ties that are none.
-Pairs are counted in integers, so where scores were not counted in bins, or every bin holds one
-score, AUC is exact but for its last bit.
+Scores must be float32: rounding wider scores to the bins would add ties. Pairs are counted in
+integers. So AUC is exact except for its last bit, unless a bin holds different scores.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ class Metrics:
     """Quality over a set of samples.
 
     Attributes:
-        auc: Probability that a positive sample outscores a negative one, ties counted half; None if
-            all labels agree.
-        auc_standard_error: How far `auc` strays from that of endlessly many such samples; None with
-            fewer than two positive or two negative samples. For the difference of two models on the
-            same samples it is too large.
-        max_auc_error: By how much `auc` can be wrong at most; 0 where it is exact, None as `auc`.
+        auc: Probability that a positive sample has a higher score than a negative one; a tie counts
+            half. None if all labels are equal.
+        auc_standard_error: Standard error of `auc` as an estimate from a sample; None with fewer
+            than two positive or two negative samples. It is too large for the difference of two
+            models on the same samples.
+        max_auc_error: Upper bound of the error of `auc`; 0 if it is exact, None if `auc` is None.
         logloss: Mean binary cross-entropy, in nats.
-        normalized_entropy: `logloss` over that of always predicting the mean label; None if all
-            labels agree.
-        calibration: Mean prediction over mean label; None without positive labels.
+        normalized_entropy: `logloss` divided by the logloss of always predicting the mean label;
+            None if all labels are equal.
+        calibration: Mean prediction divided by mean label; None without positive labels.
         accuracy: Share of predictions on the right side of 0.5.
-        num_samples: How many samples.
+        num_samples: Number of samples.
     """
 
     auc: float | None
@@ -65,16 +64,16 @@ class Metrics:
     num_samples: int
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON types, under the names of the run record."""
+        """The metrics in JSON types, under the names of the run record."""
         return asdict(self)
 
 
 class MetricsAccumulator:
-    """Gathers logits and labels, and computes the metrics of all of them.
+    """Collects logits and labels, and computes their metrics.
 
     Args:
-        max_exact_samples: Up to so many samples AUC is exact; they take 5 bytes each, and some
-            50 more while they are sorted.
+        max_exact_samples: AUC is exact up to this number of samples. They take 5 bytes each, and
+            about 50 more while they are sorted.
     """
 
     def __init__(self, max_exact_samples: int = _MAX_EXACT_SAMPLES) -> None:
@@ -87,20 +86,20 @@ class MetricsAccumulator:
         self._num_positive = self._num_right = 0
 
     def add(self, logits: NDArray[np.float32], labels: NDArray[Any]) -> None:
-        """Take note of more samples.
+        """Add samples.
 
         Shape:
             logits (N,) float32, before the sigmoid; labels (N,) 0 or 1.
 
         Raises:
-            ValueError: shapes differ, logits are not float32, one is not finite, or a label is
-                neither 0 nor 1.
+            ValueError: the shapes differ, the logits are not float32, a logit is not finite, or a
+                label is neither 0 nor 1.
         """
         _require_same_length("metrics", logits, labels)
         if logits.dtype != np.float32:
             raise ValueError(
                 f"metrics: logits must be float32, got {logits.dtype}; round them with "
-                "astype(numpy.float32) if the ties that makes do not matter"
+                "astype(numpy.float32) if additional ties do not matter"
             )
         num_bad = len(logits) - int(np.count_nonzero(np.isfinite(logits)))
         if num_bad:
@@ -115,7 +114,7 @@ class MetricsAccumulator:
         if self._histogram is not None:
             self._histogram.add(logits, is_positive)
             return
-        self._logits.append(logits.copy())  # the caller's array may be used again
+        self._logits.append(logits.copy())  # the caller may reuse its array
         self._is_positive.append(is_positive)
         if self.num_samples > self._max_exact_samples:
             kept, labels_of_kept = np.concatenate(self._logits), np.concatenate(self._is_positive)
@@ -124,10 +123,10 @@ class MetricsAccumulator:
             self._histogram.add(kept, labels_of_kept)
 
     def result(self) -> Metrics:
-        """The metrics of all samples so far.
+        """Metrics of all samples so far.
 
         Raises:
-            ValueError: there are none.
+            ValueError: there are no samples.
         """
         if not self.num_samples:
             raise ValueError("metrics: at least one sample is needed, got none")
@@ -143,7 +142,7 @@ class MetricsAccumulator:
         if self._histogram is not None and max_error > _WORRYING_AUC_ERROR:
             warnings.warn(
                 f"AUC {area:.5f} was counted in bins and may be wrong by up to {max_error:.1e}: "
-                f"later scores crowd into few of the bins made for the first "
+                f"later scores fall into few of the bins made for the first "
                 f"{self._histogram.num_typical:,}; raise max_exact_samples or shuffle the samples",
                 stacklevel=2,
             )
@@ -165,10 +164,10 @@ class MetricsAccumulator:
 
 
 def evaluate_logits(logits: NDArray[np.float32], labels: NDArray[Any]) -> Metrics:
-    """All metrics at once; see `MetricsAccumulator`.
+    """All metrics of some samples; see `MetricsAccumulator`.
 
     Raises:
-        ValueError: no samples, or what `MetricsAccumulator.add` refuses.
+        ValueError: there are no samples, or `MetricsAccumulator.add` raises.
     """
     accumulator = MetricsAccumulator()
     accumulator.add(logits, labels)
@@ -193,25 +192,25 @@ def auc(scores: NDArray[Any], labels: NDArray[Any]) -> float | None:
 
 
 class _Histogram:
-    """Positive and negative samples by score, in bins of about equal numbers.
+    """Counts of positive and negative samples by score, in bins of about equal counts.
 
     Args:
-        typical_scores: What the bins are made for.
+        typical_scores: Scores whose quantiles are the edges of the bins.
 
     Attributes:
-        num_typical: How many these were.
-        counts: Positive samples in its first row, negative ones in its second, by bin.
+        num_typical: Number of these scores.
+        counts: Samples per bin, (2, number of bins): positive ones first, then negative ones.
     """
 
     def __init__(self, typical_scores: NDArray[np.float32]) -> None:
         self.num_typical = len(typical_scores)
         places = np.linspace(0, self.num_typical - 1, _NUM_BINS).round().astype(np.int64)
         quantiles = np.sort(typical_scores)[places]
-        # More than a bin's share of the samples have a score that is met again: it is fenced in.
+        # A score that equals several quantiles gets a second edge, and so a bin of its own.
         tied = quantiles[1:][quantiles[1:] == quantiles[:-1]]
         self._edges = np.unique(np.concatenate([quantiles, _next(tied)]))
         self.counts = np.zeros((2, len(self._edges) + 1), np.int64)
-        # A bin that can hold one float32 alone makes no ties that are none.
+        # A bin that can hold only one float32 value adds no ties.
         is_single = _next(self._edges[:-1]) == self._edges[1:]
         self._is_exact = np.concatenate([[False], is_single, [False]])
 
@@ -221,7 +220,7 @@ class _Histogram:
             self.counts[row] += np.bincount(bins[part], minlength=self.counts.shape[1])
 
     def max_auc_error(self) -> float:
-        """How far the AUC of `counts` can be from that of the scores; 0 where there is none."""
+        """Upper bound of the difference between the AUCs of `counts` and of the scores."""
         positives, negatives = np.where(self._is_exact, 0, self.counts)
         num_mixed = _sum_of_products(positives, negatives)
         if not num_mixed:
@@ -231,7 +230,7 @@ class _Histogram:
 
 
 def _next(scores: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The next larger float32 each, infinity behind the largest one."""
+    """The next larger float32 of each score; infinity after the largest one."""
     with np.errstate(over="ignore"):
         return np.nextafter(scores, np.float32(np.inf))
 
@@ -261,11 +260,11 @@ def _area(positives: NDArray[np.int64], negatives: NDArray[np.int64]) -> float |
 
 
 def _standard_error(positives: NDArray[np.int64], negatives: NDArray[np.int64]) -> float | None:
-    """Standard error of the AUC from the samples at each of ascending scores.
+    """Standard error of the AUC from the numbers of samples at each score, ascending.
 
-    The share of the negative samples that a positive one beats varies from one to the next; so does
-    the share of the positive ones that beat a negative one. With the variance S10 of the former
-    among m samples and S01 of the latter among n, that of the AUC is S10 / m + S01 / n.
+    Each of the m positive samples beats a share of the negative samples; S10 is the variance of
+    these shares. Each of the n negative samples is beaten by a share of the positive samples; S01
+    is the variance of those. The variance of the AUC is S10 / m + S01 / n.
 
     References:
         DeLong, DeLong and Clarke-Pearson (1988), "Comparing the areas under two or more correlated

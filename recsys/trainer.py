@@ -146,7 +146,7 @@ def _train(
     finally:
         record |= {
             "throughput": progress.throughput(),
-            "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
+            "stalls": describe_stalls(clock, _ways_out(pipeline, config)),
             "schedule": describe_schedule(pipeline, loader),
             "tiers": describe_tiers(model),
             "skipped": None,
@@ -227,8 +227,8 @@ def _steps(
         raise TrainingDiverged(f"step {progress.num_steps + 1}: {error}; {_LOWER_LR}") from error
 
 
-def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[WayOut | None]:
-    """Settings that would shorten the stalls of a run; FAE's schedule is never replaced."""
+def _ways_out(pipeline: TrainPipeline, config: TrainConfig) -> list[WayOut | None]:
+    """What would loosen the run's stalls; with FAE's schedule, no other one."""
     num_ahead = num_read_ahead(config.prefetch, config.batch_size)
     found = [of_load(pipeline.clock, num_ahead), *pipeline.ways_out()]
     is_kept = config.schedule.name == "fae"

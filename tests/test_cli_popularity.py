@@ -29,7 +29,7 @@ def test_profile_counts_the_named_samples_and_prints_the_coverage_of_later_ones(
     expected = PopularityProfile.count(Store(store), range(500, 1000))
     np.testing.assert_array_equal(profile.counts(), expected.counts())
     assert f"2,000 lookups of 500 samples; {profile.num_rows_seen:,} of 808 rows" in printed
-    assert "in samples 1,000 to 2,000, which come later:" in printed
+    assert "on samples 1,000 to 2,000, which come later:" in printed
     found = profile.coverage(profile.num_rows_seen // 10, Store(store), range(1000, 2000))
     line = next(line for line in printed.splitlines() if line.split()[:1] == [str(found.num_rows)])
     assert line.split()[2] == f"{found.lookup_hit_rate:.1%}"
@@ -43,7 +43,7 @@ def test_a_profile_of_everything_is_measured_on_what_was_counted(store, tmp_path
     profile = PopularityProfile.load(tmp_path / "p.npz")
     assert profile.rate == 0.5
     assert f"lookups of {profile.num_samples:,} of 2,000 samples" in printed
-    assert "in samples 0 to 2,000, the same ones:" in printed
+    assert "on samples 0 to 2,000, the same ones:" in printed
 
 
 def test_a_rate_that_met_no_sample_says_so(store, tmp_path, capsys):
@@ -102,7 +102,7 @@ def test_samples_are_numbers_or_where_one_has_a_point_shares(text, expected):
 
 
 def test_samples_that_are_none_are_refused():
-    with pytest.raises(ConfigError, match="are 0 to 0, but must be some of the 9"):
+    with pytest.raises(ConfigError, match="are 0 to 0, but must be a range within the 9"):
         parse_samples("0:0.1", 9)
 
 
