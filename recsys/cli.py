@@ -19,9 +19,11 @@ from recsys.files import require_place
 from recsys.sizes import parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from recsys.bench.harness import Row
+
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 __all__ = ["build_parser", "main"]
 
@@ -55,10 +57,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recsys", description="Train DLRM-class models.")
     parser.add_argument("--version", action="version", version=f"recsys {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
     add_data_commands(commands)
     add_popularity_commands(commands)
+    _add_run_commands(commands)
+    _add_bench_commands(commands)
+    return parser
 
+
+def _add_run_commands(commands: _Commands) -> None:
+    """Add `train`, `evaluate`, `export`, `verify`, `ablate` and `report`."""
     train = commands.add_parser(
         "train",
         help="train a model, evaluate it and save it",
@@ -74,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     train.set_defaults(run_command=_train)
 
     evaluate = commands.add_parser("evaluate", help="measure the quality of a saved model")
-    evaluate.add_argument("run", metavar="DIR", help="a run's folder")
+    evaluate.add_argument("run", metavar="DIR", help="folder of a run")
     evaluate.add_argument("--data", metavar="STORE", help="default: the data of the run")
     evaluate.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the metrics to FILE"
@@ -82,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.set_defaults(run_command=_evaluate)
 
     export = commands.add_parser("export", help="write a saved model for other programs")
-    export.add_argument("run", metavar="DIR", help="a run's folder")
+    export.add_argument("run", metavar="DIR", help="folder of a run")
     export.add_argument(
         "--to",
         required=True,
@@ -96,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
         "verify",
         help="check that training at several budgets equals training with every row resident",
     )
-    verify.add_argument("data", help="a store, or synthetic:criteo-kaggle")
+    verify.add_argument("data", metavar="STORE", help="a store, or synthetic:criteo-kaggle")
     verify.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
     verify.add_argument("--set", **_SET)
     verify.add_argument(
@@ -127,93 +134,89 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run", metavar="DIR", help="folder of a run or an ablation")
     report.set_defaults(run_command=_report)
 
+
+def _add_bench_commands(commands: _Commands) -> None:
+    """Add `bench` and its benchmarks."""
     bench = commands.add_parser("bench", help="measure against other libraries")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="NAME")
-    bench_prepare = benchmarks.add_parser("prepare", help="raw text to arrays, against pandas")
-    bench_prepare.add_argument(
+
+    def add(name: str, run_command: Callable[..., int], help_text: str) -> argparse.ArgumentParser:
+        parser = benchmarks.add_parser(name, help=help_text)
+        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+        parser.set_defaults(run_command=run_command)
+        return parser
+
+    prepare = add("prepare", _bench_prepare, "raw text to arrays, against pandas")
+    prepare.add_argument(
         "--raw", type=Path, metavar="FILE", help="default: criteo_kaggle_137k under RECSYS_DATA"
     )
-    size = bench_prepare.add_mutually_exclusive_group()
+    size = prepare.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="a tenth of the text, one run")
     size.add_argument(
         "--kaggle-size",
         action="store_true",
         help="46 M lines and 34 M ids, one run; needs 20 GB of disk while it runs",
     )
-    bench_prepare.set_defaults(run_command=_bench_prepare)
-    bench_step = benchmarks.add_parser("step", help="one training step, against its lower bounds")
-    bench_step.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[128, 2048, 16384], metavar="B"
-    )
-    bench_step.add_argument("--quick", action="store_true", help="small tables, few rounds")
-    bench_step.set_defaults(run_command=_bench_step)
-    bench_lookup = benchmarks.add_parser(
-        "lookup", help="forward, backward and update of the embeddings alone"
-    )
-    bench_lookup.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[128, 2048, 16384], metavar="B"
-    )
-    bench_lookup.add_argument(
+
+    step = add("step", _bench_step, "one training step, against its lower bounds")
+    lookup = add("lookup", _bench_lookup, "forward, backward and update of the embeddings alone")
+    models = add("models", _bench_models, "PyTorch models, before and after recsys.accelerate")
+    tiers = add("tiers", _bench_tiers, "training with less fast memory than the tables need")
+    for parser in (step, lookup, models, tiers):
+        parser.add_argument("--quick", action="store_true", help="small tables, few rounds")
+    for parser, sizes in (
+        (step, [128, 2048, 16384]),
+        (lookup, [128, 2048, 16384]),
+        (models, [128, 1024, 8192]),
+    ):
+        parser.add_argument("--batch-sizes", type=int, nargs="+", default=sizes, metavar="B")
+    lookup.add_argument(
         "--dims", type=int, nargs="+", metavar="D", help="default: 16 64 128; with --quick 16"
     )
-    optimizers = ("sgd", "rowwise_adagrad", "adagrad")
-    bench_lookup.add_argument("--optimizers", nargs="+", default=optimizers, choices=optimizers)
-    bench_lookup.add_argument("--quick", action="store_true", help="small tables, few rounds")
-    bench_lookup.set_defaults(run_command=_bench_lookup)
-    bench_models = benchmarks.add_parser(
-        "models", help="plain PyTorch models, before and after recsys.accelerate"
-    )
-    bench_models.add_argument(
-        "--batch-sizes", type=int, nargs="+", default=[128, 1024, 8192], metavar="B"
-    )
-    bench_models.add_argument(
-        "--optimizers", nargs="+", default=("sgd", "adagrad"), choices=("sgd", "adagrad")
-    )
-    bench_models.add_argument("--quick", action="store_true", help="small tables, few rounds")
-    bench_models.set_defaults(run_command=_bench_models)
-    bench_synthetic = benchmarks.add_parser(
-        "synthetic", help="generating synthetic samples, against reading them from a store"
-    )
-    bench_synthetic.add_argument("--quick", action="store_true", help="few samples, few rounds")
-    bench_synthetic.set_defaults(run_command=_bench_synthetic)
-    bench_count = benchmarks.add_parser("count", help="counting lookups, against numpy and torch")
-    bench_count.add_argument("--quick", action="store_true", help="few samples, few rounds")
-    bench_count.set_defaults(run_command=_bench_count)
-    bench_rand_em = benchmarks.add_parser(
-        "rand-em", help="FAE's interval for the number of hot rows, against the exact number"
-    )
-    bench_rand_em.add_argument("--quick", action="store_true", help="few samples, few trials")
-    bench_rand_em.set_defaults(run_command=_bench_rand_em)
-    bench_tiers = benchmarks.add_parser(
-        "tiers", help="training with less fast memory than the tables need"
-    )
-    bench_tiers.add_argument(
+    for parser, optimizers in (
+        (lookup, ("sgd", "rowwise_adagrad", "adagrad")),
+        (models, ("sgd", "adagrad")),
+    ):
+        parser.add_argument("--optimizers", nargs="+", default=optimizers, choices=optimizers)
+    _add_tiers_options(tiers)
+
+    for name, run_command, help_text in (
+        ("synthetic", _bench_synthetic, "generating samples, against reading them from a store"),
+        ("count", _bench_count, "counting lookups, against numpy and torch"),
+        ("rand-em", _bench_rand_em, "FAE's interval for the number of hot rows, against the count"),
+    ):
+        parser = add(name, run_command, help_text)
+        parser.add_argument("--quick", action="store_true", help="few samples, few rounds")
+
+
+def _add_tiers_options(tiers: argparse.ArgumentParser) -> None:
+    tiers.add_argument(
         "--shares",
         nargs="+",
         metavar="SHARE",
         help="budgets: shares of the bytes of rows and state, or floor; 1: every row resident; "
         "default: floor 0.02 0.05 0.1 0.2 0.5 1",
     )
-    bench_tiers.add_argument(
+    tiers.add_argument(
         "--schedule",
         default="sequential,lookahead-2",
         metavar="NAME[,NAME...]",
         help="sequential, lookahead-DEPTH (1, 2, 4, 8); default: sequential,lookahead-2",
     )
-    bench_tiers.add_argument(
+    tiers.add_argument(
         "--dim", type=int, metavar="D", help="default: 64; 128 with --cold-tier file"
     )
-    bench_tiers.add_argument(
+    tiers.add_argument(
         "--batch-size", type=int, metavar="B", help="default: 2048; 4096 with --cold-tier file"
     )
-    bench_tiers.add_argument(
+    tiers.add_argument(
         "--optimizer",
         default="rowwise_adagrad",
         choices=("sgd", "rowwise_adagrad"),
         help="--cold-tier file always uses sgd",
     )
-    bench_tiers.add_argument("--cold-tier", default="host", choices=("host", "file"))
-    in_files = bench_tiers.add_argument_group("with --cold-tier file")
+    tiers.add_argument("--cold-tier", default="host", choices=("host", "file"))
+    in_files = tiers.add_argument_group("with --cold-tier file")
     in_files.add_argument(
         "--cold-path",
         type=Path,
@@ -228,22 +231,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="bytes of the tables, in units of RAM",
     )
     in_files.add_argument("--budget", default="2GiB", metavar="SIZE")
-    bench_tiers.add_argument("--quick", action="store_true", help="small tables, few rounds")
-    bench_tiers.set_defaults(run_command=_bench_tiers)
-    for benchmark in (
-        bench_tiers,
-        bench_prepare,
-        bench_step,
-        bench_lookup,
-        bench_models,
-        bench_synthetic,
-        bench_count,
-        bench_rand_em,
-    ):
-        benchmark.add_argument(
-            "--json", type=Path, metavar="FILE", help="also write the rows to FILE"
-        )
-    return parser
 
 
 def _train(options: argparse.Namespace) -> int:
