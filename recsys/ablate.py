@@ -201,8 +201,8 @@ def _require_same_data(
     """
     found = record["data"]
     # A key that only one of two versions writes is not a difference.
-    asked = {key: value for key, value in _as_json(data).items() if key in found}
-    difference = _first_difference(asked, {key: found[key] for key in asked})
+    expected = {key: value for key, value in _as_json(data).items() if key in found}
+    difference = _first_difference(expected, {key: found[key] for key in expected})
     if difference is not None:
         run = RunFolder(folder / "cells" / cell.name)
         raise AlreadyExists(_refusal(run, cell, "other data", difference))
@@ -220,20 +220,20 @@ def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _first_difference(asked: Any, found: Any, key: str = "") -> str | None:
+def _first_difference(expected: Any, found: Any, key: str = "") -> str | None:
     """The first difference of two nested mappings, in words; None if they are equal."""
-    if isinstance(asked, dict) and isinstance(found, dict):
-        for name in [*asked, *(name for name in found if name not in asked)]:
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for name in [*expected, *(name for name in found if name not in expected)]:
             inner = f"{key}.{name}" if key else name
             if name not in found:
-                return f"{inner} is {asked[name]!r} now and was not set then"
-            if name not in asked:
+                return f"{inner} is {expected[name]!r} now and was not set then"
+            if name not in expected:
                 return f"{inner} is not set now and was {found[name]!r} then"
-            difference = _first_difference(asked[name], found[name], inner)
+            difference = _first_difference(expected[name], found[name], inner)
             if difference is not None:
                 return difference
         return None
-    return None if asked == found else f"{key} is {asked!r} now and was {found!r} then"
+    return None if expected == found else f"{key} is {expected!r} now and was {found!r} then"
 
 
 def _train_cell(folder: Path, cell: Cell, run_cell: RunCell, *, show_progress: bool) -> None:
@@ -281,10 +281,10 @@ def _warn_of_differences(folder: Path, cells: Sequence[Cell], record: Mapping[st
     others = sorted(path.name for path in (folder / "cells").iterdir() if path.name not in names)
     if others:
         _print(f"kept, but not part of this ablation: {', '.join(others)} in {folder / 'cells'}")
-    num_asked = len({cell.config.num_threads for cell in cells})
+    num_settings = len({cell.config.num_threads for cell in cells})
     for key in _SAME_FOR_ALL:
         values = record["environment"].get(key)
-        if isinstance(values, list) and not (key == "num_threads" and num_asked > 1):
+        if isinstance(values, list) and not (key == "num_threads" and num_settings > 1):
             _print(f"the cells were not all run with the same {key}, but with {values}")
 
 

@@ -114,8 +114,8 @@ def format_evaluations(record: Mapping[str, Any]) -> str:
     periodic = [run["config"] for run in runs if not _is_evaluated_only_at_its_end(run)]
     if runs and not periodic:
         return "the only one is made after the last step"
-    asked = record["config"]["eval_every_samples"]
-    found = {run["eval"]["every_steps"] * run["batch_size"] for run in periodic} or {asked}
+    configured = record["config"]["eval_every_samples"]
+    found = {run["eval"]["every_steps"] * run["batch_size"] for run in periodic} or {configured}
     interval = " to ".join(f"{samples:,}" for samples in dict.fromkeys((min(found), max(found))))
     num_others = len(runs) - len(periodic)
     others = f", but in {num_others} of {len(runs)} cells only the last one" if num_others else ""

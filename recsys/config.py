@@ -195,9 +195,11 @@ class SyntheticConfig:
     drift: float = _key(
         0.0, "share of popularity that moves to other rows per million samples", least=0, most=1e6
     )
-    preference_changes: tuple[int, ...] = _key((), "times at which row effects are drawn anew")
+    preference_changes: tuple[int, ...] = _key(
+        (), "sample numbers at which row effects are redrawn"
+    )
     preference_share: float = _key(
-        0.5, "share of the rows whose effects a preference change draws anew", least=0, most=1
+        0.5, "share of the rows whose effects a preference change redraws", least=0, most=1
     )
     split: str = _key(
         "chronological",

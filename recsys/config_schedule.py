@@ -40,7 +40,10 @@ class ScheduleConfig:
         least=0,
     )
     learning_share: float = key(
-        0.05, "hotline: share of the steps after which it picks popular rows anew", least=0, most=1
+        0.05,
+        "hotline: share of the steps after which it repeats the choice of popular rows",
+        least=0,
+        most=1,
     )
     pinned_share: float = key(
         0.5, "hotline: share of the fast memory that popular rows may keep", least=0, most=1
