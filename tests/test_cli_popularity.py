@@ -63,8 +63,8 @@ def test_a_rate_that_met_no_sample_says_so(store, tmp_path, capsys):
         (["--samples", "0:1.5"], "two shares as in 0:0.5, got '0:1.5'"),
         (["--samples", "a:b"], "samples must be A:B"),
         (["--samples", "0:nan."], "samples must be A:B"),
-        (["--samples", "7:7"], "are 7 to 7, but must be some of the 2000"),
-        (["--samples", "0:2001"], "are 0 to 2001, but must be some of the 2000"),
+        (["--samples", "7:7"], "are 7 to 7, but must be a range within the 2000"),
+        (["--samples", "0:2001"], "are 0 to 2001, but must be a range within the 2000"),
         (["--rate", "0"], "rate must lie in (0, 1], got 0"),
     ],
 )
