@@ -56,6 +56,8 @@ COLD_TIERS = ("host", "file")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
 _DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
 _ADAMS = ("adam", "partial_rowwise_adam")
+_SYNTHETIC_SPLITS = ("chronological", "random")
+_MAX_DRIFT = 1e6
 SYNTHETIC_PREFIX = "synthetic:"
 
 
@@ -193,7 +195,10 @@ class SyntheticConfig:
     seed: int = _key(0, "seed of the data; the run has its own", least=0)
     table_sizes: tuple[int, ...] = _key((), "rows per table; empty: Kaggle's 26 sizes")
     drift: float = _key(
-        0.0, "share of popularity that moves to other rows per million samples", least=0, most=1e6
+        0.0,
+        "share of popularity that moves to other rows per million samples",
+        least=0,
+        most=_MAX_DRIFT,
     )
     preference_changes: tuple[int, ...] = _key(
         (), "sample numbers at which row effects are redrawn"
@@ -204,7 +209,7 @@ class SyntheticConfig:
     split: str = _key(
         "chronological",
         "which samples are held out; chronological: the last ones",
-        choices=("chronological", "random"),
+        choices=_SYNTHETIC_SPLITS,
     )
 
     def __post_init__(self) -> None:

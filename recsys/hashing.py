@@ -1,4 +1,4 @@
-"""Counter-based random bits: the finalizer of SplitMix64, for numpy arrays."""
+"""Chance that is a function of a number: SplitMix64's finalizer, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 __all__ = ["GOLDEN", "mix64"]
 
-# 2**64 / golden ratio: SplitMix64 mixes the multiples of this number.
+# 2**64 / golden ratio: multiples of it are the stream that SplitMix64 mixes.
 GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix64(bits: NDArray[np.uint64]) -> NDArray[Any]:
-    """A 64-bit hash of each number; the hashes of neighbors look independent."""
+    """One 64-bit hash for each number; neighbours get unrelated ones."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

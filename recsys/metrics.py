@@ -175,14 +175,14 @@ def evaluate_logits(logits: NDArray[np.float32], labels: NDArray[Any]) -> Metric
 
 
 def auc(scores: NDArray[Any], labels: NDArray[Any]) -> float | None:
-    """Area under the ROC curve, exact, ties counted half.
+    """Exact area under the ROC curve; a tie counts half.
 
     Shape:
-        scores (N,) any order-preserving score; labels (N,) 0 or 1; result None if all labels agree,
-        as those of no samples do.
+        scores (N,), higher for more likely; labels (N,) 0 or 1; result None if all labels are
+        equal, or N is 0.
 
     Raises:
-        ValueError: a score is NaN, a label is neither 0 nor 1, or shapes differ.
+        ValueError: a score is NaN, a label is neither 0 nor 1, or the shapes differ.
     """
     _require_same_length("auc", scores, labels)
     num_bad = int(np.count_nonzero(np.isnan(scores)))
@@ -238,7 +238,7 @@ def _next(scores: NDArray[np.float32]) -> NDArray[np.float32]:
 def _count_by_score(
     scores: NDArray[Any], is_positive: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Positive and negative samples at each distinct score, ascending."""
+    """Numbers of positive and negative samples at each distinct score, ascending."""
     order = np.argsort(scores)
     ascending = scores[order]
     is_last = np.ones(len(scores), np.bool_)
@@ -249,9 +249,9 @@ def _count_by_score(
 
 
 def _area(positives: NDArray[np.int64], negatives: NDArray[np.int64]) -> float | None:
-    """AUC from the samples at each of ascending scores.
+    """AUC from the numbers of samples at each score, ascending.
 
-    A positive sample beats all negative ones of lower groups and half of its own.
+    A positive sample beats the negative samples with lower scores, and half of those with its own.
     """
     num_pairs = int(positives.sum()) * int(negatives.sum())
     if not num_pairs:
@@ -282,26 +282,26 @@ def _standard_error(positives: NDArray[np.int64], negatives: NDArray[np.int64]) 
 
 
 def _twice_below(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each group, twice the samples of the groups below and those of its own."""
+    """For each group, twice the samples of the groups below it plus its own samples."""
     return 2 * np.cumsum(counts) - counts
 
 
 def _sum_of_products(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
-    """Exact, whatever its size; neither holds negative numbers."""
+    """Exact dot product of non-negative integers, also beyond 64 bits."""
     if int(first.sum()) * int(second.max(initial=0)) < 2**63:
         return int(np.dot(first, second))
     return int(np.dot(first.astype(object), second.astype(object)))
 
 
 def _is_positive(place: str, labels: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which labels are 1, the others being 0."""
+    """Which labels are 1; raises ValueError for a label that is neither 0 nor 1."""
     is_positive: NDArray[np.bool_] = labels == 1
     if np.count_nonzero(is_positive) != np.count_nonzero(labels):  # NaN is not zero either
         is_bad = ~(is_positive | (labels == 0))
         sample = int(is_bad.argmax())
         raise ValueError(
-            f"{place}: labels must be 0 or 1, got {labels[sample]} at place {sample} and "
-            f"{int(is_bad.sum())} such of {len(labels)}; leave samples without a label out"
+            f"{place}: labels must be 0 or 1, got {labels[sample]} at place {sample}, and "
+            f"{int(is_bad.sum())} such of {len(labels)}; leave out samples without a label"
         )
     return is_positive
 
