@@ -1,4 +1,4 @@
-"""What `accelerate` did, in words: what was exchanged, what was not and why, what to expect."""
+"""Reports of `accelerate`: which modules it replaced, which not and why, what speed to expect."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Accelerated", "LeftAlone", "Replacement", "describe_outlook"]
 
-_NAMED = 3  # places of modules that are named before the rest is left out
+_NAMED = 3  # modules named in a list before it is shortened
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """A module that was exchanged.
+    """A module that was replaced.
 
     Attributes:
-        names: Where it is in the model; several where it is used in several places.
-        kind: The class that is there now.
-        num_tables: 1, or those of a collection.
-        num_rows: Of all its tables.
-        note: What it computes differently from the module that was there, and why; mostly "".
+        names: Its names in the model; several if the model uses it in several places.
+        kind: The class that replaces it.
+        num_tables: Number of its tables; 1 unless it is a collection.
+        num_rows: Rows of all its tables.
+        note: What the replacement computes differently, and why; usually "".
     """
 
     names: tuple[str, ...]
@@ -39,12 +39,12 @@ class Replacement:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """A module with a table that was not exchanged.
+    """A module with a table that was not replaced.
 
     Attributes:
-        names: Where it is in the model.
+        names: Its names in the model.
         kind: Its class.
-        reason: Why not.
+        reason: Why it was not replaced.
     """
 
     names: tuple[str, ...]
@@ -54,17 +54,17 @@ class LeftAlone:
 
 @dataclass(frozen=True, repr=False)
 class Accelerated:
-    """What `accelerate` or `restore` did; printed, a few lines.
+    """What `accelerate` or `restore` did; prints as a few lines.
 
     Attributes:
-        replacements: In the order of the model.
-        left_alone: What was not exchanged, and why.
-        moved_by: What moves the rows now, in words; by each optimizer.
-        rules: What they do differently from before, and why; mostly none.
-        row_optimizer: `torch.optim`'s face of a formula of ours, for its `param_groups` and state;
-            None where an optimizer of the user's moves the rows.
-        tiers: Where rows are, in words.
-        expected: What speed to expect, in words.
+        replacements: The replaced modules, in the order of the model.
+        left_alone: The modules that were not replaced, and why.
+        moved_by: A sentence per optimizer that says what updates the rows now.
+        rules: How these updates differ from those before, and why; usually empty.
+        row_optimizer: The `torch.optim.Optimizer` of the rows, with their `param_groups` and state;
+            None if an optimizer of the user's updates the rows.
+        tiers: A sentence that says where the rows are.
+        expected: A sentence that says what speed to expect.
     """
 
     replacements: tuple[Replacement, ...]
@@ -92,20 +92,20 @@ class Accelerated:
 
     @property
     def notes(self) -> list[str]:
-        """What is computed differently, and why."""
+        """Everything that is computed differently, and why."""
         of_modules = [f"{each.names[0]}: {each.note}" for each in self.replacements if each.note]
         return [*of_modules, *self.rules]
 
 
 def describe_outlook(updaters: Sequence[RowUpdater]) -> tuple[str, str]:
-    """Where rows are, and what speed to expect, in words.
+    """Say where the rows are, and what speed to expect.
 
     Args:
-        updaters: All that move rows; none where torch does.
+        updaters: Everything in recsys that updates rows; empty if only torch does.
     """
     if not updaters:
-        return "", "expect the speed of before: recsys moves no rows here"
-    whole = f"{format_bytes(sum(each.resident_bytes() for each in updaters))} of rows and state"
+        return "", "expect the same speed as before: recsys updates no rows here"
+    total = f"{format_bytes(sum(each.resident_bytes() for each in updaters))} of rows and state"
     num_tables = sum(each.num_tables for each in updaters)
     num_groups = sum(each.num_groups for each in updaters)
     tables = "1 table is" if num_tables == 1 else f"{num_tables} tables are"
@@ -113,14 +113,14 @@ def describe_outlook(updaters: Sequence[RowUpdater]) -> tuple[str, str]:
     speed = f"expect shorter steps: {tables} updated by {calls} a step"
     tiers = [each for updater in updaters for each in updater.tiers()]
     if not tiers:
-        return f"all {whole} are in fast memory", speed
+        return f"all {total} are in fast memory", speed
     hot_bytes = format_bytes(sum(each.hot.num_bytes for each in tiers))
     place = "in memory" if all(each.files is None for each in tiers) else "in files"
     speed += (
-        ", and rows that are not in fast memory have to be fetched, which "
-        "recsys.pipeline.TrainPipeline does ahead of the step"
+        ", but rows that are not in fast memory must be fetched; "
+        "recsys.pipeline.TrainPipeline fetches them before their step"
     )
-    return f"{hot_bytes} of fast memory for {whole}; what does not fit waits {place}", speed
+    return f"{hot_bytes} of fast memory for {total}; the other rows are {place}", speed
 
 
 def _some(places: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Modules of a model, found by class and exchanged inside it, on the very Parameters they had."""
+"""Finds the replaceable modules of a model and replaces them; the Parameters stay the same."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ Ours = (
     | HotColdEmbeddingCollection
 )
 
-KEPT = "_accelerated_from"  # in a module of ours: the one whose place it has taken
+KEPT = "_accelerated_from"  # attribute of a recsys module: the module that it replaced
 
 
 def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """What can be exchanged, and where it is.
+    """Find the modules that can be replaced, with their names in the model.
 
     Raises:
-        ValueError: there is nothing, or the model is such as cannot be changed.
+        ValueError: there is none, or the model cannot be changed.
     """
     for name, module in model.named_modules():
         place = f"module {name!r}" if name else "the model"
         if isinstance(module, DistributedDataParallel):
-            raise ValueError(  # noqa: TRY004  # a module it is, in the wrong place
-                f"{place} must not be wrapped by DistributedDataParallel, which gathers gradients "
-                "that rows moved by recsys do not leave; accelerate in one process"
+            raise ValueError(  # noqa: TRY004  # its type is right, its place is wrong
+                f"{place} must not be wrapped by DistributedDataParallel, which gathers gradients: "
+                "rows that recsys updates leave none; accelerate in one process"
             )
         if KEPT in module.__dict__:
             raise ValueError(f"{place} is accelerated already; call recsys.restore(model) first")
     if _is_replaceable(model):
         raise ValueError(
-            f"the model is itself an {type(model).__name__}, which cannot be exchanged in place; "
+            f"the model is itself an {type(model).__name__}, which cannot be replaced in place; "
             "use from_torch or from_torchrec of the class of recsys.embeddings that has the name "
             f"HotCold{type(model).__name__}"
         )
@@ -70,21 +70,21 @@ def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
             for module, names in find_of_other_classes(model).items()
         )
         raise ValueError(
-            "the model must have an nn.EmbeddingBag, an nn.Embedding or a collection of torchrec's "
+            "the model must have an nn.EmbeddingBag, an nn.Embedding or a collection of torchrec "
             f"inside, and has none{reason}"
         )
     return found
 
 
 def find_of_other_classes(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """What has a table, and computes in a way of its own."""
+    """Find the modules with a table whose class recsys does not know."""
     return names_of(model, _is_of_another_class)
 
 
 def names_of(
     model: nn.Module, is_wanted: Callable[[nn.Module], bool]
 ) -> dict[nn.Module, list[str]]:
-    """Modules by where they are; what is inside of one, or of a module of ours, is part of it."""
+    """Wanted modules with their names; those inside a wanted or a recsys module are left out."""
     found: dict[nn.Module, list[str]] = {}
 
     def visit(module: nn.Module, prefix: str, path: tuple[nn.Module, ...]) -> None:
@@ -99,15 +99,15 @@ def names_of(
 
 
 def tables_in(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:
-    """Every table of every module; one that modules share comes several times."""
+    """Every table of every module; a table that modules share is listed several times."""
     tables = [table for module, names in found.items() for table in tables_of(module, names[0])]
-    # Of a gradient that is sparse and dense, the sum is dense.
+    # The sum of a sparse and a dense gradient is dense.
     dense = {id(table.weight) for table in tables if not table.is_sparse}
     return [replace(table, is_sparse=id(table.weight) not in dense) for table in tables]
 
 
 def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
-    """The tables of a module that has this name in the model."""
+    """The tables of a module; `name` is its name in the model."""
     if isinstance(module, nn.EmbeddingBag | nn.Embedding):
         key, weight = f"{name}.weight", _weight(module)
         yield NamedTable(name, key, "", weight, None, name, (name,), module.sparse)
@@ -125,7 +125,7 @@ def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
 
 
 def counterpart(module: nn.Module) -> Ours:
-    """A module of ours that does the same, on the same Parameters; nothing moves rows yet."""
+    """A recsys module that computes the same on the same Parameters; it has no optimizer yet."""
     ours: Ours
     if isinstance(module, nn.EmbeddingBag):
         ours = HotColdEmbeddingBag._on_weight_of(module)
@@ -138,7 +138,7 @@ def counterpart(module: nn.Module) -> Ours:
     ours.training = module.training
     _share_hooks(ours, module)
     if isinstance(ours, TableModule):
-        for name, value in module.__dict__.items():  # what somebody has put there
+        for name, value in module.__dict__.items():  # attributes that users have set
             ours.__dict__.setdefault(name, value)
     if isinstance(ours, HotColdEmbeddingCollection):
         for new, old in zip(ours.holders(), cast("Any", module).embeddings.values(), strict=True):
@@ -152,7 +152,7 @@ def _share_hooks(ours: nn.Module, module: nn.Module) -> None:
 
 
 def exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the places of others, wherever these are but inside of each other."""
+    """Replace each key by its value in the model, except inside other keys."""
     inside = {part for each in counterparts for part in each.modules()}
     for parent in list(model.modules()):
         for name, child in () if parent in inside else _children(parent):
@@ -170,7 +170,7 @@ def _is_of_another_class(module: nn.Module) -> bool:
 
 
 def _is_torchrec(module: nn.Module) -> bool:
-    # Who has one has imported it; importing it here takes seconds.
+    # Importing TorchRec takes seconds. A module of its class exists only if it is imported.
     library = sys.modules.get("torchrec.modules.embedding_modules")
     return library is not None and type(module) in (
         library.EmbeddingBagCollection,
@@ -179,7 +179,7 @@ def _is_torchrec(module: nn.Module) -> bool:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """By every name; `named_children` leaves out the second of a module used twice."""
+    """Children under every name; `named_children` lists a module that is used twice only once."""
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
@@ -187,7 +187,7 @@ def _weight(bag: nn.Module) -> nn.Parameter:
     return cast("nn.Parameter", bag.weight)
 
 
-# The very dictionaries: handles of hooks know them, and remove hooks from them.
+# Both modules share these dictionaries, because a hook's handle removes the hook from its own one.
 _SHARED = (
     "_backward_hooks",
     "_backward_pre_hooks",

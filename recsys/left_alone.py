@@ -1,4 +1,4 @@
-"""Modules with a table that `accelerate` leaves as they are, and why."""
+"""Finds modules with tables that `accelerate` cannot replace, and says why."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def find_unfit(
     *,
     lazy_adam: bool,
 ) -> dict[nn.Module, LeftAlone]:
-    """What cannot be exchanged.
+    """Find the modules that cannot be replaced.
 
     Args:
-        model: Has everything.
-        found: What could be, as far as its class goes.
-        tables: All of these.
-        optimizers: Those of torch's that were given.
+        model: The whole model.
+        found: Modules of a class that can be replaced, with their names.
+        tables: All tables of these modules.
+        optimizers: The torch optimizers that were given.
         lazy_adam: As for `accelerate`.
 
     Raises:
-        ValueError: all of `found` cannot be; or a table is moved by recsys already.
+        ValueError: no module of `found` can be replaced; or recsys already updates a table.
     """
     left, errors = {}, []
     for module, names in found.items():
@@ -60,7 +60,7 @@ def find_unfit(
         raise errors[0]
     for module, names in find_of_other_classes(model).items():
         kind = type(module).__name__
-        reason = f"{kind} is a class of its own, which may compute otherwise than torch's"
+        reason = f"{kind} is a class of its own, which may compute other values than torch's class"
         left[module] = LeftAlone(tuple(names), kind, reason)
     return left
 
@@ -68,11 +68,11 @@ def find_unfit(
 def find_unmoved(
     found: Mapping[nn.Module, list[str]], movers: Sequence[Mover]
 ) -> dict[nn.Module, LeftAlone]:
-    """What asks for a gradient, and is in no optimizer that was given.
+    """Find the modules whose weights require a gradient but are in no given optimizer.
 
     Args:
-        found: What could be exchanged.
-        movers: Of the optimizers.
+        found: Modules that can be replaced, with their names.
+        movers: Those of the given optimizers.
     """
     left = {}
     for module, names in found.items():
@@ -84,18 +84,18 @@ def find_unmoved(
 
 
 def _require_plain_instance(module: nn.Module, name: str) -> None:
-    """Refuse a module that has more than its class gives it.
+    """Refuse a module that has more than its class defines.
 
     Raises:
-        ValueError: it has a forward, buffers or parameters of its own, or a hook on a table.
+        ValueError: the module has its own forward, buffers or parameters, or a hook on a table.
     """
     own = ["forward"] if "forward" in module.__dict__ else []
     own += [*module._buffers, *(each for each in module._parameters if each != "weight")]
     if own:
-        raise ValueError(f"{name} has {own[0]!r} of its own, which a module of recsys would not")
+        raise ValueError(f"{name} has its own {own[0]!r}, which its replacement would not have")
     for table in tables_of(module, name):
         if table.weight._backward_hooks or table.weight._post_accumulate_grad_hooks:
             raise ValueError(
-                f"table {table.name!r} has a hook for its gradient, which is not called where "
-                "recsys moves rows"
+                f"table {table.name!r} has a hook for its gradient, which is not called when "
+                "recsys updates the rows"
             )

@@ -180,20 +180,20 @@ def test_there_must_be_something_to_restore():
 REFUSED = {
     "momentum": (
         lambda model: sgd(model, momentum=0.9),
-        r"table 'many\.0': torch\.optim\.SGD with momentum=0\.9 moves rows that were not looked "
+        r"table 'many\.0': torch\.optim\.SGD with momentum=0\.9 updates rows that were not looked "
         r"up; leave it out; or: recsys\.accelerate\(model\) without optimizer=",
     ),
     "weight decay": (
         lambda model: torch.optim.Adagrad(model.parameters(), weight_decay=0.1),
-        r"torch\.optim\.Adagrad with weight_decay=0\.1 moves rows that were not looked up",
+        r"torch\.optim\.Adagrad with weight_decay=0\.1 updates rows that were not looked up",
     ),
     "dense Adam": (
         lambda model: torch.optim.Adam(model.parameters()),
-        r"table 'many\.0': torch\.optim\.Adam moves rows that were not looked up; lazy_adam=True",
+        r"table 'many\.0': torch\.optim\.Adam updates rows that were not looked up; lazy_adam=True",
     ),
     "Adam with weight decay": (
         lambda model: torch.optim.AdamW(model.parameters()),
-        r"table 'many\.0': torch\.optim\.AdamW moves rows that were not looked up; lazy_adam=True",
+        r"table 'many\.0': torch\.optim\.AdamW updates rows that were not looked up; lazy_adam",
     ),
     "no table": (
         lambda model: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1),
@@ -281,7 +281,7 @@ def test_nothing_to_exchange_is_an_error(model):
 
 
 def test_a_bare_bag_is_referred_to_from_torch():
-    with pytest.raises(ValueError, match=r"cannot be exchanged in place.*from_torch"):
+    with pytest.raises(ValueError, match=r"cannot be replaced in place.*from_torch"):
         recsys.accelerate(bag())
 
 

@@ -174,7 +174,7 @@ def test_lazy_adam_with_weight_decay_is_refused():
     model = Towers()
     optimizer = torch.optim.AdamW(model.parameters())
 
-    with pytest.raises(ValueError, match=r"AdamW with weight_decay=0.01 moves rows that were not"):
+    with pytest.raises(ValueError, match=r"AdamW with weight_decay=0.01 updates rows that were"):
         recsys.accelerate(model, optimizer=optimizer, lazy_adam=True)
 
 
@@ -266,7 +266,7 @@ def test_a_module_whose_optimizer_has_no_formula_is_left_beside_one_whose_has():
         ]
 
     ours, theirs = make(model), make(plain)
-    with pytest.warns(UserWarning, match=r"goods is left as it is: .* momentum=0\.9 moves rows"):
+    with pytest.warns(UserWarning, match=r"goods is left as it is: .* momentum=0\.9 updates rows"):
         recsys.accelerate(model, optimizer=ours)
     train(model, ours)
     train(plain, theirs)

@@ -253,7 +253,7 @@ def test_a_setting_loaded_later_that_has_no_formula_stops_the_step():
     (_, _), (model, [optimizer]) = pair("sgd")
     optimizer.param_groups[0]["momentum"] = 0.9
 
-    with pytest.raises(ValueError, match=r"torch\.optim\.SGD with momentum=0\.9 moves rows"):
+    with pytest.raises(ValueError, match=r"torch\.optim\.SGD with momentum=0\.9 updates rows"):
         train(model, [optimizer], [0])
 
 

@@ -1,11 +1,11 @@
-"""Tables that `apply_optimizer_in_backward` has given an optimizer of their own.
+"""Tables that have an optimizer from `apply_optimizer_in_backward`.
 
-It leaves marks on a parameter (`_optimizer_classes`, `_in_backward_optimizers` and others), and a
-hook that steps the optimizer behind each backward pass. A module of ours that takes the table over
-moves its rows by the same formula, from the same state on. The hook is taken away meanwhile:
-whatever else of the loss reaches the table would move its rows a second time.
+That function sets attributes on a parameter (`_optimizer_classes`, `_in_backward_optimizers` and
+others) and registers a hook that steps the optimizer after each backward pass. When a recsys module
+takes the table over, it updates the rows by the same formula and continues from the same state. It
+removes the hook meanwhile: other uses of the table in the loss would update the rows a second time.
 
-TorchRec's placeholders, which run in FBGEMM alone, stand for FBGEMM's formulas and defaults.
+TorchRec's placeholder optimizers run only in FBGEMM. They get FBGEMM's formulas and defaults.
 
 References:
     `torch.distributed.optim._apply_optimizer_in_backward`; TorchRec's mapping of its optimizers to
@@ -37,13 +37,13 @@ _HOOKS = "torch.distributed.optim.apply_optimizer_in_backward"
 
 @dataclass(frozen=True)
 class InBackward:
-    """What `apply_optimizer_in_backward` has made of tables; the same of each.
+    """Tables to which `apply_optimizer_in_backward` gave equal optimizers.
 
     Attributes:
-        formula: How their rows move.
+        formula: The update rule of their rows.
         tables: The tables.
-        optimizers: Each table's optimizer; None where it is a placeholder.
-        state_names: Under which name those keep each of the formula's state arrays.
+        optimizers: Each table's optimizer; None for a placeholder.
+        state_names: Maps the formula's state arrays to the optimizers' names.
     """
 
     formula: RowOptimizer
@@ -52,7 +52,7 @@ class InBackward:
     state_names: Mapping[str, str]
 
     def hand_over(self, row_optimizer: FusedOptimizer) -> None:
-        """Give the state to an optimizer of ours, and take the hooks away."""
+        """Give the state to `row_optimizer`, and remove the hooks."""
         handles = getattr(sys.modules.get(_HOOKS), "param_to_optim_hook_handle_map", {})
         for table, optimizer in zip(self.tables, self.optimizers, strict=True):
             for handle in handles.pop(table, []) if table in handles else []:
@@ -64,7 +64,7 @@ class InBackward:
                 )
 
     def hand_back(self, row_optimizer: FusedOptimizer) -> None:
-        """Give the optimizers their tables back: the state as it is now, and a hook."""
+        """Give the state back to the tables' own optimizers, and register the hooks again."""
         hooks: Any = sys.modules.get(_HOOKS)
         for table, optimizer in zip(self.tables, self.optimizers, strict=True):
             known = row_optimizer.state.get(table, {})
@@ -83,7 +83,7 @@ class InBackward:
 
 
 class _Step:
-    """What torch's own hook does behind a backward pass."""
+    """The same hook that torch registers: it steps the table's optimizers after backward."""
 
     def __init__(self, table: nn.Parameter) -> None:
         self._table = table
@@ -97,15 +97,15 @@ class _Step:
 def read_marks(
     tables: Sequence[tuple[str, nn.Parameter]], optimizer: object = None
 ) -> InBackward | None:
-    """Read the marks of `apply_optimizer_in_backward`; None where no table has one.
+    """Read what `apply_optimizer_in_backward` set on tables; None if it was called on none.
 
     Args:
-        tables: All that one optimizer of ours is to move, by name; at least one.
-        optimizer: What the user has given besides.
+        tables: All tables that one row optimizer will update, by name; at least one.
+        optimizer: The optimizer that the user gave in addition.
 
     Raises:
-        ValueError: a table has several optimizers, or one that has no formula here, or not the
-            same as the others, or one besides the user's.
+        ValueError: a table has several optimizers, or one that cannot be translated, or one that
+            differs from the others', or one in addition to the user's.
     """
     marks = {name: _read_mark(name, table) for name, table in tables}
     (first, mark), *others = marks.items()
@@ -147,7 +147,7 @@ def _read_mark(name: str, table: nn.Parameter) -> _Mark | None:
     if len(kinds) > 1:
         names = [kind.__name__ for kind in kinds]
         raise ValueError(
-            f"table {name!r}: one optimizer may move its rows in backward, got {names}; apply one"
+            f"table {name!r}: one optimizer may update its rows in backward, got {names}; apply one"
         )
     if kinds[0] in _placeholders():
         [settings] = table._optimizer_kwargs  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def _read_mark(name: str, table: nn.Parameter) -> _Mark | None:
     translation = translate(
         optimizer,
         [(name, 0)],
-        way_out="apply SGD, Adagrad, SparseAdam or TorchRec's RowWiseAdagrad",
+        advice="apply SGD, Adagrad, SparseAdam or TorchRec's RowWiseAdagrad",
     )
     [group] = optimizer.param_groups
     if group.get("lr_decay"):
@@ -178,7 +178,7 @@ def _placeholders() -> dict[type, Any]:
         module.SGD: _sgd,
         module.Adagrad: _adagrad,
         module.PartialRowWiseAdam: _partial_rowwise_adam,
-        module.Adam: _no_adam,
+        module.Adam: _refuse_adam,
     }
 
 
@@ -201,10 +201,10 @@ def _partial_rowwise_adam(settings: Mapping[str, Any]) -> PartialRowWiseAdam:
     )
 
 
-def _no_adam(settings: Mapping[str, Any]) -> RowOptimizer:
+def _refuse_adam(settings: Mapping[str, Any]) -> RowOptimizer:
     raise ValueError(
-        "torchrec.optim.Adam adds eps elsewhere than recsys.embeddings.Adam and "
-        "torch.optim.SparseAdam do; apply torchrec.optim.PartialRowWiseAdam, or give an optimizer="
+        "torchrec.optim.Adam adds eps in another place than recsys.embeddings.Adam and "
+        "torch.optim.SparseAdam; apply torchrec.optim.PartialRowWiseAdam, or give an optimizer="
     )
 
 

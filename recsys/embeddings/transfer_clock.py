@@ -1,7 +1,7 @@
-"""What moving rows between the tiers takes, and how much of it somebody waits for.
+"""Time spent on moving rows between the tiers, and how much of it the training thread waits for.
 
-Whoever moves rows, in whatever thread, says when; whoever waits books the part of the waiting in
-which rows were being written back as such, and the rest as waiting for rows to come.
+The thread that moves rows reports when each transfer began and ended. The thread that waits splits
+its waiting time: the part during write-backs, and the rest, which is waiting for fetches.
 """
 
 from __future__ import annotations
@@ -20,63 +20,63 @@ __all__ = ["MoveSeconds", "TransferClock"]
 
 @dataclass(slots=True)  # not frozen: every step makes some, and that would take three times as long
 class MoveSeconds:
-    """Seconds spent on moving rows, or on waiting for it; a value, which nobody changes.
+    """Seconds spent on moving rows, or on waiting for that. An immutable value by convention.
 
     Attributes:
-        fetch: For rows that come.
-        write_back: For rows that go.
+        fetch: From the cold tier to the hot tier.
+        write_back: From the hot tier to the cold tier.
     """
 
     fetch: float = 0.0
     write_back: float = 0.0
 
     def __add__(self, other: MoveSeconds) -> MoveSeconds:
-        """Both, one after the other."""
+        """The sum of both."""
         return MoveSeconds(self.fetch + other.fetch, self.write_back + other.write_back)
 
     def __sub__(self, other: MoveSeconds) -> MoveSeconds:
-        """What has come since another count."""
+        """What was added since an earlier count."""
         return MoveSeconds(self.fetch - other.fetch, self.write_back - other.write_back)
 
     @property
     def total(self) -> float:
-        """Of both."""
+        """Fetches and write-backs together."""
         return self.fetch + self.write_back
 
 
 class TransferClock:
-    """Counts of one row space's transfers.
+    """Measures the transfers of one row space.
 
-    Transfers are made one after the other, so one thread at a time calls `wrote_back` and
-    `fetched`; the owner of the queue alone waits.
+    Transfers run one after the other, so only one thread at a time calls `wrote_back` and
+    `fetched`. Only the thread that owns the queue calls `waiting`.
 
     Attributes:
-        busy: What all transfers took, in whatever thread.
-        exposed: How long the owner has waited for them.
+        busy: Seconds that all transfers took, in any thread.
+        exposed: Seconds that the owner of the queue waited for them.
     """
 
     def __init__(self) -> None:
         self.busy = self.exposed = MoveSeconds()
-        self._written: deque[tuple[float, float]] = deque()  # since somebody last waited
+        self._write_backs: deque[tuple[float, float]] = deque()  # since the last wait
 
     def wrote_back(self, begin: float, end: float) -> None:
-        """Rows were written back meanwhile, by `perf_counter`."""
+        """Record a write-back from `begin` to `end`, both by `perf_counter`."""
         self.busy += MoveSeconds(write_back=end - begin)
-        self._written.append((begin, end))
+        self._write_backs.append((begin, end))
 
     def fetched(self, begin: float, end: float) -> None:
-        """Rows were fetched meanwhile."""
+        """Record a fetch from `begin` to `end`, both by `perf_counter`."""
         self.busy += MoveSeconds(fetch=end - begin)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time spent inside as time spent in waiting for rows."""
+        """Count the time spent in this context as waiting for rows."""
         begin = perf_counter()
         try:
             yield
         finally:
             end, write_back = perf_counter(), 0.0
-            while self._written:  # what was noted has ended, and concerns no later wait
-                first, last = self._written.popleft()
+            while self._write_backs:  # all have ended, so no later wait overlaps them
+                first, last = self._write_backs.popleft()
                 write_back += max(0.0, min(last, end) - max(first, begin))
             self.exposed += MoveSeconds(end - begin - write_back, write_back)

@@ -1,14 +1,14 @@
-"""Optimizers of torch's and TorchRec's, read as formulas of ours.
+"""Translates optimizers of torch and TorchRec into the row optimizers of recsys.
 
     torch.optim.SGD              SGD               without momentum
-    torch.optim.Adagrad          Adagrad           its `sum` is the state, adopted as it is
+    torch.optim.Adagrad          Adagrad           its `sum` becomes the state without a copy
     torch.optim.SparseAdam       Adam              `exp_avg`, `exp_avg_sq`
     torchrec RowWiseAdagrad      RowWiseAdagrad    its `sum`
     dlrm's RWSAdagrad            RowWiseAdagrad    its `momentum`
-    torch.optim.Adam, AdamW      Adam              where asked for; rows not looked up stay
+    torch.optim.Adam, AdamW      Adam              only with lazy_adam=True
 
-Weight decay is refused everywhere: like momentum, it moves rows that were not looked up. What an
-optimizer may be told in mid-course, by `load_state_dict` or a scheduler, is checked at every step.
+Weight decay is always refused. Like momentum, it updates rows that were not looked up. Settings
+may change during training, by `load_state_dict` or a scheduler, so every step checks them again.
 
 References:
     `torch.optim`; `torchrec.optim`; `optim/rwsadagrad.py` of facebookresearch/dlrm.
@@ -29,48 +29,48 @@ if TYPE_CHECKING:
 
 __all__ = ["translate"]
 
-_WAY_OUT = "recsys.accelerate(model) without optimizer= leaves the gradients to your optimizer"
-_MOVES_ALL = "moves rows that were not looked up"
-_LAZILY = "lazy_adam=True has recsys move those looked up alone, by the rule of SparseAdam"
-# Settings that must be off, and what is wrong with them.
+_ADVICE = "recsys.accelerate(model) without optimizer= leaves the gradients to your optimizer"
+_UPDATES_ALL = "updates rows that were not looked up"
+_LAZY = "lazy_adam=True updates only the rows that were looked up, by the rule of SparseAdam"
+# Settings that must be off, and the reason.
 _MUST_BE_OFF = {
-    "momentum": _MOVES_ALL,
-    "weight_decay": _MOVES_ALL,
+    "momentum": _UPDATES_ALL,
+    "weight_decay": _UPDATES_ALL,
     "amsgrad": "is not translated",
     "maximize": "is not translated (negate the loss)",
-    "differentiable": "is not translated (rows are moved outside autograd)",
+    "differentiable": "is not translated (rows are updated outside autograd)",
 }
 
 
 def translate(
     optimizer: torch.optim.Optimizer,
     tables: Sequence[tuple[str, int]],
-    way_out: str = _WAY_OUT,
+    advice: str = _ADVICE,
     *,
     lazy_adam: bool = False,
 ) -> Translation:
-    """How an optimizer's settings and state are read.
+    """Tell how to read an optimizer's settings and state.
 
     Args:
-        optimizer: One of those above.
-        tables: The name of each table to be moved, and the number of its param group; at least one.
-        way_out: What errors recommend.
-        lazy_adam: Whether Adam and AdamW may be read as SparseAdam.
+        optimizer: One of those listed above.
+        tables: Name and param group number of each table to be updated; at least one.
+        advice: What errors recommend.
+        lazy_adam: Whether Adam and AdamW are read as SparseAdam.
 
     Raises:
-        ValueError: the optimizer, or a setting of a table's group, has no formula here.
+        ValueError: the optimizer, or a setting in a table's param group, cannot be translated.
     """
     translation = _translations(optimizer, lazy_adam=lazy_adam).get(type(optimizer))
     for table, number in tables:
         if translation is None:
-            reason = _no_formula(type(optimizer))
-            if way_out == _WAY_OUT and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-                reason += f"; {_LAZILY}"
-            raise ValueError(f"table {table!r}: {reason}; {way_out}")
+            reason = _reason_to_refuse(type(optimizer))
+            if advice == _ADVICE and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+                reason += f"; {_LAZY}"
+            raise ValueError(f"table {table!r}: {reason}; {advice}")
         try:
             translation.formula(optimizer.param_groups[number])
         except ValueError as error:
-            raise ValueError(f"table {table!r}: {error}; or: {way_out}") from None
+            raise ValueError(f"table {table!r}: {error}; or: {advice}") from None
     assert translation is not None
     return translation
 
@@ -81,10 +81,10 @@ def _translations(
     known = dict(_TORCH)
     if lazy_adam:
         known |= {torch.optim.Adam: _LAZY_ADAM, torch.optim.AdamW: _LAZY_ADAM}
-    # No package has it: who uses it has the file in the own tree.
+    # RWSAdagrad is in no package: DLRM's users copy its file, so it is known by name and settings.
     if type(optimizer).__name__ == "RWSAdagrad" and set(optimizer.defaults) >= _RWS_SETTINGS:
         known[type(optimizer)] = _RWS_ADAGRAD
-    # Who has one of TorchRec's has imported it; importing it here takes seconds.
+    # Importing TorchRec takes seconds. An optimizer of its class exists only if it is imported.
     module = sys.modules.get("torchrec.optim.rowwise_adagrad")
     if module is not None:
         known[module.RowWiseAdagrad] = Translation(
@@ -144,9 +144,9 @@ def _rowwise_adagrad(settings: Mapping[str, Any]) -> RowWiseAdagrad:
 
 
 def _at_least_0(lr: Any) -> float:
-    """A rate for a formula's eyes, which a scheduler may have rounded to a little less than 0.
+    """Clamp a rate that a scheduler has rounded to slightly below 0, which a formula would refuse.
 
-    Rows move by `learning_rate`, whatever it is.
+    Updates use `Translation.learning_rate`, which is not clamped.
     """
     return 0.0 if float(lr) < 0 else float(lr)
 
@@ -186,9 +186,9 @@ _LAZY_ADAM = Translation(
     counts_steps=True,
     no_step=torch.tensor(0.0),
     rule=(
-        "lazy_adam=True: rows are moved by the rule of torch.optim.SparseAdam: a row that a step "
-        "does not look up stays, and so do its moments, where Adam would let the moments decay "
-        "and move the row by them"
+        "lazy_adam=True: rows are updated by the rule of torch.optim.SparseAdam: a row that a step "
+        "does not look up keeps its value and its moments, where Adam would decay the moments and "
+        "update the row by them"
     ),
 )
 
@@ -208,10 +208,10 @@ def _require_off(name: str, settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} with {setting}={settings[setting]} {wrong}; leave it out")
 
 
-def _no_formula(kind: type) -> str:
+def _reason_to_refuse(kind: type) -> str:
     dense = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Rprop", "ASGD", "Adadelta")
     if kind.__module__.startswith("torch.optim") and kind.__name__ in dense:
-        return f"{_name(kind)} {_MOVES_ALL}"
+        return f"{_name(kind)} {_UPDATES_ALL}"
     return f"{_name(kind)} is none of SGD, Adagrad, SparseAdam, RowWiseAdagrad and RWSAdagrad"
 
 

@@ -1,4 +1,4 @@
-"""How an optimizer of torch's kind is read: its settings as a formula, its state by name."""
+"""How a torch optimizer is read: its settings as a row optimizer, its state by name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Settings", "SettingsReader", "Translation"]
 
 
 class Settings(NamedTuple):
-    """What the settings of a param group say.
+    """The settings of a param group, translated.
 
     Attributes:
-        formula: How rows move.
-        state_sizes: Numbers per row of every state array, by the optimizer's name of it.
-        row_states: Of those: which are one-dimensional, (E,).
-        rate_and_eps: What the formula makes of the learning rate at the first step.
+        formula: The update rule of the rows.
+        state_sizes: Numbers per row of each state array, by the optimizer's name for the array.
+        row_states: The state arrays that are one-dimensional, (E,).
+        rate_and_eps: The formula's rate and eps at the first step.
     """
 
     formula: RowOptimizer
@@ -37,20 +37,18 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """How an optimizer's `param_groups` and `state` are read.
+    """How to read an optimizer's `param_groups` and `state`.
 
     Attributes:
-        formula: From a param group to how its rows move.
-        state_names: Under which name the optimizer keeps each of the formula's state arrays; what
-            is not here has the formula's own name.
-        learning_rate: Of a param group at a step, the first being 1.
-        counts_steps: Whether `state[table]["step"]` is kept. Of rows that are rounded by chance it
-            is in any case.
-        no_step: What it is before the first step; a tensor where the optimizer keeps one.
-        has_columns: Whether one number per row is (E, 1), not (E,).
-        is_for_sparse: Whether the optimizer moves rows by another formula where their gradient is
-            dense.
-        rule: What is done differently from the optimizer, and why; mostly "".
+        formula: Maps a param group to the update rule of its rows.
+        state_names: Maps the formula's state arrays to the optimizer's names. An array that is
+            missing here has the same name in both.
+        learning_rate: Maps a param group and a step, counted from 1, to the learning rate.
+        counts_steps: Whether `state[table]["step"]` is kept. With stochastic rounding it always is.
+        no_step: The value of "step" before the first step; a tensor if the optimizer keeps one.
+        has_columns: Whether a state with one number per row is (E, 1) instead of (E,).
+        is_for_sparse: Whether the optimizer has another update rule for dense gradients.
+        rule: How updates differ from the optimizer's, and why; usually "".
     """
 
     formula: Callable[[Mapping[str, Any]], RowOptimizer]
@@ -63,7 +61,7 @@ class Translation:
     rule: str = ""
 
     def read(self, settings: Mapping[str, Any], dim: int) -> Settings:
-        """What the settings of a param group say of rows of a dim."""
+        """Translate the settings of a param group, for rows of a dim."""
         formula = self.formula(settings)
         sizes = formula.state_sizes(dim)
         rows = () if self.has_columns else formula.row_states
@@ -72,14 +70,14 @@ class Translation:
             formula,
             {self.state_names.get(name, name): size for name, size in sizes.items()},
             frozenset(self.state_names.get(name, name) for name in rows),
-            (float(rate), float(eps)),  # where they were tensors, which may be changed, no more
+            (float(rate), float(eps)),  # a tensor could be changed in place later
         )
 
 
 class SettingsReader:
     """Reads the settings of a param group for the tables of one table group.
 
-    Every step asks, so what was read is kept until a setting is another object.
+    Every step reads them, so the result is cached until a setting is a different object.
 
     Args:
         translation: How settings are read.
@@ -92,11 +90,11 @@ class SettingsReader:
         self._known: _Read | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles read anew."""
+        """Leave the cache out of copies and pickles."""
         return self.__dict__ | {"_known": None}
 
     def read(self, settings: Mapping[str, Any]) -> tuple[Settings, NDArray[np.float64]]:
-        """What the settings say, and the rates of tables that count no steps, (T, 2).
+        """The settings, and rate and eps of every table that counts no steps, (T, 2).
 
         Args:
             settings: The param group.
@@ -106,25 +104,25 @@ class SettingsReader:
             return known.found, known.rates
         found = self._translation.read(settings, self._dim)
         rates_T2 = np.tile(found.rate_and_eps, (self._num_tables, 1))
-        # What may be changed in place, as a tensor may, is the same object afterwards.
-        are_fixed = all(_is_fixed(settings[name]) for name in names if name not in _OF_TABLES)
-        self._known = _Read(names, values, found, rates_T2) if are_fixed else None
+        # A tensor may be changed in place and stay the same object, so it is never cached.
+        can_cache = all(_is_immutable(settings[name]) for name in names if name not in _IGNORED)
+        self._known = _Read(names, values, found, rates_T2) if can_cache else None
         return found, rates_T2
 
 
 class _Read(NamedTuple):
-    """Settings when they were last read, and what they said."""
+    """The settings when they were last read, and the result."""
 
     names: list[str]
     values: list[Any]
     found: Settings
-    rates: NDArray[np.float64]  # not to be written to
+    rates: NDArray[np.float64]  # shared with the caller, who must not write to it
 
 
-_OF_TABLES = ("params", "param_names")  # in a param group, what says nothing of the formula
+_IGNORED = ("params", "param_names")  # keys of a param group that do not affect the formula
 
 
-def _is_fixed(value: Any) -> bool:
+def _is_immutable(value: Any) -> bool:
     """Whether a setting has the same value as long as it is the same object."""
     values = value if isinstance(value, tuple) else (value,)
     return all(isinstance(each, int | float | str | None) for each in values)

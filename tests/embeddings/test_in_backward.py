@@ -97,14 +97,14 @@ def test_two_optimizers_on_one_table_are_refused():
     module = marked("sgd")
     _apply_optimizer_in_backward(torch.optim.SGD, [module.weight], {"lr": 0.2})
 
-    with pytest.raises(ValueError, match=r"one optimizer may move its rows.*\['SGD', 'SGD'\]"):
+    with pytest.raises(ValueError, match=r"one optimizer may update its rows.*\['SGD', 'SGD'\]"):
         HotColdEmbeddingBag.from_torch(module)
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        (torch.optim.Adam, {}, "torch.optim.Adam moves rows .*apply SGD, Adagrad, SparseAdam"),
+        (torch.optim.Adam, {}, "torch.optim.Adam updates rows .*apply SGD, Adagrad, SparseAdam"),
         (torch.optim.Adagrad, {"lr_decay": 0.1}, "must have lr_decay 0, got 0.1"),
     ],
 )
@@ -218,7 +218,7 @@ def test_placeholders_that_have_no_formula_are_refused():
     import torchrec.optim
 
     _apply_optimizer_in_backward(torchrec.optim.Adam, theirs.parameters(), {"lr": 0.5})
-    with pytest.raises(ValueError, match=r"table 'users': torchrec.optim.Adam adds eps elsewhere"):
+    with pytest.raises(ValueError, match=r"table 'users': torchrec.optim.Adam adds eps in"):
         HotColdEmbeddingBagCollection.from_torchrec(theirs)
 
     theirs = collection()

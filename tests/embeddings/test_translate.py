@@ -86,16 +86,16 @@ def test_settings_are_read_anew_and_checked_anew():
     settings = optimizer.param_groups[0]
     settings["momentum"] = 0.9
 
-    with pytest.raises(ValueError, match=r"SGD with momentum=0\.9 moves rows that were not"):
+    with pytest.raises(ValueError, match=r"SGD with momentum=0\.9 updates rows that were not"):
         translation.formula(settings)
 
 
 REFUSED = {
-    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "with momentum=0.9 moves rows"),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "with momentum=0.9 updates rows"),
     "nesterov": (
         torch.optim.SGD,
         {"lr": 0.1, "momentum": 0.9, "nesterov": True},
-        "with momentum=0.9 moves rows",
+        "with momentum=0.9 updates rows",
     ),
     "decay": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, "with weight_decay=0.1 moves"),
     "maximize": (
@@ -104,8 +104,8 @@ REFUSED = {
         r"maximize=True .*\(negate the loss\)",
     ),
     "differentiable": (torch.optim.Adagrad, {"differentiable": True}, "outside autograd"),
-    "adam": (torch.optim.Adam, {}, "torch.optim.Adam moves rows that were not looked up"),
-    "adamw": (torch.optim.AdamW, {}, "torch.optim.AdamW moves rows that were not looked up"),
+    "adam": (torch.optim.Adam, {}, "torch.optim.Adam updates rows that were not looked up"),
+    "adamw": (torch.optim.AdamW, {}, "torch.optim.AdamW updates rows that were not looked up"),
     "lbfgs": (torch.optim.LBFGS, {}, "torch.optim.LBFGS is none of SGD, Adagrad, SparseAdam"),
 }
 
