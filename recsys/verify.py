@@ -1,9 +1,9 @@
-"""`verify`: a model beside its accelerated self, step by step, on the user's own data.
+"""`verify`: compares a model with its accelerated copy, step by step, on the user's own data.
 
-In float32 two runs that are both right drift apart by rounding, ever faster; so every step begins
-from the same state, and what one step changes is compared. In float64 the whole run is. With a
-budget there are two runs more, with all rows in fast memory and with those that fit: the whole runs
-must be the same to the last bit.
+In float32 two correct runs drift apart by rounding, faster and faster. So every step begins from
+the same state, and `verify` compares what this one step changes. In float64 it compares whole runs.
+With a budget it makes two more runs, one with all rows in fast memory and one at the budget. Those
+must be equal to the last bit.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ _BLOCK = 1 << 22  # numbers compared at once
 
 @dataclass(frozen=True)
 class Difference:
-    """A number that is not what it should be: of a row, the one that is farthest off.
+    """A wrong number; of each row, only the one with the largest error is listed.
 
     Attributes:
-        step: From 0.
+        step: Counted from 0.
         what: "loss", "row", "parameter", "buffer" or "state".
-        name: The table's or parameter's in the model, with the state's behind it; "" of a loss.
-        row: Of a table, its state, or a parameter's first dimension; None of a single number.
-        expected: What plain PyTorch has.
-        got: What the accelerated model has.
-        error_over_tolerance: Above 1; infinite where one of the two is not a number.
+        name: Name of the table or parameter in the model, followed by the name of the state; "" for
+            a loss.
+        row: Index in the first dimension of the table, state or parameter; None for a scalar.
+        expected: The number in plain PyTorch.
+        got: The number in the accelerated model.
+        error_over_tolerance: Above 1; infinite if one of the two is not a number.
     """
 
     step: int
@@ -58,12 +59,12 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What became of one kind of number.
+    """Result for one kind of number.
 
     Attributes:
-        num_values: How many were compared.
-        num_different: Of their rows, how many differ.
-        largest_error: The largest error found, over its tolerance.
+        num_values: Numbers that were compared.
+        num_different: Rows with a number that differs.
+        largest_error: The largest error divided by its tolerance.
     """
 
     num_values: int = 0
@@ -73,19 +74,20 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found; printed, a table.
+    """The result of `verify`; prints as a table.
 
     Attributes:
-        differences: The worst of every step and tensor.
+        differences: The worst ones of every step and tensor.
         comparisons: By kind of number.
         num_steps: Steps compared.
-        num_samples: Samples compared; None where the batches do not tell.
-        is_whole_run: Whether the two ran on their own, or each step began from the same state.
+        num_samples: Samples compared; None if it cannot be read from the batches.
+        is_whole_run: True if both runs went on independently; False if each step began from the
+            same state.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
         notes: Known reasons to differ: see `recsys.accelerate.Replacement`.
-        tiers: Where rows were in `tiered`, in words.
-        tiered: With a budget: a run at it beside one with all rows in fast memory; else None.
+        tiers: A sentence that says where the rows of `tiered` were.
+        tiered: The run at the budget compared with all rows in fast memory; None without a budget.
     """
 
     differences: list[Difference]
@@ -101,7 +103,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether everything agrees."""
+        """Whether there is no difference."""
         return not self.differences and (self.tiered is None or self.tiered.ok)
 
     def __str__(self) -> str:
@@ -132,7 +134,7 @@ class Verification:
             table = pd.DataFrame([vars(each) for each in worst[:_KEPT_PER_TENSOR]])
             lines += ["the worst:", table.astype({"row": "Int64"}).to_string(index=False)]
         if self.tiered is not None:
-            lines += ["", f"beside all rows in fast memory: {self.tiers}", str(self.tiered)]
+            lines += ["", f"compared with all rows in fast memory: {self.tiers}", str(self.tiered)]
         return "\n".join(lines)
 
 
@@ -148,43 +150,42 @@ def verify(
     budget: int | str | None = None,
     lazy_adam: bool = False,
 ) -> Verification:
-    """Train two copies of a model, one accelerated, and compare all they have.
+    """Train two copies of a model, one of them accelerated, and compare everything.
 
-    In float32 plain PyTorch adds the gradients of equal rows to the row one by one, and rounds each
-    time; we add their sum. Of a row that a batch has hundreds of times, a number near 0 may differ
-    by more than `atol`. Whether that is all, float64 tells.
+    In float32 plain PyTorch adds the gradients of equal rows to the row one by one and rounds each
+    time; recsys adds their sum. If a batch looks a row up hundreds of times, a number near 0 may
+    therefore differ by more than `atol`. A run in float64 shows whether that is the only cause.
 
-    Of a bag with `scale_grad_by_freq` on the CPU, the two differ where torch divides a row's
-    gradient by the count of another row; `notes` of what is returned says so.
+    With `scale_grad_by_freq` on the CPU, the two differ where torch divides a row's gradient by the
+    count of another row. `notes` of the result says so.
 
-    The model, its optimizer and torch's random numbers stay as they are. Two copies of the model
-    and of the optimizer's state are in memory meanwhile.
+    The model, its optimizer and torch's random state do not change. Meanwhile two copies of the
+    model and of the optimizer's state are in memory.
 
     Args:
-        model: As it is given to `recsys.accelerate`.
-        batches: As many as there are up to `steps`; each is given to `loss` twice.
-        loss: From the model and a batch to a scalar.
-        optimizer: The model's; several where its parts have one each; or what makes one, given
-            `parameters()`.
-        steps: At most.
-        rtol: Relative tolerance: 1e-5 unless given, and 1e-9 where all rows are float64, of which
-            the whole run is compared.
-        atol: Absolute tolerance: 1e-7 unless given; 1e-9 there.
-        budget: As for `recsys.accelerate`. A run at it is compared with one with all rows in fast
-            memory; then the batches are in memory, too.
-        lazy_adam: As for `recsys.accelerate`. Plain Adam moves rows that are not looked up, so the
-            two differ; `notes` says how.
+        model: As for `recsys.accelerate`.
+        batches: `verify` takes up to `steps` of them, and gives each to `loss` twice.
+        loss: Maps the model and a batch to a scalar.
+        optimizer: The model's optimizer, or several, or a function that maps `parameters()` to one.
+        steps: The most steps to compare.
+        rtol: Relative tolerance. Default: 1e-9 if all rows are float64 (then whole runs are
+            compared), else 1e-5.
+        atol: Absolute tolerance. Default: 1e-9 if all rows are float64, else 1e-7.
+        budget: As for `recsys.accelerate`. If it is given, a run at this budget is compared with
+            one that has all rows in fast memory, and all batches are kept in memory.
+        lazy_adam: As for `recsys.accelerate`. Plain Adam updates rows that are not looked up, so
+            the two differ; `notes` says how.
 
     Returns:
         What was compared, and what differs.
 
     Raises:
         BudgetTooSmall: the rows of a batch do not fit.
-        NonFiniteGradient: a gradient of rows has nan or inf in it, which plain PyTorch would take.
-        ValueError: there are no batches, or `recsys.accelerate` refuses model or optimizer, or
-            `apply_optimizer_in_backward` has marked a parameter: a copy has no marks.
+        NonFiniteGradient: a gradient of rows contains nan or inf, which plain PyTorch would accept.
+        ValueError: there are no batches, or `recsys.accelerate` refuses the model or the optimizer,
+            or a parameter has an optimizer from `apply_optimizer_in_backward`, which copies lack.
     """
-    _require_no_marks(model)
+    _refuse_optimizers_in_backward(model)
     devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
     samples: list[int | None] = []
     batches = islice(batches, steps)
@@ -193,10 +194,10 @@ def verify(
     with torch.random.fork_rng(devices=list(devices)):
         plain, ours = _Run(model, optimizer), _Run(model, optimizer)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "lazy_adam")  # it is among the notes
+            warnings.filterwarnings("ignore", "lazy_adam")  # the notes say it
             notes = ours.accelerate(lazy_adam=lazy_adam).notes
         is_whole_run = all(table.dtype == torch.float64 for table in ours.tables)
-        judge = _Judge(
+        comparer = _Comparer(
             rtol=rtol if rtol is not None else 1e-9 if is_whole_run else 1e-5,
             atol=atol if atol is not None else 1e-9 if is_whole_run else 1e-7,
         )
@@ -204,10 +205,8 @@ def verify(
             with torch.random.fork_rng(devices=list(devices)):
                 expected = plain.step(loss, batch)
             got = ours.step(loss, batch)
-            judge.compare(step, "loss", "", expected, got)
-            found = ours.numbers()
-            for (what, name), value in plain.numbers().items():
-                judge.compare(step, what, name, value, found.get((what, name)))
+            comparer.compare(step, "loss", "", expected, got)
+            comparer.compare_all(step, plain, ours)
             if not is_whole_run:
                 ours.continue_from(plain)
             samples.append(_num_samples(batch))
@@ -216,26 +215,26 @@ def verify(
     known = [each for each in samples if each is not None]
     num_samples = sum(known) if len(known) == len(samples) else None
     verdict = Verification(
-        judge.differences,
-        judge.comparisons,
+        comparer.differences,
+        comparer.comparisons,
         len(samples),
         num_samples,
         is_whole_run,
-        judge.rtol,
-        judge.atol,
+        comparer.rtol,
+        comparer.atol,
         notes,
     )
     if budget is None:
         return verdict
-    del plain, ours, found  # there are never more than two copies
+    del plain, ours  # never keep more than two copies
     with torch.random.fork_rng(devices=list(devices)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "lazy_adam")
         resident, tiered = _Run(model, optimizer), _Run(model, optimizer)
         resident.accelerate(lazy_adam=lazy_adam)
         tiers = tiered.accelerate(lazy_adam=lazy_adam, budget=budget).tiers
-        judge = _compare_to_the_last_bit(resident, tiered, batches, loss, list(devices))
+        exact = _compare_to_the_last_bit(resident, tiered, batches, loss, list(devices))
     whole = Verification(
-        judge.differences, judge.comparisons, len(samples), num_samples, True, 0.0, 0.0
+        exact.differences, exact.comparisons, len(samples), num_samples, True, 0.0, 0.0
     )
     return replace(verdict, tiers=tiers, tiered=whole)
 
@@ -246,21 +245,19 @@ def _compare_to_the_last_bit(
     batches: Iterable[Any],
     loss: Callable[[nn.Module, Any], Tensor],
     devices: list[torch.device],
-) -> _Judge:
-    """Train both on their own; losses of every step, and all else at the end, must be the same."""
-    judge = _Judge(rtol=0.0, atol=0.0)
+) -> _Comparer:
+    """Train both independently; compare the loss of every step, and everything else at the end."""
+    comparer = _Comparer(rtol=0.0, atol=0.0)
     for step, batch in enumerate(batches):
         with torch.random.fork_rng(devices=devices):
             value = expected.step(loss, batch)
-        judge.compare(step, "loss", "", value, got.step(loss, batch))
+        comparer.compare(step, "loss", "", value, got.step(loss, batch))
     got.sync()
-    found = got.numbers()
-    for (what, name), value in expected.numbers().items():
-        judge.compare(step, what, name, value, found.get((what, name)))
-    return judge
+    comparer.compare_all(step, expected, got)
+    return comparer
 
 
-def _require_no_marks(model: nn.Module) -> None:
+def _refuse_optimizers_in_backward(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         kinds = getattr(parameter, "_optimizer_classes", None)
         if kinds:
@@ -268,7 +265,7 @@ def _require_no_marks(model: nn.Module) -> None:
                 f"parameter {name!r} must have no optimizer of its own, and "
                 f"apply_optimizer_in_backward has given it {kinds[0].__name__}, which copies of a "
                 "model do not have; verify the model without it, and give that optimizer as "
-                "optimizer=: recsys.accelerate reads the same formula from both"
+                "optimizer=: recsys.accelerate translates both to the same formula"
             )
 
 
@@ -283,7 +280,7 @@ class _Run:
             made = optimizer(self.model.parameters())
             self.optimizers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
         else:
-            # In one go, or the copied optimizers would move the original's parameters.
+            # In one call, or the copied optimizers would update the original's parameters.
             self.model, self.optimizers = copy.deepcopy((model, list(optimizer)))
         self.tables = [
             each.weight
@@ -296,7 +293,7 @@ class _Run:
         return accelerate(self.model, optimizer=optimizers, lazy_adam=lazy_adam, budget=budget)
 
     def sync(self) -> None:
-        """Bring tables and state up to date, where rows are in slots."""
+        """Write rows and state in slots back to the tables."""
         for each in self.model.modules():
             if isinstance(each, AbstractTables):
                 each.sync()
@@ -313,7 +310,7 @@ class _Run:
         return value.detach()
 
     def numbers(self) -> dict[tuple[str, str], Tensor]:
-        """All that a step may change, by kind and name."""
+        """Everything that a step may change, by kind and name."""
         tables = {id(table) for table in self.tables}
         found: dict[tuple[str, str], Tensor] = {}
         for name, parameter in self.model.named_parameters():
@@ -326,18 +323,18 @@ class _Run:
 
     @torch.no_grad()
     def continue_from(self, other: _Run) -> None:
-        """Take over all that a step may change."""
+        """Copy everything that a step may change from the other run."""
         for mine, value in zip(
             (*self.model.parameters(), *self.model.buffers()),
             (*other.model.parameters(), *other.model.buffers()),
             strict=True,
         ):
-            _take(mine, value)
+            _copy_if_different(mine, value)
         for mine, value in zip(self.model.parameters(), other.model.parameters(), strict=True):
             state = self._state_of(mine)
             for key, number in other._state_of(value).items():
                 if isinstance(number, Tensor) and isinstance(state.get(key), Tensor):
-                    _take(state[key], number)
+                    _copy_if_different(state[key], number)
                 else:
                     state[key] = copy.deepcopy(number)
 
@@ -350,16 +347,22 @@ class _Run:
 
 
 @dataclass
-class _Judge:
+class _Comparer:
     rtol: float
     atol: float
     differences: list[Difference] = field(default_factory=list)
     comparisons: dict[str, Comparison] = field(default_factory=dict)
 
+    def compare_all(self, step: int, expected: _Run, got: _Run) -> None:
+        """Compare everything that a step may change."""
+        found = got.numbers()
+        for (what, name), value in expected.numbers().items():
+            self.compare(step, what, name, value, found.get((what, name)))
+
     def compare(
         self, step: int, what: str, name: str, expected: Tensor, got: Tensor | None
     ) -> None:
-        """Compare row by row; a tensor that is not there is one of what is not a number."""
+        """Compare row by row; a missing tensor counts as one full of nan."""
         comparison = self.comparisons.setdefault(what, Comparison())
         comparison.num_values += expected.numel()
         if got is None or got.shape != expected.shape:
@@ -370,8 +373,9 @@ class _Judge:
         found = []
         size = max(1, _BLOCK // max(1, all_expected.shape[1]))
         for begin in range(0, len(all_expected), size):
-            theirs, mine = (each[begin : begin + size].double() for each in (all_expected, all_got))
-            errors, columns = self._errors(theirs, mine).max(1)
+            block = slice(begin, begin + size)
+            wanted, actual = all_expected[block].double(), all_got[block].double()
+            errors, columns = self._errors(wanted, actual).max(1)
             comparison.largest_error = max(comparison.largest_error, float(errors.max()))
             for row in (errors > 1).nonzero()[:, 0].tolist():
                 column = columns[row]
@@ -381,8 +385,8 @@ class _Judge:
                         what,
                         name,
                         begin + row if expected.dim() else None,
-                        float(theirs[row, column]),
-                        float(mine[row, column]),
+                        float(wanted[row, column]),
+                        float(actual[row, column]),
                         float(errors[row]),
                     )
                 )
@@ -391,7 +395,7 @@ class _Judge:
         self.differences += found[:_KEPT_PER_TENSOR]
 
     def _errors(self, expected: Tensor, got: Tensor) -> Tensor:
-        """Over the tolerance; infinite where one of the two alone is not finite."""
+        """Errors divided by the tolerance; infinite where only one of the two is finite."""
         errors = (got - expected).abs() / (self.atol + self.rtol * expected.abs())
         errors = errors.nan_to_num(nan=float("inf"))
         is_same = (got == expected) | (got.isnan() & expected.isnan())
@@ -402,14 +406,14 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(len(tensor) if tensor.dim() else 1, -1)
 
 
-def _take(mine: Tensor, value: Tensor) -> None:
-    # Most rows are the same, and reading is cheaper than writing.
-    if not torch.equal(mine, value):
-        mine.copy_(value)
+def _copy_if_different(target: Tensor, value: Tensor) -> None:
+    # Most tensors are equal, and comparing is cheaper than writing.
+    if not torch.equal(target, value):
+        target.copy_(value)
 
 
 def _num_samples(batch: Any) -> int | None:
-    """Of a batch that is a tensor, has labels, or consists of such."""
+    """Samples of a batch that is a tensor, has labels, or contains such a value; else None."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.dim() else None
     labels = getattr(batch, "labels", None)

@@ -1,7 +1,7 @@
-"""`recsys verify`: training at several budgets beside training with every row resident.
+"""`recsys verify`: compares training at several budgets with training where every row is resident.
 
-Nothing may differ, not by a bit: the loss of every step, the rows, the optimizer's state and the
-dense part at the end (C2).
+The loss of every step must be equal to the last bit, and so must the rows, the optimizer's state
+and the dense part at the end (contract C2).
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ BUDGETS = ("floor", "twice-floor", "half", "everything")
 
 @dataclass(frozen=True)
 class BudgetVerification:
-    """A run at a budget beside the resident one.
+    """A run at a budget, compared with the resident run.
 
     Attributes:
-        name: Of the budget.
-        budget_bytes: Of fast memory.
+        name: Name of the budget.
+        budget_bytes: Bytes of fast memory.
         num_steps: Steps compared.
-        tiers: What the run's record would say of its tiers; None where everything fitted.
-        differing: What is not the same: "loss of step 3", "t_cat_0.weight", ...
+        tiers: The tiers as a run record describes them; None if everything fitted.
+        differing: Everything that differs: "loss of step 3", "t_cat_0.weight", ...
     """
 
     name: str
@@ -71,7 +71,7 @@ class BudgetVerification:
 
     @property
     def ok(self) -> bool:
-        """Whether the two are the same to the last bit."""
+        """Whether both runs are equal to the last bit."""
         return not self.differing
 
 
@@ -81,20 +81,21 @@ def verify_budgets(
     """Train with every row resident, then at each budget, and compare everything.
 
     Args:
-        config: Of the runs; its `budget` is not used, its `plan` is. With `cold_tier` "file" rows
-            are in a folder under `cold_path`, or where temporary files are, that is deleted.
-        budgets: Of `BUDGETS`, or sizes like "256MiB". "floor" is the least that the mini-batches
-            of these runs, or the plan, can do with; "half" and "everything" are shares of what
-            rows and their state take.
-        max_steps: At most; one epoch where None.
+        config: Configures the runs; its `plan` is used, its `budget` is not. With `cold_tier`
+            "file", rows are in a temporary folder under `cold_path`, or in the system's if that is
+            empty.
+        budgets: Names from `BUDGETS`, or sizes like "256MiB". "floor" is the least that these
+            mini-batches and the plan need; "half" and "everything" are shares of the bytes of rows
+            and state.
+        max_steps: The most steps of a run; None for one epoch.
 
     Raises:
         BudgetTooSmall: a size is below the floor.
-        ConfigError: the configuration does not fit the data, or a budget is none.
+        ConfigError: the configuration does not fit the data, or a budget is not valid.
     """
     if config.embeddings != "recsys":
         raise ConfigError(
-            f"verify compares embeddings 'recsys' with themselves, got {config.embeddings!r}"
+            f"verify: embeddings must be 'recsys', got {config.embeddings!r}; leave it out"
         )
     if config.schedule.name in _REORDERING:
         raise ConfigError(
@@ -115,8 +116,8 @@ def verify_budgets(
             warnings.catch_warnings(),
             TemporaryDirectory(prefix="recsys-", dir=config.cold_path or None) as folder,
         ):
-            warnings.filterwarnings("ignore", "budget=")  # of everything, which fits
-            warnings.filterwarnings("ignore", "schedule=")  # of the floor, with nothing ahead
+            warnings.filterwarnings("ignore", "budget=")  # "everything" fits
+            warnings.filterwarnings("ignore", "schedule=")  # "floor" has no room to look ahead
             cold_path = f"{folder}/cold" if config.cold_tier == "file" else ""
             settings = replace(config, budget=str(num_bytes), cold_path=cold_path)
             run = _Run(settings, source, max_steps)
@@ -126,7 +127,7 @@ def verify_budgets(
 
 
 def format_verification(found: Sequence[BudgetVerification]) -> str:
-    """A line per budget."""
+    """Format one line per budget."""
     lines = []
     for each in found:
         tiers = "all resident"
@@ -145,7 +146,7 @@ def format_verification(found: Sequence[BudgetVerification]) -> str:
 
 
 class _Run:
-    """A run, and what is left of it."""
+    """Trains a model; keeps the model, its optimizers, the losses and the tiers."""
 
     def __init__(self, config: TrainConfig, source: SampleSource, max_steps: int | None) -> None:
         self.model, self.optimizers = build_model(config, source)
@@ -160,13 +161,13 @@ class _Run:
         self.tiers = describe_tiers(self.model)
 
     def differs_from(self, other: _Run) -> list[str]:
-        """What is not the same."""
+        """Names of everything that differs."""
         pairs = enumerate(zip(other.losses, self.losses, strict=True))
         differing = [
             f"loss of step {step}" for step, (a, b) in pairs if a != b and not (a != a and b != b)
         ]
         expected, found = other.numbers(), self.numbers()
-        # State of a table that nobody has looked up is made by neither, or by one, as zeros.
+        # A table that was never looked up may have no state in one run, and zeros in the other.
         for name in {**expected, **found}:
             a, b = expected.get(name), found.get(name)
             if a is None or b is None:
@@ -178,7 +179,7 @@ class _Run:
         return differing
 
     def numbers(self) -> dict[str, Tensor]:
-        """Parameters by name, and state of the rows."""
+        """Parameters and the state of the rows, by name."""
         found = dict(self.model.state_dict())
         for state in self.optimizers[-1].state_dict()["state"].values():
             found |= {name: torch.as_tensor(value) for name, value in state.items()}
@@ -211,7 +212,7 @@ def _budget_bytes(
         return parse_bytes(name, "budget")
     num_slots = max(_num_distinct(batch) for batch in islice(_loader(config, source), max_steps))
     floor = floor_bytes(num_rows, [(num_slots, slot_bytes(dim, torch.float32, state))])
-    if config.plan:  # it keeps room for mini-batches of which nothing is known
+    if config.plan:  # a plan leaves room for mini-batches that it does not know
         floor = max(floor, HotPlan.load(config.plan).floor_bytes)
     return floor if name == "floor" else 2 * floor
 
