@@ -287,7 +287,10 @@ def test_with_a_budget_the_whole_run_is_that_without_to_the_last_bit(sparse):
     assert set(report.tiered.comparisons) == {"loss", "row", "parameter", "state"}
     assert report.tiered.comparisons["row"].num_values == (60 + 80) * 4
     text = str(report)
-    assert "compared with all rows in fast memory: 2.97 KiB of fast memory for 4.38 KiB of rows" in text
+    assert (
+        "compared with all rows in fast memory: 2.97 KiB of fast memory for 4.38 KiB of rows"
+        in text
+    )
     assert "agrees: 6 steps, 42 samples, as one run; to the last bit" in text
 
 

@@ -1,20 +1,22 @@
-"""What runs when: rows of mini-batches to come are fetched while others are computed on.
+"""Training pipelines: fetch rows for later mini-batches while the current one computes.
 
-    schedule            Sequential, LookAhead, Hotline: values that say what runs when
-    auto                Auto: measures some, and goes on with the fastest
+    schedule            Sequential, LookAhead, Hotline: settings that say what runs when
+    auto                Auto: measures several schedules, continues with the fastest
     train_pipeline      TrainPipeline.progress: one step of training
-    window              mini-batches that were taken ahead, by iterator
+    window              mini-batches taken ahead, by iterator
     inputs              which module will look up which ids of a mini-batch
-    popular_split       Hotline's parts of a mini-batch; micro_batches: how it is taken apart;
-                        loss_parts: how their losses make up the whole's
-    stalls              where the time went; timeline: the same to be looked at
-    ways_out            what other settings would save of it
+    popular_split       Hotline: divides a mini-batch into popular samples and the others
+    micro_batches       selects samples of a mini-batch, joins the outputs of parts
+    loss_parts          whether the loss of a mini-batch is the mean or the sum of its parts' losses
+    stalls              where the time went, stage by stage; timeline: the same as a trace
+    ways_out            which settings would reduce waiting, and by how much
 
-No schedule changes a number. FAE changes the order of samples instead:
+Results are the same under each schedule (Hotline: up to float summation order). FAE, in contrast,
+changes the order of samples:
 
-    hot_samples         which samples' rows are all pinned
-    shuffle_scheduler   how long training stays with cold samples, then with hot ones
-    hot_cold_loader     their mini-batches
+    hot_samples         finds the samples whose rows are all pinned
+    shuffle_scheduler   decides how many cold and hot mini-batches make a turn
+    hot_cold_loader     loads cold and hot mini-batches in turns
 """
 
 from recsys.pipeline.auto import Auto

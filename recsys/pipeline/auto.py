@@ -1,12 +1,12 @@
-"""`Auto`: a schedule that is measured, not guessed.
+"""`Auto`: measures several schedules during training, and continues with the fastest.
 
-    turn      a candidate runs for some steps, of which the first, in which the window fills, or
-              what another has fetched is used up, are not counted
-    round     each candidate has a turn, so that what changes from minute to minute meets all
-    choice    behind the last round, for the rest of the run
+    turn      one candidate runs for some steps. The first steps are not counted: in them the window
+              fills, or the run still uses rows that the previous candidate fetched
+    round     each candidate has one turn, so changes of the machine's speed affect all of them
+    choice    made after the last round, for the rest of the run
 
-All candidates compute the same to the last bit, so measuring changes no number, and who sets what
-was chosen gets the same run.
+All candidates compute the same numbers to the last bit. So measuring does not change the run, and a
+run that sets the chosen schedule from the start gives the same numbers.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from recsys.pipeline.schedule import LookAhead, Sequential
 
 __all__ = ["Auto", "Choice"]
 
-_NOT_COUNTED = 8  # of a turn, or two for each mini-batch that a candidate looks ahead to
-_WORTH = 0.98  # of the time, for which a deeper window is taken
+_MIN_WARM_UP_STEPS = 8  # of a turn; at least two for each mini-batch of look-ahead depth
+_MAX_TIME_RATIO = 0.98  # a later candidate is chosen if its steps take less than this share
 
 
 @dataclass(frozen=True)
 class Auto:
-    """Tries schedules in turns, and goes on with the one whose steps take least.
+    """Tries schedules in turns, and continues with the one whose steps take the least time.
 
     Args:
-        candidates: Simplest first: a later one is taken if its steps take at least 2 % less.
-        steps_per_turn: That are counted.
-        num_rounds: Turns of each.
+        candidates: Simplest first: a later one is chosen if its steps take at least 2 % less.
+        steps_per_turn: Steps of a turn that are counted.
+        num_rounds: Turns of each candidate.
 
     Raises:
-        ValueError: there is nothing to choose between, or to count.
+        ValueError: an argument is out of range, or candidates are not distinct.
     """
 
     candidates: tuple[Sequential | LookAhead, ...] = (Sequential(), LookAhead(2), LookAhead(4))
@@ -59,41 +59,41 @@ class Auto:
 
 
 class Choice:
-    """How far the choosing has come.
+    """The state of choosing a schedule.
 
     Args:
-        auto: Between what, and how.
+        auto: The candidates, and how to measure them.
 
     Attributes:
-        chosen: None until the last round is over.
+        chosen: The chosen schedule; None until the last round is over.
     """
 
     def __init__(self, auto: Auto) -> None:
         self._auto = auto
-        self._num_not_counted = max(
-            _NOT_COUNTED, *(2 * getattr(each, "depth", 0) for each in auto.candidates)
+        self._num_warm_up_steps = max(
+            _MIN_WARM_UP_STEPS, *(2 * getattr(each, "depth", 0) for each in auto.candidates)
         )
         self._num_steps = 0
-        self._counted: list[float] = []
-        self._turns: list[list[float]] = [[] for _ in auto.candidates]
+        self._counted: list[float] = []  # seconds of the steps of this turn
+        self._turns: list[list[float]] = [[] for _ in auto.candidates]  # mean seconds of each turn
         self.chosen: Sequential | LookAhead | None = None
 
     @property
     def current(self) -> Sequential | LookAhead:
-        """What the next step runs by."""
+        """The schedule of the next step."""
         if self.chosen is not None:
             return self.chosen
         turn = self._num_steps // self._steps_of_turn
         return self._auto.candidates[turn % len(self._auto.candidates)]
 
     def add(self, seconds: float) -> None:
-        """A step by `current` has taken so long."""
+        """Record how long a step under `current` took."""
         if self.chosen is not None:
             return
         place = self._auto.candidates.index(self.current)
         self._num_steps += 1
         step_of_turn = (self._num_steps - 1) % self._steps_of_turn
-        if step_of_turn >= self._num_not_counted:
+        if step_of_turn >= self._num_warm_up_steps:
             self._counted.append(seconds)
         if step_of_turn == self._steps_of_turn - 1:
             self._turns[place].append(fmean(self._counted))
@@ -102,7 +102,10 @@ class Choice:
                 self.chosen = self._choose()
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen, the settings that do the same, and why; times are medians over turns."""
+        """The chosen schedule and the measured times, for a run record.
+
+        Schedules are described by the settings that select them; times are medians over turns.
+        """
         measured = [
             _settings(schedule) | {"step_ms": 1e3 * median(turns) if turns else None}
             for schedule, turns in zip(self._auto.candidates, self._turns, strict=True)
@@ -112,19 +115,19 @@ class Choice:
 
     @property
     def _steps_of_turn(self) -> int:
-        return self._num_not_counted + self._auto.steps_per_turn
+        return self._num_warm_up_steps + self._auto.steps_per_turn
 
     def _choose(self) -> Sequential | LookAhead:
         seconds = [median(turns) for turns in self._turns]
         best = 0
         for number in range(1, len(seconds)):
-            if seconds[number] < _WORTH * seconds[best]:
+            if seconds[number] < _MAX_TIME_RATIO * seconds[best]:
                 best = number
         return self._auto.candidates[best]
 
 
 def _settings(schedule: Sequential | LookAhead) -> dict[str, Any]:
-    """As the keys of a configuration's `schedule`."""
+    """The schedule as keys of a configuration's `schedule`."""
     if isinstance(schedule, LookAhead):
         return {"name": "lookahead", "depth": schedule.depth}
     return {"name": "sequential"}

@@ -1,9 +1,10 @@
-"""Mini-batches of hot samples alone and of cold ones alone, as FAE's scheduler wants them.
+"""Loads mini-batches of only hot samples and of only cold samples, in turns, for FAE.
 
     turn     a share of the cold mini-batches, then the same share of the hot ones
-    swap     the end of a turn; then the loss on other samples decides how long the next one is
+    swap     the end of a turn; the validation loss then decides how long the next turn is
 
-Within its kind every sample comes once per epoch, in an order that is a function of (seed, epoch).
+Each sample comes once per epoch. The order of the hot samples and that of the cold ones are
+functions of (seed, epoch).
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class _Place:
     """A position in an epoch.
 
     Attributes:
-        num_done: Mini-batches of this epoch that were used, cold and hot.
-        num_left: Mini-batches left of this turn, cold and hot.
-        wants_loss: Whether a turn has ended, and the next one waits for `observe`.
+        num_done: Cold and hot mini-batches of this epoch that were used.
+        num_left: Cold and hot mini-batches left in this turn.
+        wants_loss: Whether a turn has ended and the next one waits for `observe`.
     """
 
     num_done: list[int]
@@ -50,7 +51,7 @@ class _Place:
 
 
 class HotColdLoader(ResumableLoader[_Place]):
-    """Iterates over one split of a source, cold and hot samples in turns; every one once per epoch.
+    """Iterates over one split of a source, over cold and hot samples in turns, each once per epoch.
 
         loader = HotColdLoader(store, "train", 128, is_hot, FAE(), seed=0)
         for batch in loader:
@@ -58,33 +59,33 @@ class HotColdLoader(ResumableLoader[_Place]):
             if loader.wants_loss:
                 loader.observe(validation_loss())
 
-    An iteration left early goes on where it stopped when the loader is iterated again. There is one
-    position, so there is one iteration at a time.
+    If an iteration is left early, the next one continues where it stopped. The loader has one
+    position, so only one iteration can run at a time.
 
     The position is the next mini-batch to be used. Mini-batches handed out count as used, except
-    for the last `num_waiting` of them, an attribute of the iterator (`iter(loader).num_waiting`, 0
-    unless set), which a `TrainPipeline` sets to those that it has taken ahead. With
-    `FAE(is_adaptive=True)` none may be taken ahead, because the loss after a turn decides which
-    mini-batches come next: a pipeline that looks ahead refuses such a loader.
+    for the last `num_waiting`, an attribute of the iterator (`iter(loader).num_waiting`, default
+    0). A `TrainPipeline` sets it to the number of mini-batches that it has taken ahead. With
+    `FAE(is_adaptive=True)` none can be taken ahead, because the loss after a turn decides which
+    mini-batches come next; a pipeline that looks ahead refuses such a loader.
 
     Args:
         source: Where samples come from.
         split: "train", "test" or "validation".
         batch_size: B. The last mini-batch of each kind may be smaller.
-        is_hot: Which of the split's samples are hot, (N,).
+        is_hot: Which samples of the split are hot, (N,).
         fae: The scheduler's constants.
-        seed: Of the order.
-        prefetch: Mini-batches read ahead, at least, within a turn.
+        seed: Seed of the order.
+        prefetch: The least number of mini-batches to read ahead within a turn.
 
     Attributes:
         epoch: Epochs that have ended.
-        scheduler: Has the rate.
-        wants_loss: Whether a turn has ended, and the next one waits for `observe`.
+        scheduler: Holds the current rate.
+        wants_loss: Whether a turn has ended and the next one waits for `observe`.
 
     Raises:
         ConfigError: an argument is out of range.
-        RuntimeError: an iteration is begun, or a state loaded, while another one is running; or a
-            mini-batch is asked for before `observe`.
+        RuntimeError: an iteration begins, or a state is loaded, while another iteration runs; or
+            the next mini-batch is requested before `observe`.
     """
 
     def __init__(
@@ -101,23 +102,21 @@ class HotColdLoader(ResumableLoader[_Place]):
         samples = source.splits[split]
         if len(is_hot) != len(samples):
             raise ConfigError(
-                f"is_hot must say it of the {len(samples)} samples of the {split} split, got "
-                f"{len(is_hot)}; find them for this split"
+                f"is_hot must have one value for each of the {len(samples)} samples of the {split} "
+                f"split, got {len(is_hot)}; find the hot samples of this split"
             )
         if batch_size < 1 or prefetch < 1:
             raise ConfigError(
                 f"batch_size and prefetch must be at least 1, got {batch_size} and {prefetch}"
             )
-        super().__init__(
-            split, _Place([0, 0], [0, 0]), _ADAPTIVE_IN_TURN if fae.is_adaptive else ""
-        )
+        super().__init__(split, _Place([0, 0], [0, 0]), _WHY_NOT_AHEAD if fae.is_adaptive else "")
         self.source, self.batch_size = source, batch_size
         self.seed, self.fae = seed, fae
         self.epoch = 0
         self.scheduler = ShuffleScheduler(fae)
         numbers = np.arange(samples.start, samples.stop)
         self._samples = [numbers[~is_hot], numbers[is_hot]]
-        self._told = hashlib.sha256(np.packbits(is_hot).tobytes()).hexdigest()[:16]
+        self._is_hot_digest = hashlib.sha256(np.packbits(is_hot).tobytes()).hexdigest()[:16]
         self._reader = ReadAhead(source, prefetch)
 
     def __len__(self) -> int:
@@ -126,26 +125,26 @@ class HotColdLoader(ResumableLoader[_Place]):
 
     @property
     def hot_share(self) -> float:
-        """Hot samples, of all."""
+        """Share of the samples that are hot."""
         cold, hot = map(len, self._samples)
         return hot / max(1, cold + hot)
 
     @property
     def wants_loss(self) -> bool:
-        """Whether a turn has ended, and the next one waits for `observe`."""
+        """Whether a turn has ended and the next one waits for `observe`."""
         return self._position.wants_loss
 
     def observe(self, loss: float) -> None:
-        """Take note of the loss that the turn has led to, on samples that are not trained on."""
+        """Give the scheduler the loss after a turn, on samples that are not trained on."""
         self.scheduler.observe(loss)
         self._position.wants_loss = False
 
     def finish_reading(self) -> None:
-        """Wait until all that is read ahead is there; until the next mini-batch nothing more is."""
+        """Wait until reading ahead has finished; it resumes with the next mini-batch."""
         self._reader.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, what its order rests on, and the scheduler's state, in JSON types."""
+        """The position, what the order depends on, and the scheduler's state, in JSON types."""
         place = self._position
         return {
             "epoch": self.epoch,
@@ -157,10 +156,10 @@ class HotColdLoader(ResumableLoader[_Place]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Continue where `state` was taken.
 
         Raises:
-            ConfigError: it was taken with other data, another plan, seed or batch size.
+            ConfigError: `state` comes from other data, another plan, seed or batch size.
         """
         own = self.state_dict()
         if set(state) != set(own):
@@ -208,7 +207,7 @@ class HotColdLoader(ResumableLoader[_Place]):
         return _Place([0, 0], [0, 0])
 
     def _new_turn(self, place: _Place) -> list[int]:
-        """The mini-batches of a turn, cold and hot."""
+        """Numbers of cold and hot mini-batches in the next turn."""
         return [
             min(self.scheduler.share_of(num_batches), num_batches - num_done)
             for num_batches, num_done in zip(self._num_batches, place.num_done, strict=True)
@@ -217,7 +216,7 @@ class HotColdLoader(ResumableLoader[_Place]):
     def _parts(
         self, orders: list[NDArray[np.int64]], kinds: list[int], place: _Place
     ) -> Iterator[NDArray[np.int64]]:
-        """The samples of mini-batches of these kinds, from a place on."""
+        """The samples of mini-batches of these kinds, beginning at a position."""
         starts = [num * self.batch_size for num in place.num_done]
         for kind in kinds:
             yield orders[kind][starts[kind] : starts[kind] + self.batch_size]
@@ -234,7 +233,7 @@ class HotColdLoader(ResumableLoader[_Place]):
             "batch_size": self.batch_size,
             "seed": self.seed,
             "data": self.source.fingerprint,
-            "is_hot": self._told,
+            "is_hot": self._is_hot_digest,
         }
 
     def _require_loss(self, place: _Place) -> None:
@@ -245,7 +244,7 @@ class HotColdLoader(ResumableLoader[_Place]):
             )
 
 
-_ADAPTIVE_IN_TURN = (
+_WHY_NOT_AHEAD = (
     "HotColdLoader with FAE(is_adaptive=True) decides by the loss after each turn which "
     "mini-batches come next; use schedule=Sequential(), or FAE(is_adaptive=False)"
 )

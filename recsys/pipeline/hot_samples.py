@@ -1,7 +1,7 @@
-"""Hot samples: those all of whose lookups go to rows that a plan pins. FAE's pre-pass.
+"""Finds hot samples: a sample is hot if a plan pins every row that it looks up. FAE's pre-pass.
 
-A pass over the data tells; what it has found is kept beside the data, under a name that says of
-which plan and which samples it is, and is read from there the next time.
+One pass over the data finds them. The result is kept in a file whose name is a digest of the plan
+and the samples, and later runs read that file.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = ["find_hot_samples", "hot_samples"]
 def hot_samples(
     plan: HotPlan, source: SampleSource, samples: range, folder: Path | str | None = None
 ) -> NDArray[np.bool_]:
-    """Which samples are hot; found once, then read from a file.
+    """Tell which samples are hot, by reading the file of an earlier call or by a pass over them.
 
     Args:
-        plan: Its tables are looked up by features of the source.
+        plan: Says which rows are pinned; features of the source look up its tables.
         source: Where samples come from.
-        samples: Which ones, a run of them.
-        folder: Where files are kept; None keeps none. Where it cannot be written a warning says so.
+        samples: A contiguous range of samples.
+        folder: Where the file is kept; None keeps none. A folder that cannot be written warns.
 
     Shape:
-        result (N,), sample by sample.
+        result (N,), one value for each sample.
 
     Raises:
         ConfigError: the source has no such samples.
@@ -60,22 +60,22 @@ def hot_samples(
             np.save(opened, np.packbits(found))
     except OSError as error:
         warnings.warn(
-            f"{file}: which samples are hot cannot be kept ({error.strerror}), and is found anew "
-            "in every run; make the folder writable",
+            f"{file}: the list of hot samples cannot be kept ({error.strerror}), so every run "
+            "finds them again; make the folder writable",
             stacklevel=2,
         )
     return found
 
 
 def find_hot_samples(plan: HotPlan, source: SampleSource, samples: range) -> NDArray[np.bool_]:
-    """The same by a pass over the data; arguments, result and errors as for `hot_samples`."""
+    """Find hot samples by a pass over the data; see `hot_samples` for arguments and errors."""
     rows = RowCounts(plan.profile.table_sizes, plan.profile.features)
     levels = np.ones(int(rows.sizes.sum()), np.uint8)
     for table, base in zip(plan.tables, rows.bases.tolist(), strict=True):
         levels[base + plan.pinned_rows(table)] = 0
     found, first = [np.empty(0, np.bool_)], samples_of(source, samples).start
     for block in blocks_of_source(source, samples):
-        rows.add(block, first.__add__)  # refuses what is no row
+        rows.add(block, first.__add__)  # raises if an id is not a row
         segments = rows.segments(block)
         worst = worst_levels(levels, segments, block.values, block.offsets, block.num_samples)
         found.append(worst == 0)
@@ -84,12 +84,12 @@ def find_hot_samples(plan: HotPlan, source: SampleSource, samples: range) -> NDA
 
 
 def _digest(plan: HotPlan, source: SampleSource, samples: range) -> str:
-    """Of everything that the answer rests on."""
-    told = hashlib.sha256()
+    """A digest of everything that the result depends on."""
+    digest = hashlib.sha256()
     features = plan.profile.features
     about = [source.fingerprint, samples.start, samples.stop, plan.profile.table_sizes, features]
-    told.update(json.dumps(about).encode())
+    digest.update(json.dumps(about).encode())
     for table in plan.tables:
-        told.update(plan.pinned_rows(table).astype("<i8").tobytes())
-        told.update(b"|")
-    return told.hexdigest()[:16]
+        digest.update(plan.pinned_rows(table).astype("<i8").tobytes())
+        digest.update(b"|")
+    return digest.hexdigest()[:16]

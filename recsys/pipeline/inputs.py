@@ -1,7 +1,7 @@
-"""Which module of a model will look up which ids of a mini-batch.
+"""Finds out which module of a model will look up which ids of a mini-batch.
 
-A collection looks up features by name, so a mini-batch that has them says it all. What a bag is
-given only its model knows, and whoever builds the pipeline (`ids=`).
+A collection looks up features by name, so the features of a mini-batch are enough. The input of a
+bag is known only to the model, so the user passes a function to the pipeline (`ids=`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _MOST_NESTED = 4
 
 
 class Inputs:
-    """What modules of ours whose rows are in two tiers will look up.
+    """The inputs of a model's recsys modules whose rows are in two tiers.
 
     Args:
-        model: Has them.
+        model: Contains the modules.
         ids: As for `TrainPipeline`.
 
     Attributes:
-        modules: Those modules, by the first of their names; none where every row is resident.
-        has_untold: Whether nothing tells what one of them is to look up.
+        modules: These modules, by the first of their names; empty if every row is resident.
+        has_unknown_inputs: Whether the input of one of them is not known for the last mini-batch.
     """
 
     def __init__(self, model: nn.Module, ids: Callable[[Any], Any] | None) -> None:
@@ -54,20 +54,20 @@ class Inputs:
             name: module for name, module in ours.items() if module not in parts and module.tiers()
         }
         self._has_warned = False
-        self.has_untold = False
-        # Tiers that are made anew, with other slots, go on with the same clock.
+        self.has_unknown_inputs = False
+        # Tiers that are rebuilt with other slots keep the same clock.
         self._times = [tiers.residency.times for tiers in self.tiers()]
 
     def tiers(self) -> list[Tiers]:
-        """Where the rows are."""
+        """The tiers of these modules, each once."""
         found: dict[Tiers, None] = {}
         for module in self.modules.values():
             found |= dict.fromkeys(module.tiers())
         return list(found)
 
     def moved(self) -> Moved:
-        """What moving rows has taken since the beginning, and how much of it was waited for."""
-        if len(self._times) == 1:  # asked for several times a step
+        """Seconds spent on moving rows so far, and on waiting for that."""
+        if len(self._times) == 1:  # fast path: every step calls this several times
             return Moved(self._times[0].busy, self._times[0].exposed)
         return Moved(
             sum((each.busy for each in self._times), MoveSeconds()),
@@ -75,22 +75,21 @@ class Inputs:
         )
 
     def updaters(self) -> list[RowUpdater]:
-        """What moves rows of the model, those of resident modules, too."""
+        """The updaters of all rows of the model, including those of resident modules."""
         found = (module.row_updater for module in self._ours)
         return list(dict.fromkeys(each for each in found if each is not None))
 
     def prefetch(self, batch: Any) -> list[Prefetched] | None:
-        """Have the rows of a mini-batch fetched in the background.
+        """Claim slots for the rows of a mini-batch, and fetch the rows in the background.
 
         Args:
             batch: The mini-batch.
 
         Returns:
-            What was claimed; None where there are too few slots, and nothing is claimed.
+            The claims; None, with nothing claimed, if there are too few slots.
 
         Raises:
-            Exception: what a module finds wrong with its input, or `ids` with the mini-batch; then
-                nothing is claimed, either.
+            Exception: any error of a module about its input, or of `ids`; nothing is claimed then.
         """
         claims: list[Prefetched] = []
         try:
@@ -105,12 +104,12 @@ class Inputs:
         return claims
 
     def _calls(self, batch: Any) -> Iterator[tuple[AbstractTables, tuple[Any, ...]]]:
-        """Every lookup of a mini-batch that can be told: a module, and what it will be given."""
-        told: Any = batch if self._ids is None else self._ids(batch)
-        if self._ids is not None and isinstance(told, Mapping):
-            yield from self._named_calls(told)
+        """Every lookup of a mini-batch that is known: a module and its arguments."""
+        source: Any = batch if self._ids is None else self._ids(batch)
+        if self._ids is not None and isinstance(source, Mapping):
+            yield from self._named_calls(source)
             return
-        features = list(_features_in(told))
+        features = list(_features_in(source))
         unknown = []
         for name, module in self.modules.items():
             fitting = [each for each in features if _fits(module, each)]
@@ -121,12 +120,12 @@ class Inputs:
         self._warn_of(unknown)
 
     def _named_calls(
-        self, told: Mapping[str, Any]
+        self, inputs_by_name: Mapping[str, Any]
     ) -> Iterator[tuple[AbstractTables, tuple[Any, ...]]]:
-        found: dict[nn.Module, None] = {}
-        for name, inputs in told.items():
+        found: set[nn.Module] = set()
+        for name, inputs in inputs_by_name.items():
             module = self._module(name)
-            found[module] = None
+            found.add(module)
             if module in self.modules.values():
                 for each in inputs if isinstance(inputs, list) else [inputs]:
                     yield module, each if isinstance(each, tuple) else (each,)
@@ -143,28 +142,29 @@ class Inputs:
                 for name, module in self._model.named_modules()
                 if isinstance(module, AbstractTables)
             ]
-            raise ValueError(  # noqa: TRY004  # a name it is, of something else
+            raise ValueError(  # noqa: TRY004  # the name is wrong, not its type
                 f"ids: {name!r} must be the name of a module of recsys.embeddings in the model; "
-                f"these are {names}"
+                f"the model has {names}"
             )
         return module
 
     def _warn_of(self, unknown: Sequence[str]) -> None:
-        self.has_untold = bool(unknown)
+        self.has_unknown_inputs = bool(unknown)
         if not unknown or self._has_warned:
             return
         self._has_warned = True
         more = f" and {len(unknown) - 1} more modules" if len(unknown) > 1 else ""
         warnings.warn(
-            f"schedule: nothing tells which ids {unknown[0]!r}{more} will look up, so their rows "
-            "are fetched when they are needed; give TrainPipeline(..., ids=fn), where fn(batch) is "
-            f"what each is given, by name: {{{unknown[0]!r}: (input, offsets), ...}}",
+            f"schedule: it is not known which ids {unknown[0]!r}{more} will look up, so their rows "
+            "are fetched only when they are needed; give TrainPipeline(..., ids=fn), where "
+            f"fn(batch) returns the modules' inputs by name: {{{unknown[0]!r}: (input, offsets), "
+            "...}",
             stacklevel=2,
         )
 
 
 def cancel(claims: Sequence[Prefetched] | None) -> None:
-    """Give back what was claimed for a mini-batch."""
+    """Release the claims of a mini-batch."""
     for claim in claims or ():
         claim.cancel()
 
@@ -174,7 +174,7 @@ def _is_ours(module: nn.Module) -> TypeGuard[AbstractTables]:
 
 
 def _fits(module: nn.Module, features: Features) -> bool:
-    """Whether features are those that a module looks up."""
+    """Whether the features include all that a collection looks up."""
     if isinstance(module, HotColdEmbeddingBagCollection):
         tables = module.embedding_bag_configs()
     elif isinstance(module, HotColdEmbeddingCollection):
@@ -186,7 +186,7 @@ def _fits(module: nn.Module, features: Features) -> bool:
 
 
 def _features_in(value: Any, depth: int = 0) -> Iterator[Features]:
-    """The sparse features that a mini-batch has, in whatever it keeps them."""
+    """The sparse features in a mini-batch, also inside its containers and attributes."""
     if isinstance(value, JaggedIds) or is_torchrec(value):
         yield cast("Features", value)
         return
@@ -204,7 +204,7 @@ def _features_in(value: Any, depth: int = 0) -> Iterator[Features]:
 
 
 def is_torchrec(value: Any) -> bool:
-    """Whether it is a `KeyedJaggedTensor`."""
-    # Who has one has imported it; importing it here takes seconds.
+    """Whether the value is a `KeyedJaggedTensor`."""
+    # Importing TorchRec takes seconds. An object of its class exists only if it is imported.
     library = sys.modules.get("torchrec.sparse.jagged_tensor")
     return library is not None and isinstance(value, library.KeyedJaggedTensor)

@@ -1,4 +1,4 @@
-"""How the losses of two parts of a mini-batch make up the loss of the whole: measured once."""
+"""Measures whether the loss of a mini-batch is the mean or the sum of the losses of its parts."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ def is_loss_a_sum(
     parts: Sequence[Any],
     sizes: Sequence[int],
 ) -> bool | None:
-    """Whether the loss of a mini-batch is the sum of its parts' losses, or their mean by size.
+    """Whether the loss of a mini-batch is the sum of its parts' losses, or their weighted mean.
 
-    The model computes the loss of the whole and of each part, in evaluation mode and without
-    gradient, so that dropout and BatchNorm make no difference and no slot is claimed. Afterwards
-    every module's mode is as before, and so is the state of torch's random numbers.
+    The model computes the loss of the mini-batch and of each part, in evaluation mode and without
+    gradient. So dropout and BatchNorm have no effect, and no slot is claimed. Afterwards every
+    module's mode and torch's random state are as before.
 
     Two values count as equal if they differ by at most 0.001 of the largest loss, or by 4 times the
-    machine epsilon of the loss's dtype, if that is more. Losses in float32 differ by some 1e-6,
-    because floats are summed in another order; under bfloat16 autocast, where the loss is a
-    float32, by less than 1e-4; a loss in bfloat16 is itself rounded to 0.004. A term of the loss
-    that is smaller than this tolerance is not seen.
+    machine epsilon of the loss's dtype if that is more. Losses in float32 differ by about 1e-6,
+    because floats are summed in another order. Under bfloat16 autocast, where the loss is float32,
+    they differ by less than 1e-4. A loss in bfloat16 is itself rounded to 0.004. A term of the loss
+    that is smaller than this tolerance is not detected.
 
     Args:
-        schedule: For errors.
-        model: Its modules' modes are changed while it computes.
-        compute: From a mini-batch to (loss, output).
+        schedule: Named in errors.
+        model: Its modules are in evaluation mode while this function runs.
+        compute: Maps a mini-batch to (loss, output).
         batch: The mini-batch.
         parts: Its two parts.
-        sizes: The number of samples of each.
+        sizes: The number of samples of each part.
 
     Returns:
-        None where this mini-batch does not tell: both are so (losses near 0), or a loss is not
-        finite. False for a loss of each sample, (B,), whose parts need no weights.
+        None if this mini-batch cannot decide it: both hold (losses near 0), or a loss is not
+        finite. False for a loss per sample, (B,), whose parts need no weights.
 
     Raises:
-        ValueError: it is neither; or an output has not a row for each sample.
+        ValueError: neither holds; or an output does not have one row for each sample.
     """
     with _evaluating(model):
         found: list[Any] = [compute(each) for each in (batch, *parts)]
@@ -65,7 +65,7 @@ def is_loss_a_sum(
             f"return (loss, output) as in training, got {type(found[0]).__name__}; return both, or "
             "use LookAhead"
         )
-    # Refuses a mini-batch that has other samples than its parts have.
+    # Raises if the output does not have one row for each sample of the mini-batch.
     join_outputs(found[:1], [torch.arange(sum(sizes))])
     losses: list[Tensor] = [loss for loss, _ in found]
     if losses[0].dim():
@@ -91,8 +91,8 @@ def is_loss_a_sum(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no gradients, and random numbers that nothing else will see."""
-    # Not `model.eval()`: a module may do more there than change its mode.
+    """Evaluation mode without gradients; modes and torch's random state are restored afterwards."""
+    # Not `model.eval()`: a module may override it and do more.
     modes = [(module, module.training) for module in model.modules()]
     devices = {each.device for each in model.parameters() if each.is_cuda}
     try:

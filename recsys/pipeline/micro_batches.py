@@ -1,6 +1,6 @@
-"""Parts of a mini-batch: some of its samples as one, and outputs of parts put together again.
+"""Selects samples of a mini-batch as a smaller one, and joins the outputs of such parts.
 
-Letters: B samples of the mini-batch, M of a part.
+Letters: B samples in the mini-batch, M samples in a part.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ __all__ = ["join_outputs", "select_samples"]
 
 
 def select_samples(batch: Any, samples: Tensor, batch_size: int) -> Any:
-    """Some samples of a mini-batch, as one of the same kind.
+    """Select some samples of a mini-batch; the result has the type of the mini-batch.
 
     Args:
-        batch: What has `select(samples)`, a tensor, a `KeyedJaggedTensor`, or these in dataclasses,
-            dictionaries, tuples and lists.
-        samples: Which, in order.
+        batch: A tensor, a `KeyedJaggedTensor`, an object with `select(samples)`, or a dataclass,
+            dictionary, tuple or list of these.
+        samples: The samples' numbers, in the order of the result.
         batch_size: B.
 
     Shape:
         samples (M,) int64; tensors (B, ...).
 
     Raises:
-        TypeError: there is something else in it.
-        ValueError: a tensor is not of B samples.
+        TypeError: the mini-batch contains an object of another type.
+        ValueError: a tensor does not have B samples.
     """
 
     def select(value: Any) -> Any:
@@ -62,20 +62,20 @@ def select_samples(batch: Any, samples: Tensor, batch_size: int) -> Any:
 def join_outputs(
     outputs: Sequence[Any], parts: Sequence[Tensor], sums: Sequence[Tensor] | None = None
 ) -> Any:
-    """What a model would have returned for the whole mini-batch.
+    """Join the outputs of parts into the output that the model would return for the mini-batch.
 
-    Numbers, and tensors without dimensions, are means over samples, or counts if they are integers;
-    all other tensors have a row for each sample.
+    Tensors have a row for each sample. Numbers and tensors without dimensions are counts if they
+    are integers, else means over samples.
 
     Args:
-        outputs: Of every part, alike in structure.
-        parts: The samples of each, (M,) int64.
-        sums: The loss of each part, (), where it is a sum over samples. Numbers that are equal to
-            it in every part are added up, too.
+        outputs: The output of each part, all of the same structure.
+        parts: The samples of each part, (M,) int64.
+        sums: The loss of each part, (), if the loss is a sum over samples. Numbers that equal the
+            loss in every part are then added.
 
     Raises:
-        TypeError: there is something else in it.
-        ValueError: a tensor has not a row for each sample.
+        TypeError: the outputs contain an object of another type.
+        ValueError: a tensor does not have one row for each sample.
     """
     sizes = [len(part) for part in parts]
     shares = [size / sum(sizes) for size in sizes]
@@ -86,7 +86,7 @@ def join_outputs(
             if [len(value) for value in values] != sizes:
                 raise ValueError(
                     "schedule=Hotline: an output must have a row for each sample, or be a mean "
-                    f"over them, got {tuple(first.shape)} of {sizes[0]} samples; use another "
+                    f"over samples, got {tuple(first.shape)} of {sizes[0]} samples; use another "
                     "schedule"
                 )
             whole = first.new_empty(sum(sizes), *first.shape[1:])
@@ -102,8 +102,8 @@ def join_outputs(
         found = _map(join, values)
         if found is _NOTHING:
             raise TypeError(
-                f"schedule=Hotline: outputs of two parts, {type(first).__name__}, cannot be put "
-                "together; return tensors, or use another schedule"
+                f"schedule=Hotline: outputs of type {type(first).__name__} of two parts cannot be "
+                "joined; return tensors, or use another schedule"
             )
         return found
 
@@ -111,7 +111,7 @@ def join_outputs(
 
 
 def _are_equal(value: Tensor | float, loss: Tensor) -> bool:
-    # A part of the output may be the loss, or its number.
+    # The output may contain the loss, as a tensor or as a number.
     return float(value) == float(loss)
 
 
@@ -119,16 +119,18 @@ _NOTHING = object()
 
 
 def _map(change: Callable[..., Any], values: Sequence[Any]) -> Any:
-    """What Python keeps several things in, each changed; `_NOTHING` if it is something else.
+    """Apply a function to the items of containers; `_NOTHING` if the values are no containers.
+
+    Numbers, strings and similar constants are returned unchanged.
 
     Args:
-        change: From the things at one place of every value to what is there then.
-        values: Alike.
+        change: Maps the items at one place of all values to the item of the result.
+        values: Containers of the same structure.
     """
     first: Any = values[0]
-    if first is None or isinstance(first, str | bytes | bool | torch.device | torch.dtype):
-        return first
-    if isinstance(first, int | float):
+    if first is None or isinstance(
+        first, str | bytes | bool | int | float | torch.device | torch.dtype
+    ):
         return first
     if is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in fields(first) if field.init]

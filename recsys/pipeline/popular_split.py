@@ -1,4 +1,4 @@
-"""Hotline's split: popular samples of a mini-batch, and the others, whose rows are on their way."""
+"""Hotline's split of a mini-batch: popular samples, and the others, whose rows are being fetched."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = ["MicroBatch", "PopularSplit", "Side"]
 
-_NUM_SIZES = 16  # of parts of a mini-batch
+_NUM_SIZES = 16  # different sizes that a part can have
 
 
 class Side(NamedTuple):
-    """A part of a mini-batch that is to be split.
+    """A part of a mini-batch before its claims are divided.
 
     Attributes:
-        batch: Like the mini-batch.
-        samples: Which of its samples, (M,) int64.
-        weight: Of its loss: M / B where the loss is a mean over samples, 1 where it is a sum.
-        was_missing: Whether one of its rows had to be fetched.
+        batch: The part, of the mini-batch's type.
+        samples: Numbers of its samples in the mini-batch, (M,) int64.
+        weight: Weight of its loss: M / B if the loss is a mean over samples, 1 if it is a sum.
+        was_missing: Whether a row had to be fetched.
     """
 
     batch: Any
@@ -54,7 +54,7 @@ class MicroBatch(NamedTuple):
         batch: As for `Side`.
         samples: As for `Side`.
         weight: As for `Side`.
-        claims: What is claimed for it.
+        claims: Its claims.
     """
 
     batch: Any
@@ -67,32 +67,32 @@ class PopularSplit:
     """Splits mini-batches, and learns which rows are popular.
 
     Args:
-        schedule: Says how.
-        model: Whose steps they are.
-        tiers: Tells where its rows are.
+        schedule: Its settings.
+        model: The model that is trained.
+        tiers: Returns the model's tiers.
 
     Attributes:
         num_steps: Mini-batches seen.
-        num_split: Those in two parts.
-        num_samples: Of all that came behind the learning.
-        num_popular: Those of them that had all rows in fast memory.
-        num_promoted: Rows that came to be kept for being popular.
-        num_demoted: Rows that were no more.
-        is_loss_a_sum: Whether the loss is a sum over samples, not a mean; None until it is known.
+        num_split: Mini-batches split.
+        num_samples: Samples seen after the learning steps.
+        num_popular: Samples among these that had all rows in fast memory.
+        num_promoted: Rows that were pinned because they became popular.
+        num_demoted: Rows that were unpinned because they were no longer popular.
+        is_loss_a_sum: Whether the loss is a sum over samples; False for a mean, None until known.
     """
 
     def __init__(
         self, schedule: Hotline, model: nn.Module, tiers: Callable[[], Sequence[Tiers]]
     ) -> None:
         self._schedule, self._tiers = schedule, tiers
-        # Weak: tiers that are made anew, with other slots, are to let go of those they had.
+        # Weak keys, so that tiers that were replaced by others with other slots can be freed.
         self._num_rows: WeakKeyDictionary[Tiers, int] = WeakKeyDictionary()  # claimed so far
-        self._most_rows: WeakKeyDictionary[Tiers, int] = WeakKeyDictionary()  # of a mini-batch
+        self._most_rows: WeakKeyDictionary[Tiers, int] = WeakKeyDictionary()  # by one mini-batch
         self.num_steps = self.num_split = self.num_samples = self.num_popular = 0
         self.num_promoted = self.num_demoted = 0
         self.is_loss_a_sum: bool | None = None
-        self._stays_whole = _warn_of_whole_ones(schedule, model)
-        if not self._stays_whole:
+        self._never_splits = _warn_if_never_split(schedule, model)
+        if not self._never_splits:
             _warn_of_layers(schedule, model)
 
     def choose(
@@ -102,23 +102,23 @@ class PopularSplit:
         model: nn.Module,
         compute: Callable[[Any], tuple[Tensor, Any]],
     ) -> list[Side]:
-        """The popular samples and the others; none where the mini-batch is to stay whole.
+        """Divide a mini-batch into popular samples and the others; empty if it stays whole.
 
         Args:
             batch: The mini-batch.
-            claims: What is claimed for it.
-            model: As for `is_loss_a_sum`, by which the first mini-batch to be split is measured.
+            claims: Its claims.
+            model: As for `is_loss_a_sum`, which runs on the first mini-batch that is split.
             compute: As for `is_loss_a_sum`.
         """
         self.num_steps += 1
         self._count_rows()
-        if claims is None or self._stays_whole or not all(claim.can_split for claim in claims):
+        if claims is None or self._never_splits or not all(claim.can_split for claim in claims):
             return []
         sizes = {size for claim in claims for size in claim.batch_sizes()}
         if len(sizes) != 1:
             return []
         [batch_size] = sizes
-        if self.num_steps == 1:  # what cannot be split is better known now than after the learning
+        if self.num_steps == 1:  # raise in the first step, not after the learning steps
             select_samples(batch, torch.arange(batch_size), batch_size)
         if self.num_steps <= self._schedule.learning_steps:
             return []
@@ -128,7 +128,7 @@ class PopularSplit:
         self.num_popular += batch_size - num_missing
         num_popular = _rounded(batch_size - num_missing, batch_size)
         popular = (~is_missing).nonzero().flatten()[:num_popular]
-        if not num_missing or not num_popular or self._is_here(claims):
+        if not num_missing or not num_popular or self._has_arrived(claims):
             return []
         is_other = torch.ones(batch_size, dtype=torch.bool)
         is_other[popular] = False
@@ -147,17 +147,17 @@ class PopularSplit:
         ]
 
     def split(self, sides: Sequence[Side], claims: Sequence[Prefetched]) -> list[MicroBatch]:
-        """The parts, with the claims of each.
+        """Divide the claims of a mini-batch among its parts.
 
         Args:
-            sides: From `choose`.
-            claims: Of the mini-batch; they pass to the parts.
+            sides: What `choose` returned.
+            claims: The claims of the mini-batch; the parts own them afterwards.
         """
         self.num_split += 1
         parts = [(side.samples, side.was_missing) for side in sides]
         of_claims: list[list[Prefetched]] = []
         try:
-            of_claims.extend(claim.split(parts) for claim in claims)  # some, of an error
+            of_claims.extend(claim.split(parts) for claim in claims)  # keeps those before an error
         except BaseException:
             for claimed in of_claims:
                 cancel(claimed)
@@ -168,7 +168,7 @@ class PopularSplit:
         ]
 
     def learn(self) -> None:
-        """Behind a step: choose the popular rows anew, if it is time."""
+        """Choose the popular rows again if it is time; called after each step."""
         period = self._schedule.learning_steps
         if not period or self.num_steps % period:
             return
@@ -179,16 +179,16 @@ class PopularSplit:
             self.num_demoted += demoted
 
     def _count_rows(self) -> None:
-        """Behind the claims of a step, which are those of one mini-batch."""
+        """Count the rows that a mini-batch claims; called when one has been claimed in this step."""
         for tiers in self._tiers():
             count = tiers.residency.counts.num_rows
-            if tiers in self._num_rows:  # in the first step the whole window is claimed
+            if tiers in self._num_rows:  # the first step claims for the whole window
                 claimed = count - self._num_rows[tiers]
                 self._most_rows[tiers] = max(claimed, self._most_rows.get(tiers, 0))
             self._num_rows[tiers] = count
 
     def describe(self) -> dict[str, Any]:
-        """For a run record: shares of the steps and samples behind the learning."""
+        """For a run record: shares of the steps and samples after the learning steps."""
         num_steps = max(1, self.num_steps - self._schedule.learning_steps)
         return {
             "depth": self._schedule.depth,
@@ -199,29 +199,28 @@ class PopularSplit:
             "num_demoted": self.num_demoted,
         }
 
-    def _is_here(self, claims: Sequence[Prefetched]) -> bool:
-        """Whether there is nothing to hide.
+    def _has_arrived(self, claims: Sequence[Prefetched]) -> bool:
+        """Whether all rows have arrived, so that there is no fetch to hide.
 
-        Only asked of rows fetched ahead: without that, steps would depend on how long it took to
-        get here.
+        Always False at depth 0. Otherwise the split would depend on timing.
         """
         return bool(self._schedule.depth) and all(claim.is_here for claim in claims)
 
 
-def _warn_of_whole_ones(schedule: Hotline, model: nn.Module) -> bool:
-    """Whether a module is wrong, or cannot be prefetched for, in parts; a warning says which."""
+def _warn_if_never_split(schedule: Hotline, model: nn.Module) -> bool:
+    """Whether a module needs whole mini-batches; a warning names the module."""
     for name, module in model.named_modules():
         if getattr(module, "scale_grad_by_freq", False):
-            what = "scale_grad_by_freq=True divides by counts of the whole mini-batch"
+            reason = "scale_grad_by_freq=True divides by counts of the whole mini-batch"
         elif isinstance(module, TableModule) and module.mode == "max" and module.tiers():
-            what = "with mode='max' rows are fetched for the whole mini-batch"
+            reason = "with mode='max' rows are fetched for the whole mini-batch"
         elif isinstance(module, HotColdEmbeddingCollection) and module.tiers():
-            what = "rows are fetched for the whole mini-batch"
+            reason = "rows are fetched for the whole mini-batch"
         else:
             continue
         warnings.warn(
             f"schedule={schedule} splits no mini-batch, because of {name!r} "
-            f"({type(module).__name__}): {what}; use LookAhead, which fetches these rows ahead",
+            f"({type(module).__name__}): {reason}; use LookAhead, which fetches these rows ahead",
             stacklevel=4,
         )
         return True
@@ -231,25 +230,24 @@ def _warn_of_whole_ones(schedule: Hotline, model: nn.Module) -> bool:
 def _warn_of_layers(schedule: Hotline, model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            what = "statistics of each part alone"
+            difference = "statistics of each part alone"
         elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
-            what = "other random draws than of the whole"
+            difference = "other random draws than for the whole mini-batch"
         else:
             continue
         warnings.warn(
             f"schedule={schedule} computes on mini-batches in two parts, and {name!r} "
-            f"({type(module).__name__}) has {what}: steps are not those of whole mini-batches; "
-            "use LookAhead for these",
+            f"({type(module).__name__}) has {difference}: steps are not those of whole "
+            "mini-batches; use LookAhead for these",
             stacklevel=4,
         )
         return
 
 
 def _rounded(num_popular: int, batch_size: int) -> int:
-    """As many samples as the popular part is to have; those left over go with the others.
+    """Round the number of popular samples down; the remaining ones go to the other part.
 
-    Libraries that multiply matrices compile a kernel for each size they meet, as oneDNN does for
-    every layer, so sizes should be few.
+    Libraries such as oneDNN compile a matrix-product kernel for each size, so sizes should be few.
     """
     step = max(1, batch_size // _NUM_SIZES)
     return num_popular // step * step

@@ -118,7 +118,7 @@ def test_a_loss_that_is_a_sum_is_added_up_wherever_it_is():
     ("outputs", "error", "message"),
     [
         ([torch.zeros(4), torch.zeros(4)], ValueError, r"a row for each sample.*got \(4,\) of 1"),
-        ([{1}, {2}], TypeError, "outputs of two parts, set, cannot be put together"),
+        ([{1}, {2}], TypeError, "outputs of type set of two parts cannot be joined"),
     ],
 )
 def test_outputs_that_are_of_no_samples_are_named(outputs, error, message):

@@ -450,7 +450,7 @@ def test_an_accelerated_model_is_told_by_ids(small, make, ids):
     messages = [str(each.message) for each in warned]
     if ids is None:
         [message] = messages
-        assert "nothing tells which ids 'bags.0' and 2 more modules will look up" in message
+        assert "it is not known which ids 'bags.0' and 2 more modules will look up" in message
         assert pipeline.mean_depth == 0
     else:
         assert messages == []
@@ -527,7 +527,7 @@ def test_two_collections_with_features_of_the_same_names_are_not_guessed(small, 
     def ids(batch):
         return {name: batch[number].sparse_features for name, number in told.items()}
 
-    with pytest.warns(UserWarning, match="nothing tells which ids 'left.embeddings' and 1 more"):
+    with pytest.warns(UserWarning, match="it is not known which ids 'left.embeddings' and 1 more"):
         losses = small.run(TrainPipeline(tiered, None), iter(pairs))
     pipeline = TrainPipeline(Towers(budget=14_000), None, ids=ids)
 
