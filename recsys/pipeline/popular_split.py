@@ -1,4 +1,4 @@
-"""Hotline's split of a mini-batch: popular samples, and the others, whose rows are being fetched."""
+"""Hotline's split of a mini-batch: popular samples, and the others, whose rows are fetched."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class PopularSplit:
             self.num_demoted += demoted
 
     def _count_rows(self) -> None:
-        """Count the rows that a mini-batch claims; called when one has been claimed in this step."""
+        """Count the rows that a mini-batch claims; called after the claims of each step."""
         for tiers in self._tiers():
             count = tiers.residency.counts.num_rows
             if tiers in self._num_rows:  # the first step claims for the whole window

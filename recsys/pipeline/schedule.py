@@ -1,8 +1,8 @@
-"""Schedules: what runs when. They are values, given to a `TrainPipeline`.
+"""Schedules: settings for a `TrainPipeline` that say what runs when.
 
 Sequential    fetch, compute, write back; then the next mini-batch
-LookAhead     fetch for mini-batches i + 1 to i + depth while i computes
-Hotline       fetch for the samples that lack rows while the others of their mini-batch compute
+LookAhead     fetch for mini-batches i + 1 to i + depth while mini-batch i computes
+Hotline       fetch for the samples with missing rows while the other samples compute
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ __all__ = ["Hotline", "LookAhead", "Schedule", "Sequential"]
 
 @dataclass(frozen=True)
 class Sequential:
-    """Every mini-batch's rows are fetched when it comes: the baseline."""
+    """The baseline: fetches the rows of a mini-batch when its step begins."""
 
 
 @dataclass(frozen=True)
 class LookAhead:
-    """Rows of the mini-batches behind the current one are fetched while it computes.
+    """Fetches the rows of the next mini-batches while the current one computes.
 
-    The order of samples stays, and losses and rows are those of `Sequential`, to the last bit.
-    Where slots are few, fewer mini-batches are fetched for; a warning says so once.
+    The order of samples does not change, and losses and rows equal those of `Sequential` to the
+    last bit. With too few slots it looks fewer mini-batches ahead, and warns once.
 
     Args:
         depth: Mini-batches ahead.
 
     Raises:
-        ValueError: there are none.
+        ValueError: depth is not a whole number of at least 1.
     """
 
     depth: int = 2
@@ -43,36 +43,36 @@ class LookAhead:
 
 @dataclass(frozen=True)
 class Hotline:
-    """A mini-batch is computed on in two parts: popular samples, while rows come for the others.
+    """Splits a mini-batch: computes on popular samples while rows are fetched for the others.
 
-    Popular are samples all of whose rows are in fast memory when the mini-batch comes. Gradients of
-    both parts are added up and every parameter and row is moved once, so a step is that of the
-    whole mini-batch but for the order in which floats are summed; where one part is empty, to the
-    last bit. It needs no look at mini-batches to come; with a depth, a mini-batch is split only if
-    its rows have not come by the time it is computed on.
+    A sample is popular if all its rows are in fast memory when its step begins. The gradients of
+    both parts are added, and every parameter and row is updated once. So a step equals that of the
+    whole mini-batch up to the order in which floats are summed, and to the last bit if one part is
+    empty. Depth 0 needs no look-ahead. With a greater depth, a mini-batch is split only if its rows
+    have not arrived when its step begins.
 
-    The loss must be a mean or a sum over samples, or one loss for each sample. Which of the first
-    two it is, is measured on the first mini-batch that is to be split: the model computes its loss
-    once more, whole and in parts, in evaluation mode and without gradient. A loss that is neither
-    is refused by name. A module with `scale_grad_by_freq=True`, or with `mode="max"` and rows in
-    two tiers, needs whole mini-batches: then none is split, and a warning says why.
+    The loss must be a mean or a sum over samples, or one loss for each sample. The pipeline
+    measures which of the first two it is on the first mini-batch that it splits: the model computes
+    the loss of the mini-batch and of its parts in evaluation mode without gradient. A loss that is
+    neither raises an error. A module with `scale_grad_by_freq=True`, or with `mode="max"` and rows
+    in two tiers, needs whole mini-batches: then none is split, and a warning says why.
 
-    Which rows are popular is learned on line: after `learning_steps`, in which nothing is split,
-    the rows used most are kept in fast memory, and after as many more they are chosen anew.
+    Popular rows are found during training: nothing is split in the first `learning_steps`, after
+    which the most used rows are pinned in fast memory. After every further `learning_steps` they
+    are chosen again.
 
     Args:
-        depth: Mini-batches ahead whose rows are fetched, as with `LookAhead`.
-        learning_steps: Mini-batches; with 0 none are learned from, and rows stay only by being
-            used.
-        pinned_share: Of the slots, which popular rows keep at most; those of a plan among them.
+        depth: Mini-batches ahead whose rows are fetched, as in `LookAhead`.
+        learning_steps: Mini-batches between two choices; with 0 no rows are pinned.
+        pinned_share: The largest share of the slots that pinned rows take, including a plan's.
 
     Raises:
-        ValueError: a number is not in its range.
+        ValueError: a number is out of range.
 
     References:
         Adnan et al. (2024), Heterogeneous Acceleration Pipeline for Recommendation System Training:
-        the split, and learning in 5 % of the mini-batches. There a hash table of its own logs
-        accesses; here it is what is counted for every slot.
+        the split, and learning in 5 % of the mini-batches. The paper logs accesses in a separate
+        hash table; this implementation uses the counts that every slot has.
     """
 
     depth: int = 0

@@ -1,12 +1,12 @@
-"""FAE's shuffle scheduler: how long training stays with cold mini-batches, and then with hot ones.
+"""FAE's shuffle scheduler: decides how many cold and hot mini-batches make a turn.
 
     rate = percent of the cold mini-batches, then of the hot ones, that come before the next swap
 
-A rate near 100 trains on all cold samples, then on all hot ones; near 1 it is close to a random
-order, at the price of more swaps. After each swap the loss on other samples is looked at: where it
-rises the rate is divided, where it falls several times running it is multiplied.
+A rate near 100 trains on all cold samples and then on all hot ones. A rate near 1 is close to a
+random order, at the price of more swaps. The scheduler reads a validation loss after each swap: it
+divides the rate when the loss rises, and multiplies it when the loss falls several times in a row.
 
-The rule is a reconstruction: the paper tells its purpose, and the code that was published has no
+The rule is a reconstruction: the paper describes its purpose, and the published code has no
 scheduler. So every constant is a field.
 """
 
@@ -23,18 +23,18 @@ __all__ = ["FAE", "ShuffleScheduler"]
 
 @dataclass(frozen=True)
 class FAE:
-    """Hot samples, all of whose rows are pinned, and cold ones in mini-batches of their own.
+    """Trains on mini-batches of only hot samples, whose rows are all pinned, or only cold ones.
 
-    The order of samples changes with it, and so do losses and rows: a run is, to the last bit, a
-    plain one over the samples in that order.
+    This changes the order of samples, and therefore losses and rows. A run equals, to the last bit,
+    a plain run over the samples in that order.
 
     Args:
-        rate: Percent at the beginning.
-        is_adaptive: Whether losses change it.
-        min_rate: At least.
-        max_rate: At most.
-        patience: How many times running the loss must fall for the rate to be multiplied.
-        factor: By what.
+        rate: The first rate, in percent.
+        is_adaptive: Whether losses change the rate.
+        min_rate: The lowest rate.
+        max_rate: The highest rate.
+        patience: How many times in a row the loss must fall before the rate is multiplied.
+        factor: What the rate is multiplied and divided by.
 
     Raises:
         ConfigError: a constant is out of range.
@@ -61,13 +61,13 @@ class FAE:
 
 
 class ShuffleScheduler:
-    """The rate, as losses make it.
+    """Adapts the rate to the losses.
 
     Args:
-        fae: Its constants.
+        fae: The constants.
 
     Attributes:
-        rate: Percent, now.
+        rate: The current rate, in percent.
         num_swaps: Losses seen.
     """
 
@@ -78,11 +78,11 @@ class ShuffleScheduler:
         self._num_falls = 0
 
     def share_of(self, num_batches: int) -> int:
-        """How many of so many mini-batches come before the next swap: at least one, if any."""
+        """How many of `num_batches` come before the next swap: at least one, if there is any."""
         return min(num_batches, max(1, ceil(num_batches * self.rate / 100)))
 
     def observe(self, loss: float) -> None:
-        """Take note of the loss behind a swap; one that is no number changes nothing."""
+        """Adapt the rate to the loss after a swap; nan leaves it as it is."""
         last, self._last_loss = self._last_loss, loss
         self.num_swaps += 1
         if not self._fae.is_adaptive or last is None:
@@ -99,7 +99,7 @@ class ShuffleScheduler:
             self._num_falls = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next rates rest on, in JSON types."""
+        """Everything that later rates depend on, in JSON types."""
         return {
             "rate": self.rate,
             "num_swaps": self.num_swaps,
@@ -108,10 +108,10 @@ class ShuffleScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Continue where `state` was taken.
 
         Raises:
-            ConfigError: it is no such state.
+            ConfigError: its keys are not those of `state_dict`.
         """
         if set(state) != set(self.state_dict()):
             raise ConfigError(

@@ -36,58 +36,58 @@ STAGES = (
 
 
 class Moved(NamedTuple):
-    """What transfers of rows took, and how long they were waited for."""
+    """Seconds that transfers of rows took, and seconds that training waited for them."""
 
     busy: MoveSeconds = MoveSeconds()
     exposed: MoveSeconds = MoveSeconds()
 
 
 class StageClock:
-    """Books every instant since `start` to one stage.
+    """Assigns all time since `start` to stages.
 
         load              waiting for the next mini-batch
-        prefetch_wait     waiting for rows to come from the cold tier
-        forward           and claiming slots for mini-batches to come
+        prefetch_wait     waiting for rows from the cold tier
+        forward           also claiming slots for later mini-batches
         backward
         update            optimizer steps (fused optimizers update within backward)
-        write_back_wait   waiting for rows that go there, so that others can come
-        evaluate          left out of `train_seconds`
-        other             reports and the progress bar; whatever is done between two steps
+        write_back_wait   waiting until rows are written back, which frees slots for others
+        evaluate          not part of `train_seconds`
+        other             reports, the progress bar, everything between two steps
 
-    Waiting for rows is taken out of the stage that it was in, but for evaluations. On a CUDA device
-    a stage holds the time to queue its work, not to do it.
+    Waiting for rows is subtracted from the stage in which it happened, except in evaluations. On a
+    CUDA device a stage counts the time to enqueue its work, not to run it.
 
     Attributes:
-        seconds: Of every stage.
-        timeline: Told of every stage, too, if there is one.
+        seconds: Seconds of every stage.
+        timeline: Receives every stage as a span; None for no timeline.
     """
 
     def __init__(self) -> None:
         self.timeline: Timeline | None = None
         self._count_moves: Callable[[], Moved] = Moved
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        # Steps by how much of their transfers was waited for: seconds waited, seconds transferred.
+        # Seconds waited and seconds of transfers, summed over steps with a similar ratio of both.
         self._waited, self._busy = [0.0] * (_RATIOS + 1), [0.0] * (_RATIOS + 1)
         self._step_waited = self._step_busy = 0.0
         self.start()
 
     def start(self) -> None:
-        """What went before is booked to no stage."""
+        """Begin now; the time before is not counted."""
         self._last, self._moved = time.perf_counter(), self._count_moves()
 
     def watch(self, count_moves: Callable[[], Moved]) -> None:
-        """Ask from now on what transfers took, and what was waited for; a `TrainPipeline` does it.
+        """Count waiting for rows from now on; a `TrainPipeline` calls this.
 
         Args:
-            count_moves: Since whatever beginning.
+            count_moves: Returns the seconds of transfers since any fixed time.
         """
         self._count_moves, self._moved = count_moves, count_moves()
 
     def mark(self, stage: str) -> None:
-        """The time since the last mark was spent on `stage`, or in waiting for rows.
+        """Assign the time since the last mark to `stage`, except for waiting for rows.
 
         Args:
-            stage: One of `STAGES`; a step begins with "load".
+            stage: One of `STAGES`; "load" begins a step.
         """
         last, before = self._last, self._moved
         now, moved = time.perf_counter(), self._count_moves()
@@ -107,19 +107,19 @@ class StageClock:
 
     @property
     def train_seconds(self) -> float:
-        """All stages but evaluation."""
+        """All stages except evaluation."""
         return sum(self.seconds.values()) - self.seconds["evaluate"]
 
     @property
     def waited_seconds(self) -> float:
-        """Both stages of waiting for rows."""
+        """Seconds of both stages of waiting for rows."""
         return self.seconds["prefetch_wait"] + self.seconds["write_back_wait"]
 
     def saved_without(self, share: float) -> float:
-        """Seconds that would not have been waited for if a share of all transfers had not been.
+        """Seconds of waiting that would be saved without a share of the transfers.
 
         Args:
-            share: Of the time that they took.
+            share: Share of the time of all transfers.
         """
         self._end_step()
         steps = zip(self._waited, self._busy, strict=True)
@@ -133,25 +133,25 @@ class StageClock:
         self._busy[ratio] += busy
 
 
-_RATIOS = 64
+_RATIOS = 64  # resolution of the ratio of waiting to transfers
 _TITLES = {"prefetch_wait": "prefetch wait", "write_back_wait": "write-back wait"}
-_LOOSENED_BY = {
-    "load": "more mini-batches read ahead (prefetch), or data on a faster disk",
-    "prefetch_wait": "a larger budget, or more mini-batches looked ahead to (schedule.depth)",
-    "write_back_wait": "a larger budget, or more mini-batches looked ahead to (schedule.depth)",
-    "other": "fewer reports, or less between two steps",
+_REMEDIES = {
+    "load": "read more mini-batches ahead (prefetch), or put the data on a faster disk",
+    "prefetch_wait": "use a larger budget, or look more mini-batches ahead (schedule.depth)",
+    "write_back_wait": "use a larger budget, or look more mini-batches ahead (schedule.depth)",
+    "other": "report less often, or do less between two steps",
 }
-_COMPUTING = "faster computing: neither data nor rows are waited for longer"
-_LEAST_SHARE = 0.01  # of the time; what saves less is told in the record alone
+_COMPUTE_FASTER = "compute faster: neither data nor rows are the bottleneck"
+_LEAST_SHARE = 0.01  # of the time; smaller savings are only in the record, not in the table
 
 
 def stage_title(stage: str) -> str:
-    """What a stage is called where people read it."""
+    """The name of a stage in tables and pages."""
     return _TITLES.get(stage, stage)
 
 
 def stage_seconds(stalls: Mapping[str, Any]) -> dict[str, float]:
-    """The seconds of every stage, by the `stalls` of a run record."""
+    """The seconds of every stage, read from the `stalls` of a run record."""
     return {
         key.removesuffix("_seconds"): spent
         for key, spent in stalls.items()
@@ -160,16 +160,16 @@ def stage_seconds(stalls: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_stalls(clock: StageClock, ways_out: Iterable[WayOut | None]) -> dict[str, Any]:
-    """What a run record says of stalls.
+    """The stalls of a run, for its record.
 
     Args:
-        clock: Of the run.
+        clock: The run's clock.
         ways_out: Some may be none.
 
     Returns:
-        `<stage>_seconds`; `binding`, the stage that takes most of training, None before the first
-        step; `predicted`, what other settings would save, the most first, each with `key`, `value`,
-        `saved_seconds`, `saved_share` of training, `speedup` and `is_upper_bound`.
+        `<stage>_seconds`; `binding`, the stage that takes the most time of training, None before
+        the first step; `predicted`, what other settings would save, largest saving first, each with
+        `key`, `value`, `saved_seconds`, `saved_share` of training, `speedup`, `is_upper_bound`.
     """
     total = clock.train_seconds
     found = [each.describe(total) for each in ways_out if each is not None] if total else []
@@ -182,10 +182,10 @@ def describe_stalls(clock: StageClock, ways_out: Iterable[WayOut | None]) -> dic
 
 
 def format_stalls(stalls: Mapping[str, Any]) -> str:
-    """A table of the stages of training, the one that takes most, and what would loosen it.
+    """Format the stages of training as a table, with the longest one and what would shorten it.
 
     Args:
-        stalls: As `describe_stalls` gives it; evaluation is left out.
+        stalls: As returned by `describe_stalls`; evaluation is left out.
     """
     training = stage_seconds(stalls)
     del training["evaluate"]
@@ -198,8 +198,8 @@ def format_stalls(stalls: Mapping[str, Any]) -> str:
         for stage, spent in training.items()
     ]
     binding = stalls["binding"]
-    way_out = _LOOSENED_BY.get(binding, _COMPUTING)
-    lines.append(f"{stage_title(binding)} binds; it is loosened by {way_out}")
+    remedy = _REMEDIES.get(binding, _COMPUTE_FASTER)
+    lines.append(f"{stage_title(binding)} takes the most time; to shorten it, {remedy}")
     lines += [
         WayOut.sentence(each) for each in stalls["predicted"] if each["saved_share"] >= _LEAST_SHARE
     ]

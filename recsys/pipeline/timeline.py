@@ -1,7 +1,7 @@
-"""A timeline of training, to be looked at in chrome://tracing or Perfetto.
+"""A timeline of training, for chrome://tracing or Perfetto.
 
-steps        the stages of every step, one behind the other; inside of them, waiting for rows
-rows, ...    the transfers of each table group, on their way in the background
+steps        the stages of every step, one after the other, and within them waiting for rows
+rows, ...    the background transfers of each table group
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ class Timeline:
         self._spans: list[tuple[str, str, float, float]] = []
 
     def add(self, track: str, name: str, begin: float, end: float) -> None:
-        """Take note of a span; any thread may.
+        """Record a span; any thread may call this.
 
         Args:
-            track: Where it is shown.
-            name: What it was spent on.
+            track: The track on which it is shown.
+            name: What the time was spent on.
             begin: By `time.perf_counter`.
-            end: Likewise.
+            end: By `time.perf_counter`.
         """
         self._spans.append((track, name, begin, end))
 
     def shown(self, num_steps: int) -> dict[str, list[tuple[str, float, float]]]:
-        """What a picture has room for: some steps behind the first, which is slower than others.
+        """Select a few steps for a picture, without the first step, which is slower than others.
 
         Args:
-            num_steps: As many; where there is one step alone, that one.
+            num_steps: How many steps; if there is only one step, that one is selected.
 
         Returns:
-            By track, what was spent from when to when, in seconds since the first step shown; waits
-            are on a track of their own, since they lie within stages.
+            By track, (name, begin, end) of each span, in seconds since the first step selected.
+            Waits are on a separate track, because they lie within stages.
         """
         spans = sorted(self._spans, key=lambda span: span[2])
         starts = [begin for track, name, begin, _ in spans if (track, name) == ("steps", "load")]
         if not starts:
             return {}
         first = starts[1:2] or starts[:1]
-        behind = starts[num_steps + 1 : num_steps + 2] or [float("inf")]
+        after = starts[num_steps + 1 : num_steps + 2] or [float("inf")]
         tracks: dict[str, list[tuple[str, float, float]]] = {}
         for track, name, begin, end in spans:
-            if first[0] <= begin < behind[0]:
+            if first[0] <= begin < after[0]:
                 shown_on = "waiting" if name == "wait" else track
                 tracks.setdefault(shown_on, []).append((name, begin - first[0], end - first[0]))
         return tracks
 
     def write(self, path: Path) -> None:
-        """As Chrome's trace events, in microseconds since the first."""
+        """Write Chrome trace events, in microseconds since the first span."""
         spans = list(self._spans)
         start = min((begin for _, _, begin, _ in spans), default=0.0)
         tracks = {track: number for number, track in enumerate(dict.fromkeys(s[0] for s in spans))}

@@ -1,7 +1,7 @@
-"""Windows: mini-batches that were taken from an iterator ahead of their steps.
+"""Windows: mini-batches that were taken from an iterator before their steps.
 
-Each iterator has a window of its own. So evaluation on another iterator takes nothing from the
-window of the training data, and training goes on with it afterwards.
+Each iterator has its own window. So evaluation on another iterator does not use the window of the
+training data, and training continues with it afterwards.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["MiniBatch", "Window", "Windows"]
 
 
 class MiniBatch:
-    """A mini-batch on its way to its step.
+    """A mini-batch that waits for its step.
 
     Attributes:
-        batch: As the iterator gave it, or as it was moved.
-        claims: What is claimed for it; None where nothing is.
-        has_failed: Whether claiming has raised something, which its own step is to raise.
+        batch: What the iterator returned, on the device once it was moved.
+        claims: Its claims; None if nothing is claimed.
+        has_failed: Whether claiming has failed; its own step will raise the error.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -42,7 +42,7 @@ class MiniBatch:
         self.has_failed = False
 
     def move(self, device: torch.device | None) -> None:
-        """Bring it to a device, unless it was; None leaves it where it is."""
+        """Move it to a device, once; None leaves it where it is."""
         if not self._is_moved:
             self.batch, self._is_moved = _to(self.batch, device), True
 
@@ -50,20 +50,20 @@ class MiniBatch:
         """Claim slots for it, unless it has them.
 
         Args:
-            inputs: What it will look up.
-            may_claim: Whether there may be room; if not, it only gives back what is left where
-                slots were needed for another lookup.
+            inputs: Find what it will look up.
+            may_claim: Whether it may claim slots. If not, it only releases claims of which another
+                lookup has taken slots.
         """
         if any(claim.is_given_up for claim in self.claims or ()):
-            self.give_back()
+            self.release_claims()
         elif self.claims is None and may_claim and not self.has_failed:
             try:
                 self.claims = inputs.prefetch(self.batch)
-            except Exception:  # its own step will find it, too, and raise it
+            except Exception:  # its own step will fail in the same way, and raise the error
                 self.has_failed = True
 
-    def give_back(self) -> None:
-        """Give the slots back."""
+    def release_claims(self) -> None:
+        """Release the claims."""
         cancel(self.claims)
         self.claims = None
 
@@ -72,25 +72,25 @@ class Window:
     """The mini-batches that were taken from one iterator and not yet used.
 
     Attributes:
-        batches: These, oldest first.
+        batches: The mini-batches, oldest first.
     """
 
     def __init__(self) -> None:
         self.batches: deque[MiniBatch] = deque()
         self._has_ended = False
-        self._error: Exception | None = None  # of the iterator, to be raised in its turn
+        self._error: Exception | None = None  # of the iterator, raised after the last mini-batch
 
     def __bool__(self) -> bool:
-        """Whether something is left to be used or raised."""
+        """Whether there is a mini-batch to use or an error to raise."""
         return bool(self.batches) or self._error is not None
 
     def fill(self, iterator: Iterator[Any], depth: int, device: torch.device | None) -> None:
         """Take mini-batches from the iterator: the next one, and `depth` more.
 
         Args:
-            iterator: The window's own.
-            depth: Mini-batches ahead of the next one.
-            device: Where they are brought; None leaves them where they are.
+            iterator: The window's iterator.
+            depth: Mini-batches after the next one.
+            device: Where they are moved; None leaves them where they are.
         """
         while len(self.batches) <= depth and not self._has_ended and self._error is None:
             try:
@@ -100,24 +100,24 @@ class Window:
             except Exception as error:
                 self._error = error
             else:
-                self._tell(iterator)
-                with suppress(Exception):  # one that cannot be moved is an error in its turn
+                self._set_num_waiting(iterator)
+                with suppress(Exception):  # `pop` will try again, and raise
                     self.batches[-1].move(device)
 
     def pop(self, iterator: Iterator[Any], device: torch.device | None) -> MiniBatch:
-        """The next mini-batch, which counts as used from now on.
+        """Remove and return the next mini-batch; it counts as used from now on.
 
         Args:
-            iterator: The window's own.
+            iterator: The window's iterator.
             device: As for `fill`.
 
         Raises:
             StopIteration: the iterator has ended.
-            Exception: of the iterator, or of moving the mini-batch.
+            Exception: any error of the iterator, or of moving the mini-batch.
         """
         if self.batches:
             current = self.batches.popleft()
-            self._tell(iterator)
+            self._set_num_waiting(iterator)
             current.move(device)
             return current
         if self._error is None:
@@ -126,15 +126,15 @@ class Window:
         try:
             raise error
         finally:
-            del error  # it has this frame
+            del error  # its traceback refers to this frame: a reference cycle
 
-    def give_back(self) -> None:
-        """Give up every claim; mini-batches stay."""
+    def release_claims(self) -> None:
+        """Release every claim; the mini-batches stay."""
         for each in self.batches:
-            each.give_back()
+            each.release_claims()
 
-    def _tell(self, iterator: Any) -> None:
-        """Tell an iterator that keeps count of it how many mini-batches wait here."""
+    def _set_num_waiting(self, iterator: Any) -> None:
+        """Set an iterator's `num_waiting`, if it has this attribute."""
         if hasattr(iterator, "num_waiting"):
             iterator.num_waiting = len(self.batches)
 
@@ -142,50 +142,50 @@ class Window:
 class Windows:
     """The windows that are not empty, by iterator.
 
-    A window goes when its iterator does. An iterator that takes no weak reference (one of a list,
-    say) is kept as long as its window.
+    A window is dropped when its iterator is deleted. An iterator without support for weak
+    references, such as that of a list, stays alive as long as its window.
     """
 
     def __init__(self) -> None:
         self._windows: dict[int, Window] = {}
-        self._owners: dict[int, Any] = {}  # weak references where they are possible
+        self._owners: dict[int, Any] = {}  # the iterators, as weak references where possible
 
     def of(self, iterator: Iterator[Any]) -> Window:
         """The window of an iterator; a new one if it has none."""
         key = id(iterator)
         if key not in self._windows:
             owner: Any = iterator
-            with suppress(TypeError):  # it takes no weak reference
+            with suppress(TypeError):  # no support for weak references
                 owner = weakref.ref(iterator, partial(_drop, self._windows, self._owners, key))
             self._windows[key], self._owners[key] = Window(), owner
         return self._windows[key]
 
     def drop(self, iterator: Iterator[Any]) -> None:
-        """Drop the window of an iterator, with its claims."""
+        """Drop the window of an iterator and release its claims."""
         _drop(self._windows, self._owners, id(iterator))
 
     def drop_all(self) -> None:
-        """Drop every window, with its claims."""
+        """Drop every window and release its claims."""
         for key in list(self._windows):
             _drop(self._windows, self._owners, key)
 
-    def give_back(self, but: Window | None = None) -> None:
-        """Give up every claim, or all but those of one window; mini-batches stay."""
+    def release_claims(self, except_of: Window | None = None) -> None:
+        """Release every claim, except those of one window; the mini-batches stay."""
         for window in list(self._windows.values()):
-            if window is not but:
-                window.give_back()
+            if window is not except_of:
+                window.release_claims()
 
 
 def _drop(windows: dict[int, Window], owners: dict[int, Any], key: int, _: object = None) -> None:
-    """Drop a window; also the callback of its iterator's weak reference, which is given last."""
+    """Drop a window; also the callback of a weak reference, which is its last argument."""
     window = windows.pop(key, None)
     owners.pop(key, None)
     if window is not None:
-        window.give_back()
+        window.release_claims()
 
 
 def _to(batch: Any, device: torch.device | None) -> Any:
-    """A mini-batch on a device: whatever has `to`, alone or in what Python has for several."""
+    """Move everything that has `to` to a device, also inside dictionaries, tuples and lists."""
     if device is None:
         return batch
     if hasattr(batch, "to"):

@@ -216,13 +216,13 @@ def test_the_table_has_every_stage_of_training_and_what_would_loosen_the_largest
     assert [line[:20].strip() for line in lines[1 : 1 + len(titles)]] == titles
     assert lines[2].split() == ["prefetch", "wait", "15.00", "71.4%"]
     assert lines[1 + len(titles) :] == [
-        "prefetch wait binds; it is loosened by a larger budget, or more mini-batches looked ahead "
-        "to (schedule.depth)",
+        "prefetch wait takes the most time; to shorten it, use a larger budget, or look more "
+        "mini-batches ahead (schedule.depth)",
         "schedule.depth=4 would save at most 50% of the time (2.00 times the speed)",
         "a budget of 512 MiB would save 31% of the time (1.45 times the speed)",
     ]
     clock.seconds["backward"] = 90.0
-    assert "faster computing" in format_stalls(describe_stalls(clock, []))
+    assert "compute faster" in format_stalls(describe_stalls(clock, []))
 
 
 def test_a_picture_of_a_timeline_shows_ten_steps_behind_the_first():
