@@ -1,4 +1,4 @@
-"""What every benchmark needs: turns, rows, their summary, own processes, a file and a table."""
+"""Shared by all benchmarks: turns, summaries as rows, own processes, JSON files and tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -40,25 +41,27 @@ __all__ = [
 _T = TypeVar("_T")
 _K = TypeVar("_K")
 
-# Least to most of n runs holds the median with probability 1 - 2 / 2**n: from 6 on over 95 %.
+# The range of n runs contains the true median with probability 1 - 2 / 2**n: over 95 % from 6 on.
 _MIN_RUNS_OF_INTERVAL = 6
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One measured quantity of one provider in one case.
 
     Attributes:
         bench: The benchmark's name.
         case: Its parameters, comma-joined key=value.
-        provider: Who was measured; ours is "recsys".
-        metric: What was measured.
-        unit: In what.
-        median: Over the runs; `p20` and `p80` likewise.
-        num_runs: How many.
-        low: Lower end of the median's 95 % interval, by bootstrap; `high` likewise. Both are None
-            for fewer than 6 runs, or blocks of runs that are drawn together: even from the least to
-            the most of 5 is no 95 % interval.
+        provider: The implementation that was measured, such as "recsys" or "torch".
+        metric: The measured quantity.
+        unit: Its unit.
+        median: Median over the runs.
+        p20: 20th percentile over the runs.
+        p80: 80th percentile over the runs.
+        num_runs: Number of runs.
+        low: Lower end of the median's 95 % interval, by bootstrap. None for fewer than 6 runs or
+            blocks of runs, because even the range of 5 runs is not a 95 % interval.
+        high: Upper end of the interval; None as `low`.
     """
 
     bench: str
@@ -81,20 +84,20 @@ def take_turns(
     num_warm_up_rounds: int = 3,
     seed: int = 0,
 ) -> dict[_K, list[_T]]:
-    """Call everyone once per round, in an order drawn anew for each round.
+    """Call every provider once per round, in an order that is drawn for each round.
 
-    An order that only rotated would keep neighbours together, and whoever follows one that leaves
-    the caches warm would always be the faster for it. Python's garbage is collected between rounds,
-    not within them; what was there before is not looked through.
+    With a rotated order, a provider would always follow the same one, and would be faster if that
+    one leaves the caches warm. Python's garbage is collected between rounds, not within them.
+    Objects that existed before the first round are not scanned.
 
     Args:
         calls: By provider.
         num_rounds: Rounds that count.
         num_warm_up_rounds: Rounds before those.
-        seed: Of the orders.
+        seed: Seed of the orders.
 
     Returns:
-        By provider, what its calls returned in the rounds that count.
+        By provider, the results of its calls in the rounds that count.
     """
     results: dict[_K, list[_T]] = {name: [] for name in calls}
     names = list(calls)
@@ -120,20 +123,20 @@ def take_turns(
 
 
 def steps_of_turn(batch_size: int) -> int:
-    """Timed steps of a turn, and untimed ones before: small mini-batches need more of either."""
+    """Timed steps of a turn, and also untimed steps before them; more for small mini-batches."""
     return min(16, max(1, 8192 // batch_size))
 
 
 def timed(
     function: Callable[[], object], *, num_before: int = 0, num_timed: int = 1
 ) -> Callable[[], float]:
-    """A call that returns the seconds the function takes.
+    """Make a function that measures how many seconds a call of `function` takes.
 
     Args:
-        function: What is measured.
-        num_before: Calls before those that are timed: then these follow one of their own, as they
-            do outside of a benchmark, and not another's.
-        num_timed: Calls that are timed; the result is their mean.
+        function: The function to measure.
+        num_before: Untimed calls first, so that the timed calls find the caches as their own
+            earlier calls leave them, not as another provider leaves them.
+        num_timed: Timed calls; the result is their mean.
     """
 
     def call() -> float:
@@ -150,35 +153,19 @@ def timed(
 def summarize(
     *, bench: str, case: str, provider: str, metric: str, unit: str, values: Sequence[float]
 ) -> Row:
-    """A row from the values of several runs."""
+    """Summarize the values of several runs as a row."""
     p20, median, p80 = np.percentile(values, [20, 50, 80]).tolist()
     rounds = _resampled(len(values))
     low, high = _interval(np.median(np.asarray(values)[rounds], axis=1), len(values))
-    return Row(
-        bench=bench,
-        case=case,
-        provider=provider,
-        metric=metric,
-        unit=unit,
-        median=median,
-        p20=p20,
-        p80=p80,
-        num_runs=len(values),
-        low=low,
-        high=high,
-    )
+    return Row(bench, case, provider, metric, unit, median, p20, p80, len(values), low, high)
 
 
 def rows_by_provider(
     *, bench: str, case: str, metric: str, unit: str, values: Mapping[str, Sequence[float]]
 ) -> list[Row]:
-    """A row per provider, from the values of its runs."""
-    return [
-        summarize(
-            bench=bench, case=case, provider=provider, metric=metric, unit=unit, values=of_provider
-        )
-        for provider, of_provider in values.items()
-    ]
+    """Summarize the runs of several providers, one row each."""
+    row_of = partial(summarize, bench=bench, case=case, metric=metric, unit=unit)
+    return [row_of(provider=name, values=of_provider) for name, of_provider in values.items()]
 
 
 def ratio(
@@ -192,25 +179,25 @@ def ratio(
     is_by_round: bool = False,
     num_per_block: int = 1,
 ) -> Row:
-    """How many times faster than a baseline, from the times of rounds in which both took turns.
+    """How many times faster a provider is than a baseline, from rounds in which both took turns.
 
-    `median` is the ratio of the medians, unless `is_by_round`, and `low` to `high` its interval,
-    rounds drawn in pairs; `p20` and `p80` are those of the rounds' own ratios.
+    `median` is the ratio of the medians, unless `is_by_round`. `low` and `high` are its interval,
+    for which rounds are drawn in pairs. `p20` and `p80` are percentiles of the rounds' ratios.
 
     Args:
         bench: As in `Row`.
         case: As in `Row`.
         provider: As in `Row`.
         metric: As in `Row`.
-        values: Of the provider, by round.
-        baseline: Of the baseline.
-        is_by_round: Whether `median` is that of the rounds' own ratios too: for rounds so far apart
-            that the machine is faster in some than in others, of which the medians know nothing.
-        num_per_block: Short rounds one behind the other are of one state of the machine, and tell
-            less than as many from other times: they are drawn together, in blocks of so many.
+        values: Seconds of the provider, by round.
+        baseline: Seconds of the baseline, by round.
+        is_by_round: Whether `median` is the median of the rounds' ratios. Use it if rounds are so
+            far apart in time that the machine's speed changes between them.
+        num_per_block: Rounds that are drawn together. Consecutive short rounds see the same state
+            of the machine, so they carry less information than rounds at different times.
 
     Raises:
-        ValueError: the rounds are no whole number of blocks.
+        ValueError: the number of rounds is not a multiple of `num_per_block`.
     """
     if len(values) % num_per_block:
         raise ValueError(f"rounds must be whole blocks of {num_per_block}, got {len(values)}")
@@ -224,19 +211,7 @@ def ratio(
         ratios = np.median(theirs[rounds], axis=1) / np.median(ours[rounds], axis=1)
     low, high = _interval(ratios, len(ours) // num_per_block)
     p20, p80 = np.percentile(theirs / ours, [20, 80]).tolist()
-    return Row(
-        bench=bench,
-        case=case,
-        provider=provider,
-        metric=metric,
-        unit="ratio",
-        median=median,
-        p20=p20,
-        p80=p80,
-        num_runs=len(ours),
-        low=low,
-        high=high,
-    )
+    return Row(bench, case, provider, metric, "ratio", median, p20, p80, len(ours), low, high)
 
 
 def median_of_ratios(
@@ -247,17 +222,17 @@ def median_of_ratios(
     metric: str,
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
 ) -> Row:
-    """The median over several cases of how many times faster than a baseline, as `ratio` has it.
+    """The median over several cases of the ratios that `ratio` computes.
 
-    `p20` and `p80` are over the cases, and `num_runs` is their number. `low` to `high` says how
-    sure the median is, the cases being these: in each, rounds are drawn anew.
+    `p20` and `p80` are over the cases, and `num_runs` is their number. `low` and `high` are the
+    interval of the median for these cases: within each case rounds are drawn again.
 
     Args:
         bench: As in `Row`.
-        case: What the cases have in common.
+        case: The parameters that all cases have in common.
         provider: As in `Row`.
         metric: As in `Row`.
-        pairs: Per case, the times of the provider and those of the baseline.
+        pairs: For each case, the seconds of the provider and those of the baseline, by round.
     """
     drawn, ratios = [], []
     for number, (values, baseline) in enumerate(pairs):
@@ -267,25 +242,13 @@ def median_of_ratios(
         ratios.append(np.median(theirs) / np.median(ours))
     low, high = _interval(np.median(drawn, axis=0), min(len(values) for values, _ in pairs))
     p20, median, p80 = np.percentile(ratios, [20, 50, 80]).tolist()
-    return Row(
-        bench=bench,
-        case=case,
-        provider=provider,
-        metric=metric,
-        unit="ratio",
-        median=median,
-        p20=p20,
-        p80=p80,
-        num_runs=len(ratios),
-        low=low,
-        high=high,
-    )
+    return Row(bench, case, provider, metric, "ratio", median, p20, p80, len(ratios), low, high)
 
 
 def _interval(
     resampled: NDArray[np.float64], num_runs: int
 ) -> tuple[float, float] | tuple[None, None]:
-    """The 95 % interval of what was computed from draws; none of too few runs."""
+    """The 95 % interval of a bootstrapped statistic; (None, None) for too few runs."""
     if num_runs < _MIN_RUNS_OF_INTERVAL:
         return None, None
     low, high = np.percentile(resampled, [2.5, 97.5]).tolist()
@@ -293,7 +256,7 @@ def _interval(
 
 
 def _resampled(num_values: int, seed: int = 0, num_per_block: int = 1) -> NDArray[np.int64]:
-    """Draws with replacement for the bootstrap; always the same, so that tables can be remade."""
+    """Draw rounds with replacement for the bootstrap; the fixed seed makes tables reproducible."""
     num_blocks = num_values // num_per_block
     blocks = np.random.default_rng(seed).integers(0, num_blocks, (2000, num_blocks))
     draws = blocks[:, :, np.newaxis] * num_per_block + np.arange(num_per_block)
@@ -301,7 +264,7 @@ def _resampled(num_values: int, seed: int = 0, num_per_block: int = 1) -> NDArra
 
 
 def in_own_process(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a top-level function in a fresh process, so that its memory is its own."""
+    """Call a top-level function in a new process, so that its memory is measured separately."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(function, *arguments).result()
@@ -318,6 +281,6 @@ def write_rows(file: Path, rows: Sequence[Row]) -> None:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print a table with a line per row."""
+    """Print the rows as a table."""
     table = pd.DataFrame([asdict(row) for row in rows])
     print(table.to_string(index=False, float_format=lambda value: f"{value:,.2f}"))

@@ -1,26 +1,25 @@
-"""`recsys bench lookup`: the embeddings alone, forward, backward and update.
+"""`recsys bench lookup`: forward, backward and update of the embeddings alone.
 
     provider   tables and their update
     recsys     HotColdEmbeddingBagCollection and its optimizer, stepped once per mini-batch
     fbgemm     FBGEMM's table-batched operator, its optimizer fused into backward
     torch      nn.EmbeddingBag(sparse=True) and torch.optim, which has no rowwise_adagrad
-    kernels    the two kernels of recsys on its tables, with nothing but autograd around them
-               (`bare_kernels`): what is between this and recsys is Python of ours
-    floor      rows copied out and moved in their places, by a module that does nothing else
-               (`touched_rows`): no update that is right, and nearly all that memory must do
-    stream     a triad over arrays far larger than the caches: what the memory gives
+    kernels    the two kernels of recsys on the same tables, with only autograd around them
+               (`bare_kernels`); the difference to recsys is the time of its Python code
+    floor      copies rows out and adds to them in place, and does nothing else (`touched_rows`):
+               not a correct update, but nearly all of its memory traffic
+    stream     a triad over arrays far larger than the caches: the memory bandwidth
 
-Every provider has a process of its own, but `kernels` and `floor`, which are in that of recsys. In
-each round each takes a turn, in an order drawn anew: as many untimed steps as timed ones, so that
-what others have left in the shared cache is gone from it, and then it waits until its threads have
-stopped spinning. A turn's result is the mean of its steps. No mini-batch is used twice, but by
-those in one process, which have them a third of a run after each other. The gradient of the pooled
-vectors is random, and always the same.
+Every provider has its own process, except that `kernels` and `floor` are in that of recsys. In each
+round every provider takes a turn, in an order that is drawn for the round. A turn first makes as
+many untimed steps as timed ones, which evicts from the shared cache what other providers left
+there. It ends by waiting until its threads have stopped spinning. Its result is the mean of its
+timed steps. No process uses a mini-batch twice, except that recsys, kernels and floor use the same
+ones, a third of the run apart. The gradient of the pooled vectors is random and constant.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import defaultdict
 from contextlib import ExitStack
@@ -44,7 +43,7 @@ from recsys.bench.harness import (
     take_turns,
 )
 from recsys.bench.touched_rows import TouchedRows
-from recsys.bench.worker import Worker, settle
+from recsys.bench.worker import Worker, end_turn, freeze_garbage, settle
 from recsys.config import OptimizerConfig
 from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.synthetic import SyntheticCriteo
@@ -73,11 +72,11 @@ OPTIMIZERS = tuple(_OTHERS)
 _OURS = ("recsys", "kernels", "floor")
 
 _NUM_WARM_UP_ROUNDS = 3
-# Kaggle's tables at D=16 are 2 GiB; above, capped ones of three providers and their state fit RAM.
+# Kaggle's tables at D=16 are 2 GiB. Larger dims cap them, so that three providers fit in memory.
 _MAX_UNCAPPED_DIM = 16
 _MAX_ROWS = 1_000_000
 _FLOAT_BYTES = 4
-_STREAM_FLOATS = 1 << 25  # an array of 128 MiB
+_STREAM_FLOATS = 1 << 25  # per array, 128 MiB
 
 _B = TypeVar("_B")
 
@@ -90,19 +89,20 @@ def bench_lookup(
     num_rounds: int,
     table_sizes: Sequence[int] = KAGGLE_TABLE_SIZES,
 ) -> list[Row]:
-    """Measure every provider in every case, and how ours compares with the others.
+    """Measure every provider in every case, and compare recsys with the others.
 
     Args:
         batch_sizes: B of the cases.
-        dims: D of the cases. Above 16 a table has a million rows at most; ids go modulo.
-        optimizers: Of `OPTIMIZERS`.
-        num_rounds: Rounds that count; each provider takes a turn in each.
+        dims: D of the cases. Above 16, tables are capped at a million rows, and ids are taken
+            modulo the size.
+        optimizers: Names from `OPTIMIZERS`.
+        num_rounds: Rounds that count; each provider takes one turn in each.
         table_sizes: Rows per table.
 
     Raises:
-        ConfigError: a batch size is below 1, or a provider cannot have such tables.
+        ConfigError: a batch size is below 1, or a provider does not support such tables.
         MissingDependency: FBGEMM is not installed.
-        ChildProcessError: a provider's process failed; the message has its traceback.
+        ChildProcessError: a provider's process failed; the message contains its traceback.
     """
     if min(batch_sizes) < 1:
         raise ConfigError(f"bench lookup: batch sizes must be at least 1, got {min(batch_sizes)}")
@@ -140,18 +140,18 @@ def bench_lookup(
 
 
 def step_bytes(num_lookups: int, num_distinct: float, dim: int, optimizer: str) -> float:
-    """Bytes that a step with one lookup per feature and sample asks memory for.
+    """Bytes that a step with one lookup per feature and sample must read and write.
 
-    Forward reads a row for every lookup and writes it as a pooled vector; backward reads the
-    gradient of every pooled vector; the update reads and writes every distinct row and its state.
-    All are float32. Ids are not counted, nor what a provider keeps in between. A row that is looked
-    up often counts every time in the forward pass, though a cache may have it.
+    Forward reads a row for every lookup and writes it as a pooled vector. Backward reads the
+    gradient of every pooled vector. The update reads and writes every distinct row and its state.
+    All of these are float32. Ids and intermediate results are not counted. In forward, a row counts
+    for each of its lookups, although later ones may hit a cache.
 
     Args:
-        num_lookups: Of the mini-batch.
-        num_distinct: Rows among them, each counted once.
+        num_lookups: Lookups of the mini-batch.
+        num_distinct: Distinct rows among them.
         dim: D.
-        optimizer: Of `OPTIMIZERS`.
+        optimizer: A name from `OPTIMIZERS`.
     """
     state_size = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": dim}[optimizer]
     return _FLOAT_BYTES * (3 * num_lookups * dim + 2 * num_distinct * (dim + state_size))
@@ -167,11 +167,11 @@ def _samples_of_turn(batch_size: int) -> int:
 
 @dataclass(frozen=True)
 class _Lookups:
-    """What is looked up, the same for all providers: R turns of K untimed and K timed steps.
+    """The lookups of a case, the same for all providers: R turns of K untimed and K timed steps.
 
     Attributes:
         ids: (R, 2, K, F, B) int64.
-        num_distinct: Distinct rows of a timed mini-batch, the mean of each turn, (R,).
+        num_distinct: Mean number of distinct rows in a timed mini-batch of each turn, (R,).
     """
 
     ids: NDArray[np.int64]
@@ -181,7 +181,7 @@ class _Lookups:
     def of(
         cls, source: SyntheticCriteo, sizes: Sequence[int], batch_size: int, num_turns: int
     ) -> _Lookups:
-        """Samples from the first on; their ids modulo the sizes of the tables."""
+        """Take the first samples of a source, with ids modulo the sizes of the tables."""
         batch = source.read(np.arange(num_turns * _samples_of_turn(batch_size)))
         by_feature = batch.sparse_features.values().numpy().reshape(len(sizes), -1)
         by_feature = by_feature % np.array(sizes)[:, None]
@@ -197,7 +197,7 @@ class _Lookups:
 def _start_workers(
     stack: ExitStack, sizes: Sequence[int], dim: int, optimizer: str
 ) -> dict[str, Worker]:
-    """A process for every provider, made side by side; they end with the stack."""
+    """Start a process for every provider, all at the same time; they end with the stack."""
     case = f"D={dim},optimizer={optimizer}"
     workers = {
         name: stack.enter_context(Worker(name, case, _Provider, name, sizes, dim, optimizer))
@@ -212,7 +212,7 @@ def _start_workers(
 def _measure(
     workers: Mapping[str, Worker], case: str, lookups: _Lookups, num_rounds: int
 ) -> dict[str, list[float]]:
-    """By provider, the seconds of a step, or the stream's bytes per second, by round."""
+    """Seconds per step by provider and round; for the stream, bytes per second."""
     for worker in workers.values():
         worker.case = case
         worker.call("prepare", lookups.ids)
@@ -230,7 +230,7 @@ def _measure(
 def _rows_of_case(
     case: str, found: Mapping[str, Sequence[float]], others: Sequence[str]
 ) -> list[Row]:
-    """Times, and how many times faster ours is."""
+    """Rows of the times and of the ratios between providers."""
     times = {name: [1e3 * s for s in found[name]] for name in (*_OURS, *others)}
     return [
         *rows_by_provider(bench="lookup", case=case, metric="time", unit="ms", values=times),
@@ -255,7 +255,7 @@ def _bandwidth_rows(
     dim: int,
     optimizer: str,
 ) -> list[Row]:
-    """What the memory gives, and the share of it that ours takes."""
+    """Rows of the memory bandwidth and of the share of it that recsys uses."""
     num_lookups = lookups.ids[0, 0, 0].size
     shares = [
         step_bytes(num_lookups, num_distinct, dim, optimizer) / seconds / bandwidth
@@ -304,12 +304,10 @@ class _Provider:
         config = OptimizerConfig(name=optimizer, lr=0.01)
         self._module, self._optimizer = build_embeddings(name, self._tables, config)
         self._keys = [name for table in self._tables for name in table.feature_names]
-        gc.disable()  # a turn ends with a collection; what is here now is here to stay
-        gc.collect()
-        gc.freeze()
+        freeze_garbage()
 
     def prepare(self, ids: NDArray[np.int64]) -> None:
-        """Take the mini-batches of the turns to come."""
+        """Set the mini-batches of the next turns."""
         turns = list(torch.from_numpy(ids))
         third = len(turns) // 3
         self._turns, self._turns_of_kernels, self._turns_of_floor = (
@@ -321,17 +319,17 @@ class _Provider:
         settle()
 
     def turn(self) -> float:
-        """Make the next turn's steps; the seconds of a timed one, the mean."""
+        """Make the next turn's steps; return the mean seconds of a timed step."""
         return self._timed(self._make_steps, *map(self._batches, next(self._turns)))
 
     def turn_of_kernels(self) -> float:
-        """The same by the kernels of ours and nothing else."""
+        """Make a turn with only the two kernels."""
         untimed, timed = map(self._batches, next(self._turns_of_kernels))
         make_steps = partial(self._make_steps_of_kernels, self._bare_kernels)
         return self._timed(make_steps, list(map(bags_of, untimed)), list(map(bags_of, timed)))
 
     def turn_of_floor(self) -> float:
-        """The same by touching the rows and nothing else."""
+        """Make a turn that only touches the rows."""
         untimed, timed = map(self._batches, next(self._turns_of_floor))
         make_steps = partial(self._make_steps_of_floor, TouchedRows(self._bare_kernels))
         return self._timed(make_steps, untimed, timed)
@@ -343,8 +341,7 @@ class _Provider:
         begin = time.perf_counter()
         make_steps(timed)
         seconds = (time.perf_counter() - begin) / len(timed)
-        gc.collect()
-        settle()
+        end_turn()
         return seconds
 
     def _batches(self, ids_by_step: Tensor) -> list[JaggedIds]:
@@ -369,7 +366,7 @@ class _Provider:
 
     @cached_property
     def _bare_kernels(self) -> BareKernels:
-        """On the module's tables, each of which moves once before: then it has state."""
+        """Kernels on the module's tables, after one update of each, which makes its state."""
         assert isinstance(self._module, HotColdEmbeddingBagCollection)
         [features] = self._batches(torch.zeros(1, len(self._keys), 1, dtype=torch.int64))
         self._module(features).values().sum().backward()
@@ -377,19 +374,19 @@ class _Provider:
         return BareKernels(self._module, features)
 
     def peak_memory_bytes(self) -> int | None:
-        """The most memory this process has held."""
+        """The most memory that this process has held."""
         return peak_memory_bytes()
 
 
 class _Stream:
-    """Lives in a worker: a[i] = b[i] + 3 c[i], by all threads."""
+    """Lives in a worker: computes a[i] = b[i] + 3 c[i] with all threads."""
 
     def __init__(self) -> None:
         set_num_threads(0)
         self._arrays = [torch.rand(_STREAM_FLOATS) for _ in range(3)]
 
     def prepare(self, ids: NDArray[np.int64]) -> None:
-        """Nothing: a stream looks up no ids."""
+        """Do nothing: a stream looks up no ids."""
 
     def turn(self) -> float:
         """Bytes read and written per second."""

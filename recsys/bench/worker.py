@@ -1,16 +1,17 @@
-"""A worker: an object in a process of its own, which its owner asks for one thing at a time.
+"""A worker: an object in a separate process, whose methods its owner calls one at a time.
 
     owner                                worker
     Worker(...)              ------->    imports, makes the object
-    call("turn", 4)          ------->    calls its method, answers with the result or the error
-    leaves the `with` block  ------->    ends; so it does when its owner dies
+    call("turn", 4)          ------->    calls the method, returns the result or the error
+    leaves the `with` block  ------->    ends; it also ends when its owner dies
 
-For benchmarks whose providers must not share memory, allocator or threads, and yet take turns.
-While it waits to be asked a worker does nothing: `settle` is how a method ends its turn.
+For benchmarks whose providers take turns but must not share memory, allocator or threads. A worker
+must be idle between calls, so every turn ends with `settle` or `end_turn`.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
 import time
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
 
-__all__ = ["Worker", "settle"]
+__all__ = ["Worker", "end_turn", "freeze_garbage", "settle"]
 
-# OpenMP's threads spin for about 10 ms behind a parallel region before they sleep, and the kernel
-# accounts for what a running thread has used every 4 ms at worst: shorter looks may see nothing.
+# OpenMP's threads spin for about 10 ms after a parallel region before they sleep. The kernel may
+# update the CPU time of a running thread only every 4 ms, so shorter looks could miss it.
 _LOOK_SECONDS = 0.012
 _QUIET_SECONDS = 0.001
 _MAX_LOOKS = 50
@@ -36,10 +37,10 @@ class Worker:
     """A process that makes an object and calls its methods; a context manager that ends it.
 
     Args:
-        provider: Whom it measures; part of its errors.
-        case: What is measured; likewise. To be changed when that changes.
+        provider: Name of the provider that it measures, for errors.
+        case: The case that it measures, for errors; set the attribute when the case changes.
         make: A top-level function or class, called with `arguments` in the process.
-        arguments: For it.
+        arguments: Arguments of `make`.
     """
 
     def __init__(
@@ -47,17 +48,17 @@ class Worker:
     ) -> None:
         self.provider, self.case = provider, case
         spawn = multiprocessing.get_context("spawn")
-        self._connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._connection, other_end = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(other_end, make, arguments), daemon=True)
         self._process.start()
-        theirs.close()
+        other_end.close()
         self._is_made = False
 
     def wait(self) -> None:
         """Wait until the object is made.
 
         Raises:
-            ChildProcessError, RecsysError: as `call`.
+            ChildProcessError, RecsysError: As for `call`.
         """
         if not self._is_made:
             self._receive()
@@ -67,9 +68,9 @@ class Worker:
         """Call a method of the object and wait for its result.
 
         Raises:
-            ChildProcessError: the process has died, or met an error that is none of ours; its
-                traceback is in the message.
-            RecsysError: as the method raises it.
+            ChildProcessError: the process died, or the method raised an error that is not a
+                `RecsysError`; the message contains its traceback.
+            RecsysError: the method raised it.
         """
         self.wait()
         try:
@@ -105,15 +106,15 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A worker in the middle of something is not waited for.
+        # Do not wait for a worker that is still busy.
         self._process.kill()
         self._process.join()
         self._connection.close()
 
 
 def _serve(owner: Connection, make: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    """What the process does."""
-    # Ctrl-C reaches every process of a terminal; the owner is the one to hear it.
+    """The main loop of the process."""
+    # Ctrl-C reaches every process of a terminal; only the owner handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     made: object = None
     request: tuple[str, tuple[Any, ...]] | None = None
@@ -126,19 +127,32 @@ def _serve(owner: Connection, make: Callable[..., object], arguments: tuple[Any,
             else:
                 method, method_arguments = request
                 answer = getattr(made, method)(*method_arguments)
-        except RecsysError as met:
-            error = met
-        except Exception:  # told to the owner with all there is to know
+        except RecsysError as raised:
+            error = raised
+        except Exception:  # the owner gets the whole traceback
             error = traceback.format_exc()
         try:
             owner.send((answer, error))
             request = owner.recv()
         except (EOFError, OSError):
-            return  # the owner has gone
+            return  # the owner has ended
+
+
+def freeze_garbage() -> None:
+    """Collect garbage only at the end of turns, and never scan the objects that exist now."""
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+
+
+def end_turn() -> None:
+    """Collect garbage and wait until the process is idle."""
+    gc.collect()
+    settle()
 
 
 def settle() -> None:
-    """Wait until no thread of this process works or spins any more, for 0.6 s at most."""
+    """Wait until no thread of this process works or spins, for 0.6 s at most."""
     for _ in range(_MAX_LOOKS):
         before = time.process_time()
         time.sleep(_LOOK_SECONDS)

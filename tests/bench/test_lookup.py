@@ -1,6 +1,5 @@
 import operator
 from collections import defaultdict
-from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -39,17 +38,18 @@ class InThisProcess:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Workers that are no processes, of one thread; two steps of a turn; a short stream."""
+    """Workers in this process, with one thread, two steps per turn and a short stream."""
     pytest.importorskip("fbgemm_gpu")
     before = torch.get_num_threads()
     monkeypatch.setattr(lookup, "set_num_threads", lambda _: torch.set_num_threads(1))
     monkeypatch.setattr(lookup, "steps_of_turn", lambda _: 2)
     monkeypatch.setattr(InThisProcess, "made", ())
     monkeypatch.setattr(lookup, "Worker", InThisProcess)
-    monkeypatch.setattr(lookup, "settle", lambda: None)
+    for name in ("settle", "end_turn"):
+        monkeypatch.setattr(lookup, name, lambda: None)
     monkeypatch.setattr(lookup, "_STREAM_FLOATS", 1 << 10)
-    # What a process of its own does to its garbage is not to be done to this one, which has much.
-    monkeypatch.setattr(lookup, "gc", MagicMock())
+    # A worker may freeze its garbage; the process of the tests must not.
+    monkeypatch.setattr(lookup, "freeze_garbage", lambda: None)
     yield InThisProcess
     torch.set_num_threads(before)
 
