@@ -184,7 +184,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["bench", "count", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "rand-em", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "tiers", "--json", "x.png"], "x.png is where the curve goes"),
-        (["bench", "tiers", "--schedule", "fae"], "'fae' must be a schedule's name; these are"),
+        (["bench", "tiers", "--schedule", "fae"], "'fae' must be one of the schedules"),
     ],
 )
 def test_bad_input_ends_with_a_message_and_status_2(

@@ -10,7 +10,7 @@ import pytest
 from recsys.ablate import ablate
 from recsys.ablate_config import load_ablation
 from recsys.bench.disk import rows_of_empty_cache
-from recsys.bench.file_tier_rows import Found, rows_of_file_tier
+from recsys.bench.file_tier_rows import FileTierTurns, rows_of_file_tier
 from recsys.bench.harness import median_of_ratios, ratio, rows_by_provider, write_rows
 from recsys.bench.rand_em import bench_rand_em
 from recsys.bench.scheduled import Turn
@@ -306,14 +306,14 @@ def test_the_table_of_the_file_tier_has_a_line_for_each_schedule(pytestconfig, t
     tables = runpy.run_path(str(pytestconfig.rootpath / "docs" / "benchmarks" / "tables.py"))
     case = "B=4,D=8,budget=1MiB,cold_tier=file,optimizer=sgd,tables=1GiB"
     counts = TierCounts(num_lookups=10, num_hits=9, num_rows=9, num_rows_hit=1, num_fetched=8)
-    turns = {
+    of_schedules = {
         name: [Turn(seconds, exposed, counts, disk_bytes=2 * 4096)] * 6
         for name, seconds, exposed in (
             ("sequential", 0.040, 0.030),
             ("lookahead-2", 0.020, 0.001),
         )
     }
-    found = Found(turns, [Turn(0.004)] * 6, [Turn(0.080)] * 6, [500.0] * 6)
+    turns = FileTierTurns(of_schedules, [Turn(0.004)] * 6, [Turn(0.080)] * 6, [500.0] * 6)
     memory = {"anonymous_at_start": 2.0**20, "peak_anonymous": 2.0**21}
     direct = {("direct", 4): [600.0] * 3, ("direct", 1): [200.0] * 3, ("ordinary", 16): [5.0]}
     rows = rows_of_file_tier(
@@ -322,8 +322,8 @@ def test_the_table_of_the_file_tier_has_a_line_for_each_schedule(pytestconfig, t
         row_bytes=32,
         num_bytes=2**30,
         num_timed_steps=1,
-        found=found,
-        told={"recsys": {**memory, "hot_bytes": 1.0}, "mmap": memory},
+        turns=turns,
+        memory={"recsys": {**memory, "hot_bytes": 1.0}, "mmap": memory},
     )
     write_rows(tmp_path / "file.json", [*rows_of_empty_cache(case, direct), *rows])
 

@@ -1,8 +1,8 @@
-"""The two kernels of our embeddings, with nothing around them but autograd.
+"""The lookup kernel and the update kernel of recsys, with only an autograd function around them.
 
-No module, no check, no ledger, no optimizer: what is between this and our embeddings is Python of
-ours, and what takes too long here is not saved by leaving Python out. An autograd function there
-must be, for a gradient comes to a lookup in no other way.
+There is no module, check, ledger or optimizer. So the difference to the whole embeddings is the
+time of their Python code, and time spent here cannot be saved by removing Python code. The autograd
+function is needed, because there is no other way to get the gradient of a lookup.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = ["BareKernels", "bags_of"]
 
 
 class BareKernels:
-    """Looks up in the tables of a collection and moves them, by its optimizer's formula.
+    """Looks up in the tables of a collection and updates them by its optimizer's formula.
 
     Args:
-        embeddings: All tables of one dim, on the CPU, without tiers; of a formula that counts no
-            steps. It has moved every table once, so that its optimizer has their state.
-        features: One-hot; which feature stands where in all to come.
+        embeddings: A collection with tables of one dim on the CPU, without tiers. The formula of
+            its optimizer counts no steps. Every table was updated once, so its state exists.
+        features: One-hot features, in the order that all later features have.
 
     Attributes:
         space: The tables.
-        states: Their state.
-        formula: How they move.
-        rates_T2: What it makes of the learning rate, for each table.
-        lookups: Of one mini-batch.
+        states: The state of the rows.
+        formula: The update rule.
+        rates_T2: Rate and eps of each table.
+        lookups: The lookups of a mini-batch.
     """
 
     def __init__(self, embeddings: HotColdEmbeddingBagCollection, features: JaggedIds) -> None:
@@ -56,19 +56,19 @@ class BareKernels:
         rate_and_eps = formula.rate_and_eps(formula.lr, 1)
         self.rates_T2 = np.tile(rate_and_eps, (len(self.space.sizes), 1))
         self.lookups = layout.lookups(embeddings._positions(features))
-        self._asks = torch.empty(0, requires_grad=True)
+        self._requires_grad = torch.empty(0, requires_grad=True)
         self._entry: LedgerEntry | None = None
 
     def look_up(self, bags: Bags) -> Tensor:
-        """Pooled rows, (B, W), whose gradient `update` will want."""
-        return cast("Tensor", _BareLookup.apply(self, bags, self._asks))  # type: ignore[no-untyped-call]
+        """Pooled rows, (B, W); `update` needs their gradient."""
+        return cast("Tensor", _BareLookup.apply(self, bags, self._requires_grad))  # type: ignore[no-untyped-call]
 
     def update(self) -> None:
-        """Move the rows looked up last, by the gradient that backward has brought."""
+        """Update the rows that were looked up last, by the gradient from backward."""
         row_update(self.space, self.states, self.formula, self.rates_T2, [self.take_entry()])
 
     def take_entry(self) -> LedgerEntry:
-        """What was looked up last, with its gradient; once."""
+        """Return the last lookup with its gradient, and forget it."""
         entry, self._entry = self._entry, None
         assert entry is not None
         return entry
@@ -76,7 +76,7 @@ class BareKernels:
 
 class _BareLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: BareKernels, bags: Bags, asks: Tensor) -> Tensor:
+    def forward(ctx: Any, kernels: BareKernels, bags: Bags, requires_grad: Tensor) -> Tensor:
         table = kernels.space.tables[0]
         result = empty_result(table.dtype, table.device, bags, kernels.lookups)
         pooled_lookup(kernels.space, kernels.lookups, bags, result)
@@ -91,7 +91,7 @@ class _BareLookup(torch.autograd.Function):
 
 
 def bags_of(features: JaggedIds) -> Bags:
-    """One-hot features as the kernels take them."""
+    """One-hot features in the form that the kernels take."""
     return Bags.from_tensors(
         features.values(),
         features.offsets(),

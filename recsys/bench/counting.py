@@ -1,16 +1,16 @@
-"""`recsys bench count`: lookups counted per second, beside what numpy and torch have for it.
+"""`recsys bench count`: lookups counted per second, compared with numpy and torch.
 
     case                  recsys                              numpy            torch
     lookups=criteo|even   `PopularityProfile.count` (store)   `bincount`       `bincount`
     B=...                 `PopularityProfile.add` (batch)     `add.at`         `scatter_add_`
 
-`criteo` are the lookups of `synthetic:criteo-kaggle`, `even` are drawn evenly from tables of the
-same sizes, so that those of the large ones miss every cache. Stores come from the page cache, and a
-profile's memory, like an array of bincount's, is new each time. Ours are checked on the way;
-bincount is given each column as a whole, for it makes an array of the table's size at every call.
-Of mini-batches that would be all it does, so there the others add in place, feature by feature.
+`criteo` are the lookups of `synthetic:criteo-kaggle`. `even` are drawn uniformly from tables of the
+same sizes, so lookups in large tables miss every cache. Stores are in the page cache. A profile
+allocates new memory in each round, and so does bincount. Recsys also checks the ids. bincount gets
+whole columns, because each call allocates an array of the table's size. For mini-batches it would
+do little else, so there numpy and torch add in place, feature by feature.
 
-All take turns in one process. A round counts every lookup once.
+All providers take turns in one process. A round counts every lookup once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from recsys.bench.harness import Row, ratio, rows_by_provider, take_turns, timed
-from recsys.bench.synthetic import write_store
+from recsys.bench.synthetic import finish_store, write_store
 from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.store import Store, StoreWriter
 from recsys.datasets.synthetic import SyntheticCriteo
@@ -50,12 +50,11 @@ def bench_counting(
     num_rounds: int,
     table_sizes: Sequence[int] = KAGGLE_TABLE_SIZES,
 ) -> list[Row]:
-    """Measure lookups per second of every provider, and how ours compare.
+    """Measure lookups per second of every provider, and compare recsys with the others.
 
     Args:
-        batch_sizes: B of the mini-batches; those of one size are counted until `num_samples`, but
-            not more than 100 of them.
-        num_samples: Of each store.
+        batch_sizes: B of the mini-batches. Of each size, at most 100 mini-batches are counted.
+        num_samples: Samples in each store.
         num_rounds: Rounds that count.
         table_sizes: Rows per table.
     """
@@ -126,7 +125,7 @@ def _numpy_store(store: Store) -> list[NDArray[Any]]:
 
 
 def _torch_store(store: Store) -> list[torch.Tensor]:
-    # A tensor cannot share memory that may not be written to, and a column's numbers lie apart.
+    # A copy: torch does not take read-only memory, and a column is not contiguous.
     return [
         torch.bincount(torch.from_numpy(np.array(column)), minlength=size)
         for column, size in zip(store.sparse.T, store.table_sizes.values(), strict=True)
@@ -155,7 +154,7 @@ def _torch_batches(
 
 
 def _write_even(source: SyntheticCriteo, path: Path) -> Path:
-    """As many samples as a source has, whose rows are drawn evenly."""
+    """Write as many samples as a source has, with rows that are drawn uniformly."""
     rng = np.random.default_rng(0)
     sizes = list(source.table_sizes.values())
     with StoreWriter(path) as writer:
@@ -166,9 +165,4 @@ def _write_even(source: SyntheticCriteo, path: Path) -> Path:
                 np.zeros((num, source.num_dense), np.int32),
                 rng.integers(0, sizes, (num, len(sizes))).astype(np.int32),
             )
-        return writer.finish(
-            dense_names=[f"int_{feature}" for feature in range(source.num_dense)],
-            splits=source.splits,
-            about={"convention": "classic", "sources": []},
-            table_sizes=source.table_sizes,
-        )
+        return finish_store(writer, source)

@@ -1,9 +1,9 @@
-"""A disk's random reads: pages of 4 KiB from all over a file, so many at once.
+"""Measures random reads of a disk: pages of 4 KiB all over a file, by several threads.
 
-    direct      past the page cache: what the disk can do
-    ordinary    by way of an empty cache, as rows in files are read
+    direct      bypasses the page cache: the speed of the disk
+    ordinary    reads through an empty page cache, as the file tier does
 
-How many reads at once a disk likes best differs from one to another, so it is tried.
+The best number of concurrent reads depends on the disk, so several are tried.
 """
 
 from __future__ import annotations
@@ -32,46 +32,46 @@ __all__ = ["PAGE_BYTES", "Disk", "best_num_threads", "read_empty_cache", "rows_o
 PAGE_BYTES = 4096
 _NUM_THREADS = (1, 4, 16, 32, 64)
 _NUM_ROUNDS = 3
-_MOST_READS = 1 << 14  # of a thread in a turn
-_READS_OF_CALL = 64
+_MOST_READS = 1 << 14  # per thread and turn
+_READS_PER_CALL = 64
 
 
 class Disk:
-    """Lives in a worker: reads the largest of a folder's files of rows.
+    """Lives in a worker: reads the largest file of rows in a folder.
 
     Args:
-        folder: Has them.
-        seconds: Of a turn.
-        is_direct: Whether past the page cache.
+        folder: Contains the files.
+        seconds: Duration of a turn.
+        is_direct: Whether reads bypass the page cache.
     """
 
     def __init__(self, folder: Path, seconds: float, *, is_direct: bool) -> None:
         path = max(folder.glob("*.bin"), key=lambda each: each.stat().st_size)
         self._is_direct = is_direct
         self._num_pages, self._seconds = path.stat().st_size // PAGE_BYTES, 0.0
-        how = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
-        self._descriptor = np.array([os.open(path, how)], np.int32)
+        flags = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
+        self._descriptor = np.array([os.open(path, flags)], np.int32)
         os.posix_fadvise(int(self._descriptor[0]), 0, 0, os.POSIX_FADV_RANDOM)
         self._first = np.array([0, self._num_pages], np.uint64)
         memory = [mmap.mmap(-1, PAGE_BYTES) for _ in range(max(NUM_THREADS, *_NUM_THREADS))]
         self._memory = [np.frombuffer(each, np.uint8).reshape(1, PAGE_BYTES) for each in memory]
         self._random = np.random.default_rng(0)
-        self._read(0, np.zeros(1, np.int32), 0, 1)  # compiles
+        self._read(0, np.zeros(1, np.int32), 0, 1)  # compiles the kernel
         self._seconds = seconds
 
     def turn(self, num_threads: int) -> float:
-        """Reads per second, with as many at once as there are threads."""
+        """Reads per second, with one read at a time in each thread."""
         counts = [0] * num_threads
         pages = self._random.integers(0, self._num_pages, (num_threads, _MOST_READS), np.int32)
-        # No page may be cached by an earlier turn.
+        # Drop the pages that earlier turns have cached.
         os.posix_fadvise(int(self._descriptor[0]), 0, 0, os.POSIX_FADV_DONTNEED)
         end = time.perf_counter() + self._seconds
 
         def read(thread: int) -> None:
             while time.perf_counter() < end and counts[thread] < _MOST_READS:
                 begin = counts[thread]
-                self._read(thread, pages[thread], begin, begin + _READS_OF_CALL)
-                counts[thread] += _READS_OF_CALL
+                self._read(thread, pages[thread], begin, begin + _READS_PER_CALL)
+                counts[thread] += _READS_PER_CALL
 
         begin = time.perf_counter()
         threads = [threading.Thread(target=read, args=(each,)) for each in range(num_threads)]
@@ -90,15 +90,15 @@ class Disk:
 
 
 def read_empty_cache(case: str, folder: Path, seconds: float) -> dict[tuple[str, int], list[float]]:
-    """Reads per second with nothing cached, and nobody else at work.
+    """Measure reads per second with an empty page cache, while nothing else runs.
 
     Args:
-        case: What is measured.
-        folder: As for `Disk`, and so is `seconds`.
-        seconds: Likewise.
+        case: Name of the case, for errors.
+        folder: As for `Disk`.
+        seconds: As for `Disk`.
 
     Returns:
-        By how ("direct" or "ordinary") and the number of threads.
+        Reads per second by ("direct" or "ordinary", number of threads), one value per round.
     """
     with ExitStack() as stack:
         workers = {
@@ -121,13 +121,13 @@ def read_empty_cache(case: str, folder: Path, seconds: float) -> dict[tuple[str,
 
 
 def best_num_threads(found: Mapping[tuple[str, int], list[float]]) -> int:
-    """With how many threads the disk gave most, of what `read_empty_cache` has found."""
+    """The number of threads with the most direct reads per second in `read_empty_cache`."""
     direct = {number: np.median(reads) for (how, number), reads in found.items() if how == "direct"}
     return max(direct, key=lambda number: direct[number])
 
 
 def rows_of_empty_cache(case: str, found: Mapping[tuple[str, int], list[float]]) -> list[Row]:
-    """What `read_empty_cache` has found."""
+    """The result of `read_empty_cache` as rows."""
     return [
         summarize(
             bench="tiers",

@@ -1,14 +1,13 @@
-"""Steps of training under a schedule, as turns of a benchmark make them.
+"""Training steps under a schedule, in the turns of a benchmark.
 
-    made      the turn's mini-batches, and as many as are looked ahead to
-    warm      steps that are not timed, which fill the window
-    timed     steps with the window full: for each one that leaves it, one comes
-    at rest   transfers still under way are waited for, not timed
+    make      the turn's mini-batches, and those for the window ahead
+    warm up   untimed steps, which fill the window
+    timed     steps with a full window: each step takes one mini-batch out and one in
+    rest      waits for transfers, untimed
 
-A turn's mini-batches come from a stream that goes on in the next turn, and so does the window: what
-was looked ahead to is what the next turn begins with. At rest every row ahead has come, which is a
-lead that a slow disk would not give; it is used up by the warm steps, four for each mini-batch
-ahead.
+The next turn continues with the same stream of mini-batches and the same window. After a rest all
+rows of the window have arrived. A slow disk would not give this lead, so the untimed steps of the
+next turn use it up: there are four for each mini-batch of look-ahead depth.
 """
 
 from __future__ import annotations
@@ -37,12 +36,13 @@ __all__ = [
     "ScheduledSteps",
     "Turn",
     "TurnSteps",
-    "added_up",
     "count_rows",
-    "less",
     "num_ahead",
     "parse_schedules",
     "steps_of_turn",
+    "subtract_counts",
+    "sum_counts",
+    "train_plainly",
 ]
 
 SCHEDULES: dict[str, Schedule] = {
@@ -51,7 +51,7 @@ SCHEDULES: dict[str, Schedule] = {
     "lookahead-2": LookAhead(2),
     "lookahead-4": LookAhead(4),
     "lookahead-8": LookAhead(8),
-    # Nothing is kept for being popular: others take turns in the same slots.
+    # No rows are pinned, because other schedules take turns on the same slots.
     "hotline": Hotline(learning_steps=0),
     "hotline-2": Hotline(depth=2, learning_steps=0),
 }
@@ -63,11 +63,11 @@ _TIMED_STEPS_PER_DEPTH = 2
 
 
 class TurnSteps(NamedTuple):
-    """How many steps a turn has.
+    """Numbers of steps in a turn.
 
     Attributes:
-        num_warm: Not timed.
-        num_timed: Behind them.
+        num_warm: Untimed steps.
+        num_timed: Timed steps, after the untimed ones.
     """
 
     num_warm: int
@@ -75,19 +75,20 @@ class TurnSteps(NamedTuple):
 
     @property
     def num_all(self) -> int:
-        """Both."""
+        """Untimed and timed steps together."""
         return self.num_warm + self.num_timed
 
 
 class Turn(NamedTuple):
-    """What a turn has measured.
+    """The result of a turn.
 
     Attributes:
-        seconds: Of a timed step, the mean.
-        exposed_seconds: Of those, waiting for rows.
-        counts: Of the tiers, over all timed steps.
-        disk_bytes: Read from the disk by this process, likewise; NaN where nobody says.
-        mean_depth: Mini-batches ahead whose rows had slots, over all steps of the schedule so far.
+        seconds: Mean seconds of a timed step.
+        exposed_seconds: Mean seconds of a timed step spent waiting for rows.
+        counts: Counts of the tiers, over all timed steps.
+        disk_bytes: Bytes that this process read from the disk in all timed steps; NaN if the system
+            does not report it.
+        mean_depth: Mean number of mini-batches ahead with slots, over all steps of the schedule.
     """
 
     seconds: float
@@ -98,37 +99,37 @@ class Turn(NamedTuple):
 
 
 def parse_schedules(text: str) -> tuple[str, ...]:
-    """Names of schedules, each once.
+    """Parse names of schedules; duplicates are dropped.
 
     Args:
-        text: The names, with commas between them.
+        text: The names, separated by commas.
 
     Raises:
-        ConfigError: one is not among `SCHEDULES`.
+        ConfigError: a name is not in `SCHEDULES`.
     """
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
         if name not in SCHEDULES:
             raise ConfigError(
-                f"--schedule: {name!r} must be a schedule's name; these are {', '.join(SCHEDULES)}"
+                f"--schedule: {name!r} must be one of the schedules {', '.join(SCHEDULES)}"
             )
     return names
 
 
 def num_ahead(name: str) -> int:
-    """Mini-batches that a schedule looks ahead to."""
+    """The look-ahead depth of a schedule."""
     return int(getattr(SCHEDULES[name], "depth", 0))
 
 
 def steps_of_turn(
     batch_size: int, schedules: Sequence[str], *, is_quick: bool = False
 ) -> TurnSteps:
-    """How many steps a turn has, the same for everybody who takes turns.
+    """Numbers of steps in a turn, the same for all providers.
 
     Args:
         batch_size: B.
-        schedules: Names of those that are measured.
-        is_quick: Whether one step would do.
+        schedules: Names of the schedules that are measured.
+        is_quick: Whether turns are as short as the schedules allow.
     """
     deepest = max(map(num_ahead, schedules), default=0)
     num_timed = 1
@@ -139,14 +140,14 @@ def steps_of_turn(
 
 
 class ScheduledSteps:
-    """A model that is trained under a schedule, turn by turn.
+    """Trains a model under a schedule, turn by turn.
 
     Args:
         model: Maps a mini-batch to (loss, output).
-        optimizers: To be stepped.
-        schedule: Its name.
+        optimizers: The optimizers to step.
+        schedule: Name of the schedule.
         next_batch: Makes the next mini-batch.
-        steps: Of a turn.
+        steps: Numbers of steps in a turn.
     """
 
     def __init__(
@@ -160,64 +161,77 @@ class ScheduledSteps:
         self._model, self._next_batch, self._steps = model, next_batch, steps
         self._num_ahead = num_ahead(schedule)
         self._pipeline = TrainPipeline(model, optimizers, schedule=SCHEDULES[schedule])
-        self._made: deque[Batch] = deque()
-        self._num_untrained = 0  # those made, and those in the pipeline's window
-        self._feed = self._batches()
+        self._queue: deque[Batch] = deque()
+        self._num_untrained = 0  # in the queue and in the pipeline's window
+        self._iterator = self._batches()
 
     def turn(self) -> Turn:
-        """Make a turn's steps; what they leave under way is for `rest` or `leave`."""
+        """Make the steps of a turn; call `rest` or `leave` afterwards to end transfers."""
         while self._num_untrained < self._steps.num_all + self._num_ahead:
-            self._made.append(self._next_batch())
+            self._queue.append(self._next_batch())
             self._num_untrained += 1
         for _ in range(self._steps.num_warm):
-            self._pipeline.progress(self._feed)
+            self._pipeline.progress(self._iterator)
         clock, counts = self._pipeline.clock, count_rows(self._model)
         exposed = clock.waited_seconds
         disk_bytes = _bytes_read_from_disk()
         begin = time.perf_counter()
         for _ in range(self._steps.num_timed):
-            self._pipeline.progress(self._feed)
+            self._pipeline.progress(self._iterator)
         seconds = time.perf_counter() - begin
         self._num_untrained -= self._steps.num_all
         return Turn(
             seconds / self._steps.num_timed,
             (clock.waited_seconds - exposed) / self._steps.num_timed,
-            less(count_rows(self._model), counts),
+            subtract_counts(count_rows(self._model), counts),
             _bytes_read_from_disk() - disk_bytes,
             self._pipeline.mean_depth,
         )
 
     def rest(self) -> None:
-        """Wait for transfers that are under way; the window keeps its claims."""
+        """Wait for all transfers; the window keeps its claims."""
         for tiers in tiers_of(self._model):
             tiers.residency.queue.settle(is_all=True)
 
     def leave(self) -> None:
-        """Leave the model to others: no slot is claimed. The next turn begins by claiming anew."""
+        """Release all claims, so that others can use the model; the next turn claims again."""
         self._pipeline.detach()
 
     def _batches(self) -> Iterator[Batch]:
         while True:
-            yield self._made.popleft()
+            yield self._queue.popleft()
+
+
+def train_plainly(
+    model: nn.Module, optimizers: Sequence[Optimizer], batches: Iterable[Batch]
+) -> None:
+    """Train on mini-batches in a plain loop, without a pipeline."""
+    for batch in batches:
+        loss, _ = model(batch)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def count_rows(model: nn.Module) -> TierCounts:
-    """What has happened in a model's tiers since the beginning."""
-    return added_up(tiers.residency.counts for tiers in tiers_of(model))
+    """The counts of all tiers of a model, since they were made."""
+    return sum_counts(tiers.residency.counts for tiers in tiers_of(model))
 
 
-def added_up(counts: Iterable[TierCounts]) -> TierCounts:
-    """Counts of several, taken together."""
+def sum_counts(counts: Iterable[TierCounts]) -> TierCounts:
+    """The sum of several counts."""
     return TierCounts(*map(sum, zip(TierCounts(), *counts, strict=True)))
 
 
-def less(counts: TierCounts, before: TierCounts) -> TierCounts:
-    """What has been counted since."""
+def subtract_counts(counts: TierCounts, before: TierCounts) -> TierCounts:
+    """The difference between later and earlier counts."""
     return TierCounts(*(now - then for now, then in zip(counts, before, strict=True)))
 
 
 def _bytes_read_from_disk() -> float:
-    """By this process, since it began: pages that the page cache did not have, and direct reads."""
+    """Bytes that this process has read from the disk: page cache misses and direct reads."""
     try:
         text = Path("/proc/self/io").read_text()
     except OSError:

@@ -1,14 +1,14 @@
-"""`recsys bench synthetic`: making samples, beside reading them from a store.
+"""`recsys bench synthetic`: generating samples, compared with reading them from a store.
 
-    provider            what is read, shuffled, by a `BatchLoader`
+    provider            what a `BatchLoader` reads, shuffled
     plain               synthetic samples that do not change with time
-    drift               with popularity drift, ten cycles of it
-    preference_changes  with two preference changes
-    all                 with both, and a random split
-    store               the plain ones, written to a store beforehand; they come from the page cache
+    drift               samples with ten cycles of popularity drift
+    preference_changes  samples with two preference changes
+    all                 samples with both, and a random split
+    store               the plain samples from a store, which is in the page cache
 
-What a loader does is the work of its one thread; the caller waits. So these are rates of one core.
-A round is an epoch of the training part for each, all in one process.
+A loader works in one thread while the caller waits, so these are rates of one core. In a round
+each provider reads one epoch of the training split. All run in one process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from recsys.datasets.source import SampleSource
 
-__all__ = ["bench_synthetic", "write_store"]
+__all__ = ["bench_synthetic", "finish_store", "write_store"]
 
 _BATCH_SIZE = 2048
 _BLOCK_SAMPLES = 1 << 16
@@ -48,7 +48,7 @@ def bench_synthetic(
     """Measure samples per second of every provider, and how each compares with the store.
 
     Args:
-        num_samples: In all parts together; six sevenths of them are read in a round.
+        num_samples: Samples of all splits; a round reads six sevenths of them.
         num_rounds: Rounds that count.
         table_sizes: Rows per table.
     """
@@ -101,7 +101,7 @@ def _read_epoch(loader: BatchLoader) -> None:
 
 
 def write_store(source: SyntheticCriteo, path: Path) -> Path:
-    """The samples of a source, in their order, as `recsys prepare` would leave them."""
+    """Write the samples of a source to a store, in their order, as `recsys prepare` would."""
     with StoreWriter(path) as writer:
         for start in range(0, source.num_samples, _BLOCK_SAMPLES):
             numbers = np.arange(start, min(start + _BLOCK_SAMPLES, source.num_samples))
@@ -111,9 +111,14 @@ def write_store(source: SyntheticCriteo, path: Path) -> Path:
             writer.append(
                 batch.labels.numpy().astype(np.int8), counts.astype(np.int32), rows.astype(np.int32)
             )
-        return writer.finish(
-            dense_names=[f"int_{feature}" for feature in range(source.num_dense)],
-            splits=source.splits,
-            about={"convention": "classic", "sources": []},
-            table_sizes=source.table_sizes,
-        )
+        return finish_store(writer, source)
+
+
+def finish_store(writer: StoreWriter, source: SyntheticCriteo) -> Path:
+    """Finish a store that has the features, splits and table sizes of a source."""
+    return writer.finish(
+        dense_names=[f"int_{feature}" for feature in range(source.num_dense)],
+        splits=source.splits,
+        about={"convention": "classic", "sources": []},
+        table_sizes=source.table_sizes,
+    )

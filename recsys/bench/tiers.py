@@ -1,33 +1,40 @@
-"""`recsys bench tiers`: what training keeps of its speed with less fast memory than tables.
+"""`recsys bench tiers`: training speed with less fast memory than the tables take.
 
-    recsys     rows in two tiers, a budget and a schedule after the other, by `TrainPipeline`
-    resident   the same module with every row in fast memory, in a plain loop: the ceiling
+    recsys     rows in two tiers, trained by `TrainPipeline` at each budget under each schedule
+    resident   the same module with every row in fast memory, in a plain loop: the upper bound
 
-The whole training step of the default model. Each has a process of its own, which take turns. A
-budget is a share of what the rows and their state take; `floor` is the least that the mini-batches
-at hand can do with. Before its first turn a tier sees the lookups of mini-batches that are not
-trained on, as it would have in training: what is measured is not how a tier is filled. The resident
-module makes the same lookups, so that the memory of the two differs by the tiers alone.
+This measures the whole training step of the default model. Each provider has its own process, and
+they take turns. A budget is a share of the bytes of rows and state; `floor` is the least that these
+mini-batches need. Before its first turn a tier is filled by the lookups of other mini-batches, as
+in training, so filling is not measured. The resident module makes the same lookups, so that the
+memory of the two processes differs only by the tiers.
 
-At a share of 1 everything is resident, and what is measured is the pipeline: it takes turns with
-the plain loop in one process, on one module, so that the two differ by nothing else.
+At a share of 1 everything is resident, so this measures the pipeline itself. Pipeline and plain
+loop then take turns in one process on one module.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
 from recsys.bench.harness import Row, ratio, rows_by_provider, summarize, take_turns
-from recsys.bench.scheduled import ScheduledSteps, Turn, added_up, num_ahead, steps_of_turn
-from recsys.bench.worker import Worker, settle
+from recsys.bench.scheduled import (
+    ScheduledSteps,
+    Turn,
+    TurnSteps,
+    num_ahead,
+    steps_of_turn,
+    sum_counts,
+    train_plainly,
+)
+from recsys.bench.worker import Worker, end_turn, freeze_garbage, settle
 from recsys.build import build_model
 from recsys.config import ModelConfig, OptimizerConfig, SyntheticConfig, TrainConfig
 from recsys.datasets.synthetic import SyntheticCriteo
@@ -39,7 +46,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from recsys.batch import Batch
-    from recsys.bench.scheduled import TurnSteps
     from recsys.models.dlrm import DLRM
 
 __all__ = ["FLOOR", "OPTIMIZERS", "SHARES", "bench_tiers"]
@@ -63,18 +69,18 @@ def bench_tiers(
     table_sizes: Sequence[int],
     is_quick: bool = False,
 ) -> list[Row]:
-    """Measure every budget under every schedule beside everything resident.
+    """Measure every budget under every schedule, compared with everything resident.
 
     Args:
-        shares: Of the bytes of rows and state, or "floor"; 1 is everything resident.
-        schedules: Names, as in `SCHEDULES`; at a share of 1 it is "sequential" alone.
+        shares: Shares of the bytes of rows and state, or "floor". At 1 everything is resident.
+        schedules: Names from `SCHEDULES`; at a share of 1 only "sequential" is used.
         dim: D.
         batch_size: B.
-        optimizer: Of the rows: "sgd" or "rowwise_adagrad".
+        optimizer: Optimizer of the rows: "sgd" or "rowwise_adagrad".
         num_rounds: Rounds that count.
-        num_fill_steps: Mini-batches that are looked up before, which fills a tier.
+        num_fill_steps: Mini-batches whose lookups fill a tier before the first round.
         table_sizes: Rows per table.
-        is_quick: Whether a turn may be as short as schedules allow.
+        is_quick: Whether turns are as short as the schedules allow.
     """
     config = _config(dim, batch_size, optimizer, table_sizes)
     steps = steps_of_turn(batch_size, schedules, is_quick=is_quick)
@@ -97,7 +103,7 @@ def bench_tiers(
                 continue
             budget = floor if share == FLOOR else int(float(share) * everything)
             if budget < floor:
-                print(f"{named}: left out, {budget} bytes are below the floor of {floor}")
+                print(f"{named}: skipped, because {budget} bytes are below the floor of {floor}")
                 continue
             for schedule in schedules:
                 case = f"{named},schedule={schedule}"
@@ -107,17 +113,10 @@ def bench_tiers(
 
 
 def _rows_of_pipeline(case: str, everything: int, resident: Worker, num_rounds: int) -> list[Row]:
-    """What the pipeline costs where it has nothing to fetch."""
+    """Measure the cost of the pipeline when there is nothing to fetch."""
     resident.case = case
     resident.call("begin")
-    found: dict[str, list[Turn]] = take_turns(
-        {
-            "recsys": partial(resident.call, "turn"),
-            "resident": partial(resident.call, "plain_turn"),
-        },
-        num_rounds,
-        num_warm_up_rounds=_NUM_WARM_UP_ROUNDS,
-    )
+    found = _take_turns(resident, resident, num_rounds)
     return [
         *_rows_of_times(case, found),
         *_rows_of_values(
@@ -142,17 +141,10 @@ def _rows_of_tiers(
     for worker in (tiered, resident):
         worker.case = case
         worker.call("begin")
-    found: dict[str, list[Turn]] = take_turns(
-        {
-            "recsys": partial(tiered.call, "turn"),
-            "resident": partial(resident.call, "plain_turn"),
-        },
-        num_rounds,
-        num_warm_up_rounds=_NUM_WARM_UP_ROUNDS,
-    )
-    told: dict[str, Any] = tiered.call("tiers")
+    found = _take_turns(tiered, resident, num_rounds)
+    hot_bytes: int = tiered.call("hot_bytes")
     peaks = [float(worker.call("peak_memory_bytes") or "nan") for worker in (tiered, resident)]
-    counts = added_up(turn.counts for turn in found["recsys"])
+    counts = sum_counts(turn.counts for turn in found["recsys"])
     return [
         *_rows_of_times(case, found),
         summarize(
@@ -168,7 +160,7 @@ def _rows_of_tiers(
             {
                 ("budget", "bytes"): budget,
                 ("budget_share", "ratio"): budget / everything,
-                ("hot_memory", "bytes"): told["hot_bytes"],
+                ("hot_memory", "bytes"): hot_bytes,
                 ("peak_over_resident", "bytes"): peaks[0] - peaks[1],
                 ("mean_depth", "mini-batches"): found["recsys"][-1].mean_depth,
                 ("lookup_hit_rate", "ratio"): counts.num_hits / max(1, counts.num_lookups),
@@ -176,6 +168,17 @@ def _rows_of_tiers(
             },
         ),
     ]
+
+
+def _take_turns(scheduled: Worker, resident: Worker, num_rounds: int) -> dict[str, list[Turn]]:
+    return take_turns(
+        {
+            "recsys": partial(scheduled.call, "turn"),
+            "resident": partial(resident.call, "plain_turn"),
+        },
+        num_rounds,
+        num_warm_up_rounds=_NUM_WARM_UP_ROUNDS,
+    )
 
 
 def _rows_of_times(case: str, found: Mapping[str, Sequence[Turn]]) -> list[Row]:
@@ -209,7 +212,7 @@ def _rows_of_values(case: str, values: Mapping[tuple[str, str], float]) -> list[
 
 def _config(dim: int, batch_size: int, optimizer: str, table_sizes: Sequence[int]) -> TrainConfig:
     model = ModelConfig()
-    # The dense vector meets those of the rows, so it is as long.
+    # The interaction needs a dense vector of the rows' length.
     hidden = tuple(width for width in model.dense_arch[:-1] if width > dim)
     return TrainConfig(
         batch_size=batch_size,
@@ -219,24 +222,24 @@ def _config(dim: int, batch_size: int, optimizer: str, table_sizes: Sequence[int
     )
 
 
+@dataclass(frozen=True)
 class _Run:
-    """What every worker trains on: the samples of a stream, from the first on.
+    """The mini-batches that every worker trains on: the first samples of a stream.
 
-    Args:
-        config: Of the model.
+    Attributes:
+        config: Configuration of the model.
         num_fill_steps: Mini-batches whose lookups fill a tier.
-        num_steps: Mini-batches that tiers are trained on, behind those.
-        steps: Of a turn.
+        num_steps: Mini-batches after those, for training.
+        steps: Numbers of steps in a turn.
     """
 
-    def __init__(
-        self, config: TrainConfig, num_fill_steps: int, num_steps: int, steps: TurnSteps
-    ) -> None:
-        self.config, self.num_fill_steps, self.num_steps = config, num_fill_steps, num_steps
-        self.steps = steps
+    config: TrainConfig
+    num_fill_steps: int
+    num_steps: int
+    steps: TurnSteps
 
     def source(self) -> SyntheticCriteo:
-        """The stream, which lasts for two loops over one module, too."""
+        """The stream, long enough for two loops over one module."""
         num_steps = self.num_fill_steps + 2 * self.num_steps
         return SyntheticCriteo(
             seed=self.config.seed,
@@ -245,20 +248,20 @@ class _Run:
         )
 
     def batch(self, source: SyntheticCriteo, number: int) -> Batch:
-        """A mini-batch of it."""
+        """A mini-batch of the stream."""
         size = self.config.batch_size
         return source.read(np.arange(number * size, (number + 1) * size))
 
     def most_distinct(self) -> int:
-        """Distinct rows of the mini-batch that has most."""
+        """The largest number of distinct rows in a mini-batch."""
         source = self.source()
-        found = 0
+        most = 0
         for number in range(self.num_fill_steps + self.num_steps):
             ids = self.batch(source, number).sparse_features.values().numpy()
             by_table = np.sort(ids.reshape(len(source.table_sizes), -1), axis=1)
             count = np.count_nonzero(np.diff(by_table, axis=1)) + len(by_table)
-            found = max(found, int(count))
-        return found
+            most = max(most, int(count))
+        return most
 
 
 class _Trainer:
@@ -275,12 +278,10 @@ class _Trainer:
         dlrm = cast("DLRM", self._model.model)
         for number in range(run.num_fill_steps):
             dlrm.sparse_arch(run.batch(self._source, number).sparse_features)
-        gc.disable()  # a turn ends with a collection; what is here now is here to stay
-        gc.collect()
-        gc.freeze()
+        freeze_garbage()
 
     def begin(self) -> None:
-        """Begin with the first mini-batch that is trained on."""
+        """Begin again with the first mini-batch for training."""
         self._next = self._run.num_fill_steps
         self._scheduled = ScheduledSteps(
             self._model, self._optimizers, self._schedule, self._batch, self._run.steps
@@ -289,20 +290,20 @@ class _Trainer:
 
     def turn(self) -> Turn:
         """Make the next turn's steps under the schedule."""
-        made = self._scheduled.turn()
+        turn = self._scheduled.turn()
         self._scheduled.rest()
-        self._end_turn()
-        return made
+        end_turn()
+        return turn
 
     def plain_turn(self) -> Turn:
         """Make the next turn's steps in a plain loop."""
         num_warm, num_timed = self._run.steps
         batches = [self._batch() for _ in range(num_warm + num_timed)]
-        self._make_steps(batches[:num_warm])
+        train_plainly(self._model, self._optimizers, batches[:num_warm])
         begin = time.perf_counter()
-        self._make_steps(batches[num_warm:])
+        train_plainly(self._model, self._optimizers, batches[num_warm:])
         seconds = (time.perf_counter() - begin) / num_timed
-        self._end_turn()
+        end_turn()
         return Turn(seconds)
 
     def _batch(self) -> Batch:
@@ -310,23 +311,12 @@ class _Trainer:
         self._next += 1
         return batch
 
-    def _make_steps(self, batches: Sequence[Batch]) -> None:
-        for batch in batches:
-            loss, _ = self._model(batch)
-            for optimizer in self._optimizers:
-                optimizer.zero_grad()
-            loss.backward()
-            for optimizer in self._optimizers:
-                optimizer.step()
-
-    def _end_turn(self) -> None:
-        gc.collect()
-        settle()
-
-    def tiers(self) -> dict[str, Any] | None:
-        """Memory that the tiers take."""
-        return describe_tiers(self._model)
+    def hot_bytes(self) -> int:
+        """Bytes of fast memory that the tiers take."""
+        tiers = describe_tiers(self._model)
+        assert tiers is not None
+        return int(tiers["hot_bytes"])
 
     def peak_memory_bytes(self) -> int | None:
-        """The most memory this process has held."""
+        """The most memory that this process has held."""
         return peak_memory_bytes()

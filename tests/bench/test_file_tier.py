@@ -5,7 +5,7 @@ import pytest
 
 from recsys.bench.disk import best_num_threads
 from recsys.bench.file_tier import FileTierCase, bench_file_tier, scaled_table_sizes
-from recsys.bench.file_tier_rows import Found, rows_of_file_tier
+from recsys.bench.file_tier_rows import FileTierTurns, rows_of_file_tier
 from recsys.bench.scheduled import Turn
 from recsys.cli import main
 from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
@@ -99,7 +99,7 @@ def test_the_limit_is_the_slower_of_computing_and_of_the_disk(reads, limit):
     # 8 rows of two pages a step: 16 ms or 0.16 ms of the disk; computing takes 2 ms.
     counts = TierCounts(num_fetched=16)
     ours = [Turn(0.020, 0.004, counts, disk_bytes=8 * 4096, mean_depth=2.0)] * 6
-    found = Found({"sequential": ours}, [Turn(0.002)] * 6, [Turn(0.060)] * 6, [reads] * 6)
+    turns = FileTierTurns({"sequential": ours}, [Turn(0.002)] * 6, [Turn(0.060)] * 6, [reads] * 6)
     memory = {"anonymous_at_start": 1.0, "peak_anonymous": 2.0}
 
     rows = rows_of_file_tier(
@@ -108,8 +108,8 @@ def test_the_limit_is_the_slower_of_computing_and_of_the_disk(reads, limit):
         row_bytes=8192,
         num_bytes=1,
         num_timed_steps=2,
-        found=found,
-        told={"recsys": {**memory, "hot_bytes": 1.0}, "mmap": memory},
+        turns=turns,
+        memory={"recsys": {**memory, "hot_bytes": 1.0}, "mmap": memory},
     )
 
     cells = {(row.case, row.metric): row.median for row in rows}
