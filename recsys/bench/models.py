@@ -1,24 +1,24 @@
 """`recsys bench models`: models of plain PyTorch, before and after `recsys.accelerate`.
 
-Two questions. How much sooner is the classic DLRM, which has 26 separate bags of Kaggle's sizes?
-And is any ordinary model slower: few tables or many, one id per sample or several?
+It answers two questions. How much faster is the classic DLRM, which has 26 separate bags of
+Kaggle's sizes? Is any ordinary model slower, with few or many tables, one or several ids a sample?
 
     provider     what a step does
     torch        the model as it was written
     recsys       the same model after `recsys.accelerate(model, optimizer=optimizer)`
-    no_tables    the same model with constant vectors in place of what its tables give; they get a
-                 gradient
+    no_tables    the same model with constant vectors instead of lookups; they get a gradient
 
-A step is `zero_grad`, forward, loss, backward and the optimizer's step. Table time is a step's less
-that of `no_tables`. Providers take turns in one process; ratios are those of the medians, rounds
-drawn in pairs. A plain step with dense gradients takes as long as its tables are large, so it has
-fewer rounds, and one before them.
+A step is `zero_grad`, forward, loss, backward and the optimizer's step. Table time is the time of a
+step minus that of `no_tables`. Providers take turns in one process. Ratios are ratios of medians,
+with intervals for which rounds are drawn in pairs. The time of a plain step with dense gradients
+grows with the tables, so such models have fewer rounds and one warm-up round.
 """
 
 from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,21 +56,21 @@ __all__ = ["bench_models"]
 _NUM_BATCHES = 64
 _FEWEST_ROUNDS = 6
 _NUM_WARM_UP_ROUNDS = 4
-_NUM_STEPS_BEFORE = 4  # of a turn: the caches are the provider's own again
+_NUM_STEPS_BEFORE = 4  # untimed steps of a turn, which restore the provider's own cache contents
 _OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 
 _Seconds = dict[str, list[float]]
 
 
 class _Case(NamedTuple):
-    """A model and what it is trained on.
+    """A model and its training data.
 
     Attributes:
         kind: As for `make_model`.
-        optimizer: Of all parameters.
+        optimizer: Name of the optimizer of all parameters.
         batch_size: B.
         table_sizes: Rows of each table.
-        is_jagged: Whether a sample has several ids of a table.
+        is_jagged: Whether a sample has several ids per table.
     """
 
     kind: str
@@ -104,14 +104,13 @@ def bench_models(
     """Measure every case.
 
     Args:
-        batch_sizes: Of the classic model.
+        batch_sizes: B of the classic model.
         optimizers: "sgd" or "adagrad".
-        num_rounds: Rounds that count; in each every provider takes its turn.
-        kinds: Of `KINDS`, besides the classic model.
-        max_rows: Of a table of the classic model, which has Kaggle's if they are fewer; and of
-            every table of the others.
-        table_counts: How many tables they have.
-        small_batch_sizes: Of the others.
+        num_rounds: Rounds that count; each provider takes one turn in each.
+        kinds: Kinds from `KINDS`, in addition to the classic model.
+        max_rows: Rows of every table of these kinds; also caps Kaggle's sizes in the classic model.
+        table_counts: Numbers of tables of these kinds.
+        small_batch_sizes: B of these kinds.
 
     Raises:
         ConfigError: a batch size is below 1.
@@ -154,6 +153,7 @@ def bench_models(
 
 def _rows_of(case: _Case, seconds: _Seconds) -> list[Row]:
     bench, name = "models", str(case)
+    ratio_of = partial(ratio, bench=bench, case=name, provider="recsys")
     rows = rows_by_provider(
         bench=bench,
         case=name,
@@ -161,39 +161,22 @@ def _rows_of(case: _Case, seconds: _Seconds) -> list[Row]:
         unit="ms",
         values={provider: [1e3 * each for each in spent] for provider, spent in seconds.items()},
     )
-    ours, theirs = seconds["recsys"], seconds["torch"]
-    rows.append(
-        ratio(
-            bench=bench,
-            case=name,
-            provider="recsys",
-            metric="speed_over_torch",
-            values=ours,
-            baseline=theirs,
-        )
-    )
+    ours, plain = seconds["recsys"], seconds["torch"]
+    rows.append(ratio_of(metric="speed_over_torch", values=ours, baseline=plain))
     if case.kind == "classic":
         without = seconds["no_tables"]
-        of_tables = [
+        plain_tables, our_tables = (
             [step - rest for step, rest in zip(each, without, strict=True)]
-            for each in (theirs, ours)
-        ]
-        # `ratio` divides the second times by the first.
-        rows.append(
-            ratio(
-                bench=bench,
-                case=name,
-                provider="recsys",
-                metric="table_time_over_torch",
-                values=of_tables[0],
-                baseline=of_tables[1],
-            )
+            for each in (plain, ours)
         )
+        # `ratio` divides the baseline by the values.
+        metric = "table_time_over_torch"
+        rows.append(ratio_of(metric=metric, values=plain_tables, baseline=our_tables))
     return rows
 
 
 def _measure(case: _Case, num_rounds: int) -> _Seconds:
-    """The seconds of a step in every round, by provider."""
+    """Seconds per step, by provider and round."""
     set_num_threads(0)
     tune_allocator()
     torch.manual_seed(0)

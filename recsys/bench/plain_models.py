@@ -1,12 +1,12 @@
 """Models of plain PyTorch that `recsys bench models` accelerates, and mini-batches for them.
 
-    kind                what has the tables                                      several ids
+    kind                modules with the tables                                  several ids
     classic, bags       nn.EmbeddingBag, one for each table, sparse gradients    offsets
     collection          torchrec.EmbeddingBagCollection                          lengths
-    embeddings          nn.Embedding, one for each table, sparse gradients       padded, and summed
+    embeddings          nn.Embedding, one for each table, sparse gradients       padded, summed
     dense-embeddings    the same with dense gradients
 
-`classic` is the whole DLRM; the others have one linear layer behind their tables. Ids are skewed:
+`classic` is the whole DLRM; the others have one linear layer after their tables. Ids are skewed:
 `E * u**8` for a uniform u, so that few rows get most lookups.
 """
 
@@ -27,11 +27,11 @@ __all__ = ["KINDS", "TableBatch", "make_batch", "make_model", "make_without_tabl
 
 KINDS = ("bags", "collection", "embeddings", "dense-embeddings")
 DIM, NUM_DENSE = 16, 13
-MEAN_LENGTH = 8  # of jagged bags
+MEAN_LENGTH = 8  # ids per sample and table, if they are jagged
 
 
 class TableBatch(NamedTuple):
-    """Dense features (B, 13), what the tables are given, labels (B,)."""
+    """Dense features (B, 13), inputs of the tables, labels (B,)."""
 
     dense: Tensor
     inputs: Any
@@ -39,10 +39,10 @@ class TableBatch(NamedTuple):
 
 
 def make_model(kind: str, table_sizes: Sequence[int]) -> nn.Module:
-    """A model of plain PyTorch.
+    """Make a model of plain PyTorch.
 
     Args:
-        kind: One of those above.
+        kind: A kind from the table above.
         table_sizes: Rows of each table.
     """
     if kind == "classic":
@@ -51,7 +51,7 @@ def make_model(kind: str, table_sizes: Sequence[int]) -> nn.Module:
 
 
 def make_without_tables(num_tables: int, batch_size: int) -> nn.Module:
-    """The classic model with constants in place of what its tables give."""
+    """Make the classic model with constant vectors instead of lookups."""
     model = _Classic([1] * num_tables)
     model.tables = _Constants(num_tables, batch_size)
     return model
@@ -60,14 +60,14 @@ def make_without_tables(num_tables: int, batch_size: int) -> nn.Module:
 def make_batch(
     kind: str, table_sizes: Sequence[int], batch_size: int, *, is_jagged: bool, seed: int
 ) -> TableBatch:
-    """A mini-batch.
+    """Make a mini-batch.
 
     Args:
-        kind: Of the model.
-        table_sizes: Its tables' rows.
+        kind: The kind of model.
+        table_sizes: Rows of each table.
         batch_size: B.
-        is_jagged: Whether a sample has several ids of a table.
-        seed: Of everything.
+        is_jagged: Whether a sample has several ids per table.
+        seed: Seed of all random numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     ids, all_lengths = [], []
@@ -88,7 +88,7 @@ def _with_offsets(ids: list[Tensor], lengths: list[Tensor]) -> list[tuple[Tensor
 
 
 def _as_matrices(ids: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
-    """Columns of one matrix where each sample has one id; else padded by row 0."""
+    """The columns of one matrix if each sample has one id; else matrices padded with id 0."""
     if all(bool((its == 1).all()) for its in lengths):
         return list(torch.stack(ids, dim=1).unbind(1))
     found = []
@@ -105,16 +105,16 @@ def _as_features(ids: list[Tensor], lengths: list[Tensor]) -> Any:
 
 def _torchrec() -> Any:
     try:
-        import torchrec  # takes seconds
+        import torchrec  # importing it takes seconds
     except ImportError as error:
         raise MissingDependency(
-            "bench models measures TorchRec's collection too; install recsys[torchrec]"
+            "bench models also measures TorchRec's collection; install recsys[torchrec]"
         ) from error
     return torchrec
 
 
 def _weight(num_rows: int) -> Tensor:
-    """Rows (E, D), not drawn: that takes seconds for 26 tables of a million rows."""
+    """Rows (E, D) that are not random: drawing 26 tables of a million rows takes seconds."""
     return torch.linspace(-0.1, 0.1, num_rows * DIM).view(num_rows, DIM)
 
 
@@ -164,7 +164,7 @@ class _Collection(nn.Module):
 
 
 class _Constants(nn.Module):
-    """The same vectors for every mini-batch, which get a gradient."""
+    """Returns the same vectors for every mini-batch; they get a gradient."""
 
     def __init__(self, num_tables: int, batch_size: int) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class _Constants(nn.Module):
 
 
 class _Classic(nn.Module):
-    """The DLRM of Naumov et al. (2019) as it is mostly written: a bag for each feature."""
+    """The DLRM of Naumov et al. (2019) as most people write it: one bag for each feature."""
 
     pairs: Tensor
 
@@ -197,7 +197,7 @@ class _Classic(nn.Module):
 
 
 class _Shallow(nn.Module):
-    """Tables before one linear layer: hardly anything else."""
+    """Tables and one linear layer."""
 
     def __init__(self, tables: nn.Module, num_tables: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""`recsys bench prepare`: raw Criteo text to numbered arrays, beside a chunked pandas reader.
+"""`recsys bench prepare`: raw Criteo text to numbered arrays, compared with pandas in chunks.
 
-The text is a sample repeated until it is large enough. Ids that occur once in the sample are given
-new values in every repetition, so that new ids keep coming as they do in a long file, while popular
-ones stay popular. It is read from the page cache: what is measured is the work, not the disk the
-raw file lies on. Each run has a process of its own, and in each round both providers take turns.
+The text is a sample repeated until it is large enough. Ids that occur once in the sample get new
+values in every repetition. So new ids keep appearing, as in a long file, and popular ids stay
+popular. The text is in the page cache, so the speed of the disk is not measured. Each run has its
+own process, and both providers take a turn in each round.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _HEX_DIGITS = np.frombuffer(b"0123456789abcdef", np.uint8)
 
 @dataclass(frozen=True)
 class Size:
-    """How much text is read, how often.
+    """How much text is read, and how often.
 
     Attributes:
-        num_lines: Lines at least; the sample is repeated as a whole.
-        num_ids: Distinct ids; where None, every id that occurs once changes in every repetition.
+        num_lines: The least number of lines; the whole sample is repeated.
+        num_ids: Distinct ids; None changes every id that occurs once in every repetition.
         num_runs: Runs of each provider.
     """
 
@@ -63,12 +63,11 @@ SIZES = {
 
 
 def bench_prepare(raw: Path | None, size: Size) -> list[Row]:
-    """Measure throughput and peak memory of both providers, and how many times faster ours is.
+    """Measure throughput and peak memory of both providers, and compare their speed.
 
     Args:
-        raw: The sample, plain or gzip; `criteo_kaggle_137k` under the folder RECSYS_DATA names by
-            default.
-        size: How much of it; see `SIZES`.
+        raw: The sample, plain or gzip. Default: `criteo_kaggle_137k` in the folder RECSYS_DATA.
+        size: The amount of text; see `SIZES`.
 
     Raises:
         ConfigError: there is no sample.
@@ -76,8 +75,8 @@ def bench_prepare(raw: Path | None, size: Size) -> list[Row]:
     raw = raw or Path(os.environ.get("RECSYS_DATA", ".")) / "criteo_kaggle_137k" / "train.txt.gz"
     if not raw.is_file():
         raise ConfigError(
-            f"bench prepare needs raw Criteo text, but {raw} is no file; name one with --raw, or "
-            "the folder of samples with RECSYS_DATA"
+            f"bench prepare needs raw Criteo text, but {raw} is not a file; give one with --raw, "
+            "or the folder of samples with RECSYS_DATA"
         )
     with tempfile.TemporaryDirectory(prefix="recsys-bench-") as folder:
         text = Path(folder) / "train.txt"
@@ -88,7 +87,7 @@ def bench_prepare(raw: Path | None, size: Size) -> list[Row]:
                 for name, prepare in _PROVIDERS.items()
             },
             size.num_runs,
-            num_warm_up_rounds=0,  # each process warms up by itself
+            num_warm_up_rounds=0,  # each process warms up itself
         )
     found = {run.num_ids for runs in done.values() for run in runs}
     assert len(found) == 1, f"the providers disagree on the number of ids: {found}"
@@ -124,8 +123,8 @@ def write_long_text(raw: Path, out: Path, size: Size) -> tuple[int, int]:
     parsed = parse_lines(text, 0, len(text), stop_at_bad_line=True)
     if len(parsed.bad_lines):
         raise ConfigError(
-            f"bench prepare needs good lines only, but line {parsed.num_lines} of {raw} is not; "
-            "see what `recsys prepare` says of it"
+            f"bench prepare needs a file without bad lines, but line {parsed.num_lines} of {raw} "
+            "is bad; `recsys prepare` says why"
         )
     num_repetitions = -(-size.num_lines // parsed.num_lines)
     places, ids, num_others = _ids_seen_once(text, parsed)
@@ -148,7 +147,7 @@ def write_long_text(raw: Path, out: Path, size: Size) -> tuple[int, int]:
 def _ids_seen_once(
     text: NDArray[np.uint8], parsed: ParsedLines
 ) -> tuple[NDArray[np.int64], NDArray[np.uint64], int]:
-    """Where ids of eight digits seen once in their column stand; those ids; how many others."""
+    """Offsets of the eight-digit ids that occur once in a column, these ids, number of others."""
     separators = np.flatnonzero((text == ord("\t")) | (text == ord("\n")))
     field_ends = separators.reshape(-1, NUM_FIELDS)[:, 1 + NUM_INTEGERS :]
     places, ids, num_distinct = [], [], 0
@@ -164,9 +163,9 @@ def _ids_seen_once(
 
 
 def prepare_with_pandas(text: Path, out: Path) -> int:
-    """The same arrays by `pandas.read_csv` in chunks; returns the number of distinct ids.
+    """Write the same arrays with `pandas.read_csv` in chunks; returns the number of distinct ids.
 
-    Ids are made distinct by `pandas.factorize` within a chunk and by a dictionary over chunks.
+    `pandas.factorize` numbers the ids of a chunk, and a dictionary maps them to numbers over all.
     """
     out.mkdir()
     rows_of_ids: list[dict[str, int]] = [{} for _ in CATEGORY_NAMES]
@@ -218,7 +217,7 @@ class _Run:
 
 
 def _measure(prepare: Callable[[Path, Path], int], text: Path) -> _Run:
-    """One run, beside the text; kernels are compiled beforehand."""
+    """Measure one run, in the folder of the text, after kernels are compiled."""
     with tempfile.TemporaryDirectory(dir=text.parent) as folder:
         short = Path(folder) / "short.txt"
         with text.open("rb") as file:
@@ -231,6 +230,6 @@ def _measure(prepare: Callable[[Path, Path], int], text: Path) -> _Run:
 
 
 def _other_ids(ids: NDArray[np.uint64], repetition: int) -> NDArray[np.uint64]:
-    """Other 32-bit ids; they stay distinct, since multiplying by an odd number loses nothing."""
+    """Other 32-bit ids; they stay distinct, because multiplying by an odd number is invertible."""
     mixed = ids * np.uint64(0x9E3779B1) + np.uint64(repetition) * np.uint64(0x85EBCA6B)
     return mixed & np.uint64(0xFFFFFFFF)

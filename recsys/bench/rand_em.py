@@ -1,16 +1,17 @@
-"""`recsys bench rand-em`: how often the truth lies inside of the interval that FAE promises.
+"""`recsys bench rand-em`: how often the true number of hot rows is within FAE's interval.
 
 The table is Kaggle's largest, C3, with the popularity curve of `synthetic:criteo-kaggle` and as
-many samples as the challenge has. A tenth of these is counted, as a profiler would; hot is a row
-with `min_count` lookups or more among them.
+many samples as the challenge has. A tenth of the samples is counted, as a profiler does. A row is
+hot if it has at least `min_count` lookups among them.
 
-    order=random            shuffled: the generator's own order spreads popular rows more evenly
+    order=random            shuffled, because the generator spreads popular rows more evenly
     order=first_appearance  rows numbered by their first lookup among all samples, as the classic
-                            preparation numbers ids; those that are never looked up come last
+                            preparation numbers ids; rows without lookups come last
 
-Every trial draws other rows: 35 chunks of 1,024 in a row (provider `chunks`, FAE's), or as many one
-by one (`rows`). Of the metric `inside` the median is the share of trials whose interval holds the
-truth, and `low` to `high` is that share's 95 % interval (Wilson's).
+Every trial draws other rows: either 35 chunks of 1,024 consecutive rows (provider `chunks`, as in
+FAE), or as many single rows (provider `rows`). For the metric `inside`, the median is the share of
+trials whose interval contains the true number, and `low` to `high` is Wilson's 95 % interval of
+that share.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["bench_rand_em"]
 _TABLE = 2
 _RATE = 0.1
 _BLOCK_SAMPLES = 1 << 16
-_Z = 1.959963984540054  # of a normal variable, 95 % lie within so many deviations
+_Z = 1.959963984540054  # 95 % of a normal distribution lie within this many standard deviations
 
 
 def bench_rand_em(
@@ -50,10 +51,10 @@ def bench_rand_em(
     """Measure both ways of drawing rows on both orders.
 
     Args:
-        min_counts: What makes a row hot.
-        num_samples: In all, of which a tenth is counted.
-        num_trials: Draws for each case.
-        num_rows: Of the table.
+        min_counts: Lookups from which on a row is hot; one case for each.
+        num_samples: All samples, of which a tenth is counted.
+        num_trials: Draws in each case.
+        num_rows: Rows of the table.
     """
     orders = _counts_by_order(num_samples, num_rows)
     num_lookups = int(orders["random"].sum(dtype=np.int64))
@@ -82,8 +83,8 @@ def bench_rand_em(
 
 
 def _counts_by_order(num_samples: int, num_rows: int) -> dict[str, NDArray[Any]]:
-    """Lookups of the rows of one table, in both orders."""
-    # The columns before it have no part in this, and are small to be made fast.
+    """Lookup counts of the rows of one table, in both orders."""
+    # The columns before it are not used; size 1 makes them fast to generate.
     sizes = [*[1] * _TABLE, num_rows]
     source = SyntheticCriteo(num_samples=num_samples, table_sizes=sizes)
     table = list(source.table_sizes)[_TABLE]

@@ -1,31 +1,32 @@
-"""`recsys bench step`: one training step, beside its parts and its floors.
+"""`recsys bench step`: one training step, compared with its parts and its floors.
 
     provider      what a step does
-    recsys        the whole step: our dense path, our embeddings
-    torch         the whole step: our dense path, nn.EmbeddingBag and torch.optim
-    fbgemm        the whole step: our dense path, FBGEMM's fused operators
-    kernels       our dense path, and the two kernels of our embeddings with nothing but autograd
-                  around them (`bare_kernels`), on the same mini-batches at other times. What is
-                  between this and recsys is Python: of our embeddings, and the model around them
-    dense         our dense path alone: MLPs, interaction, loss, backward, update; pooled vectors
-                  are given, and get a gradient
-    dense_eager   the same with TorchRec's modules, as anybody runs them
-    gemm_torch    the matrix products of a dense step and nothing else, by torch.mm and torch.bmm
+    recsys        the whole step: recsys dense path and embeddings
+    torch         the whole step: recsys dense path, nn.EmbeddingBag and torch.optim
+    fbgemm        the whole step: recsys dense path, FBGEMM's fused operators
+    kernels       recsys dense path, and the two kernels of the embeddings with only autograd around
+                  them (`bare_kernels`), on the same mini-batches at other times. The difference to
+                  recsys is the time of Python code: that of the embeddings and of the model
+    dense         recsys dense path alone: MLPs, interaction, loss, backward, update; the pooled
+                  vectors are given, and get a gradient
+    dense_eager   the same with TorchRec's modules in eager mode
+    gemm_torch    only the matrix products of a dense step, by torch.mm and torch.bmm
     gemm_onednn   the same products, by oneDNN
 
-Precisions take turns too: everything of one batch size runs in one process, each with operands of
-its own, after warm-up rounds that are not counted. A turn is as many untimed steps as timed ones:
-in training a step follows its own kind, and finds in the caches what that left. As there,
-bfloat16 rules the forward pass and what backward makes of it, and the update is in float32.
-Mini-batches are made beforehand. Of the same code one process takes longer for a small step than
-another, of every provider by another share, however often it is repeated there: so rounds are
-shared out among several processes, one after the other. Minutes lie between them, and a machine
-that others use is faster in some than in others, so ratios are those of rounds. A turn among so
-many is seconds from the next, in which such a machine changes by more than the hundredths that a
-lookup adds to a dense part: how many times the dense part recsys and kernels take, these three
-measure among themselves, in rounds of a few steps, at a small batch size in many of them.
-Kaggle's tables are 2 GiB and every whole step has its own, but `kernels`, which works on those of
-`recsys`: both precisions take 13 GiB together.
+Everything of one batch size runs in one process, and precisions take turns like providers. Each
+provider has its own operands, and mini-batches are made in advance. Warm-up rounds are not counted.
+A turn has as many untimed steps as timed ones, so that timed steps find the caches as in training.
+Under bfloat16, forward and backward are autocast and the update is in float32, as in training.
+
+The same code may be slower in one process than in another, by another share for each provider,
+however often it is repeated. So the rounds are divided among several processes that run one after
+the other. These are minutes apart, and the speed of a shared machine changes, so ratios are those
+of rounds. Even within a round, turns of all providers are seconds apart, and the machine changes by
+more than the few percent that a lookup adds to a dense part. So `recsys`, `kernels` and `dense`
+measure their ratios in separate rounds of a few steps each, with more rounds at small batch sizes.
+
+Kaggle's tables are 2 GiB. Every whole step has its own tables, except that `kernels` uses those of
+`recsys`. Both precisions together take 13 GiB.
 """
 
 from __future__ import annotations
@@ -66,15 +67,15 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_step"]
 
-# Every whole step of a run has a mini-batch of its own, as long as they have no more samples.
+# Every whole step has its own mini-batch, until they have this many samples; then they repeat.
 _MAX_SAMPLES = 2**18
 _NUM_WARM_UP_ROUNDS = 3
 _WHOLE = ("recsys", "torch", "fbgemm")
 _OVER_DENSE = (*_WHOLE, "kernels")
 _CLOSE = ("recsys", "kernels", "dense")
-_MAX_CLOSE_STEPS = 2  # timed in a turn, and as many before
+_MAX_CLOSE_STEPS = 2  # timed steps of a turn in close rounds, and also untimed ones
 
-# The seconds of a step in every round, by precision and provider.
+# Seconds per step of every round, by (precision, provider).
 _Seconds = dict[tuple[str, str], list[float]]
 
 
@@ -89,16 +90,16 @@ def bench_step(
     """Measure every provider in every case.
 
     Args:
-        batch_sizes: Each makes a case with each precision.
+        batch_sizes: B of the cases.
         precisions: "fp32" or "bf16".
-        num_rounds: Rounds that count, of all processes; in each every provider takes its turn.
-        num_processes: Among how many they are shared out, for each batch size.
-        table_sizes: Rows per table; Kaggle's where empty.
+        num_rounds: Rounds that count, over all processes; each provider takes one turn in each.
+        num_processes: Processes among which the rounds of a batch size are divided.
+        table_sizes: Rows per table; Kaggle's if empty.
 
     Raises:
         MissingDependency: TorchRec or FBGEMM is not installed.
     """
-    set_num_threads(0)  # as the processes do, for the record of the run
+    set_num_threads(0)  # as in the processes, for the environment in the record
     num_processes = min(num_processes, num_rounds)
     shares = np.diff(np.arange(num_processes + 1) * num_rounds // num_processes).tolist()
     rows = []
@@ -120,7 +121,7 @@ def _measure(
     table_sizes: Sequence[int],
     seed: int,
 ) -> tuple[_Seconds, _Seconds]:
-    """What all take among each other, and what some take in close rounds; `seed`: of the orders."""
+    """Seconds of all providers, and those of close rounds; `seed` is that of the orders."""
     set_num_threads(0)
     tune_allocator()
     num_steps = steps_of_turn(batch_size)
@@ -154,7 +155,7 @@ def _measure(
 
 
 def _close_rounds(batch_size: int) -> int:
-    """How many of them there are for each of the others."""
+    """Close rounds per ordinary round."""
     return min(32, max(1, 4096 // batch_size))
 
 
@@ -165,7 +166,7 @@ def _rows_of_batch_size(
     close: _Seconds,
     num_per_block: int,
 ) -> list[Row]:
-    """From all rounds, and close ones, of which so many are drawn together."""
+    """Rows from ordinary rounds, and from close rounds in blocks of `num_per_block`."""
     rows = []
     for precision in precisions:
         dim = TrainConfig().model.embedding_dim
@@ -178,7 +179,7 @@ def _rows_of_batch_size(
             unit="ms",
             values={provider: [1e3 * s for s in spent] for provider, spent in found.items()},
         )
-        # (provider, metric, its times, the times they are compared with, rounds per block)
+        # (provider, metric, values, baseline, rounds per block)
         ratios = [("dense", "speed_over_dense_eager", found["dense"], found["dense_eager"], 1)]
         if precision != "fp32" and "fp32" in precisions:
             ratios.append(("dense", "speed_over_fp32", found["dense"], seconds["fp32", "dense"], 1))
@@ -187,7 +188,7 @@ def _rows_of_batch_size(
             for other in _WHOLE
             if other != "recsys"
         ]
-        # `ratio` divides the second times by the first: how many times the dense part a step takes.
+        # `ratio` divides the baseline by the values: the step's time over the dense part's.
         for provider in _OVER_DENSE:
             of, per_block = (close, num_per_block) if provider in _CLOSE else (seconds, 1)
             pair = of[precision, "dense"], of[precision, provider]
@@ -211,7 +212,7 @@ def _rows_of_batch_size(
 def _whole_steps(
     batch_size: int, precision: str, table_sizes: Sequence[int], num_rounds: int
 ) -> dict[str, _WholeStep]:
-    """Steps of the main job, by embeddings."""
+    """Whole training steps of the default model, by provider."""
     of_turn = steps_of_turn(batch_size)
     of_close = min(_MAX_CLOSE_STEPS, of_turn) * _close_rounds(batch_size)
     num_steps = 2 * (of_turn + of_close) * (num_rounds + _NUM_WARM_UP_ROUNDS)
@@ -240,7 +241,7 @@ def _whole_steps(
 def _with_kernels(
     steps: dict[str, _WholeStep], batch_size: int, precision: str
 ) -> dict[str, Callable[[], None]]:
-    """The same, and the kernels of ours on its tables and mini-batches."""
+    """These steps, and one of the kernels on the tables and mini-batches of recsys."""
     ours, dense = steps["recsys"], _our_dense_step(batch_size, precision)
     return {**steps, "kernels": _KernelsStep(_collection_of(ours.model), ours.batches, dense)}
 
@@ -251,7 +252,7 @@ def _collection_of(model: nn.Module) -> HotColdEmbeddingBagCollection:
 
 
 class _WholeStep:
-    """Trains on one mini-batch after the other, round and round."""
+    """Trains on its mini-batches one after the other, and then again from the first."""
 
     def __init__(
         self,
@@ -277,10 +278,10 @@ class _WholeStep:
 
 
 class _DenseStep:
-    """Trains the dense part of the default model on pooled vectors that are given.
+    """Trains the dense part of the default model on given pooled vectors.
 
     Attributes:
-        pooled: They, (B, 26, D); a step leaves their gradient.
+        pooled: The pooled vectors, (B, 26, D); a step sets their gradient.
     """
 
     def __init__(
@@ -306,7 +307,7 @@ class _DenseStep:
         self.step(self.pooled)
 
     def step(self, pooled: Tensor) -> None:
-        """One step, with pooled vectors (B, 26, D) from anywhere."""
+        """Make a step with any pooled vectors (B, 26, D)."""
         dense_arch, inter_arch, over_arch = self._archs
         self._optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=self._is_bf16):
@@ -317,9 +318,9 @@ class _DenseStep:
 
 
 class _KernelsStep:
-    """The same behind a lookup kernel and before an update kernel, on the tables of a collection.
+    """A dense step between the lookup kernel and the update kernel, on a collection's tables.
 
-    All tables must be of one dim, and one-hot, so that there is one call of each.
+    All tables must have one dim and one-hot features, so that one call of each kernel is enough.
     """
 
     def __init__(
@@ -328,8 +329,7 @@ class _KernelsStep:
         self._kernels = BareKernels(embeddings, batches[0].sparse_features)
         self._bags = [bags_of(batch.sparse_features) for batch in batches]
         self._dense = dense
-        # Half way round from those whose tables these are: rows that they have just looked up would
-        # lie in the caches.
+        # Half a cycle away from `recsys` on the same tables, whose last rows are in the caches.
         self._next_batch = len(batches) // 2
 
     def __call__(self) -> None:
@@ -340,12 +340,12 @@ class _KernelsStep:
 
 
 def _dense_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None]]:
-    """Dense steps of the default model: ours, and TorchRec's modules in eager mode."""
+    """Dense steps of the default model: of recsys, and of TorchRec's modules in eager mode."""
     try:
         from torchrec.models import dlrm as torchrec_dlrm
     except ImportError as error:
         raise MissingDependency(
-            "bench step measures TorchRec's modules too; install recsys[torchrec]"
+            "bench step also measures TorchRec's modules; install recsys[torchrec]"
         ) from error
     model = TrainConfig().model
     over_in = _over_in(model)
@@ -371,12 +371,12 @@ def _our_dense_step(batch_size: int, precision: str) -> _DenseStep:
 
 
 def _over_in(model: ModelConfig) -> int:
-    """What the over arch takes: the dense vector, and a product of every pair of 27 vectors."""
+    """Input size of the over arch: the dense vector and a product of each pair of 27 vectors."""
     return model.embedding_dim + 27 * 26 // 2
 
 
 def _gemm_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None]]:
-    """The matrix products of a dense step and nothing else, by either library."""
+    """Only the matrix products of a dense step, by either library."""
     return {
         "gemm_torch": _Products(batch_size, precision).by_torch,
         "gemm_onednn": _Products(batch_size, precision).by_onednn,
@@ -421,7 +421,7 @@ class _Products:
                 onednn_product(outputs, weight.t())
             if self.dtype == torch.float32:
                 weight_gradient(inputs, outputs)
-            else:  # oneDNN too, by PyTorch's own choice, and without a copy
+            else:  # PyTorch uses oneDNN here too, without a copy
                 torch.mm(outputs.t(), inputs)
         self._interaction()
 

@@ -1,6 +1,6 @@
 """The curve of `recsys bench tiers`: share of speed over share of memory, a line per schedule.
 
-It lies beside the JSON that it is drawn from, and has its name.
+The picture is in the folder of the JSON from which it is drawn, under the same name.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["curve_file", "write_curve"]
 
 
 def curve_file(file: Path) -> Path:
-    """Where the curve of some JSON goes.
+    """The path of the curve that belongs to a JSON file.
 
     Args:
-        file: The JSON, which need not be there yet.
+        file: The JSON, which need not exist yet.
 
     Raises:
         ConfigError: no picture can be written there.
@@ -30,16 +30,16 @@ def curve_file(file: Path) -> Path:
     curve = file.with_suffix(".png")
     if curve == file:
         raise ConfigError(
-            f"{file} is where the curve goes, a picture; give the JSON a name that ends in .json"
+            f"{file} is where the curve (a picture) goes; give the JSON a name that ends in .json"
         )
     require_place(curve)
     return curve
 
 
 def write_curve(file: Path) -> None:
-    """Draw what was measured beside the JSON that has it.
+    """Draw the curve of a JSON file.
 
-    Where too few rounds make no interval, a point has none.
+    A point has no interval if there were too few rounds for one.
 
     Args:
         file: The JSON.

@@ -1,12 +1,12 @@
-"""A floor for what a drop-in for `nn.EmbeddingBag`s does to train: each row is merely touched.
+"""A lower bound for the time of a drop-in for `nn.EmbeddingBag`: each row is only touched.
 
-    forward   an `nn.Module` is called, copies one row for each lookup, is found by autograd
-    update    each lookup's gradient is added to its row where the row lies, and to the row's state
+    forward   calls an `nn.Module`, which copies one row for each lookup under autograd
+    update    adds each lookup's gradient to its row in place, and to the row's state
 
-Left out is what makes an update right: lookups of one row are not brought together, so it moves
-once for each of them; no formula is computed; and rows are taken to be where they were, asked for
-gradients, and free of others'. Where few rows get most lookups it is no bound: what brings lookups
-together writes a row once that is written many times here, and may be faster.
+It leaves out everything that makes an update correct. It does not sum the gradients of equal rows,
+so a row is updated once for each lookup. It computes no formula, and it does not check the tables.
+It is not a lower bound if few rows get most lookups: a correct update then sums their gradients and
+writes each of these rows once, which may be faster.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _AHEAD = np.uint64(8)
 
 
 class TouchedRows(nn.Module):
-    """Looks up in float32 tables of one dim, and touches what was looked up.
+    """Looks up in float32 tables of one dim, and touches the rows that were looked up.
 
     Args:
-        kernels: Have the tables; of one lookup per table.
+        kernels: Bare kernels on these tables, with one lookup per table.
     """
 
     def __init__(self, kernels: BareKernels) -> None:
@@ -54,11 +54,11 @@ class TouchedRows(nn.Module):
         self._kernel = _touch_kernel(_KINDS[type(kernels.formula)], space.dim)
 
     def forward(self, features: JaggedIds) -> Tensor:
-        """Pooled rows, (B, W), whose gradient `update` will want."""
+        """Pooled rows, (B, W); `update` needs their gradient."""
         return self._kernels.look_up(bags_of(features))
 
     def update(self) -> None:
-        """Touch the row of every lookup, with the gradient that backward has brought."""
+        """Add the gradient from backward to the row of every lookup."""
         entry = self._kernels.take_entry()
         self._kernel(
             self._kernels.space.flat,
@@ -91,7 +91,7 @@ def _touch_kernel(kind: int, compiled_dim: int) -> ParallelKernel[..., None]:
         width: int,
         num_parts: int,
     ) -> None:
-        """A part is a thread, which takes tables until none are left."""
+        """Each part is one thread, which takes tables until none is left."""
         turns = np.zeros(1, np.int64)
         for _ in prange(num_parts):
             dim = np.uint64(compiled_dim)
