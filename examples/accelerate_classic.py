@@ -1,10 +1,10 @@
-"""One line on an existing model: a DLRM built the classic way, plain and accelerated, over seeds.
+"""Trains a DLRM built the classic way, without and with the line that accelerates it, by seed.
 
     python examples/accelerate_classic.py stores/kaggle --out accelerate.json
 
-The model is a `ModuleList` of `nn.EmbeddingBag(mode="sum", sparse=True)` between two perceptrons,
-trained by one `torch.optim.SGD` for all of it. Both ways start from the same weights and see the
-same batches, one epoch of them; written are test AUCs and seconds of training, by seed.
+The model is a `ModuleList` of `nn.EmbeddingBag(mode="sum", sparse=True)` between two perceptrons.
+One `torch.optim.SGD` trains all of it. Both runs start from the same weights and train one epoch on
+the same batches. The output has the test AUC and the seconds of training of each seed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ClassicDLRM(nn.Module):
-    """The shape of facebookresearch/dlrm with dot interaction; gives logits."""
+    """A DLRM as in facebookresearch/dlrm with dot interaction; returns logits."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ def loss_of(model: nn.Module, batch: recsys.Batch) -> Tensor:
 
 
 def train_and_test(data: SampleSource, seed: int, batch_size: int, **sizes: Any) -> dict[str, Any]:
-    """Test AUC and seconds of an epoch, plain and accelerated."""
+    """Train one epoch, plain and accelerated; return the test AUC and the seconds of each."""
     result: dict[str, Any] = {"seed": seed}
     for way in ("plain", "accelerated"):
         torch.manual_seed(seed)
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     kind, _, number = options.store.partition(":")
     data = SyntheticCriteo(num_samples=int(number)) if kind == "synthetic" else Store(options.store)
-    # Kernels are compiled on their first call, which is no training time.
+    # Compile the kernels first, so that compilation is not counted as training time.
     train_and_test(SyntheticCriteo(num_samples=700, table_sizes=[9, 9]), 0, 128)
     runs = [train_and_test(data, seed, options.batch_size) for seed in range(3)]
     result = {"environment": describe_environment(), "batch_size": options.batch_size, "runs": runs}

@@ -1,6 +1,6 @@
 #!/bin/sh
-# What docs/synthetic.md says, measured, into docs/benchmarks/; called by `make coverage`.
-# A trial, which takes a minute and must not be kept: sh docs/benchmarks/coverage.sh OUT 200000
+# Measures the numbers of docs/synthetic.md into docs/benchmarks/; `make coverage` calls this.
+# For a trial of a minute, write to another folder: sh docs/benchmarks/coverage.sh OUT 200000
 set -eu
 
 results=${1:-$PWD/docs/benchmarks}

@@ -1,15 +1,16 @@
-"""The script of facebookresearch/dlrm, with one line added, beside itself; as JSON.
+"""Compares the script of facebookresearch/dlrm with a copy that has one added line; writes JSON.
 
     git clone https://github.com/facebookresearch/dlrm
     pip install scikit-learn tensorboard onnx
     python docs/benchmarks/facebook_dlrm.py dlrm --json docs/benchmarks/facebook_dlrm.json
 
-The script is read from the reader's copy, which is not changed: a copy of it, in the same folder
-while it runs, has `recsys.accelerate(dlrm, optimizer=optimizer)` after its optimizer. Both are run
-in turn at mini-batches of 128, with tables of Kaggle's sizes or a million rows, on random data with
-one id per table and sample; the figure is the script's own ms/it. Before that, `recsys.verify`
-trains its model class for 20 steps: in float32, each from the same state, to rtol 1e-5; in float64
-as one run, to 1e-9 (RWSAdagrad has float32 state whatever the rows are, so it is left out there).
+The cloned script is not changed. A temporary copy in the same folder calls
+`recsys.accelerate(dlrm, optimizer=optimizer)` after it makes the optimizer. Both run in turn with
+mini-batches of 128, Kaggle's table sizes capped at a million rows, and random data with one id per
+table and sample. The result is the ms/it that the script prints. Before that, `recsys.verify`
+trains the script's model class for 20 steps: in float32 with each step from the same state, to rtol
+1e-5; in float64 as one run, to 1e-9. RWSAdagrad is left out in float64, because its state is always
+float32.
 """
 
 from __future__ import annotations
@@ -44,17 +45,19 @@ _ANCHOR = "    ### main loop ###\n"
 _LINE = "    import recsys; print(recsys.accelerate(dlrm, optimizer=optimizer))\n"
 _OPTIMIZERS = ("sgd", "adagrad", "rwsadagrad")
 _BATCH_SIZE, _NUM_BATCHES, _PRINTED_EVERY = 128, 300, 50
-_NUM_UNTIMED = 2  # of what is printed: kernels are loaded in the first iterations
+_NUM_UNTIMED = 2  # first printed times to skip: the first iterations load kernels
 _MAX_ROWS = 1_000_000
 _DIM, _BOTTOM, _TOP = 16, (13, 512, 256, 64, 16), (512, 256, 1)
 _NUM_STEPS = 20
 
 
 def measure(folder: Path, num_runs: int) -> list[Row]:
-    """The script's ms/it, as it is and with the line, in turn."""
+    """Measure ms/it of the original script and of the copy, in turn."""
     text = (folder / _SCRIPT).read_text()
     if text.count(_ANCHOR) != 1:
-        raise SystemExit(f"{folder / _SCRIPT} must have {_ANCHOR.strip()!r} once; is it another?")
+        raise SystemExit(
+            f"{folder / _SCRIPT} must contain {_ANCHOR.strip()!r} once; is it another version?"
+        )
     changed = folder / _CHANGED
     changed.write_text(text.replace(_ANCHOR, _LINE + _ANCHOR))
     rows = []
@@ -84,7 +87,7 @@ def measure(folder: Path, num_runs: int) -> list[Row]:
 
 
 def _milliseconds(folder: Path, script: str, optimizer: str) -> float:
-    """The mean of what the script prints, without the first."""
+    """The mean of the printed times, without the first ones."""
     sizes = "-".join(str(min(size, _MAX_ROWS)) for size in KAGGLE_TABLE_SIZES)
     options = {
         "arch-sparse-feature-size": _DIM,
@@ -117,7 +120,7 @@ def _milliseconds(folder: Path, script: str, optimizer: str) -> float:
 
 
 def compare(folder: Path) -> list[Row]:
-    """How far its model class, accelerated, is from itself: largest errors over tolerances."""
+    """Compare the script's model class with its accelerated copy: largest errors over tolerance."""
     sys.path.insert(0, str(folder))
     rows = []
     for optimizer in _OPTIMIZERS:
@@ -143,13 +146,13 @@ def compare(folder: Path) -> list[Row]:
 
 
 def _verify(optimizer: str, dtype: torch.dtype) -> Any:
-    import dlrm_s_pytorch as theirs  # type: ignore[import-not-found]
+    import dlrm_s_pytorch as script  # type: ignore[import-not-found]
     from optim.rwsadagrad import RWSAdagrad  # type: ignore[import-not-found]
 
-    np.random.seed(0)  # noqa: NPY002  # what their class draws by
+    np.random.seed(0)  # noqa: NPY002  # the class draws its weights with numpy
     sizes = [min(size, 20_000) for size in KAGGLE_TABLE_SIZES]
     pairs = len(sizes) * (len(sizes) + 1) // 2
-    model: nn.Module = theirs.DLRM_Net(
+    model: nn.Module = script.DLRM_Net(
         _DIM,
         np.array(sizes),
         np.array(_BOTTOM),
@@ -184,11 +187,11 @@ def _verify(optimizer: str, dtype: torch.dtype) -> Any:
 
 
 def main() -> None:
-    """Compare, measure, write."""
+    """Compare, measure and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="a copy of facebookresearch/dlrm")
+    parser.add_argument("folder", type=Path, help="a clone of facebookresearch/dlrm")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--num-runs", type=int, default=6, help="of each")
+    parser.add_argument("--num-runs", type=int, default=6, help="runs of each script")
     options = parser.parse_args()
     folder = options.folder.resolve()
     rows = [*compare(folder), *measure(folder, options.num_runs)]

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The reference recipes and the ablations of examples/ on the real sample, and the default run on
-# synthetic data, into docs/benchmarks/; called by `make reference`.
+# Runs the reference recipes and the ablations of examples/ on the real sample, and the default run
+# on synthetic data. Writes the results to docs/benchmarks/; `make reference` calls this.
 set -eu
 
 work=$(mktemp -d)
@@ -10,7 +10,7 @@ results=$PWD/docs/benchmarks/reference
 raw=$RECSYS_DATA/criteo_kaggle_137k/train.txt.gz
 mkdir -p "$results"
 cp examples/ablate_*.toml "$work"
-cd "$work" # so that records name files without a path
+cd "$work" # records then name files without a path
 
 "$recsys" prepare criteo-kaggle "$raw" --out criteo_kaggle_137k
 for seed in 0 1 2; do

@@ -1,9 +1,9 @@
-"""How well synthetic data covers the real sample, as JSON; `make coverage` calls it.
+"""Measures how closely synthetic data follows the real sample; `make coverage` calls this.
 
     python docs/benchmarks/synthetic_coverage.py STORE --out FILE [--max-samples N]
 
-STORE is the real sample of Criteo Kaggle, prepared; only aggregates of it are written. These are
-counts, not timings: any machine gives the same. Fewer samples are for a trial.
+STORE is the prepared real sample of Criteo Kaggle. FILE is JSON and contains only aggregates of it.
+These are counts, not times, so every machine gives the same result. Use fewer samples for a trial.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
     from recsys.datasets.source import SampleSource
 
-_FULL_SIZE = 45_840_617  # samples of the whole challenge
+_FULL_SIZE = 45_840_617  # samples in the challenge's training file
 _SIZES = (1_000_000, 10_000_000, _FULL_SIZE)
 _TOPS = (0.001, 0.01, 0.1)
 _BATCH_SIZES = (256, 1_024, 4_096, 16_384)
 _BLOCK_SAMPLES = 1 << 16
 _NUM_ABLATION_SAMPLES = 500_000
 _BACKFITTING_ROUNDS = 5
-# No larger table has interactions; rows that were met once would get wrong effects.
+# Larger tables have no interactions, and backfitting would fit noise to rows that occur once.
 _MAX_BACKFITTED_ROWS = 10_000
 
 
 def popularity(source: SampleSource, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """What the first samples of a source look up, for rising numbers of samples.
+    """Lookups of the first samples of a source, for increasing numbers of samples.
 
-    `top_shares`: the part of all lookups that goes to the top 0.1, 1, 10 % of the rows met, those
-    of all columns ranked together.
+    `top_shares` are the shares of all lookups that go to the most frequent 0.1, 1 and 10 % of the
+    rows that occur. The rows of all columns are ranked together.
     """
     counts = [np.zeros(size, np.int32) for size in source.table_sizes.values()]
     found, start = [], 0
@@ -60,9 +60,9 @@ def popularity(source: SampleSource, sizes: Sequence[int]) -> list[dict[str, Any
 
 
 def distinct_rows(source: SampleSource, num_samples: int) -> list[float]:
-    """Distinct rows per lookup in mini-batches of consecutive samples, by size of the mini-batch.
+    """Distinct rows per lookup in mini-batches of consecutive samples, for each mini-batch size.
 
-    The mean over all whole mini-batches of the first samples.
+    This is the mean over all complete mini-batches of the first samples.
     """
     column_ids = _ids(source, 0, num_samples)
     return [
@@ -80,10 +80,10 @@ def distinct_rows(source: SampleSource, num_samples: int) -> list[float]:
 
 
 def planted(source: SyntheticCriteo, num_samples: int) -> dict[str, float]:
-    """The best AUC, for models that know all, rows one by one, dense features alone.
+    """The best AUC of models that know everything, no interactions, or only the dense features.
 
-    The second is that of the additive function of the rows next to the truth in squares: each
-    column's part of the interactions is found by backfitting.
+    The second model is the additive function of the rows with the least squared error. Backfitting
+    finds the part of the interactions that each column contributes.
     """
     numbers = np.arange(num_samples)
     batch, parts = source.read(numbers), source.logit_parts(numbers)
@@ -105,14 +105,14 @@ def planted(source: SyntheticCriteo, num_samples: int) -> dict[str, float]:
 
 
 def _ids(source: SampleSource, start: int, stop: int) -> NDArray[np.int64]:
-    """Rows by column and sample."""
+    """Rows of the lookups, by column and sample."""
     batch = source.read(np.arange(start, stop))
     ids: NDArray[np.int64] = batch.sparse_features.values().numpy().reshape(-1, stop - start)
     return ids
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure both and write the result."""
+    """Measure both sources and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("store")
     parser.add_argument("--out", type=Path, required=True)

@@ -1,9 +1,9 @@
-"""What a run on synthetic data reached, as JSON; `make coverage` calls it.
+"""Writes the quality that a run on synthetic data reached; `make coverage` calls this.
 
     python docs/benchmarks/synthetic_reached.py DIR --out FILE
 
-DIR is a run of `recsys train synthetic:criteo-kaggle`. Kept are its configuration, data and
-metrics, no timings; `best_auc` is that of the whole test part, the samples the model's AUC is of.
+DIR is a run of `recsys train synthetic:criteo-kaggle`. FILE is JSON with its configuration, data
+and metrics, without times. `best_auc` is the best possible AUC on the samples of the test split.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Tables and curves in the docs, made from the JSON that commands wrote; `make tables` runs this.
+"""Makes the tables and curves in the docs from the JSON that commands wrote; see `make tables`.
 
-A table stands between two comments, `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function
-below. A test fails when a table is not what its JSON makes it.
+A table is between two comments, `<!-- table: NAME -->` and `<!-- end -->`. NAME is a key of
+`TABLES`. A test fails if a table differs from its JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(text: str) -> str:
-    """The same document, with its tables made anew."""
+    """Replace the tables of a document by new ones."""
     return _PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[3], text)
 
 

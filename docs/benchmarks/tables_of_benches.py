@@ -1,10 +1,11 @@
-"""Tables of what `recsys bench` measures of single parts: reading, steps, lookups, counting."""
+"""Tables of the benchmarks of single parts: reading, steps, lookups, counting."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from table_cells import (
+    cells_of,
     keys_of_case,
     machine,
     markdown,
@@ -45,7 +46,7 @@ def prepare_table(file: str) -> str:
             ]
         )
     speed = rows.get(("recsys", "speed_over_pandas"))
-    if speed:  # older records have none
+    if speed:  # missing in older records
         header.append("over pandas" if speed["low"] is None else "over pandas (95 %)")
         lines[0].append(ratio(speed))
         lines[1].append("")
@@ -62,10 +63,9 @@ def prepare_table(file: str) -> str:
 def step_table(file: str) -> str:
     """`recsys bench step`: milliseconds by case and provider."""
     record = read_record(file)
-    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cells = cells_of(record)
     cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
-    # A record from before recsys was measured has no column for it.
-    titles = {
+    titles = {  # columns that the record lacks are dropped
         ("recsys", "speed_over_torch"): "recsys over torch (95 %)",
         ("recsys", "speed_over_fbgemm"): "over fbgemm (95 %)",
         ("recsys", "time_over_dense"): "recsys, times dense (95 %)",
@@ -99,9 +99,9 @@ def step_table(file: str) -> str:
 
 
 def models_table(file: str) -> str:
-    """`recsys bench models`: plain and accelerated models, by case."""
+    """`recsys bench models`: plain and accelerated models by case."""
     record = read_record(file)
-    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cells = cells_of(record)
     cases = dict.fromkeys(row["case"] for row in record["rows"] if row["metric"] == "time")
     lines = []
     for case in cases:
@@ -130,9 +130,9 @@ def models_table(file: str) -> str:
 
 
 def facebook_table(file: str) -> str:
-    """`facebook_dlrm.py`: the script as it is and with one line, by optimizer."""
+    """`facebook_dlrm.py`: the original script and the one with the added line, by optimizer."""
     record = read_record(file)
-    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cells = cells_of(record)
     cases = dict.fromkeys(row["case"] for row in record["rows"] if row["metric"] == "time")
     lines = []
     for case in cases:
@@ -208,7 +208,7 @@ def _ratios_by_size(file: str, columns: Mapping[tuple[str, str], str]) -> str:
 def lookup_table(file: str) -> str:
     """`recsys bench lookup`: milliseconds by case and provider, and how they compare."""
     record = read_record(file)
-    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cells = cells_of(record)
     timed = [case for case, name, metric in cells if (name, metric) == ("recsys", "time")]
     names = ("recsys", "kernels", "floor", "fbgemm", "torch")
     lines = []
@@ -266,17 +266,17 @@ def generator_table(file: str) -> str:
 def count_table(file: str) -> str:
     """`recsys bench count`: lookups per second by case and provider."""
     record = read_record(file)
-    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cells = cells_of(record)
     cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
     sources = {"criteo": "a store, lookups as in Criteo", "even": "a store, lookups drawn evenly"}
     lines = []
     for case in cases:
         keys = keys_of_case(case)
-        what = sources[keys["lookups"]] if "lookups" in keys else f"mini-batches of {keys['B']}"
+        source = sources[keys["lookups"]] if "lookups" in keys else f"mini-batches of {keys['B']}"
         rates = [cells[case, name, "throughput"] for name in ("recsys", "numpy", "torch")]
         speeds = [cells[case, "recsys", f"speed_over_{name}"] for name in ("numpy", "torch")]
         lines.append(
-            [what, *(f"{rate['median'] / 1e6:,.0f}" for rate in rates), *map(ratio, speeds)]
+            [source, *(f"{rate['median'] / 1e6:,.0f}" for rate in rates), *map(ratio, speeds)]
         )
     keys = keys_of_case(cases[0])
     caption = (

@@ -1,4 +1,4 @@
-"""Tables of training runs, alone and in an ablation."""
+"""Tables of single training runs and of ablations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def reference_table(folder: str) -> str:
 
 
 def synthetic_table(file: str) -> str:
-    """The default run: what `make train` does."""
+    """The default run, as in `make train`."""
     run = read_record(file)
     sizes = run["data"]["table_sizes"].values()
     train_seconds = run["throughput"]["train_seconds"]
@@ -76,7 +76,7 @@ def synthetic_table(file: str) -> str:
 
 
 def ablate_table(file: str) -> str:
-    """`recsys ablate`: mean and spread over seeds, a line per variation."""
+    """`recsys ablate`: mean and spread over seeds, one line for each variation."""
     record = read_record(file)
     config, run = record["config"], record["cells"][0]["run"]
     rows = {(row["variation"], row["metric"]): row for row in record["rows"]}
@@ -104,7 +104,7 @@ def ablate_table(file: str) -> str:
 
 
 def schedules_table(file: str) -> str:
-    """`recsys ablate examples/ablate_schedules.toml`: quality, and how far from the first."""
+    """`recsys ablate examples/ablate_schedules.toml`: quality, compared with the first schedule."""
     record = read_record(file)
     runs: dict[str, dict[int, Any]] = {}
     for cell in record["cells"]:
@@ -123,8 +123,8 @@ def schedules_table(file: str) -> str:
             test["auc"] - first[seed]["metrics"]["test"]["auc"] for seed, test in tests.items()
         ]
         line.append("none" if is_same else f"{min(apart):+.4f} to {max(apart):+.4f}")
-        told = next(iter(by_seed.values()))["schedule"]
-        share = told.get("hot_sample_share", told.get("popular_sample_share"))
+        schedule = next(iter(by_seed.values()))["schedule"]
+        share = schedule.get("hot_sample_share", schedule.get("popular_sample_share"))
         line.append("" if share is None else f"{share:.0%}")
         lines.append(line)
     run, seeds = next(iter(first.values())), ", ".join(map(str, record["config"]["seeds"]))
@@ -140,7 +140,7 @@ def schedules_table(file: str) -> str:
 
 
 def reached_table(file: str) -> str:
-    """How near training comes to the best AUC."""
+    """How close training comes to the best possible AUC."""
     run = read_record(file)
     config, data, test = run["config"], run["data"], run["metrics"]["test"]
     recipe = (
@@ -161,7 +161,7 @@ def reached_table(file: str) -> str:
 
 
 def _standard_error(runs: Mapping[Any, Sequence[Mapping[str, Any]]]) -> str:
-    """Of one test AUC; nothing where a record is older than that."""
+    """A phrase with the standard error of one test AUC; empty if an older record lacks it."""
     tests = [run["metrics"]["test"] for group in runs.values() for run in group]
     errors = [metrics.get("auc_standard_error") for metrics in tests]
     if None in errors:

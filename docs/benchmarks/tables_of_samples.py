@@ -1,8 +1,9 @@
-"""Tables of what samples look up, and of how well that is estimated."""
+"""Tables of the lookups of samples, and of estimates of hot rows."""
 
 from __future__ import annotations
 
 from table_cells import (
+    cells_of,
     keys_of_case,
     markdown,
     read_record,
@@ -12,9 +13,9 @@ __all__ = ["continuation_table", "coverage_table", "planted_table", "rand_em_tab
 
 
 def rand_em_table(file: str) -> str:
-    """`recsys bench rand-em`: how often the truth lies inside of an interval."""
+    """`recsys bench rand-em`: how often the true number is within the interval."""
     record = read_record(file)
-    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cells = cells_of(record)
     cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
     lines = []
     for case in cases:
@@ -41,7 +42,7 @@ def rand_em_table(file: str) -> str:
 
 
 def coverage_table(file: str) -> str:
-    """What synthetic samples look up, beside the real sample."""
+    """Lookups of synthetic samples, compared with the real sample."""
     record = read_record(file)
     real, synthetic = record["real"], record["synthetic"]
     first, second = real["popularity"][0], synthetic["popularity"][0]
@@ -59,7 +60,7 @@ def coverage_table(file: str) -> str:
 
 
 def continuation_table(file: str) -> str:
-    """What more and more synthetic samples look up."""
+    """Lookups of increasing numbers of synthetic samples."""
     record = read_record(file)
     lines = [
         [
@@ -75,7 +76,7 @@ def continuation_table(file: str) -> str:
 
 
 def planted_table(file: str) -> str:
-    """How much of the planted labels is in what."""
+    """The best AUC on the planted labels, by what a model knows."""
     planted = read_record(file)["synthetic"]["planted"]
     labels = {
         "everything": "everything",

@@ -1,8 +1,10 @@
-"""Tables of `recsys bench tiers`: rows in slots, and the rest in memory or in files."""
+"""Tables of `recsys bench tiers`: hot rows in slots, the others in memory or in files."""
 
 from __future__ import annotations
 
 from table_cells import (
+    cells_of,
+    cells_of_recsys,
     keys_of_case,
     machine,
     markdown,
@@ -18,11 +20,11 @@ __all__ = ["tiers_file_table", "tiers_table"]
 def tiers_table(file: str) -> str:
     """`recsys bench tiers`: share of the resident speed at each budget, under each schedule."""
     record = read_record(file)
-    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cells = cells_of(record)
     cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
     lines = []
     for case in cases:
-        ours = {name: row for (of, by, name), row in cells.items() if of == case and by == "recsys"}
+        ours = cells_of_recsys(cells, case)
         keys = keys_of_case(case)
         line = [
             keys["share"].replace("floor", "the floor"),
@@ -55,15 +57,15 @@ def tiers_table(file: str) -> str:
 
 
 def tiers_file_table(file: str) -> str:
-    """`recsys bench tiers --cold-tier file`: schedules beside mapped files, and their limits."""
+    """`recsys bench tiers --cold-tier file`: schedules compared with mapped files and limits."""
     record = read_record(file)
     cases = list(dict.fromkeys(row["case"] for row in record["rows"]))
     of_schedules = [case for case in cases if "schedule" in keys_of_case(case)]
-    cells = {(row["case"], row["provider"], row["metric"]): row for row in record["rows"]}
+    cells = cells_of(record)
     whole = of_schedules[0].rpartition(",schedule=")[0]
     lines = []
     for case in of_schedules:
-        ours = {name: row for (of, by, name), row in cells.items() if of == case and by == "recsys"}
+        ours = cells_of_recsys(cells, case)
         speedup = ours.get("speedup_over_sequential")
         of_reads = ours.get("share_of_limit_of_reads")
         lines.append(
@@ -84,7 +86,7 @@ def tiers_file_table(file: str) -> str:
     spread = f"{mapped['p20']:,.0f}-{mapped['p80']:,.0f}"
     time = f"{1e3 * int(keys_of_case(whole)['B']) / mapped['median']:.1f}"
     lines.append(["mmap", f"{mapped['median']:,.0f}", spread, time, *[""] * 6])
-    ours = {name: row for (of, by, name), row in cells.items() if of == whole and by == "recsys"}
+    ours = cells_of_recsys(cells, whole)
     direct = {
         keys_of_case(case)["threads"]: row["median"]
         for (case, _, metric), row in cells.items()
@@ -102,7 +104,7 @@ def tiers_file_table(file: str) -> str:
         for provider in ("recsys", "mmap")
     }
     num_bytes = cells[whole, "disk", "num_bytes"]["median"]
-    first = {name: row for (of, _, name), row in cells.items() if of == of_schedules[0]}
+    first = cells_of_recsys(cells, of_schedules[0])
     keys = keys_of_case(whole)
     caption = (
         f"Training steps with {num_bytes / 2**30:.1f} GiB of tables, "

@@ -1,1 +1,1 @@
-"""Benchmarks: `recsys bench NAME`, each beside what others offer, in the same run."""
+"""Benchmarks: `recsys bench NAME` measures recsys and alternatives in the same run."""
