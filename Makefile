@@ -1,4 +1,4 @@
-# Two commands do everything on a machine that has Python 3.11: `make train` and `make test`.
+# On a machine with Python 3.11, `make train` and `make test` install what they need and run.
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 BIN := .venv/bin
@@ -11,14 +11,14 @@ ARGS ?=
 help:
 	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
 	@echo "make train DATA=path/train.txt.gz  prepare a raw Criteo Kaggle file and train on it"
-	@echo "           RUN=DIR ARGS='--set k=v'  where the run is saved; more options of 'recsys train'"
+	@echo "           RUN=DIR ARGS='--set k=v'  folder of the run; more options of 'recsys train'"
 	@echo "make test                          run the tests"
-	@echo "make check                         ruff, formatting, mypy"
-	@echo "make stress                        the property tests with large counts, half an hour of chance"
-	@echo "make bench, make reference         the numbers in docs/benchmarks/ (they need RECSYS_DATA)"
-	@echo "make coverage                      the numbers in docs/synthetic.md (needs RECSYS_DATA)"
-	@echo "make tables                        the tables in the docs, from those numbers"
-	@echo "make setup                         .venv with everything pinned; the others call it"
+	@echo "make check                         run ruff, check formatting, run mypy"
+	@echo "make stress                        run the property tests with many random cases, half an hour"
+	@echo "make bench, make reference         measure the numbers in docs/benchmarks/ (need RECSYS_DATA)"
+	@echo "make coverage                      measure the numbers in docs/synthetic.md (needs RECSYS_DATA)"
+	@echo "make tables                        make the tables in the docs from these numbers"
+	@echo "make setup                         install pinned versions into .venv; the others call it"
 
 setup: .venv/ready
 
@@ -30,8 +30,8 @@ ifeq ($(DATA),)
 train: setup
 	$(BIN)/recsys train synthetic:criteo-kaggle --run $(RUN) $(ARGS)
 else
-# Raw files are prepared once. Many are called train.txt.gz, so the store's name has a sum of their
-# paths; one that has changed since is for `recsys prepare` to refuse.
+# Raw files are prepared once. Many are called train.txt.gz, so the store's name has a checksum of
+# their paths. `recsys prepare` refuses files that have changed since.
 STORE := stores/$(notdir $(firstword $(DATA)))-$(shell echo "$(abspath $(DATA))" | cksum | cut -d' ' -f1)
 train: setup $(STORE)
 	$(BIN)/recsys train $(STORE) --run $(RUN) $(ARGS)
@@ -40,7 +40,7 @@ $(STORE): $(wildcard $(DATA)) | setup
 	$(BIN)/recsys prepare criteo-kaggle $(DATA) --out $@
 endif
 
-# A test that takes ten minutes hangs: the run ends then, and prints where.
+# A test that takes ten minutes hangs. The run then ends and prints where.
 test: setup
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
