@@ -43,7 +43,7 @@ def test_rows_are_medians_with_their_spread_and_carry_the_environment(tmp_path):
     assert "torch" in record["environment"]
 
 
-def test_everybody_is_called_once_a_round_in_changing_company_and_warm_up_is_not_counted():
+def test_every_provider_is_called_once_a_round_in_changing_order_and_warm_up_is_not_counted():
     calls = []
 
     def call(name):

@@ -1,12 +1,11 @@
-"""One run of a pipeline as chance wants it, beside a twin whose rows are all resident.
+"""One random run of a pipeline, compared with a twin whose rows are all resident.
 
-The seed says tables, optimizer, schedule, budget, plan, and what happens between two steps:
-evaluations, writes to tables by others, tables loaded anew, another budget and another plan, rows
-pinned by their uses, transfers that fail, graphs that are kept and dropped, claims that nobody
-takes, and claims that are split. At every step a row
-must be in one slot at most, slots must be counted as often as tickets hold them, and losses be the
-twin's; every few steps all rows must be, too, and at the end rows and optimizer state. Plans and
-budgets change by building the module anew.
+The seed chooses tables, optimizer, schedule, budget, plan, and what happens between two steps:
+evaluations, writes to tables, loading of tables, another budget or plan, pinning of popular rows,
+transfers that fail, graphs that are kept and dropped, claims that no lookup uses, and claims that
+are split. After every step a row must be in at most one slot, the counts of slots must equal the
+tickets that hold them, and losses must equal the twin's. Every few steps all rows must be equal
+too, and at the end also the optimizer state. Plans and budgets change by rebuilding the module.
 """
 
 import random
@@ -134,7 +133,7 @@ class Run:
             (self._break_a_transfer, 2),
             (self._keep_a_graph, 2),
             (self._drop_graphs, 1),
-            (self._claim_for_nobody, 2),
+            (self._claim_without_use, 2),
             (self._split_a_claim, 2),
             (self._pin_popular, 2),
             (self._pipeline_detaches, 1),
@@ -230,11 +229,11 @@ class Run:
             try:
                 expected, found = (model(batch)[0] for model in self._models())
                 assert torch.equal(expected, found)
-            except OSError as error:  # rows that tickets need are read anew behind a write
+            except OSError as error:  # rows that tickets need are read again after a write
                 self._require_known(error)
 
     def _evaluate_by_the_pipeline(self):
-        """On an iterator of its own, which may be left before its end."""
+        """Evaluate on a separate iterator, which may be left before its end."""
         chance = self._random
         batches = chance.choices(self._batches, k=chance.randint(1, 3))
         iterator = iter(batches) if chance.random() < 0.5 else (batch for batch in batches)
@@ -296,7 +295,7 @@ class Run:
     def _drop_graphs(self):
         self._graphs.clear()
 
-    def _claim_for_nobody(self):
+    def _claim_without_use(self):
         try:
             claim = self._model.embeddings.prefetch(
                 self._random.choice(self._batches).sparse_features
@@ -373,7 +372,7 @@ class Run:
         for tiers in self._model.embeddings.tiers():
             tiers.residency.settle()
             slots = tiers.hot.slots
-            if tiers.is_exposed:  # somebody has looked: the tables count until the next lookup
+            if tiers.is_exposed:  # the table was read: the tables count until the next lookup
                 continue
             for number, table in enumerate(tiers._tables.tables if tiers._tables else ()):
                 first, rows = int(tiers.hot.first_rows[number]), table.detach().clone()
@@ -384,7 +383,7 @@ class Run:
 
 
 def _raw_tables(model):
-    """The tables' memory; nobody is told that it is looked at."""
+    """The tables' memory, read without telling the module."""
     with torch._C.DisableTorchFunctionSubclass():
         return [weight.data for weight in model.embeddings.table_weights()]
 

@@ -33,7 +33,7 @@ def make(is_hot, batch_size=7, seed=0, num_train=None, **constants):
 
 
 def take(loader, losses=()):
-    """All batches, and behind which of them a loss was wanted."""
+    """All batches, and after which of them a loss was wanted."""
     losses, swaps, batches = iter(losses), [], []
     for batch in loader:
         batches.append(batch)

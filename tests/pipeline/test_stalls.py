@@ -225,7 +225,7 @@ def test_the_table_has_every_stage_of_training_and_what_would_loosen_the_largest
     assert "compute faster" in format_stalls(describe_stalls(clock, []))
 
 
-def test_a_picture_of_a_timeline_shows_ten_steps_behind_the_first():
+def test_a_picture_of_a_timeline_shows_ten_steps_after_the_first():
     timeline = Timeline()
     for step in range(14):
         timeline.add("steps", "load", step, step + 0.25)

@@ -132,7 +132,7 @@ def test_looking_at_writing_to_and_loading_tables_between_steps_is_heeded(small,
     small.require_equal(*models)
 
 
-def test_detach_leaves_nothing_under_way_and_progress_goes_on_behind_it(small, pair, batches):
+def test_detach_leaves_nothing_under_way_and_progress_goes_on_after_it(small, pair, batches):
     models, dense = pair()
     pipeline = TrainPipeline(models[1], dense[1], schedule=LookAhead(3))
     iterator = iter(batches)
@@ -185,16 +185,16 @@ def test_an_exception_of_the_iterator_comes_in_its_turn(small, pair, batches, sc
 
 
 class Stumbling(nn.Module):
-    """Raises at some mini-batches, before or behind the lookup."""
+    """Raises at some mini-batches, before or after the lookup."""
 
-    def __init__(self, model, error, at, *, is_behind):
+    def __init__(self, model, error, at, *, is_after):
         super().__init__()
-        self.model, self.error, self.at, self.is_behind = model, error, list(at), is_behind
+        self.model, self.error, self.at, self.is_after = model, error, list(at), is_after
         self.embeddings, self.layer = model.embeddings, model.layer
 
     def forward(self, batch):
         stumbles = bool(self.at) and self.at.pop(0)
-        if stumbles and not self.is_behind:
+        if stumbles and not self.is_after:
             raise self.error
         found = self.model(batch)
         if stumbles:
@@ -202,15 +202,15 @@ class Stumbling(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("is_after", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()], ids=repr)
-def test_behind_a_model_that_raises_training_goes_on_with_the_next(
-    small, pair, batches, error, is_behind
+def test_after_a_model_that_raises_training_goes_on_with_the_next(
+    small, pair, batches, error, is_after
 ):
     models, dense = pair()
     at = [False, True, False, True]
     pipeline = TrainPipeline(
-        Stumbling(models[1], error, at, is_behind=is_behind), dense[1], schedule=LookAhead(3)
+        Stumbling(models[1], error, at, is_after=is_after), dense[1], schedule=LookAhead(3)
     )
     iterator, losses = iter(batches), []
 
@@ -228,7 +228,7 @@ def test_behind_a_model_that_raises_training_goes_on_with_the_next(
 
 def test_a_model_that_raises_stop_iteration_does_not_end_the_data(pair, batches):
     (_, tiered), (_, dense) = pair()
-    model = Stumbling(tiered, StopIteration(), [True], is_behind=True)
+    model = Stumbling(tiered, StopIteration(), [True], is_after=True)
 
     with pytest.raises(RuntimeError, match="the model raised StopIteration"):
         TrainPipeline(model, dense).progress(iter(batches))
