@@ -16,14 +16,13 @@ import numpy as np
 import torch
 
 from recsys.build import (
+    build_loader,
     build_model,
     build_pipeline,
     compile_kernels,
     open_source,
-    permutation_seed,
 )
 from recsys.config import ScheduleConfig
-from recsys.datasets.loader import BatchLoader
 from recsys.embeddings.hot_tier import floor_bytes, row_bytes, slot_bytes
 from recsys.embeddings.plan import HotPlan
 from recsys.embeddings.providers import row_optimizer
@@ -152,7 +151,7 @@ class _Run:
         self.model, self.optimizers = build_model(config, source)
         self.losses: list[float] = []
         self.model.train()
-        loader = _loader(config, source)
+        loader = build_loader(config, source, None)
         num_steps = min(len(loader), max_steps or len(loader))
         pipeline = build_pipeline(self.model, self.optimizers, config, StageClock(), num_steps)
         for loss, _ in pipeline.steps(islice(loader, max_steps)):
@@ -186,17 +185,6 @@ class _Run:
         return found
 
 
-def _loader(config: TrainConfig, source: SampleSource) -> BatchLoader:
-    return BatchLoader(
-        source,
-        "train",
-        config.batch_size,
-        shuffle=True,
-        seed=config.seed,
-        permutation_seed=permutation_seed(config),
-    )
-
-
 def _budget_bytes(
     config: TrainConfig, source: SampleSource, name: str, max_steps: int | None
 ) -> int:
@@ -210,7 +198,8 @@ def _budget_bytes(
         return everything
     if name not in BUDGETS:
         return parse_bytes(name, "budget")
-    num_slots = max(_num_distinct(batch) for batch in islice(_loader(config, source), max_steps))
+    loader = build_loader(config, source, None)
+    num_slots = max(_num_distinct(batch) for batch in islice(loader, max_steps))
     floor = floor_bytes(num_rows, [(num_slots, slot_bytes(dim, torch.float32, state))])
     if config.plan:  # a plan leaves room for mini-batches that it does not know
         floor = max(floor, HotPlan.load(config.plan).floor_bytes)

@@ -36,7 +36,7 @@ _COLD, _HOT = 0, 1
 
 
 @dataclass
-class _Place:
+class _Position:
     """A position in an epoch.
 
     Attributes:
@@ -50,7 +50,7 @@ class _Place:
     wants_loss: bool = False
 
 
-class HotColdLoader(ResumableLoader[_Place]):
+class HotColdLoader(ResumableLoader[_Position]):
     """Iterates over one split of a source, over cold and hot samples in turns, each once per epoch.
 
         loader = HotColdLoader(store, "train", 128, is_hot, FAE(), seed=0)
@@ -109,7 +109,9 @@ class HotColdLoader(ResumableLoader[_Place]):
             raise ConfigError(
                 f"batch_size and prefetch must be at least 1, got {batch_size} and {prefetch}"
             )
-        super().__init__(split, _Place([0, 0], [0, 0]), _WHY_NOT_AHEAD if fae.is_adaptive else "")
+        super().__init__(
+            split, _Position([0, 0], [0, 0]), _WHY_NOT_AHEAD if fae.is_adaptive else ""
+        )
         self.source, self.batch_size = source, batch_size
         self.seed, self.fae = seed, fae
         self.epoch = 0
@@ -176,7 +178,7 @@ class HotColdLoader(ResumableLoader[_Place]):
         self._require_idle("given a state")
         self.scheduler.load_state_dict(state["scheduler"])
         self.epoch = state["epoch"]
-        self._settled = _Place(
+        self._settled = _Position(
             list(state["num_done"]), list(state["num_left"]), state["wants_loss"]
         )
 
@@ -184,7 +186,7 @@ class HotColdLoader(ResumableLoader[_Place]):
     def _num_batches(self) -> list[int]:
         return [-(-len(samples) // self.batch_size) for samples in self._samples]
 
-    def _read(self, position: _Place) -> Generator[tuple[Batch, _Place]]:
+    def _read(self, position: _Position) -> Generator[tuple[Batch, _Position]]:
         orders = [self._order(kind) for kind in (_COLD, _HOT)]
         place = position
         while place.num_done != self._num_batches:
@@ -199,14 +201,14 @@ class HotColdLoader(ResumableLoader[_Place]):
                     num_left[kind] -= 1
                     is_over = num_done == self._num_batches
                     is_swap = not any(num_left) and not is_over
-                    place = _Place(num_done, num_left, is_swap and self.fae.is_adaptive)
+                    place = _Position(num_done, num_left, is_swap and self.fae.is_adaptive)
                     yield batch, place
 
-    def _end_epoch(self) -> _Place:
+    def _end_epoch(self) -> _Position:
         self.epoch += 1
-        return _Place([0, 0], [0, 0])
+        return _Position([0, 0], [0, 0])
 
-    def _new_turn(self, place: _Place) -> list[int]:
+    def _new_turn(self, place: _Position) -> list[int]:
         """Numbers of cold and hot mini-batches in the next turn."""
         return [
             min(self.scheduler.share_of(num_batches), num_batches - num_done)
@@ -214,7 +216,7 @@ class HotColdLoader(ResumableLoader[_Place]):
         ]
 
     def _parts(
-        self, orders: list[NDArray[np.int64]], kinds: list[int], place: _Place
+        self, orders: list[NDArray[np.int64]], kinds: list[int], place: _Position
     ) -> Iterator[NDArray[np.int64]]:
         """The samples of mini-batches of these kinds, beginning at a position."""
         starts = [num * self.batch_size for num in place.num_done]
@@ -236,7 +238,7 @@ class HotColdLoader(ResumableLoader[_Place]):
             "is_hot": self._is_hot_digest,
         }
 
-    def _require_loss(self, place: _Place) -> None:
+    def _require_loss(self, place: _Position) -> None:
         if place.wants_loss:
             raise RuntimeError(
                 "the loader's next turn waits for the loss after the last one; call observe(loss) "
