@@ -187,7 +187,7 @@ def _weight(bag: nn.Module) -> nn.Parameter:
     return cast("nn.Parameter", bag.weight)
 
 
-# Both modules share these dictionaries, because a hook's handle removes the hook from its own one.
+# Both modules share these dictionaries: a hook's handle removes it from the one it was added to.
 _SHARED = (
     "_backward_hooks",
     "_backward_pre_hooks",

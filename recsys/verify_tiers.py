@@ -81,8 +81,7 @@ def verify_budgets(
 
     Args:
         config: Configures the runs; its `plan` is used, its `budget` is not. With `cold_tier`
-            "file", rows are in a temporary folder under `cold_path`, or in the system's if that is
-            empty.
+            "file", rows are in a temporary folder, under `cold_path` if that is given.
         budgets: Names from `BUDGETS`, or sizes like "256MiB". "floor" is the least that these
             mini-batches and the plan need; "half" and "everything" are shares of the bytes of rows
             and state.

@@ -2,7 +2,7 @@
 
     make      the turn's mini-batches, and those for the window ahead
     warm up   untimed steps, which fill the window
-    timed     steps with a full window: each step takes one mini-batch out and one in
+    timed     steps with a full window: each one takes a mini-batch out of it and adds another
     rest      waits for transfers, untimed
 
 The next turn continues with the same stream of mini-batches and the same window. After a rest all

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -47,12 +47,12 @@ class Inputs:
 
     def __init__(self, model: nn.Module, ids: Callable[[Any], Any] | None) -> None:
         self._model, self._ids = model, ids
-        ours = {name: each for name, each in model.named_modules() if _is_ours(each)}
-        parts = {part for each in ours.values() for part in each.modules() if part is not each}
-        self._ours = [module for module in ours.values() if module not in parts]
-        self.modules = {
-            name: module for name, module in ours.items() if module not in parts and module.tiers()
+        found = {
+            name: each for name, each in model.named_modules() if isinstance(each, AbstractTables)
         }
+        parts = {part for each in found.values() for part in each.modules() if part is not each}
+        self._whole = {name: each for name, each in found.items() if each not in parts}
+        self.modules = {name: each for name, each in self._whole.items() if each.tiers()}
         self._has_warned = False
         self.has_unknown_inputs = False
         # Tiers that are rebuilt with other slots keep the same clock.
@@ -76,7 +76,7 @@ class Inputs:
 
     def updaters(self) -> list[RowUpdater]:
         """The updaters of all rows of the model, including those of resident modules."""
-        found = (module.row_updater for module in self._ours)
+        found = (module.row_updater for module in self._whole.values())
         return list(dict.fromkeys(each for each in found if each is not None))
 
     def prefetch(self, batch: Any) -> list[Prefetched] | None:
@@ -167,10 +167,6 @@ def cancel(claims: Sequence[Prefetched] | None) -> None:
     """Release the claims of a mini-batch."""
     for claim in claims or ():
         claim.cancel()
-
-
-def _is_ours(module: nn.Module) -> TypeGuard[AbstractTables]:
-    return isinstance(module, AbstractTables)
 
 
 def _fits(module: nn.Module, features: Features) -> bool:
