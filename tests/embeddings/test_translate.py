@@ -97,7 +97,7 @@ REFUSED = {
         {"lr": 0.1, "momentum": 0.9, "nesterov": True},
         "with momentum=0.9 updates rows",
     ),
-    "decay": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, "with weight_decay=0.1 moves"),
+    "decay": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, "with weight_decay=0.1 updates"),
     "maximize": (
         torch.optim.SparseAdam,
         {"maximize": True},
