@@ -30,7 +30,7 @@ def curve_file(file: Path) -> Path:
     curve = file.with_suffix(".png")
     if curve == file:
         raise ConfigError(
-            f"{file} is where the curve (a picture) goes; give the JSON a name that ends in .json"
+            f"{file} is where the curve goes; give the JSON a name that ends in .json"
         )
     require_place(curve)
     return curve

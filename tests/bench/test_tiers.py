@@ -44,7 +44,7 @@ def test_budgets_and_schedules_are_measured_beside_everything_resident(capsys):
         "0.5,schedule=lookahead-1": metrics,
         "1,schedule=sequential": of_pipeline,
     }
-    assert "share=0.001: left out" in capsys.readouterr().out
+    assert "share=0.001: skipped" in capsys.readouterr().out
     everything = 5007 * row_bytes(4, torch.float32, {"state": 1})
     assert cells["0.5,schedule=sequential", "recsys", "budget"].median == int(0.5 * everything)
     assert cells["1,schedule=sequential", "recsys", "budget"].median == everything
