@@ -464,7 +464,7 @@ def test_rows_of_resident_modules_move_once_too():
     torch.testing.assert_close(runs[1], runs[0], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:schedule. nothing tells")
+@pytest.mark.filterwarnings("ignore:schedule. it is not known")
 def test_a_mini_batch_of_which_nothing_tells_all_ids_stays_whole():
     batches = [make_batch((300, 200), seed, 0.3) for seed in range(8)]
     model = Bags((300, 200), (4, 4), SGD(lr=0.02), [6000, 6000], auto_apply=False)
