@@ -173,7 +173,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["profile", "nowhere", "--out", "f.npz"], "nowhere is not a store"),
         (["profile", "synthetic:other", "--out", "f"], "must be 'synthetic:criteo-kaggle'"),
         (["plan", "nowhere", "--budget", "1GiB", "--out", "f"], "No such file or directory"),
-        (["bench", "prepare", "--raw", "nowhere"], "nowhere is no file"),
+        (["bench", "prepare", "--raw", "nowhere"], "nowhere is not a file"),
         (["evaluate", "nowhere", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "prepare", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "step", "--json", "."], ". is a folder; name a file to be written"),
