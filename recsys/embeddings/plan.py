@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch, Features
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import Batch, Features, SampleSource
     from recsys.embeddings.coverage import Coverage
     from recsys.embeddings.optimizer import RowOptimizer
 

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch, Features
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import Batch, Features, SampleSource
     from recsys.embeddings.lookup_blocks import LookupBlock
     from recsys.embeddings.table import TableConfig
 

@@ -398,7 +398,7 @@ def test_what_makes_no_sense_is_refused(call, message):
 
 def test_samples_outside_of_the_source_are_refused(store):
     for samples in (range(3001), range(-1, 5), range(0, 10, 2)):
-        with pytest.raises(ConfigError, match=r"must be a run within \[0, 3000\)"):
+        with pytest.raises(ConfigError, match=r"must be a range of step 1 within \[0, 3000\)"):
             PopularityProfile.count(store, samples)
 
 
