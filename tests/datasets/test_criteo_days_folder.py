@@ -81,7 +81,7 @@ def test_a_folder_of_somebody_else_is_left_alone(days, tmp_path, unfinished, nam
 def test_a_file_in_the_folders_place_is_left_alone(days, tmp_path, unfinished):
     unfinished.write_text("mine")
 
-    with pytest.raises(AlreadyExists, match=r"unfinished must be a folder, .* is a file; move it"):
+    with pytest.raises(AlreadyExists, match=r"unfinished must be a folder .* is a file; move it"):
         prepare(days, tmp_path / "store")
 
     assert unfinished.read_text() == "mine"

@@ -234,7 +234,7 @@ def test_days_of_other_widths_and_files_that_are_no_arrays_are_refused(tmp_path)
         read_torchrec_npy(tmp_path, ["day_0", "day_1"], tmp_path / "store")
 
     (tmp_path / "day_0_dense.npy").write_text("text")
-    with pytest.raises(DatasetFormatError, match=r"day_0_dense\.npy: is no whole array"):
+    with pytest.raises(DatasetFormatError, match=r"day_0_dense\.npy: is not a complete array"):
         read_torchrec_npy(tmp_path, ["day_0"], tmp_path / "store")
 
 
