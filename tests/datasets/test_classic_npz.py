@@ -124,7 +124,7 @@ def test_its_splits_are_those_of_the_classic_loader(store, tmp_path):
     [
         ("y", lambda y: y + 1, r"y, sample \d+: .* in \[0, 2\), got 2; labels must be 0 or 1"),
         ("y", lambda y: y[:-1], r"X_cat: must be \(44, 26\), got \(45, 26\)"),
-        ("y", lambda y: y[:0], "y: must have a sample at least"),
+        ("y", lambda y: y[:0], "y: must have at least one sample"),
         ("y", lambda y: y[:, None], r"y: must be \(N,\), got \(45, 1\)"),
         ("y", lambda y: y.astype(str), "y: must hold numbers, got dtype <U"),
         ("y", lambda y: y.astype(object), "y: must hold numbers, got dtype object"),

@@ -398,7 +398,7 @@ def test_bad_lines_skipped_once_are_skipped_for_good(days, tmp_path, stopped):
     days[0].write_text("bad\n" + days[0].read_text())
     stopped(skip_bad_lines=True)
 
-    refused(days, tmp_path, ConfigError, "must be skipped, as 1 were .* with --skip-bad-lines, or")
+    refused(days, tmp_path, ConfigError, "must be skipped, as 1 were .* add --skip-bad-lines, or")
 
 
 @pytest.mark.parametrize("given", [[1, 2], [0, 2], [0], [1]])
@@ -430,9 +430,7 @@ def test_a_damaged_record_is_refused(days, tmp_path, stopped):
     record = stopped() / "committed.json"
     record.write_text(record.read_text().replace('"num_samples": 25', '"num_samples": 24'))
 
-    refused(
-        days, tmp_path, StoreError, r"committed\.json was changed: .* to start again"
-    )
+    refused(days, tmp_path, StoreError, r"committed\.json was changed: .* to start again")
 
 
 def test_arrays_that_lost_committed_samples_are_refused(days, tmp_path, stopped):
@@ -461,8 +459,8 @@ def test_another_version_of_the_record_is_refused(days, tmp_path, stopped):
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        ([], {}, "day_files must name a day at least"),
-        (["day_0"], {"max_ind_range": 0}, "max_ind_range must be 1 or more, got 0"),
+        ([], {}, "day_files must name at least one day"),
+        (["day_0"], {"max_ind_range": 0}, "max_ind_range must be at least 1, got 0"),
         (
             ["day_0", "day_10", "day_2"],
             {},

@@ -72,7 +72,7 @@ def test_a_folder_is_claimed_while_it_is_empty_and_stays_claimed(tmp_path):
 
 
 def test_a_folder_with_something_in_it_is_not_claimed_even_with_a_record(folder):
-    with pytest.raises(AlreadyExists, match=r"must be empty or made by recsys .*has 'committed\.json'; move"):
+    with pytest.raises(AlreadyExists, match=r"must be empty or made .*has 'committed\.json'; move"):
         folder.claim()
 
     assert not folder.has_marker
@@ -122,7 +122,7 @@ def test_a_damaged_record_is_refused_and_nothing_is_touched(folder, change):
     record.write_text(change(record.read_text()))
     (folder.path / "one").write_text("one and more")
 
-    with pytest.raises(StoreError, match=rf"committed\.json .* remove {folder.path} to start again"):
+    with pytest.raises(StoreError, match=rf"committed\.json .* remove {folder.path} to start"):
         folder.roll_back()
 
     assert contents(folder) == {"one": "one and more", "sub/two": "two"}
