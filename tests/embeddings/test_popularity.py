@@ -353,11 +353,11 @@ def sized(name, size):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p: p.merge(PopularityProfile({"a": 5, "b": 3})), "'a' has 4 rows in the profile"),
-        (lambda p: p.merge(PopularityProfile({"a": 4})), r"\['b'\] are in the profile alone"),
+        (lambda p: p.merge(PopularityProfile({"a": 5, "b": 3})), "'a' has 4 rows in this profile"),
+        (lambda p: p.merge(PopularityProfile({"a": 4})), r"\['b'\] are only in this profile"),
         (lambda p: p.merge(PopularityProfile({"b": 3, "a": 4})), "their order differs"),
         (lambda p: p.merge(PopularityProfile({"a": 4, "b": 3}, rate=0.5)), "of rate 0.5 cannot"),
-        (lambda p: p.coverage(1, PopularityProfile({"c": 4})), r"\['c'\] are not in the profile"),
+        (lambda p: p.coverage(1, PopularityProfile({"c": 4})), r"\['c'\] are not in this profile"),
         (lambda p: p.coverage(1, SyntheticCriteo(num_samples=7)), "its feature 'a' is not among"),
         (lambda p: p.add(bags({"a": [[0]]})), "table 'b': its feature 'b' is not among those"),
         (lambda p: p.for_tables([sized("c", 4)]), "table 'c' .* is not in the profile"),
@@ -377,18 +377,21 @@ def test_other_tables_are_refused_by_name(call, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: PopularityProfile({}), "there must be a table at least"),
+        (lambda: PopularityProfile({}), "there must be at least one table"),
         (lambda: PopularityProfile([sized("a", 1), sized("a", 2)]), r"distinct, got \['a', 'a'\]"),
         (lambda: PopularityProfile({"a": 0}), "table 'a' must have at least one row, got 0"),
         (lambda: PopularityProfile({"a": 1}, rate=0), r"rate must lie in \(0, 1\], got 0"),
         (lambda: PopularityProfile({"a": 1}, rate=1.5), r"rate must lie in \(0, 1\], got 1.5"),
-        (lambda: PopularityProfile({"a": 1}).decay(2), r"a decay must lie in \[0, 1\], got 2"),
+        (
+            lambda: PopularityProfile({"a": 1}).decay(2),
+            r"decay must lie in \[0, 1\], got 2",
+        ),
         (lambda: PopularityProfile({"a": 1}).ranked_rows(-1), "num_rows must be at least 0"),
         (lambda: PopularityProfile({"a": 1}).ranked_rows(weights={}), r"of tables \['a'\], got"),
         (lambda: PopularityProfile({"a": 1}).coverage(-1), "none negative"),
         (lambda: PopularityProfile({"a": 1}).coverage(1), "there are no lookups to measure"),
         (lambda: PopularityProfile({"a": 1}).coverages([]), "got 0 from"),
-        (lambda: PopularityProfile({"a": 1}).coverage(1, [], range(3)), "of a source alone"),
+        (lambda: PopularityProfile({"a": 1}).coverage(1, [], range(3)), "samples= needs a source"),
     ],
 )
 def test_what_makes_no_sense_is_refused(call, message):
