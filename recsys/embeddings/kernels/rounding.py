@@ -1,19 +1,19 @@
-"""Rows of 16 bits: how kernels read and write numbers of bfloat16 and float16.
+"""How kernels read and write rows of bfloat16 and float16.
 
-numpy knows no bfloat16 and numba no float16, so a kernel sees a row of bfloat16 as uint16 and one
-of float16 as int16, and by these types tells them apart. It computes in float32: `widen` is exact,
-`narrow` rounds. Of a number that lies between two stored ones, at a share f of the way,
+numpy has no bfloat16 and numba no float16. So a kernel sees bfloat16 rows as uint16 and float16
+rows as int16, and distinguishes them by these types. It computes in float32: `widen` is exact,
+`narrow` rounds. For a number between two 16-bit numbers, at a fraction f of the distance,
 
-    stochastic rounding   takes the upper one with probability f: right on average, so that many
-                          small steps add up where rounding to the nearest would lose each of them
-    rounding to nearest   takes the nearer one, of two equally near the even one
+    stochastic rounding   rounds up with probability f. This is exact on average, so many small
+                          steps add up, while rounding to nearest would lose each of them
+    rounding to nearest   takes the nearer number; if both are equally near, the even one
 
-What 16 bits hold exactly stays. Beyond the largest number there is no upper one: there the nearest
-counts in either case, so what is out of reach is infinity. NaN stays NaN.
+Numbers that 16 bits can represent do not change. Above the largest finite number both methods round
+to nearest, so large numbers become infinity. NaN stays NaN.
 
-Chance is a hash of (seed, step, table, row, column) and nothing else, so a run repeats to the bit
-however many threads there are and in whatever order rows come. The hash is SplitMix64: one number
-is folded in by going on as many steps in its sequence as the number says.
+The random bits are a hash of (seed, step, table, row, column), so a run repeats to the bit for any
+number of threads and any order of rows. The hash is SplitMix64: to fold in a number n, it takes the
+element n + 1 of the sequence that starts at the current key.
 
 References:
     Steele, Lea, Flood (2014), Fast Splittable Pseudorandom Number Generators, Sec. 4 and Fig. 17.
@@ -46,7 +46,7 @@ __all__ = [
     "widen",
 ]
 
-# For kernels, in place of the tables' keys: rows are rounded to nearest, or not at all.
+# The tables' keys for kernels that round to nearest or not at all.
 TO_NEAREST = np.zeros(0, np.bool_)
 
 _MASK = 2**64 - 1
@@ -57,20 +57,20 @@ _GOLDEN_64, _FACTOR1_64, _FACTOR2_64 = (
     np.uint64(_FACTOR2),
 )
 
-# float32 as bits, without the sign.
+# Bits of float32 numbers without the sign: infinity, the largest bfloat16 and float16, and the
+# smallest normal float16.
 _INFINITY = 0x7F800000
-# The same: the largest number of bfloat16 and of float16, and the smallest normal one of float16.
 _LARGEST_BFLOAT16 = 0x7F7F0000
 _LARGEST_FLOAT16, _NORMAL_FLOAT16 = 0x477FE000, 0x38800000
-# What float16 counts exponents from, in float32's bits.
+# The difference of the exponent biases of float32 and float16, in float32's bits.
 _REBIAS = 112 << 23
 
 
 def table_key(seed: int, step: int, table: int) -> int:
-    """What the hash makes of these three; unsigned, 64 bits.
+    """The hash of (seed, step, table); unsigned, 64 bits.
 
     Args:
-        seed: Any number.
+        seed: Any integer.
         step: Number of the update.
         table: Number of the table.
     """
@@ -78,7 +78,7 @@ def table_key(seed: int, step: int, table: int) -> int:
 
 
 def fold(key: int, number: int) -> int:
-    """What the hash makes of a key and one more number; unsigned, 64 bits."""
+    """The hash of a key and one more number; unsigned, 64 bits."""
     mixed = (key + (number + 1) * _GOLDEN) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * _FACTOR1) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * _FACTOR2) & _MASK
@@ -86,13 +86,12 @@ def fold(key: int, number: int) -> int:
 
 
 def round_reference(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | None) -> Tensor:
-    """What `narrow` makes of rows, in plain PyTorch.
+    """Round rows as `narrow` does, in plain PyTorch.
 
     Args:
-        values: Any numbers.
+        values: The rows.
         dtype: bfloat16 or float16.
-        keys: What the hash has made of each row and all that comes before it; None rounds to
-            nearest.
+        keys: The hash of (seed, step, table, row) for each row; None to round to nearest.
 
     Shape:
         values (N, D) float32; keys (N,); result (N, D).
@@ -106,12 +105,12 @@ def round_reference(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | No
 
 
 def round_by(values: Tensor, dtype: torch.dtype, chance: Tensor | None) -> Tensor:
-    """Round by what chance has drawn, in plain PyTorch.
+    """Round by given random bits, in plain PyTorch.
 
     Args:
-        values: Any numbers.
+        values: The rows.
         dtype: bfloat16 or float16.
-        chance: Integers of 32 bits; None rounds to nearest.
+        chance: 32 random bits for each number; None to round to nearest.
 
     Shape:
         values (N, D) float32; chance (N, D) int64; result (N, D).
@@ -135,21 +134,21 @@ def round_by(values: Tensor, dtype: torch.dtype, chance: Tensor | None) -> Tenso
     if dtype == torch.float16:
         stored = stored.clamp(max=0x7C00)
     stored = torch.where(magnitude > _INFINITY, quiet, stored) | ((bits >> 16) & 0x8000)
-    # By int16: not every device knows uint16.
+    # Through int16, because some devices do not support uint16.
     return torch.where(stored > 0x7FFF, stored - 0x10000, stored).to(torch.int16).view(dtype)
 
 
 def widen(stored: Any) -> Any:
-    """In a kernel: a row's number as one to compute with."""
+    """In a kernel: convert a stored number to the dtype of the computation."""
     raise NotImplementedError("for kernels")
 
 
 def narrow(stored: Any, value: Any, key: Any, column: Any) -> Any:
-    """In a kernel: a number as a row has it.
+    """In a kernel: convert a computed number to the dtype of a row.
 
     Args:
-        stored: What was there; its type counts, not its value.
-        value: Computed.
+        stored: The number to be replaced; only its type is used.
+        value: The computed number.
         key: Of `key_of_row`.
         column: Number of the column.
     """
@@ -157,7 +156,7 @@ def narrow(stored: Any, value: Any, key: Any, column: Any) -> Any:
 
 
 def key_of_row(keys: Any, table: Any, row: Any) -> Any:
-    """In a kernel: what the hash makes of a table's key and a row; False for `TO_NEAREST`."""
+    """In a kernel: the hash of a table's key and a row; False for `TO_NEAREST`."""
     raise NotImplementedError("for kernels")
 
 
@@ -239,10 +238,10 @@ def _chance_float16(stored: Any, value: Any, key: Any, column: Any) -> Any:
 
 @kernel
 def _round_bfloat16(bits: np.uint32, chance: np.uint64) -> np.uint16:
-    """By chance, a number of 32 bits: up if it and what lies above the lower number exceed 2**32.
+    """Round by 32 random bits: up if the fraction and the bits add up to 2**32 or more.
 
-    What may be stored, in order of size, are 0, 1, 2, ... when read as integers, inside of a power
-    of two and across. So a number is an integer and a share of the way to the next.
+    The bits of 16-bit floats, read as integers, are 0, 1, 2, ... in order of size, across powers of
+    two as well. So a float32 is such an integer and a 32-bit fraction of the distance to the next.
     """
     magnitude = np.uint64(bits & np.uint32(0x7FFFFFFF))
     if magnitude > np.uint64(_LARGEST_BFLOAT16):
@@ -255,7 +254,7 @@ def _round_bfloat16(bits: np.uint32, chance: np.uint64) -> np.uint16:
 
 @kernel
 def _round_float16(bits: np.uint32, chance: np.uint64) -> np.int16:
-    """The same."""
+    """`_round_bfloat16` for float16."""
     magnitude = np.uint64(bits & np.uint32(0x7FFFFFFF))
     if magnitude > np.uint64(_LARGEST_FLOAT16):
         chance = np.uint64(1 << 31)
@@ -267,7 +266,7 @@ def _round_float16(bits: np.uint32, chance: np.uint64) -> np.int16:
 
 @kernel
 def _fixed_float16(magnitude: np.uint64) -> np.uint64:
-    """A float32 as float16's integer, 32 bits, and its share of the way to the next, 32 bits."""
+    """A float32 as the integer of a float16 (high 32 bits) and the fraction to the next (low)."""
     mantissa = (magnitude & np.uint64(0x7FFFFF)) | np.uint64(0x800000)
     places = min(np.uint64(126) - (magnitude >> np.uint64(23)), np.uint64(63))
     tiny = (mantissa << np.uint64(32)) >> places
