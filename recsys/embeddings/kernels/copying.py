@@ -19,7 +19,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["RUN", "add_run", "copy_run"]
+__all__ = ["RUN", "add_run", "copy_run", "is_run_finite"]
 
 # How many numbers `add_run` adds at once: 8 float32 are a vector of AVX2, 8 float64 one of AVX-512.
 # At D=16, the update of float32 rows was as fast with 16.
@@ -90,6 +90,36 @@ def add_run(_context: Any, target: Any, to: Any, source: Any, begin: Any, count:
         return context.get_dummy_value()
 
     return _signature(target, source), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]  # numba's
+def is_run_finite(_context: Any, source: Any, begin: Any, count: Any) -> Any:
+    """In a kernel: whether no number of `source[begin : begin + count]` is nan or inf.
+
+    Args:
+        source: One-dimensional, contiguous, of floating point.
+        begin: Unsigned.
+        count: Unsigned, a multiple of `RUN`.
+    """
+    if not isinstance(source, types.Array) or not isinstance(source.dtype, types.Float):
+        return None
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        vector = ir.VectorType(context.get_data_type(source.dtype), RUN).as_pointer()
+        itemsize = context.get_abi_sizeof(context.get_data_type(source.dtype))
+        numbers = _address(context, builder, signature, arguments, 0)
+        flags = ir.IntType(RUN)
+        found = cgutils.alloca_once_value(builder, ir.Constant(flags, 0))
+        zero, run = (ir.Constant(ir.IntType(64), number) for number in (0, RUN))
+        with cgutils.for_range_slice(builder, zero, arguments[2], run, inc=True) as (first, _):
+            run_at = builder.bitcast(builder.gep(numbers, [first]), vector)
+            values = builder.load(run_at, align=itemsize)
+            zeros = builder.fsub(values, values)  # nan where a value is nan or inf
+            are_nan = builder.bitcast(builder.fcmp_unordered("uno", zeros, zeros), flags)
+            builder.store(builder.or_(builder.load(found), are_nan), found)
+        return builder.icmp_unsigned("==", builder.load(found), ir.Constant(flags, 0))
+
+    return types.boolean(source, types.uint64, types.uint64), generate
 
 
 def _are_runs(target: Any, to: Any, source: Any, begin: Any, count: Any) -> bool:
