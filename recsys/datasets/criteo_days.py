@@ -261,38 +261,38 @@ def _check_resumable(
     """The committed days, after checking that this run may resume from them."""
     if committed is None:
         return []
-    anew = f"or remove {folder.path} to start again"
+    or_remove = f"or remove {folder.path} to start again"
     if committed.get("version") != _VERSION:
         raise StoreError(
             f"{folder.path}: version must be {_VERSION} for this version of recsys, got "
-            f"{committed.get('version')!r}; resume with the version that began it, {anew}"
+            f"{committed.get('version')!r}; resume with the version that began it, {or_remove}"
         )
     days: list[dict[str, Any]] = committed["days"]
     if max_ind_range != committed["max_ind_range"]:
         raise ConfigError(
             f"{folder.path}: max_ind_range must be {committed['max_ind_range']}, as for the days "
-            f"prepared so far, got {max_ind_range}; use that value, {anew}"
+            f"prepared so far, got {max_ind_range}; use that value, {or_remove}"
         )
     num_bad = _sum(days, "num_bad_lines")
     if num_bad and not skip_bad_lines:
         raise ConfigError(
             f"{folder.path}: bad lines must be skipped, as {num_bad} were in the days prepared so "
-            f"far; add --skip-bad-lines, {anew}"
+            f"far; add --skip-bad-lines, {or_remove}"
         )
     names = [day["name"] for day in days]
     if names != [path.name for path in paths[: len(days)]]:
         raise ConfigError(
             f"{folder.path}: the first days must be {', '.join(names)}, prepared so far, got "
-            f"{', '.join(path.name for path in paths)}; name them, {anew}"
+            f"{', '.join(path.name for path in paths)}; name them, {or_remove}"
         )
     for day, path in zip(days, paths, strict=False):
-        _check_unchanged(day, path, anew)
+        _check_unchanged(day, path, or_remove)
     return days
 
 
-def _check_unchanged(day: dict[str, Any], path: Path, anew: str) -> None:
+def _check_unchanged(day: dict[str, Any], path: Path, or_remove: str) -> None:
     found = path.stat()
-    suggestion = f"restore the file that was prepared, {anew}"
+    suggestion = f"restore the file that was prepared, {or_remove}"
     if found.st_size != day["num_bytes"]:
         raise StoreError(
             f"{path} must have {day['num_bytes']} bytes, as when it was prepared, has "
