@@ -161,7 +161,8 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     starts = torch.tensor(first_bags, device=device).cumsum(0)
     bags = (bag_of_FB[rows].long() + starts.unsqueeze(1)).flatten()
     places, expanded = _places_of_bags(offsets, bags)
-    weights = None if features.weights_or_none() is None else features.weights_or_none()[places]
+    weights = features.weights_or_none()
+    weights = None if weights is None else weights[places]
     return JaggedIds._unchecked(keys, features.values()[places], expanded, weights)
 
 
