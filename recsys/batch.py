@@ -207,8 +207,7 @@ class JaggedIds:
         point.
 
     Raises:
-        ValueError: A shape or dtype is not as above; on the CPU also: offsets that do not start at
-            0, end at N or decrease.
+        ValueError: shapes or dtypes are wrong, or (on the CPU) offsets do not ascend from 0 to N.
     """
 
     def __init__(

@@ -464,7 +464,7 @@ def test_another_version_of_the_record_is_refused(days, tmp_path, stopped):
         (
             ["day_0", "day_10", "day_2"],
             {},
-            r"oldest first, got day_2 behind day_10; a shell's day_",
+            r"oldest first, got day_2 after day_10; in a shell use day_",
         ),
         (["day_1.gz", "day_1.gz"], {}, r"given once, got two files day_1\.gz; leave one out"),
         (["a/day_1", "b/day_1"], {}, "given once, got two files day_1; leave one out"),
