@@ -309,5 +309,5 @@ def test_a_plan_in_another_order_is_no_collections():
     ]
     plan = planned(PROFILE, "1MiB", **SIZES)
 
-    with pytest.raises(ProfileError, match=r"in the order \['tables.0', .*here it is \['tables.1'"):
+    with pytest.raises(ProfileError, match=r"order is \['tables.0', .*and \['tables.1'"):
         plan.of_tables(tables[::-1])

@@ -457,10 +457,10 @@ def _is_finite(summed_D: NDArray[Any], run_dim: np.uint64) -> bool:
         run_dim: D if it was known when this was compiled, else 0.
     """
     if run_dim:
-        return is_run_finite(summed_D, np.uint64(0), run_dim)
+        return bool(is_run_finite(summed_D, np.uint64(0), run_dim))
     dim = np.uint64(len(summed_D))
     whole = dim - dim % np.uint64(RUN)
     is_finite = is_run_finite(summed_D, np.uint64(0), whole)
     for d in range(whole, dim):
         is_finite = is_finite and np.isfinite(summed_D[d])
-    return is_finite
+    return bool(is_finite)
