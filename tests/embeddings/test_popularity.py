@@ -392,7 +392,7 @@ def test_other_tables_are_refused_by_name(call, message):
         (lambda: PopularityProfile({"a": 1}).ranked_rows(-1), "num_rows must be at least 0"),
         (
             lambda: PopularityProfile({"a": 1}).ranked_rows(weights={}),
-            r"have the tables \['a'\], got",
+            r"tables \['a'\], got",
         ),
         (lambda: PopularityProfile({"a": 1}).coverage(-1), "none negative"),
         (lambda: PopularityProfile({"a": 1}).coverage(1), "there must be lookups to measure"),
