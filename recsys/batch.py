@@ -1,8 +1,7 @@
-"""What one mini-batch is made of: dense features, jagged ids, labels; and what a lookup returns.
+"""Mini-batches, the sources they are read from, and the result of a lookup.
 
 `JaggedIds` and `PooledEmbeddings` are the light counterparts of TorchRec's `KeyedJaggedTensor` and
-`KeyedTensor`: the same layout, the methods that lookups and models need under the same names, and
-no dependency. Modules here take either.
+`KeyedTensor`: the same layout and method names, without the dependency. Modules accept either.
 
     keys    = ["cat_0", "cat_1"]          batch of 3 samples
     values  = [4, 9, 9 | 0, 2]            the rows of cat_0, then those of cat_1
@@ -12,13 +11,13 @@ no dependency. Modules here take either.
     cat_0      [4]        [9, 9]     []
     cat_1      [0]        []         [2]
 
-Shape letters: B samples, F features, N lookups, D embedding_dim.
+Shape letters: B samples, F features, I dense features, N lookups, D embedding_dim.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -27,6 +26,8 @@ from recsys.errors import MissingDependency
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -36,6 +37,7 @@ __all__ = [
     "JaggedIds",
     "Pooled",
     "PooledEmbeddings",
+    "SampleSource",
     "expand_to_one_batch_size",
     "places_of_samples",
     "require_one_batch_size",
@@ -44,13 +46,13 @@ __all__ = [
 
 
 class Features(Protocol):
-    """What modules ask of sparse input: `JaggedIds` and TorchRec's `KeyedJaggedTensor` have it."""
+    """Sparse input of a module: `JaggedIds` or TorchRec's `KeyedJaggedTensor`."""
 
     def keys(self) -> list[str]:
         """Feature names, in order."""
 
     def values(self) -> Tensor:
-        """Rows, (N,), key by key."""
+        """Rows, (N,), feature by feature."""
 
     def offsets(self) -> Tensor:
         """Where each bag starts, (F * B + 1,)."""
@@ -63,7 +65,7 @@ class Features(Protocol):
 
 
 class Pooled(Protocol):
-    """What models ask of a lookup: `PooledEmbeddings` and TorchRec's `KeyedTensor` have it."""
+    """Result of a lookup: `PooledEmbeddings` or TorchRec's `KeyedTensor`."""
 
     def keys(self) -> list[str]:
         """Feature names, in order."""
@@ -75,31 +77,70 @@ class Pooled(Protocol):
         """Vectors by feature name, (B, D) each."""
 
 
+class SampleSource(Protocol):
+    """A sequence of labelled samples with dense and categorical features.
+
+    A source that holds its rows in one array may offer it as `sparse`, (num_samples, F) int32. Then
+    lookups are counted in that array, and `read` is not called.
+    """
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all splits together."""
+
+    @property
+    def num_dense(self) -> int:
+        """I, the number of dense features."""
+
+    @property
+    def table_sizes(self) -> dict[str, int]:
+        """`num_embeddings` by categorical feature, in column order."""
+
+    @property
+    def splits(self) -> dict[str, range]:
+        """The sample numbers of "train", "test" and "validation"."""
+
+    def read(self, samples: NDArray[np.int64]) -> Batch:
+        """The given samples, in the given order. Several threads may call it at once.
+
+        Shape:
+            samples (B,) in [0, num_samples); result: dense_features (B, I) float32,
+            sparse_features with one int64 lookup per feature and sample, labels (B,) float32.
+        """
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for sources with equal samples under equal numbers, different for all others."""
+
+    def describe(self) -> dict[str, Any]:
+        """The entry for this data in a run record; JSON types only."""
+
+
 def varies_in_batch_size(features: object) -> bool:
-    """Whether features of a `KeyedJaggedTensor` have batch sizes of their own."""
+    """Whether the features of a `KeyedJaggedTensor` have different batch sizes."""
     varies = getattr(features, "variable_stride_per_key", None)
     inverse = getattr(features, "inverse_indices_or_none", None)
     return (varies is not None and varies()) or (inverse is not None and inverse() is not None)
 
 
 def require_one_batch_size(features: object) -> None:
-    """Refuse a `KeyedJaggedTensor` whose features have batch sizes of their own.
+    """Refuse a `KeyedJaggedTensor` whose features have different batch sizes.
 
     Raises:
-        ValueError: they do.
+        ValueError: the batch sizes differ.
     """
     if varies_in_batch_size(features):
         raise ValueError(
-            "features with batch sizes of their own (variable_stride_per_key, inverse_indices) are "
+            "features with different batch sizes (variable_stride_per_key, inverse_indices) are "
             "not supported here; expand them to one batch size"
         )
 
 
 def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
-    """Every feature's bags as often as the samples of the mini-batch use them.
+    """Repeat bags that several samples share, so that every feature has one bag per sample.
 
-    A `KeyedJaggedTensor` of features with batch sizes of their own says in `inverse_indices` which
-    bag belongs to which sample. Values that several samples share are copied for each.
+    In a `KeyedJaggedTensor` whose features have different batch sizes, `inverse_indices` says which
+    bag belongs to which sample. The result holds copies of the values.
 
     Raises:
         ValueError: there are no `inverse_indices`, or they lack a feature.
@@ -107,8 +148,8 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     inverse = features.inverse_indices_or_none()
     if inverse is None:
         raise ValueError(
-            "features with batch sizes of their own need inverse_indices, which say what bag "
-            f"belongs to what sample; stride_per_key is {features.stride_per_key()}"
+            "features with different batch sizes need inverse_indices, which say which bag "
+            f"belongs to which sample; stride_per_key is {features.stride_per_key()}"
         )
     keys, (known, bag_of_FB) = features.keys(), inverse
     missing = [key for key in keys if key not in known]
@@ -119,42 +160,34 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     rows = torch.tensor([list(known).index(key) for key in keys], device=device)
     starts = torch.tensor(first_bags, device=device).cumsum(0)
     bags = (bag_of_FB[rows].long() + starts.unsqueeze(1)).flatten()
-    begins, lengths = offsets[bags], offsets[bags + 1] - offsets[bags]
-    expanded = torch.cat([offsets.new_zeros(1), lengths.cumsum(0).to(offsets.dtype)])
-    of_values = torch.arange(int(expanded[-1]), device=device) + torch.repeat_interleave(
-        begins - expanded[:-1], lengths
-    )
+    places, expanded = _places_of_bags(offsets, bags)
     weights = features.weights_or_none()
-    return JaggedIds._unchecked(
-        keys,
-        features.values()[of_values],
-        expanded,
-        None if weights is None else weights[of_values],
-    )
+    weights = None if weights is None else weights[places]
+    return JaggedIds._unchecked(keys, features.values()[places], expanded, weights)
 
 
 def places_of_samples(offsets: Tensor, batch_size: int, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the values of some samples are among those of F features.
+    """Positions of the values of chosen samples, for F features.
 
     Args:
-        offsets: Where bags begin.
+        offsets: Where bags begin, for all samples.
         batch_size: B.
-        samples: Which, in any order.
-
-    Returns:
-        Places of values, (N',) int64, feature by feature, and where bags begin among them, (F * M +
-        1,), of the offsets' dtype.
+        samples: The chosen samples, in any order.
 
     Shape:
-        offsets (F * B + 1,); samples (M,) int64.
+        offsets (F * B + 1,); samples (M,) int64; results: positions (N',) int64, feature by
+        feature, and the offsets of the chosen bags (F * M + 1,).
     """
     num_features = (len(offsets) - 1) // batch_size if batch_size else 0
     first_bags = torch.arange(num_features, device=offsets.device) * batch_size
-    bags = (first_bags[:, None] + samples).flatten()
+    return _places_of_bags(offsets, (first_bags[:, None] + samples).flatten())
+
+
+def _places_of_bags(offsets: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the values of these bags, bag by bag, and the offsets of the chosen bags."""
     begins = offsets[bags].long()
     lengths = offsets[bags + 1].long() - begins
-    ends = lengths.cumsum(0)
-    chosen = torch.nn.functional.pad(ends, (1, 0))
+    chosen = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     places = torch.arange(int(chosen[-1]), device=offsets.device)
     places = places + torch.repeat_interleave(begins - chosen[:-1], lengths)
     return places, chosen.to(offsets.dtype)
@@ -174,15 +207,11 @@ class JaggedIds:
         point.
 
     Raises:
-        ValueError: shapes, dtypes or (on the CPU) the offsets are not as above.
+        ValueError: shapes or dtypes are wrong, or (on the CPU) offsets do not ascend from 0 to N.
     """
 
     def __init__(
-        self,
-        keys: Sequence[str],
-        values: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None = None,
+        self, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
     ) -> None:
         self._keys = list(keys)
         self._values = values
@@ -234,7 +263,7 @@ class JaggedIds:
         """One lookup per feature and sample.
 
         Shape:
-            rows_FB (F, B) int32 or int64, contiguous (then nothing is copied).
+            rows_FB (F, B) int32 or int64, else ValueError; not copied if contiguous.
         """
         if rows_FB.dim() != 2 or rows_FB.shape[0] != len(keys):
             raise ValueError(
@@ -242,14 +271,16 @@ class JaggedIds:
                 f"got {tuple(rows_FB.shape)}"
             )
         offsets = torch.arange(rows_FB.numel() + 1, dtype=rows_FB.dtype, device=rows_FB.device)
-        return cls._unchecked(keys, rows_FB.reshape(-1), offsets, None, is_known_one_hot=True)
+        ids = cls._unchecked(keys, rows_FB.reshape(-1), offsets, None)
+        ids._is_known_one_hot = True
+        return ids
 
     def keys(self) -> list[str]:
         """Feature names, in order."""
         return self._keys
 
     def values(self) -> Tensor:
-        """Rows, (N,), key by key."""
+        """Rows, (N,), feature by feature."""
         return self._values
 
     def offsets(self) -> Tensor:
@@ -265,7 +296,7 @@ class JaggedIds:
         return self._weights
 
     def is_known_one_hot(self) -> bool:
-        """Whether they come from `from_one_hot`; others may have one row per bag all the same."""
+        """Whether `from_one_hot` made this. If False, every bag may still have one row."""
         return self._is_known_one_hot
 
     def stride(self) -> int:
@@ -273,7 +304,7 @@ class JaggedIds:
         return (self._offsets.numel() - 1) // len(self._keys)  # `len` of a tensor is Python
 
     def __getitem__(self, key: str) -> JaggedIds:
-        """The bags of one feature, its offsets starting at 0 (reads two offsets to the host)."""
+        """The bags of one feature, or KeyError; reads two offsets on the host."""
         if key not in self._keys:
             raise KeyError(f"JaggedIds has no feature {key!r}; it has {self._keys}")
         batch_size = self.stride()
@@ -284,7 +315,7 @@ class JaggedIds:
         return JaggedIds([key], self._values[lookups], offsets - offsets[0], weights)
 
     def select(self, samples: Tensor) -> JaggedIds:
-        """Some samples, in the order given; values are copied.
+        """The chosen samples, in the order given; a copy.
 
         Shape:
             samples (M,) int64.
@@ -298,7 +329,7 @@ class JaggedIds:
         return self._unchecked(self._keys, self._values[places], offsets, weights)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedIds:
-        """A copy on `device`; itself where it is there already."""
+        """A copy on `device`, or `self` if it is there already."""
         if self._values.device == torch.device(device):
             return self
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -315,28 +346,18 @@ class JaggedIds:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> JaggedIds:
         weights = None if self._weights is None else change(self._weights)
-        return self._unchecked(
-            self._keys,
-            change(self._values),
-            change(self._offsets),
-            weights,
-            is_known_one_hot=self._is_known_one_hot,
-        )
+        ids = self._unchecked(self._keys, change(self._values), change(self._offsets), weights)
+        ids._is_known_one_hot = self._is_known_one_hot
+        return ids
 
     @classmethod
     def _unchecked(
-        cls,
-        keys: Sequence[str],
-        values: Tensor,
-        offsets: Tensor,
-        weights: Tensor | None,
-        *,
-        is_known_one_hot: bool = False,
+        cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None
     ) -> JaggedIds:
-        """For offsets that are right by construction: checking reads all of them."""
+        """Skip the checks, which read all offsets; for offsets that are valid by construction."""
         ids = object.__new__(cls)
         ids._keys, ids._values, ids._offsets, ids._weights = list(keys), values, offsets, weights
-        ids._is_known_one_hot = is_known_one_hot
+        ids._is_known_one_hot = False
         return ids
 
     def to_torchrec(self) -> KeyedJaggedTensor:
@@ -360,7 +381,7 @@ class JaggedIds:
         """The tensors of a `torchrec.KeyedJaggedTensor`; nothing is copied unless dtypes differ.
 
         Raises:
-            ValueError: its features have batch sizes of their own.
+            ValueError: its features have different batch sizes.
         """
         require_one_batch_size(features)
         values = features.values()
@@ -385,6 +406,9 @@ class PooledEmbeddings:
 
     Shape:
         values (B, sum(length_per_key)).
+
+    Raises:
+        ValueError: lengths do not fit keys or values.
     """
 
     def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
@@ -415,7 +439,7 @@ class PooledEmbeddings:
         return self._length_per_key
 
     def __getitem__(self, key: str) -> Tensor:
-        """The vectors of one feature, (B, D)."""
+        """The vectors of one feature, (B, D); a view. Raises KeyError for an unknown feature."""
         if key not in self._keys:
             raise KeyError(f"PooledEmbeddings has no feature {key!r}; it has {self._keys}")
         position = self._keys.index(key)
@@ -434,7 +458,7 @@ class PooledEmbeddings:
 
 @dataclass
 class Batch:
-    """One mini-batch, with TorchRec's field names: either library's `DLRMTrain` takes it.
+    """One mini-batch; the field names are TorchRec's, so TorchRec's `DLRMTrain` accepts it too.
 
     Shape:
         dense_features (B, I) float32; labels (B,) float32.
@@ -446,14 +470,10 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on `device`."""
-        return Batch(
-            self.dense_features.to(device, non_blocking=non_blocking),
-            self.sparse_features.to(device, non_blocking=non_blocking),
-            self.labels.to(device, non_blocking=non_blocking),
-        )
+        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
 
     def select(self, samples: Tensor) -> Batch:
-        """Some samples, in the order given, as a batch.
+        """The chosen samples, in the order given; a copy.
 
         Shape:
             samples (M,) int64.
@@ -466,17 +486,15 @@ class Batch:
 
     def pin_memory(self) -> Batch:
         """The batch in page-locked memory."""
-        return Batch(
-            self.dense_features.pin_memory(),
-            self.sparse_features.pin_memory(),
-            self.labels.pin_memory(),
-        )
+        return self._map(lambda part: part.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tell the allocator that `stream` uses this batch."""
-        self.dense_features.record_stream(stream)
-        self.sparse_features.record_stream(stream)
-        self.labels.record_stream(stream)
+        for part in (self.dense_features, self.sparse_features, self.labels):
+            part.record_stream(stream)
+
+    def _map(self, change: Callable[[Any], Any]) -> Batch:
+        return Batch(change(self.dense_features), change(self.sparse_features), change(self.labels))
 
     def __len__(self) -> int:
         return len(self.labels)

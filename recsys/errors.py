@@ -1,25 +1,25 @@
-"""Every error a caller may want to handle.
+"""All errors that a caller may want to handle.
 
     RecsysError
-    |-- ConfigError         (ValueError)       a key, its value, or two that exclude each other
+    |-- ConfigError         (ValueError)       an invalid setting, or settings that conflict
     |-- DatasetFormatError  (ValueError)       a file, or a line of one, that breaks its format
     |-- StoreError          (ValueError)       a store that is missing, unfinished or damaged
     |-- ProfileError        (ValueError)       a profile that is damaged, or of other tables
-    |-- WeightsError        (ValueError)       weights that are not the model's they should be
+    |-- WeightsError        (ValueError)       weights that do not fit the model
     |-- AlreadyExists       (FileExistsError)  a store or run folder that would be overwritten
-    |-- IdOutOfRange        (IndexError,       an id that is no row of its table
+    |-- IdOutOfRange        (IndexError,       an id that is not a row of its table
     |                        RuntimeError)
-    |-- MalformedBags       (ValueError,       ids, offsets or weights that do not make bags
+    |-- MalformedBags       (ValueError,       ids, offsets or weights that do not form bags
     |                        RuntimeError)
     |-- BudgetTooSmall      (ValueError)       fast memory that cannot hold one mini-batch's rows
-    |-- ColdTierError       (OSError)          files of rows that cannot be made, opened or moved
-    |   `-- ColdTierDirty                      files of rows that a crash has left in the middle
+    |-- ColdTierError       (OSError)          row files that cannot be made, opened, read, written
+    |   `-- ColdTierDirty                      row files that a crash left inconsistent
     |-- ConflictingWrite    (RuntimeError)     a write to rows that are newer in fast memory
-    |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
-    |   `-- NonFiniteGradient                  a gradient of rows with nan or inf in it
+    |-- TrainingDiverged    (ArithmeticError)  a loss that is nan or inf
+    |   `-- NonFiniteGradient                  a row gradient that has nan or inf in it
     `-- MissingDependency   (ImportError)      an optional package that this call needs
 
-Each also derives from the built-in a caller would guess, so `except ValueError` goes on working. A
+Each class also derives from the built-in error named beside it, so `except ValueError` works too. A
 message names the place, the rule, the value found and the way out.
 """
 
@@ -48,60 +48,63 @@ class RecsysError(Exception):
 
 
 class ConfigError(RecsysError, ValueError):
-    """A configuration that cannot be carried out."""
+    """A setting that is invalid, or that conflicts with another one."""
 
 
 class DatasetFormatError(RecsysError, ValueError):
-    """Data that breaks its format; the message names file and line, or array and sample."""
+    """Data that breaks its format. The message names file and line, or array and sample."""
 
 
 class StoreError(RecsysError, ValueError):
-    """A folder that is not a whole, readable store."""
+    """A folder that is not a complete, readable store."""
 
 
 class ProfileError(RecsysError, ValueError):
-    """Counts of lookups that cannot be read, or are not those of the tables they should be of."""
+    """A profile or plan that cannot be read, or that was made for other tables."""
 
 
 class WeightsError(RecsysError, ValueError):
-    """A state dict that is not of the model it should be of."""
+    """A state dict that does not fit the model."""
 
 
 class AlreadyExists(RecsysError, FileExistsError):
-    """A folder that would have been overwritten."""
+    """A file or folder that would have been overwritten."""
 
 
 class IdOutOfRange(RecsysError, IndexError, RuntimeError):
-    """An id that is no row of its table; `nn.EmbeddingBag` raises a RuntimeError for it."""
+    """An id that is not a row of its table; `nn.EmbeddingBag` raises a RuntimeError for it."""
 
 
 class MalformedBags(RecsysError, ValueError, RuntimeError):
-    """Input of a lookup that cannot be read; `nn.EmbeddingBag` raises now one, now the other."""
+    """Ids, offsets or weights that do not form bags.
+
+    `nn.EmbeddingBag` raises ValueError in some of these cases and RuntimeError in others.
+    """
 
 
 class BudgetTooSmall(RecsysError, ValueError):
-    """Fast memory that cannot hold what one mini-batch needs; the message names what would."""
+    """Fast memory that cannot hold the rows of one mini-batch. The message names the minimum."""
 
 
 class ColdTierError(RecsysError, OSError):
-    """Files of rows that cannot be made, opened, read or written."""
+    """Row files that cannot be made, opened, read or written."""
 
 
 class ConflictingWrite(RecsysError, RuntimeError):
-    """A write to the memory of rows whose newest values are in fast memory: one would be lost."""
+    """A write to rows whose newest values are in fast memory. One of the two would be lost."""
 
 
 class ColdTierDirty(ColdTierError):
-    """Files of rows whose process ended while it moved them."""
+    """Row files whose process ended while it was writing them."""
 
 
 class TrainingDiverged(RecsysError, ArithmeticError):
-    """The loss is not a number any more."""
+    """The loss is nan or inf."""
 
 
 class NonFiniteGradient(TrainingDiverged):
-    """The gradient of a row has nan or inf in it; on the CPU, all other rows were updated."""
+    """The gradient of a row has nan or inf in it. On the CPU, all other rows were updated."""
 
 
 class MissingDependency(RecsysError, ImportError):
-    """An optional package is needed and not installed; the message says how to get it."""
+    """An optional package is needed and not installed. The message says how to install it."""

@@ -1,4 +1,4 @@
-"""Chance that is a function of a number: SplitMix64's finalizer, as numpy arrays."""
+"""Reproducible random bits: a 64-bit hash (SplitMix64's finalizer) of numpy arrays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 __all__ = ["GOLDEN", "mix64"]
 
-# 2**64 / golden ratio: multiples of it are the stream that SplitMix64 mixes.
+# 2**64 / golden ratio. SplitMix64 hashes the multiples of it.
 GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix64(bits: NDArray[np.uint64]) -> NDArray[Any]:
-    """One 64-bit hash for each number; neighbours get unrelated ones."""
+    """A 64-bit hash of each number; consecutive numbers get unrelated hashes."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

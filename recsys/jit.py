@@ -1,10 +1,10 @@
-"""How kernels for the CPU are compiled, and how one is shared out among threads.
+"""How CPU kernels are compiled by numba, and how a parallel kernel is divided among threads.
 
-A parallel kernel is a loop over parts that share nothing they write; it is told their number, which
-is `num_parts()`. So torch's thread count rules ours, and one thread takes one part. The kernel runs
-on the calling thread alone where there is one part, in a thread that has said `work_alone()`, in a
-forked child of a process whose threads have been at work (the OpenMP runtime does not survive
-that), and where numba has no threading layer that several threads may enter.
+A parallel kernel is a loop over independent parts: no two parts write to the same memory. The
+caller passes the number of parts, `num_parts()`, which is torch's thread count; one thread runs one
+part. The kernel runs on the calling thread alone in four cases: torch has one thread; the thread
+called `work_alone()`; the process was forked after kernels ran in parallel (the OpenMP runtime does
+not survive a fork); or numba has no threading layer that several threads may enter at once.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _R = TypeVar("_R")
 
 
 def kernel(function: _F) -> _F:
-    """Compile a function on its first call, to run without Python's global lock.
+    """Compile a function on its first call. The compiled function releases the GIL.
 
-    What was compiled is kept on disk beside the source or in the user's cache folder; where neither
-    can be written, every process compiles anew.
+    numba caches it on disk, beside the source or in the user's cache folder. If neither can be
+    written, every process compiles it again.
     """
     return _compile(function, is_parallel=False)
 
@@ -49,25 +49,29 @@ class ParallelKernel(Generic[_P, _R]):
         self._serial: Callable[_P, _R] = _compile(_under_another_name(function), is_parallel=False)
 
     def __call__(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
-        """Run it, on several threads where that may be done."""
-        is_shared = get_num_threads() > 1 and _may_share() and not _thread.works_alone
+        """Run the kernel, on several threads if the module's rules allow it."""
+        is_shared = (
+            get_num_threads() > 1
+            and _threads_are_here()
+            and not _is_forked.flag
+            and not _thread.works_alone
+        )
         return (self._parallel if is_shared else self._serial)(*arguments, **more)
 
     def alone(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
-        """Run it on the calling thread: for work that is done before another one is awake."""
+        """Run the kernel on the calling thread: small work ends before another thread wakes up."""
         return self._serial(*arguments, **more)
 
 
 def parallel_kernel(function: Callable[_P, _R]) -> ParallelKernel[_P, _R]:
-    """The same for a function whose `prange` loops run on several threads."""
+    """Like `kernel`, for a function whose `prange` loops run on several threads."""
     return ParallelKernel(function)
 
 
 def work_alone() -> None:
-    """From now on, run kernels of the calling thread on it alone.
+    """From now on, run the calling thread's kernels on this thread alone.
 
-    For a thread that works beside the one that computes: threads of its own would wait, spinning,
-    on the cores that computing needs.
+    For background threads. More threads would spin on the cores that the training thread needs.
     """
     _thread.works_alone = True
 
@@ -79,27 +83,26 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def num_parts() -> int:
-    """Parts to cut a parallel kernel's work into: one for each of torch's threads."""
-    return get_num_threads()
+# The number of parts of a parallel kernel: torch's thread count.
+num_parts: Callable[[], int] = get_num_threads
 
 
 def _compile(function: _F, *, is_parallel: bool) -> _F:
-    # numpy's arithmetic divides by zero without an error; a loop that may raise is not vectorised.
+    # With "numpy", division by zero does not raise. Loops that may raise are not vectorised.
     options: dict[str, Any] = {"nogil": True, "parallel": is_parallel, "error_model": "numpy"}
     try:
         return cast("_F", njit(**options, cache=True)(function))
-    except RuntimeError as error:  # numba finds no folder to keep it in
+    except RuntimeError as error:  # numba found no writable cache folder
         warnings.warn(
-            f"compiled kernels cannot be kept ({error}); each process compiles them anew. Name a "
-            "folder that can be written in NUMBA_CACHE_DIR",
+            f"compiled kernels cannot be cached ({error}), so each process compiles them again; "
+            "set NUMBA_CACHE_DIR to a writable folder",
             stacklevel=3,
         )
         return cast("_F", njit(**options)(function))
 
 
 def _under_another_name(function: Callable[..., object]) -> Any:
-    """A copy: numba's files on disk go by name, and know nothing of `parallel`."""
+    """A renamed copy: numba's disk cache is keyed by name and ignores `parallel`."""
     assert isinstance(function, FunctionType)
     copy = FunctionType(
         function.__code__,
@@ -113,12 +116,8 @@ def _under_another_name(function: Callable[..., object]) -> Any:
     return copy
 
 
-def _may_share() -> bool:
-    return _threads_are_here() and not _is_forked.flag
-
-
 class _Fork:
-    """Whether this process is the child of one whose threads have been at work."""
+    """Whether this process was forked after numba's threads were started."""
 
     flag = False
 
@@ -131,17 +130,17 @@ _is_forked = _Fork()
 
 @cache
 def _threads_are_here() -> bool:
-    """Start numba's threads; whether several of ours may use them at once."""
+    """Start numba's threads; returns whether several threads may run kernels at once."""
     before = get_num_threads()
     numba.get_num_threads()
-    # Starting them tells the OpenMP runtime, which torch shares, how many there are.
+    # Starting them sets the thread count of the OpenMP runtime, which torch uses too.
     torch.set_num_threads(before)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_is_forked.happened)
     if numba.threading_layer() == "workqueue":
         warnings.warn(
-            "numba finds neither OpenMP nor TBB, and its own threads may not be entered twice at "
-            "once: kernels run on one thread. Install libgomp (or pip install tbb)",
+            "numba finds neither OpenMP nor TBB, and its own threading layer does not support "
+            "several threads at once, so kernels run on one thread; install libgomp or tbb",
             stacklevel=4,
         )
         return False

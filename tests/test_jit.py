@@ -23,7 +23,7 @@ def test_a_kernel_runs_where_nothing_can_be_kept_and_says_so(monkeypatch):
 
     monkeypatch.setattr(jit, "njit", njit)
 
-    with pytest.warns(UserWarning, match="each process compiles them anew"):
+    with pytest.warns(UserWarning, match="each process compiles them again"):
         compiled = jit.kernel(double)
 
     assert compiled(21) == 42

@@ -1,4 +1,4 @@
-"""Raw files to stores, stores to mini-batches, and synthetic data of the same shape."""
+"""Prepare raw files as stores, read mini-batches from stores, and generate synthetic data."""
 
 from recsys.datasets.criteo import prepare_criteo_kaggle
 from recsys.datasets.criteo_days import prepare_criteo_1tb

@@ -1,14 +1,14 @@
-"""Stores to and from facebookresearch/dlrm's `kaggleAdDisplayChallenge_processed.npz`.
+"""Convert stores to and from facebookresearch/dlrm's `kaggleAdDisplayChallenge_processed.npz`.
 
     X_cat   (N, 26)  rows, numbered by first appearance
-    X_int   (N, 13)  integers, missing and negative ones 0; the logarithm is taken at load
+    X_int   (N, 13)  integers; missing and negative ones are 0; the loader takes the logarithm
     y       (N,)     labels
     counts  (26,)    num_embeddings
 
-All samples are in file order; the classic script splits them when it loads them, as
-`classic_splits` does. The file has no raw ids, so a store read from it has none. The script that
-makes it writes X_cat as 64-bit floats, column by column; that is read too. We write what its loader
-makes of them, int32.
+All samples are in file order. The classic script splits them when it loads them, as
+`classic_splits` does. The file has no raw ids, so neither has a store made from it. The classic
+script writes X_cat as 64-bit floats in Fortran order; these are read too. Files written here have
+int32, as the classic loader converts them.
 
 References:
     facebookresearch/dlrm, data_utils.py: `concatCriteoAdData`.
@@ -45,13 +45,16 @@ def write_classic_npz(store: Store, file: str | Path) -> Path:
     """Write a store as the classic script's processed file; streaming, not compressed.
 
     Args:
-        store: Of convention `classic`.
-        file: What to write, which must not exist; the classic script looks for
+        store: A store of convention `classic`.
+        file: The file to write, which must not exist. The classic script looks for
             `kaggleAdDisplayChallenge_processed.npz` beside its raw file.
+
+    Returns:
+        `file`.
 
     Raises:
         StoreError: the store has another convention, or other splits than the classic script's.
-        AlreadyExists: `file` is there.
+        AlreadyExists: `file` exists.
     """
     if store.meta["convention"] != "classic":
         raise StoreError(
@@ -63,7 +66,7 @@ def write_classic_npz(store: Store, file: str | Path) -> Path:
         if found != expected:
             raise StoreError(
                 f"store {store.path}: the classic npz keeps no splits, so the {name} samples must "
-                f"be {expected.start} to {expected.stop}, as the classic script cuts them, got "
+                f"be {expected.start} to {expected.stop}, as the classic script splits them, got "
                 f"{found.start} to {found.stop}; write each part as torchrec-npy, or prepare the "
                 "raw files as criteo-kaggle"
             )
@@ -83,14 +86,17 @@ def write_classic_npz(store: Store, file: str | Path) -> Path:
 
 
 def read_classic_npz(file: str | Path, store: str | Path) -> Path:
-    """Make a store of the classic script's processed file; streaming.
+    """Make a store from the classic script's processed file; streaming.
 
     Args:
         file: The npz, compressed or not.
         store: The store's folder, which must not exist.
 
+    Returns:
+        `store`.
+
     Raises:
-        DatasetFormatError: arrays are missing, damaged, of wrong shapes, or hold what they must not
+        DatasetFormatError: arrays are missing or damaged, or have a wrong shape or an invalid value
             (the message names array, sample and column).
         FileNotFoundError: there is no such file.
         AlreadyExists: `store` exists.
@@ -101,7 +107,9 @@ def read_classic_npz(file: str | Path, store: str | Path) -> Path:
         try:
             archive = stack.enter_context(ZipFile(file))
         except BadZipFile as error:
-            raise DatasetFormatError(f"{file}: is no npz file ({error}); fetch it again") from error
+            raise DatasetFormatError(
+                f"{file}: is not an npz file ({error}); fetch it again"
+            ) from error
         missing = sorted({f"{name}.npy" for name in _ARRAYS} - set(archive.namelist()))
         require(
             str(file),
@@ -121,7 +129,7 @@ def read_classic_npz(file: str | Path, store: str | Path) -> Path:
         require(counts.name, len(counts.shape) == 1, "must be (F,)", counts.shape)
         require(labels.name, len(labels.shape) == 1, "must be (N,)", labels.shape)
         (num_samples,), (num_tables,) = labels.shape, counts.shape
-        require(labels.name, num_samples > 0, "must have a sample at least", labels.shape)
+        require(labels.name, num_samples > 0, "must have at least one sample", labels.shape)
         is_right = rows.shape == (num_samples, num_tables)
         require(rows.name, is_right, f"must be ({num_samples}, {num_tables})", rows.shape)
         is_right = len(integers.shape) == 2 and integers.shape[0] == num_samples
@@ -134,12 +142,12 @@ def read_classic_npz(file: str | Path, store: str | Path) -> Path:
         )
 
         def check_integers(name: str, block: NDArray[Any], first_sample: int) -> NDArray[np.int32]:
-            way_out = "run the classic script again"
-            return whole_numbers(name, block, first_sample, _INT32_END, way_out).astype(np.int32)
+            suggestion = "run the classic script again"
+            return whole_numbers(name, block, first_sample, _INT32_END, suggestion).astype(np.int32)
 
         def check_rows(name: str, block: NDArray[Any], first_sample: int) -> NDArray[np.int64]:
-            way_out = "counts says how many rows there are"
-            return whole_numbers(name, block, first_sample, sizes, way_out)
+            suggestion = "counts has the number of rows; run the classic script again"
+            return whole_numbers(name, block, first_sample, sizes, suggestion)
 
         append_samples(
             writer,

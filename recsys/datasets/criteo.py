@@ -1,17 +1,21 @@
-"""Raw Criteo files to a prepared store, in one pass.
+"""Prepare raw Criteo files as a store, in one pass.
 
-The `classic` convention is that of facebookresearch/dlrm for the Kaggle challenge: missing values
-are 0, negative integers 0, dense features log(x + 1), ids numbered column by column in order of
-first appearance over the whole file, the file cut into seven parts of which the last is halved (see
-`classic_splits`). One difference: a line whose label is missing is an error here, where that script
-would take it for a 0.
+The `classic` convention is that of facebookresearch/dlrm for the Kaggle challenge:
 
-The `torchrec` convention is that of TorchRec's `BinaryCriteoUtils`: missing values are 0, negative
-integers stay; over each file, dense features become log(x - smallest + 2), smallest being the
-file's smallest integer, in any column; ids are numbered column by column in order of first
-appearance over all files, from row 2 on, as `sparse_to_contiguous` does with a frequency threshold
-of 0 or 1 (row 1 is for rare ids, of which there are none then, and nobody uses row 0). Each file is
-a day, split by `day_splits`. A missing label is an error here too.
+- missing values and negative integers become 0; dense features become log(x + 1);
+- the ids of each column are numbered by first appearance over all files;
+- samples are split by `classic_splits`.
+
+The `torchrec` convention is that of TorchRec's `BinaryCriteoUtils`:
+
+- missing values become 0 and negative integers stay; the dense features of each file become
+  log(x - smallest + 2), where smallest is the file's smallest integer in any column;
+- the ids of each column are numbered by first appearance over all files, from row 2 on, as by
+  `sparse_to_contiguous` with a frequency threshold of 0 or 1 (row 1 is for rare ids, which do not
+  exist then, and row 0 is not used);
+- each file is a day; days are split by `day_splits`.
+
+A missing label is an error in both conventions; facebookresearch/dlrm would read it as 0.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["CONVENTIONS", "prepare_criteo_kaggle"]
 
 CONVENTIONS = ("classic", "torchrec")
-# TorchRec's rows for nothing and for rare ids.
+# TorchRec does not use row 0, and keeps row 1 for rare ids.
 _TORCHREC_RESERVED_ROWS = 2
 
 
@@ -54,19 +58,22 @@ def prepare_criteo_kaggle(
     num_threads: int | None = None,
     show_progress: bool = True,
 ) -> PrepareReport:
-    """Read raw files, in the order given, as one data set; write a store.
+    """Read raw files, in the order given, as one data set, and write a store.
 
     Args:
         raw_files: Tab-separated text, plain, gzip or zst.
         store: The store's folder, which must not exist.
-        convention: "classic" or "torchrec"; the module says what they are.
-        skip_bad_lines: Leave bad lines out, count and list them, instead of stopping at the first.
+        convention: "classic" or "torchrec"; see the module docstring.
+        skip_bad_lines: Skip bad lines, and count and list them, instead of stopping at the first.
         num_threads: Threads that parse and number; one per core by default.
         show_progress: Draw a progress bar over the raw bytes.
 
+    Returns:
+        The store's path and counts.
+
     Raises:
-        DatasetFormatError: a bad line (the message names file, line, rule and value), or no good
-            line at all.
+        DatasetFormatError: there is a bad line (the message names file, line, rule and value), or
+            no good line at all.
         AlreadyExists: `store` exists.
         ConfigError: the convention is unknown, or a file is named twice.
         FileNotFoundError: a raw file does not exist.
@@ -123,7 +130,7 @@ def prepare_criteo_kaggle(
 
 
 def _take_torchrec_logarithms(writer: StoreWriter, first_sample: int, smallest: int) -> None:
-    """Of one file's integers, which lie in the store as they are."""
+    """Replace the integers of one file, stored as int32 bits, by their logarithms."""
 
     def transform(bits: NDArray[np.float32]) -> NDArray[np.float32]:
         shifted = bits.view(np.int32).astype(np.int64) - (smallest - 2)

@@ -1,23 +1,21 @@
-"""Criteo 1TB day files to a prepared store, day by day, so that an interrupted run is gone on with.
+"""Prepare Criteo 1TB day files as a store, day by day; an interrupted run can be resumed.
 
-Text and convention are those of the Kaggle challenge (`criteo`, `classic`): missing values are 0,
-negative integers 0, dense features log(x + 1), ids numbered column by column in order of first
-appearance over all days. Before that they are taken modulo `max_ind_range`, where it is given. All
-days but the last train; the last one is halved: first half (the larger one where it is odd) test,
-second half validation. A single day is cut as the Kaggle file is: see `classic_splits`. All this is
-what facebookresearch/dlrm does for `--data-set=terabyte`, but for lines without a label, which are
-an error here.
+The data are treated as by facebookresearch/dlrm with `--data-set=terabyte`: the `classic`
+convention of `recsys.datasets.criteo`, with ids taken modulo `max_ind_range` (if given) before they
+are numbered. All days but the last are for training. The first half of the last day (rounded up) is
+the test part, the second half the validation part. A single day is split by `classic_splits`. One
+difference: a line without a label is an error here.
 
-While it grows, a store lies in a folder beside its name:
+While it grows, a store lies in a folder beside its final name:
 
-    STORE.unfinished/made_by_recsys.txt   a folder without it is somebody else's
-                     committed.json       the days that are wholly written; see `GrowingFolder`
+    STORE.unfinished/made_by_recsys.txt   marks the folder as made by recsys
+                     committed.json       the days that are completely written; see `GrowingFolder`
                      ids/cat_0.bin        the ids of the rows of column 0, in order; and so on
-                     store/               what is given the name STORE at the end
+                     store/               is renamed to STORE at the end
 
-A day is committed when the disk holds its samples and the ids it brought. An interrupted run,
-whatever ended it, costs the day it was at: the same command goes on behind the last committed one
-and ends with the same bytes. The hash tables are built again from the ids.
+A day is committed when its samples and its new ids are on the disk. An interrupted run loses only
+the day that it was reading: the same command continues after the last committed day and ends with
+the same bytes. The hash tables are built again from the ids.
 
 References:
     facebookresearch/dlrm, data_utils.py: `getCriteoAdData`, `transformCriteoAdData`.
@@ -72,29 +70,32 @@ def prepare_criteo_1tb(
     num_threads: int | None = None,
     show_progress: bool = True,
 ) -> PrepareReport:
-    """Read day files, in the order given; write a store. Goes on where an earlier run was stopped.
+    """Read day files, in the order given, and write a store. Resumes an interrupted run.
 
-    Going on asks for the days committed before (any may follow), unchanged, and for the same
-    `max_ind_range`; `skip_bad_lines` may come in where there was no bad line before. A day counts
-    as unchanged when its size and its time of change are what they were; where the time differs,
-    its sha256 decides.
+    To resume, the first day files must be the committed ones, unchanged, and `max_ind_range` must
+    be the same. `skip_bad_lines` may be switched on; it may be switched off if no line was skipped
+    before. A day counts as unchanged if its size and modification time are unchanged; if only the
+    time differs, its sha256 is compared.
 
     Args:
         day_files: Tab-separated text, plain, gzip or zst, oldest day first.
         store: The store's folder, which must not exist.
-        max_ind_range: Take ids modulo this, so that no table has more rows.
-        skip_bad_lines: Leave bad lines out, count and list them, instead of stopping at the first.
+        max_ind_range: Take ids modulo this, which limits the rows of each table.
+        skip_bad_lines: Skip bad lines, and count and list them, instead of stopping at the first.
         num_threads: Threads that parse and number; one per core by default.
-        show_progress: Draw a progress bar over the raw bytes; say where a run goes on, and what
-            one that fails leaves.
+        show_progress: Draw a progress bar over the raw bytes. Also print where a run resumes, and
+            which folder a failed run leaves.
+
+    Returns:
+        The store's path and counts.
 
     Raises:
-        DatasetFormatError: a bad line (the message names file, line, rule and value), or a day
-            without a good one.
+        DatasetFormatError: there is a bad line (the message names file, line, rule and value), or a
+            day without a good line.
         ConfigError: `max_ind_range` is not positive, days are out of order or given twice, an
-            argument differs from that of the run to be gone on with, or another process is at it.
-        StoreError: a committed day was changed, or what was written before is damaged.
-        AlreadyExists: `store` exists, or its unfinished folder is something else.
+            argument differs from the interrupted run's, or another process prepares this store.
+        StoreError: a committed day was changed, or the unfinished store is damaged.
+        AlreadyExists: `store` exists, or recsys did not make its unfinished folder.
         FileNotFoundError: a day file does not exist.
     """
     paths = [Path(file) for file in day_files]
@@ -108,8 +109,8 @@ def prepare_criteo_1tb(
         if show_progress:
             if num_before:
                 _say(
-                    f"{folder.path}: {num_before} of {len(paths)} days are prepared already; going "
-                    "on behind them"
+                    f"{folder.path}: {num_before} of {len(paths)} days are prepared already; "
+                    "continuing after them"
                 )
             stack.push(partial(_say_what_is_kept, folder))
         writer = stack.enter_context(
@@ -129,7 +130,7 @@ def prepare_criteo_1tb(
             )
         )
         if num_before:
-            _take_back_ids(folder, flow)
+            _restore_ids(folder, flow)
         for path in paths[num_before:]:
             days.append(_read_day(path, flow, writer))
             writer.flush()
@@ -155,9 +156,9 @@ def _say(message: str) -> None:
 
 
 def _say_what_is_kept(folder: GrowingFolder, kind: type[BaseException] | None, *_: object) -> None:
-    """Where a run ends in an error, unless that is about what is kept, or the store's name."""
-    is_said = kind is None or issubclass(kind, (StoreError, AlreadyExists))
-    if not is_said and folder.has_commit:
+    """If a run fails, print the folder with its committed days; some errors name it already."""
+    is_named = kind is None or issubclass(kind, (StoreError, AlreadyExists))
+    if not is_named and folder.has_commit:
         _say(f"{folder.path} keeps the days prepared so far")
 
 
@@ -166,7 +167,7 @@ def _sum(days: Sequence[dict[str, Any]], key: str) -> int:
 
 
 def _read_day(path: Path, flow: CriteoFlow, writer: StoreWriter) -> dict[str, Any]:
-    """Append a day; what the record says of it."""
+    """Append a day and return its entry for the record."""
     first_sample, first_bad = writer.num_samples, flow.num_bad_lines
     changed_ns = path.stat().st_mtime_ns
     source = flow.read(path)
@@ -180,33 +181,33 @@ def _read_day(path: Path, flow: CriteoFlow, writer: StoreWriter) -> dict[str, An
 
 
 def _check_arguments(paths: Sequence[Path], max_ind_range: int | None) -> None:
-    """What can be said of the arguments alone."""
+    """Check the arguments, without the unfinished folder."""
     if not paths:
-        raise ConfigError("day_files must name a day at least, got none")
+        raise ConfigError("day_files must name at least one day, got none")
     if max_ind_range is not None and max_ind_range < 1:
-        raise ConfigError(f"max_ind_range must be 1 or more, got {max_ind_range}")
+        raise ConfigError(f"max_ind_range must be at least 1, got {max_ind_range}")
     numbered = [
         (int(found[1]), path.name) for path in paths if (found := re.match(r"day_(\d+)", path.name))
     ]
     for (before, name), (after, next_name) in pairwise(numbered):
         if before > after:
             raise ConfigError(
-                f"days must be given in order, oldest first, got {next_name} behind {name}; a "
-                "shell's day_* puts day_10 before day_2, its day_{0..23} does not"
+                f"days must be given in order, oldest first, got {next_name} after {name}; in a "
+                "shell use day_{0..23}, because day_* puts day_10 before day_2"
             )
         if name == next_name:
             raise ConfigError(
-                f"a day, or part of one, must be given once, got two files {name}; leave one out, "
-                "or give it another name"
+                f"a day, or part of one, must be given once, got two files {name}; leave one out "
+                "or rename it"
             )
     require_files("raw", paths)
 
 
 @contextmanager
 def _unfinished(store: Path) -> Iterator[tuple[GrowingFolder, dict[str, Any] | None]]:
-    """The folder beside a store's name, as last committed, and what was said then.
+    """The unfinished folder, rolled back to its last commit, and the record of that commit.
 
-    It is removed at the end, unless that is an error and something is committed.
+    The folder is removed at the end, unless there is an error and it has a commit.
     """
     folder = GrowingFolder(store.parent / f"{store.name}.unfinished")
     if store.exists():
@@ -214,7 +215,7 @@ def _unfinished(store: Path) -> Iterator[tuple[GrowingFolder, dict[str, Any] | N
         raise AlreadyExists(f"store {store} exists already; remove it or choose another folder")
     if folder.path.exists() and not folder.path.is_dir():
         raise AlreadyExists(
-            f"{folder.path} must be a folder, or not be there, is a file; move it away or choose "
+            f"{folder.path} must be a folder or not exist, but is a file; move it away or choose "
             "another name for the store"
         )
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -229,24 +230,24 @@ def _unfinished(store: Path) -> Iterator[tuple[GrowingFolder, dict[str, Any] | N
             yield folder, committed
         except BaseException:
             if not folder.has_commit:
-                folder.remove()  # nothing in it is worth anything
+                folder.remove()  # without a commit, nothing in it can be used
             raise
         folder.remove()
 
 
 def _is_left_over(folder: GrowingFolder) -> bool:
-    """Whether a run was killed that had committed nothing, or that was through with its store."""
-    return folder.is_ours and not (folder.has_commit and (folder.path / "store").is_dir())
+    """Whether a run was killed before its first commit, or after it had renamed its store."""
+    return folder.has_marker and not (folder.has_commit and (folder.path / "store").is_dir())
 
 
 def _clear_left_over(folder: GrowingFolder) -> None:
-    if folder.is_ours:
+    if folder.has_marker:
         with suppress(ConfigError), alone_in(folder.path, _COMMAND):
             if _is_left_over(folder):
                 folder.remove()
     elif folder.path.is_dir():
         with suppress(OSError):
-            folder.path.rmdir()  # empty: killed with its last step to go
+            folder.path.rmdir()  # empty if a run was killed before its last step
 
 
 def _check_resumable(
@@ -257,45 +258,45 @@ def _check_resumable(
     max_ind_range: int | None,
     skip_bad_lines: bool,
 ) -> list[dict[str, Any]]:
-    """The days committed, once it is sure that going on ends as if never interrupted."""
+    """The committed days, after checking that this run may resume from them."""
     if committed is None:
         return []
-    anew = f"or remove {folder.path} to begin anew"
+    or_remove = f"or remove {folder.path} to start again"
     if committed.get("version") != _VERSION:
         raise StoreError(
             f"{folder.path}: version must be {_VERSION} for this version of recsys, got "
-            f"{committed.get('version')!r}; go on with the version that began it, {anew}"
+            f"{committed.get('version')!r}; resume with the version that began it, {or_remove}"
         )
     days: list[dict[str, Any]] = committed["days"]
     if max_ind_range != committed["max_ind_range"]:
         raise ConfigError(
             f"{folder.path}: max_ind_range must be {committed['max_ind_range']}, as for the days "
-            f"prepared so far, got {max_ind_range}; go on with that, {anew}"
+            f"prepared so far, got {max_ind_range}; use that value, {or_remove}"
         )
     num_bad = _sum(days, "num_bad_lines")
     if num_bad and not skip_bad_lines:
         raise ConfigError(
             f"{folder.path}: bad lines must be skipped, as {num_bad} were in the days prepared so "
-            f"far; go on with --skip-bad-lines, {anew}"
+            f"far; add --skip-bad-lines, {or_remove}"
         )
     names = [day["name"] for day in days]
     if names != [path.name for path in paths[: len(days)]]:
         raise ConfigError(
-            f"{folder.path}: the first days must be {', '.join(names)}, which are prepared, got "
-            f"{', '.join(path.name for path in paths)}; name them, {anew}"
+            f"{folder.path}: the first days must be {', '.join(names)}, prepared so far, got "
+            f"{', '.join(path.name for path in paths)}; name them, {or_remove}"
         )
     for day, path in zip(days, paths, strict=False):
-        _check_unchanged(day, path, anew)
+        _check_unchanged(day, path, or_remove)
     return days
 
 
-def _check_unchanged(day: dict[str, Any], path: Path, anew: str) -> None:
+def _check_unchanged(day: dict[str, Any], path: Path, or_remove: str) -> None:
     found = path.stat()
-    way_out = f"put back the file that was prepared, {anew}"
+    suggestion = f"restore the file that was prepared, {or_remove}"
     if found.st_size != day["num_bytes"]:
         raise StoreError(
             f"{path} must have {day['num_bytes']} bytes, as when it was prepared, has "
-            f"{found.st_size}; {way_out}"
+            f"{found.st_size}; {suggestion}"
         )
     if found.st_mtime_ns != day["changed_ns"]:
         with path.open("rb") as file:
@@ -303,9 +304,9 @@ def _check_unchanged(day: dict[str, Any], path: Path, anew: str) -> None:
         if digest != day["sha256"]:
             raise StoreError(
                 f"{path} must have sha256 {day['sha256']}, as when it was prepared, has {digest}; "
-                f"{way_out}"
+                f"{suggestion}"
             )
-        day["changed_ns"] = found.st_mtime_ns  # need not be read again next time
+        day["changed_ns"] = found.st_mtime_ns  # saves reading the file again next time
 
 
 def _ids_file(folder: GrowingFolder, name: str) -> Path:
@@ -313,12 +314,12 @@ def _ids_file(folder: GrowingFolder, name: str) -> Path:
 
 
 def _map_ids(folder: GrowingFolder, name: str) -> NDArray[np.uint32]:
-    """The ids of a column's rows, as committed: there is one at least, since there is a sample."""
+    """The committed ids of a column's rows, never empty: each committed day has a sample."""
     return np.memmap(_ids_file(folder, name), "<u4", mode="r")
 
 
 def _save_new_ids(folder: GrowingFolder, flow: CriteoFlow) -> None:
-    """Add those of rows that are not saved yet."""
+    """Append the ids of rows that are not saved yet."""
 
     def save(column: int) -> None:
         with _ids_file(folder, CATEGORY_NAMES[column]).open("ab") as file:
@@ -328,14 +329,14 @@ def _save_new_ids(folder: GrowingFolder, flow: CriteoFlow) -> None:
     flow.map_columns(save)
 
 
-def _take_back_ids(folder: GrowingFolder, flow: CriteoFlow) -> None:
-    """Build the hash tables again."""
+def _restore_ids(folder: GrowingFolder, flow: CriteoFlow) -> None:
+    """Build the hash tables again from the committed ids."""
 
-    def take_back(column: int) -> None:
+    def restore(column: int) -> None:
         name = CATEGORY_NAMES[column]
         try:
             flow.columns[column] = RowNumbers.from_ids(_map_ids(folder, name))
         except ValueError as error:
             raise folder.damaged(f"{_ids_file(folder, name)}: {error}") from error
 
-    flow.map_columns(take_back)
+    flow.map_columns(restore)

@@ -1,11 +1,11 @@
-"""Raw Criteo files to samples in a store: how the work flows, and who owns what.
+"""The threads that read raw Criteo files and append their samples to a store.
 
-    reader (1 thread)   file -> decompressed blocks that end at a line's end; hashes the raw bytes
-    pool (all cores)    parses a block's parts side by side, then numbers its columns side by side
+    reader (1 thread)   file -> decompressed blocks of complete lines; hashes the raw bytes
+    pool (all cores)    parses parts of a block in parallel, then numbers its columns in parallel
     writer (1 thread)   samples -> store, in order
 
-At most four blocks are alive at a time, so memory is bounded by the hash tables of ids. What the
-numbers mean and how they are split is for the callers to say: `criteo`, `criteo_days`.
+At most four blocks are in memory at a time, so memory use is that of the hash tables of ids. The
+callers, `criteo` and `criteo_days`, choose the conventions for the numbers and the splits.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """What preparing raw files did.
+    """Result of preparing raw files.
 
     Attributes:
         path: The store.
         num_samples: Samples in it.
         num_rows: Distinct ids of all columns together.
-        bad_lines: The list of lines left out, or None where there were none.
-        num_bad_lines: How many it lists.
+        bad_lines: The file that lists the skipped lines; None if there are none.
+        num_bad_lines: How many lines it lists.
         num_files_before: Files that an earlier, interrupted run had read already.
     """
 
@@ -70,20 +70,20 @@ class PrepareReport:
 
 
 class CriteoFlow:
-    """Reads raw files one after another into a store; use as a context manager.
+    """Reads raw files one after another into a store; use it as a context manager.
 
     Args:
-        writer: Takes the samples.
+        writer: Receives the samples.
         progress: Counts raw bytes.
-        skip_bad_lines: Leave bad lines out and list them in the writer's folder.
+        skip_bad_lines: Skip bad lines and list them in the writer's folder.
         num_bad_lines: How many are listed there already.
         num_threads: Threads that parse and number; one per core by default.
         keep_negatives: Keep negative integers; by default they become 0.
-        num_reserved_rows: The first id of a column is given this row.
+        num_reserved_rows: The row of the first id of each column.
         max_ind_range: Take ids modulo this before they are numbered.
 
     Attributes:
-        columns: The rows of the ids of each column, from 0 on.
+        columns: The numbering of the ids of each column, from 0 on.
     """
 
     def __init__(
@@ -105,14 +105,14 @@ class CriteoFlow:
         self._num_threads = num_threads or num_cores()
         self._keep_negatives = keep_negatives
         self._num_reserved_rows = num_reserved_rows
-        # Ids have 32 bits: a larger number changes none of them.
+        # Ids have 32 bits, so a larger modulus changes none of them.
         self._modulus = (
             np.uint32(max_ind_range) if max_ind_range and max_ind_range < 2**32 else None
         )
 
     @property
     def num_bad_lines(self) -> int:
-        """Bad lines left out so far."""
+        """Bad lines skipped so far."""
         return self._bad_lines.num_bad
 
     def __enter__(self) -> Self:
@@ -128,14 +128,14 @@ class CriteoFlow:
         self._threads.close()
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Append the samples of a file; returns when they are with the writer.
+        """Append the samples of a file; returns after the writer has them.
 
         Returns:
-            What meta.json says of the file as a source; with `keep_negatives`, its smallest integer
-            too, unless it has no sample.
+            The entry for the file in meta.json; with `keep_negatives` also its smallest integer,
+            unless it has no sample.
 
         Raises:
-            DatasetFormatError: a bad line, where those are not skipped, or a broken file.
+            DatasetFormatError: the file is broken, or has a bad line and these are not skipped.
         """
         raw = RawFile(path)
         self._bad_lines.begin_file(path)
@@ -154,23 +154,20 @@ class CriteoFlow:
         return raw.describe() | ({"smallest_integer": min(smallest)} if smallest else {})
 
     def queue(self, function: Callable[..., None], *arguments: object) -> None:
-        """Have the writer's thread call a function, once it is done with all it was given before.
-
-        One call runs while the caller goes on, not more.
-        """
+        """Wait for the writer thread's previous call, then start this one there."""
         self.wait()
         self._written = self._write_queue.submit(function, *arguments)
 
     def wait(self) -> None:
-        """Until the writer's thread has done all it was given."""
+        """Wait until the writer thread is idle; raises the error of its last call."""
         self._written.result()
 
     def map_columns(self, function: Callable[[int], _T]) -> list[_T]:
-        """What a function says of each column, called by its number; columns side by side."""
+        """Call a function with each column number, in parallel; returns the results in order."""
         return list(self._pool.map(function, range(NUM_CATEGORIES)))
 
     def report(self, num_files_before: int = 0) -> PrepareReport:
-        """What was done, once the writer has finished."""
+        """The result, after the writer has finished the store."""
         store = self._writer.path
         return PrepareReport(
             path=store,
@@ -182,14 +179,14 @@ class CriteoFlow:
         )
 
     def _one_ahead(self, items: Iterator[_T]) -> Iterator[_T]:
-        """The same items, the next one being made while the caller uses this one."""
+        """The same items; the reader thread makes the next one while the caller uses one."""
         upcoming = self._reader.submit(next, items, None)
         while (item := upcoming.result()) is not None:
             upcoming = self._reader.submit(next, items, None)
             yield item
 
     def _parse_in_parts(self, text: NDArray[np.uint8]) -> list[ParsedLines]:
-        """Parse a block side by side; the parts come back in the order of the text."""
+        """Parse parts of a block in parallel; returns them in the order of the text."""
         cuts = [0]
         for part in range(1, self._num_threads + 1):
             cut = max(cuts[-1], len(text) * part // self._num_threads - 1)
@@ -212,7 +209,7 @@ class CriteoFlow:
         return [part.result() for part in parsing]
 
     def _number_columns(self, parts: list[ParsedLines]) -> None:
-        """Replace ids by rows, in place; columns side by side, a column's parts in order."""
+        """Replace ids by rows, in place; columns in parallel, a column's parts in order."""
 
         def number(column: int) -> None:
             for part in parts:
@@ -228,13 +225,13 @@ class CriteoFlow:
     def _write(self, parts: list[ParsedLines]) -> None:
         is_float = self._writer.dense_dtype == np.float32
         for part in parts:
-            # Floats are computed at the file's end; until then the integers' bits take their place.
+            # Floats are computed at the file's end; until then the store holds the integers' bits.
             dense = part.integers.view(np.float32) if is_float else part.integers
             self._writer.append(part.labels, dense, part.categories.view(np.int32).T)
 
 
 def progress_bar(paths: Sequence[Path], *, num_bytes_before: int = 0, show: bool) -> tqdm[None]:
-    """A bar over the raw bytes of some files, of which the first few may have been read before."""
+    """A progress bar over the raw bytes of all files; the first files may have been read before."""
     return tqdm(
         total=sum(path.stat().st_size for path in paths),
         initial=num_bytes_before,
@@ -242,5 +239,5 @@ def progress_bar(paths: Sequence[Path], *, num_bytes_before: int = 0, show: bool
         unit="B",
         unit_scale=True,
         disable=not show,
-        mininterval=0.1 if sys.stderr.isatty() else 10,  # a log is not a screen
+        mininterval=0.1 if sys.stderr.isatty() else 10,  # few lines if stderr is a log file
     )

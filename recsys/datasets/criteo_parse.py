@@ -1,17 +1,16 @@
-r"""Text of the Criteo formats to arrays: one line, one sample.
+r"""Parse text in Criteo's format; each line is a sample.
 
     label \t int_0 ... int_12 \t cat_0 ... cat_25 \n
 
-The rules of a line, which the kernel checks and `explain` puts into words:
+The kernel checks these rules, and `explain` reports a violation:
 
 - 40 fields separated by single tabs; the line ends at "\n", "\r\n" or the end of the file;
 - the label is 0 or 1;
 - an integer is empty (missing) or matches -?[0-9]{1,10} and fits 32 bits;
 - a category is empty (missing) or one to eight hexadecimal digits.
 
-A missing field reads as 0, and so does a negative integer unless it is asked for. The kernel only
-says which lines are bad; words are found for those afterwards, in Python, so that good lines pay
-nothing for them.
+A missing field becomes 0, and so does a negative integer unless `keep_negatives` is set. The kernel
+only marks bad lines. Python code then explains them, so good lines cost nothing extra.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ _HEX[[ord(char) for char in "ABCDEF"]] = range(10, 16)
 
 
 class ParsedLines(NamedTuple):
-    """The samples of one stretch of text, and its bad lines.
+    """The samples and bad lines of one part of the text.
 
     Shape:
-        labels (n,) int8; integers (n, 13) int32; categories (26, n) uint32, by column so that each
-        column can be numbered on its own; bad_lines (k, 3) int64: number of the line in the stretch
-        from 0, its first byte, its end.
+        labels (n,) int8; integers (n, 13) int32; categories (26, n) uint32, column by column, so
+        that columns can be numbered in parallel; bad_lines (k, 3) int64: the line's number in the
+        part, from 0, its first byte and its end.
     """
 
     labels: NDArray[np.int8]
@@ -66,16 +65,16 @@ def parse_lines(
     stop_at_bad_line: bool,
     keep_negatives: bool = False,
 ) -> ParsedLines:
-    """Parse the whole lines in `text[begin:end]`.
+    """Parse the lines in `text[begin:end]`.
 
     Args:
         text: Bytes; `text[end - 1]` is a newline.
-        begin: Where the first line begins.
-        end: Behind the last line's newline.
-        stop_at_bad_line: Stop behind the first bad line instead of reading on.
-        keep_negatives: Read negative integers as they are, not as 0.
+        begin: The first byte of the first line.
+        end: The byte after the last line's newline.
+        stop_at_bad_line: Stop after the first bad line.
+        keep_negatives: Keep negative integers; by default they become 0.
     """
-    assert begin == end or text[end - 1] == _NEWLINE, "the last line must have an end"
+    assert begin == end or text[end - 1] == _NEWLINE, "the last line must end in a newline"
     max_good = (end - begin) // MIN_LINE_BYTES + 1
     labels = np.empty(max_good, np.int8)
     integers = np.empty((max_good, NUM_INTEGERS), np.int32)
@@ -109,10 +108,10 @@ def parse_lines(
 
 
 def explain(line: bytes) -> tuple[str, str] | None:
-    """The rule a line breaks and the value that breaks it; None for a good line.
+    """The rule that a line breaks, and the value that breaks it; None for a good line.
 
     Args:
-        line: One line with or without its end.
+        line: One line, with or without its newline.
     """
     line = line.removesuffix(b"\n").removesuffix(b"\r")
     fields = line.split(b"\t")
@@ -134,7 +133,7 @@ def explain(line: bytes) -> tuple[str, str] | None:
 
 
 def _show(field: bytes) -> str:
-    """A field as it can stand in a message: quoted, escaped, cut."""
+    """A field for an error message: quoted, escaped, shortened."""
     shown = repr(field[:40])[1:]
     return shown + "..." if len(field) > 40 else shown
 
@@ -152,7 +151,7 @@ def _parse_kernel(
     bad_lines: NDArray[np.int64],
     keep_negatives: bool,
 ) -> tuple[int, int, int, int]:
-    """One thread, one pass, to `end` or until `bad_lines` is full; a newline ends every loop."""
+    """Parse in one pass to `end`, or until `bad_lines` is full; a newline ends every inner loop."""
     num_bad = 0
     while position < end and num_bad < len(bad_lines):
         line_begin = position

@@ -1,23 +1,23 @@
-"""How popular the rows of Criteo Kaggle's 26 columns are, and what its 13 counts look like.
+"""The distributions of Criteo Kaggle's 26 categorical and 13 dense columns.
 
-What was measured are aggregates of a uniform sample of 137,139 labelled rows of the challenge's
-training file; no value, row or id of it is here.
+The numbers are aggregates of a uniform sample of 137,139 labelled rows of the challenge's training
+file. This module contains no value, row or id of the file.
 
-- `shares`: per cent of a column's lookups that go to its 1, 2, 3, ... most popular rows, at the
-  ranks `KNOT_RANKS`, as far down as rows were seen about four times. Ranking a sample on itself
-  flatters its head, so each share was moved until 137,139 draws from the curve, ranked on
-  themselves, gave back the share measured.
-- `tail_exponent`: below the last knot, where the sample shows little but rows seen once,
-  popularity goes on as rank**-exponent down to the last row of the column's table, `num_embeddings`
-  of the whole training file. The exponent is the one for which 137,139 draws meet as many distinct
-  rows as the sample holds. Most rows of the big tables then never appear in a sample of this size.
-- `group`, `coupling`: columns that are popular together (a rare value of C12 comes with rare values
-  of C3, C16 and C21) share one uniform number per sample and group; a column takes it with
-  probability `coupling`, else one of its own. This moves no column's popularity; it decides how
-  many samples are popular in all of their columns at once. Couplings follow the rank correlations
-  of the sample, raised a little until that share fits.
-- dense columns: `DenseShape`. Missing shares, locations and scales are measured; the factors
-  stand for the strongest correlations; the effects are made up, with the signs of the sample.
+- `shares`: the percentage of a column's lookups that go to its 1, 2, 3, ... most popular rows, at
+  the ranks `KNOT_RANKS`, down to rows that were seen about four times. A sample that is ranked by
+  its own counts overstates the share of its top rows. So each share was adjusted until 137,139
+  draws from the curve, ranked by their own counts, had the measured share.
+- `tail_exponent`: below the last knot the sample contains mostly rows seen once. There, popularity
+  falls as rank**-exponent down to the last row of the column's table (`num_embeddings` of the
+  complete training file). With this exponent, 137,139 draws have as many distinct rows as the
+  sample. Most rows of the big tables never appear in a sample of this size.
+- `group`, `coupling`: in some columns values are popular together (a rare value of C12 comes with
+  rare values of C3, C16 and C21). These columns share one uniform number per sample and group. A
+  column uses it with probability `coupling`, otherwise an independent number. Coupling does not
+  change the popularity within a column; it changes how many samples are popular in all of their
+  columns. Couplings are the sample's rank correlations, raised slightly until that share fits.
+- dense columns, `DenseShape`: missing shares, locations and scales are measured; the factors model
+  the strongest correlations; the effects are invented, with the signs of the sample.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ KNOT_RANKS: Final = (
     2000, 3000,
 )
 # fmt: on
-# How many numbers a sample's columns share: groups of categorical columns, factors of dense ones.
+# How many random numbers the columns of a sample share: one per group and per factor.
 NUM_GROUPS: Final = 4
 NUM_FACTORS: Final = 4
-# Neighbouring edges of a curve differ by this factor: inside, all ranks are equally popular.
+# Consecutive edges of a curve differ by this factor; between them all ranks are equally popular.
 _EDGE_RATIO = 1.1
 
 
 class ColumnShape(NamedTuple):
-    """Popularity of one categorical column; the module docstring says what the fields mean."""
+    """Popularity of one categorical column; see the module docstring for the fields."""
 
     num_embeddings: int
     tail_exponent: float
@@ -65,11 +65,11 @@ class ColumnShape(NamedTuple):
 
 
 class DenseShape(NamedTuple):
-    """One dense column: `log(x + 1)` is normal, cut off at 0, where the value is not missing.
+    """One dense column. If a value is not missing, `log(x + 1)` is normal, cut off at 0.
 
-    A missing value is 0. Columns of one factor share a normal number per sample (with the weight
-    `loading`; the rest is the column's own) and one uniform number that decides what is missing.
-    `effect` is what a unit of log(x + 1) adds to the planted score.
+    A missing value is 0. Columns of one factor share two random numbers per sample: a normal one
+    with weight `loading` (the rest is independent), and a uniform one that decides which values are
+    missing. `effect` is the change of the planted score per unit of log(x + 1).
     """
 
     missing: float
@@ -85,12 +85,12 @@ def popularity_curve(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The share of lookups that go to the most popular rows, as a fine, piecewise linear curve.
 
-    Between the knots of the shape popularity falls as 1 / rank; below the last, as its power law.
-    A smaller table truncates the curve, a larger one continues the power law; both renormalise it.
+    Between the knots of the shape, popularity falls as 1 / rank; below the last knot, by the power
+    law. A smaller table truncates the curve, a larger one extends the power law. Both renormalise.
 
     Shape:
-        result: edges (K + 1,), ranks rising from 0 to num_embeddings; shares (K + 1,) rising from 0
-        to 1: `shares[k]` of the lookups go to the `edges[k]` most popular rows.
+        result: edges (K + 1,), ranks ascending from 0 to num_embeddings; shares (K + 1,) ascending
+        from 0 to 1: `shares[k]` of the lookups go to the `edges[k]` most popular rows.
     """
     knots = np.array([0, *KNOT_RANKS[: len(shape.shares)]])
     knot_shares = np.array([0.0, *shape.shares]) / 100
@@ -109,8 +109,8 @@ def popularity_curve(
 
 
 def _power_integral(begin: int, ends: NDArray[np.int64], exponent: float) -> NDArray[np.float64]:
-    """The integral of (1 + x)**-exponent from begin to each of ends, but for a constant factor."""
-    # expm1 keeps the digits of exponents near 1, where the integral turns into a logarithm.
+    """The integral of (1 + x)**-exponent from begin to each of ends, up to a constant factor."""
+    # expm1 is accurate for exponents near 1, where the integral becomes a logarithm.
     log_ratio = np.log1p(ends) - np.log1p(begin)
     power = 1.0 - exponent
     return np.asarray(np.expm1(power * log_ratio) / power if power else log_ratio)

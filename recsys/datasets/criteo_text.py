@@ -1,4 +1,4 @@
-"""Raw files as text: decompressed, hashed, cut into blocks of whole lines; and their bad lines."""
+"""Read raw files as blocks of complete lines, decompressed and hashed; and report bad lines."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["BadLines", "RawFile"]
 
-# Large enough that a block's hand-overs are lost in its 50 ms of work, small enough that a few of
-# them are nothing beside the hash tables of ids. Also the longest line that is still taken for one.
+# A block takes 50 ms to process, much longer than handing it from thread to thread. A few blocks
+# are small compared with the hash tables of ids. Longer lines are refused.
 BLOCK_BYTES = 16 * 2**20
 
 _GZIP, _ZST = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-_ZST_READ_BYTES = 128 * 2**10  # compressed, at a time; comes out some times larger
+_ZST_READ_BYTES = 128 * 2**10  # of compressed data per read
 
 
 class RawFile:
-    """One raw file, read once from begin to end: plain, gzip or zst (told by its first bytes).
+    """One raw file, read once from begin to end; its first bytes tell plain text, gzip and zst.
 
     Args:
         path: The file.
@@ -46,10 +46,10 @@ class RawFile:
         self._file: IO[bytes]
 
     def blocks(self) -> Iterator[NDArray[np.uint8]]:
-        """The text in blocks that end in a newline; a last line without one is given one.
+        """The text in blocks that end in a newline, which is added to the last line if missing.
 
         Raises:
-            DatasetFormatError: the file is a broken gzip or zst file, or no text.
+            DatasetFormatError: the file is a broken gzip or zst file, or not text.
             MissingDependency: it is a zst file, and zstandard is not installed.
         """
         with self.path.open("rb") as self._file:
@@ -76,14 +76,14 @@ class RawFile:
                 yield np.frombuffer(rest + b"\n", np.uint8)
 
     def read(self, size: int = -1) -> bytes:
-        """Raw bytes, counted and hashed; `gzip` reads through this too."""
+        """Read raw bytes; count and hash them. `gzip` reads through this method too."""
         raw = self._file.read(size)
         self.num_bytes_read += len(raw)
         self._hash.update(raw)
         return raw
 
     def describe(self) -> dict[str, Any]:
-        """What meta.json says of a source, once it has been read."""
+        """The entry for this file in meta.json, after it was read."""
         return {
             "name": self.path.name,
             "num_bytes": self.num_bytes_read,
@@ -95,7 +95,7 @@ class RawFile:
             return text.read(BLOCK_BYTES)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DatasetFormatError(
-                f"{self.path}: broken {self._kind} file behind byte {self.num_bytes_read} "
+                f"{self.path}: broken {self._kind} file after byte {self.num_bytes_read} "
                 f"({error}); fetch it again"
             ) from error
 
@@ -103,7 +103,7 @@ class RawFile:
 class _ZstText:
     """The text of a zst file, frame after frame.
 
-    The package's own reader takes a file that was cut off for one that ends there; this does not.
+    Unlike zstandard's own reader, it detects a truncated file.
     """
 
     def __init__(self, raw: RawFile) -> None:
@@ -111,8 +111,8 @@ class _ZstText:
             import zstandard
         except ImportError as error:
             raise MissingDependency(
-                f"{raw.path} is a zst file, and reading those needs zstandard; install "
-                "recsys[zstd], or unpack the file"
+                f"{raw.path} is a zst file, which needs zstandard; install recsys[zstd], or "
+                "decompress the file"
             ) from error
         self._raw = raw
         self._zstandard = zstandard
@@ -121,7 +121,7 @@ class _ZstText:
         self._is_inside = False
 
     def read(self, size: int) -> bytes:
-        """At least one byte and not much more than `size`; none at the end."""
+        """Read about `size` bytes of text; none at the end of the file."""
         parts, num_bytes = [], 0
         while num_bytes < size and (raw := self._raw.read(_ZST_READ_BYTES)):
             while raw:
@@ -140,13 +140,13 @@ class _ZstText:
 
 
 class BadLines:
-    """Counts lines, and either stops at the first bad one or lists it as JSON and goes on.
+    """Counts lines, and raises at the first bad one or lists all bad ones.
 
     Args:
-        folder: Where bad lines are listed, in `bad_lines.jsonl`, one JSON object each; the file is
-            made when the first is found.
-        skip: Go on.
-        num_bad: Bad lines of files before, listed there already.
+        folder: Receives `bad_lines.jsonl`, with one JSON object per bad line; the file is created
+            when the first bad line is found.
+        skip: List bad lines instead of raising.
+        num_bad: Bad lines that the file lists already.
     """
 
     FILE_NAME = "bad_lines.jsonl"
@@ -159,11 +159,11 @@ class BadLines:
         self._num_lines = 0
 
     def begin_file(self, path: Path) -> None:
-        """The lines that follow are those of `path`."""
+        """Count the lines that follow as those of `path`."""
         self._path, self._num_lines = path, 0
 
     def add(self, text: NDArray[np.uint8], parsed: ParsedLines) -> None:
-        """Take note of the next stretch of lines.
+        """Count the lines of the next part of the file, and list its bad lines.
 
         Raises:
             DatasetFormatError: it has a bad line, and bad lines are not skipped.
@@ -176,8 +176,8 @@ class BadLines:
             line = self._num_lines + number + 1
             if not self.skip:
                 raise DatasetFormatError(
-                    f"{self._path} line {line}: {rule}, got {value}; repair the line, or leave bad "
-                    "lines out with --skip-bad-lines"
+                    f"{self._path} line {line}: {rule}, got {value}; repair the line, or skip bad "
+                    "lines with --skip-bad-lines"
                 )
             entry = {"file": str(self._path), "line": line, "rule": rule, "value": value}
             found.append(json.dumps(entry) + "\n")

@@ -1,11 +1,11 @@
-"""A folder whose files grow at their ends, and that falls back to its last commit.
+"""A folder of files that only grow, with commits to roll back to.
 
-    FOLDER/made_by_recsys.txt    says whose the folder is: without it, nothing is ever removed
-           committed.json        how long every file was at the last commit, and what was said then
+    FOLDER/made_by_recsys.txt    marks the folder; without it, recsys never removes a file
+           committed.json        the length of every file at the last commit, and the caller's notes
            ...                   files, in sub-folders or not
 
-Long work that a killed process must not lose commits now and then; the next process calls
-`roll_back` and goes on from there. A commit costs what is new: files are flushed, not copied.
+A long job commits from time to time. If its process is killed, the next process calls `roll_back`
+and continues from the last commit. A commit flushes the files and copies nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _RECORD = "committed.json"
 
 
 class GrowingFolder:
-    """A folder with a record of what of it is committed.
+    """A folder with a record of the committed length of each file.
 
-    Files must only be added or made longer; what is behind their committed ends is nobody's.
+    Between commits, files may only be added or appended to. `roll_back` discards these changes.
 
     Args:
-        path: The folder; it need not be there before `claim`.
+        path: The folder. It must exist when `claim` is called.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,22 +46,22 @@ class GrowingFolder:
         self._own_files = {self._marker, self._record}
 
     @property
-    def is_ours(self) -> bool:
-        """Whether `claim` made the folder, so that what is in it may be removed."""
+    def has_marker(self) -> bool:
+        """Whether `claim` marked the folder, so that recsys may remove its files."""
         return self._marker.is_file()
 
     def claim(self) -> None:
-        """Make the folder ours, which an empty one or one that is ours already can become.
+        """Mark an empty folder as made by recsys; does nothing if it is marked already.
 
         Raises:
-            AlreadyExists: something else is in it.
+            AlreadyExists: the folder is neither empty nor marked.
         """
-        if self.is_ours:
+        if self.has_marker:
             return
         others = [path.name for path in self.path.iterdir()]
         if others:
             raise AlreadyExists(
-                f"{self.path} must be empty or have the {_MARKER} of one that recsys made, but has "
+                f"{self.path} must be empty or made by recsys (with a {_MARKER}), but it has "
                 f"{min(others)!r}; move it away or choose another name"
             )
         self._marker.write_text(_MARKER_TEXT)
@@ -70,14 +70,14 @@ class GrowingFolder:
 
     @property
     def has_commit(self) -> bool:
-        """Whether anything was ever committed."""
+        """Whether there is a commit."""
         return self._record.is_file()
 
     def commit(self, about: Mapping[str, Any]) -> None:
-        """Have the disk hold all files as they are now, then say so in one step.
+        """Flush all files to the disk, then record their lengths atomically.
 
         Args:
-            about: What `roll_back` is to return; JSON types only.
+            about: Notes that `roll_back` returns; JSON types only.
         """
         paths = sorted(path for path in self.path.rglob("*") if path not in self._own_files)
         for path in (*paths, self.path):
@@ -94,10 +94,10 @@ class GrowingFolder:
             partial.write_text(json.dumps(content | {"sha256": _sum(content)}, indent=2) + "\n")
 
     def roll_back(self) -> dict[str, Any] | None:
-        """Put every file back to what it was at the last commit; remove those made since.
+        """Cut every file to its length at the last commit, and remove files made since.
 
         Returns:
-            What was said at the commit; None where there was none, and nothing is kept then.
+            The notes of the commit. If there is no commit, None, and all files are removed.
 
         Raises:
             StoreError: the record, or a file it names, is damaged.
@@ -108,7 +108,7 @@ class GrowingFolder:
             file = self.path / name
             found = file.stat().st_size if file.is_file() else 0
             if found < committed or not file.is_file():
-                raise self.damaged(f"{file} must have {committed} bytes at least, has {found}")
+                raise self.damaged(f"{file} must have at least {committed} bytes, has {found}")
         for path in sorted(self.path.rglob("*"), reverse=True):  # files before their folders
             name = path.relative_to(self.path).as_posix()
             if name in num_bytes:
@@ -123,11 +123,11 @@ class GrowingFolder:
         return about
 
     def forget(self) -> None:
-        """Have nothing committed any more; files stay until the next `roll_back`."""
+        """Remove the commit; files stay until the next `roll_back`."""
         self._record.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove the folder; killed half-way, it leaves one of ours without a commit, or empty."""
+        """Remove the folder. If killed half-way, it leaves a marked folder without a commit."""
         self.forget()
         for path in self.path.iterdir():
             if path.is_dir():
@@ -138,19 +138,19 @@ class GrowingFolder:
         self.path.rmdir()
 
     def damaged(self, what: str) -> StoreError:
-        """The error for something in the folder that cannot be gone on with."""
+        """The error for a damaged file in the folder."""
         return StoreError(
-            f"{what}: what was prepared so far is damaged; remove {self.path} to begin anew"
+            f"{what}: the unfinished data are damaged; remove {self.path} to start again"
         )
 
     def _read_record(self) -> dict[str, Any]:
         try:
             content: dict[str, Any] = dict(json.loads(self._record.read_text()))
-            claimed = content.pop("sha256")
+            expected = content.pop("sha256")
         except (ValueError, TypeError, KeyError) as error:
-            raise self.damaged(f"{self._record} is no record of a commit ({error!r})") from error
-        if claimed != _sum(content):
-            raise self.damaged(f"{self._record} is not what was written: its sha256 differs")
+            raise self.damaged(f"{self._record} is not a commit record ({error!r})") from error
+        if expected != _sum(content):
+            raise self.damaged(f"{self._record} was changed: its sha256 differs")
         return content
 
 

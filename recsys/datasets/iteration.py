@@ -1,7 +1,7 @@
-"""One pass over a loader, and the loader's position: the next mini-batch that was not used.
+"""One pass over a loader, and the loader's position: its first mini-batch that was not used.
 
-A `TrainPipeline` that looks ahead takes mini-batches before it trains on them. It says so in
-`num_waiting`, and the position does not count those.
+A `TrainPipeline` that looks ahead takes mini-batches before it trains on them. It writes their
+number to `num_waiting`, and the position stays before them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ P = TypeVar("P")
 
 
 class ResumableLoader(ABC, Generic[P]):
-    """A loader that has one position, which at most one running iterator changes.
+    """A loader with one position, which at most one running iterator changes.
 
     Args:
         split: The name of the split, for errors.
         position: Where the first iteration begins.
-        in_turn_because: As for `BatchIterator`.
+        in_turn_because: See `BatchIterator`.
     """
 
     def __init__(self, split: str, position: P, in_turn_because: str = "") -> None:
         self.split = split
         self._in_turn_because = in_turn_because
-        self._settled = position  # counts while no iterator runs
+        self._settled = position  # the position while no iterator runs
         self._running: weakref.ref[BatchIterator[P]] | None = None
 
     def __iter__(self) -> BatchIterator[P]:
@@ -43,11 +43,11 @@ class ResumableLoader(ABC, Generic[P]):
 
     @abstractmethod
     def _read(self, position: P) -> Generator[tuple[Batch, P]]:
-        """The rest of the epoch: each mini-batch, and the position after it."""
+        """Yield the rest of the epoch: each mini-batch with the position after it."""
 
     @abstractmethod
     def _end_epoch(self) -> P:
-        """Count an epoch that has ended; the position at which the next one begins."""
+        """Count an epoch that has ended, and return the position where the next one begins."""
 
     @property
     def _position(self) -> P:
@@ -64,7 +64,7 @@ class ResumableLoader(ABC, Generic[P]):
         if iterator.is_running:
             raise RuntimeError(
                 f"the loader of the {self.split} split cannot be {action}: an iteration of it is "
-                "still running; end that first, or use a loader of its own"
+                "still running; end that one first, or use a second loader"
             )
         iterator.close()
 
@@ -77,21 +77,21 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
 
     Args:
         loader: Is read.
-        in_turn_because: As below.
+        in_turn_because: See the attribute.
 
     Attributes:
-        num_waiting: How many of the mini-batches handed out last still wait to be used. Set it if
-            you take mini-batches before you use them, as `TrainPipeline` does: after each one
-            taken, and after each one used. The loader's position does not count those that wait,
-            and its epoch does not end before they are used.
-        is_over: Whether the iteration has ended. Then do not use mini-batches that wait: the next
-            iteration of the loader gives them again.
-        in_turn_because: Why no mini-batch may be taken before those handed out are used; empty if
-            it may.
+        num_waiting: How many of the last mini-batches handed out are not used yet. A caller that
+            takes mini-batches before it uses them, as `TrainPipeline` does, sets it after each one
+            taken and after each one used. The loader's position stays before these mini-batches,
+            and the epoch does not end before they are used.
+        is_over: Whether the iteration has ended. Then mini-batches that wait must not be used: the
+            next iteration of the loader returns them again.
+        in_turn_because: The reason why each mini-batch must be used before the next one is taken;
+            empty if there is none.
 
     Raises:
         RuntimeError: another iteration of the loader is running.
-        ValueError: `num_waiting` is negative, or counts mini-batches that were used before.
+        ValueError: `num_waiting` is negative, or includes mini-batches that already count as used.
     """
 
     def __init__(self, loader: ResumableLoader[P], in_turn_because: str) -> None:
@@ -99,7 +99,8 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         self.in_turn_because = in_turn_because
         self._loader = loader
         self._batches: Generator[tuple[Batch, P]] | None = None
-        self._positions: deque[P] = deque()  # after each mini-batch that may wait, and before them
+        # Before the first mini-batch that may wait, and after each of them.
+        self._positions: deque[P] = deque()
         self.is_over = self._has_failed = False
 
     def __iter__(self) -> Self:
@@ -128,7 +129,7 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         return batch
 
     def close(self) -> None:
-        """End the iteration: the loader's next one begins with what was not used."""
+        """End the iteration. The loader's next one begins with the first unused mini-batch."""
         batches, self._batches = self._batches, None
         self.is_over = True
         if batches is not None:
@@ -136,12 +137,12 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
             batches.close()
 
     def __del__(self) -> None:
-        """Close what the owner has dropped."""
+        """Close an iterator that was dropped."""
         self.close()
 
     @property
     def num_waiting(self) -> int:
-        """How many of the mini-batches handed out last still wait to be used."""
+        """How many of the last mini-batches handed out are not used yet."""
         return self._num_waiting
 
     @num_waiting.setter
@@ -150,18 +151,18 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         if not 0 <= value <= most:
             raise ValueError(
                 f"num_waiting must lie in [0, {most}], got {value}: mini-batches that count as "
-                "used cannot wait; set it after each one taken, and after each one used"
+                "used cannot wait; set it after each mini-batch taken and after each one used"
             )
         self._num_waiting = value
 
     @property
     def position(self) -> P:
-        """The loader's position: before the first mini-batch that was not used."""
+        """The loader's position: before the first mini-batch that is not used."""
         return self._positions[-1 - self._num_waiting]
 
     @property
     def is_running(self) -> bool:
-        """Whether it may still hand out mini-batches, or some that it has handed out wait."""
+        """Whether more mini-batches may follow, or some that were handed out are not used yet."""
         return self._batches is not None and not (self._has_failed and not self._num_waiting)
 
     def _begin(self) -> None:

@@ -1,8 +1,8 @@
-"""Mini-batches of a source: shuffled by seed, read ahead on a thread, exactly resumable.
+"""Mini-batches of a source: shuffled by a seed, read ahead by a thread, exactly resumable.
 
-The order of an epoch is a function of (seed, epoch) alone, so a position in the data is two
-numbers. A loader's state counts neither the batches that its thread reads ahead nor those that a
-`TrainPipeline` has taken and not yet trained on.
+The order of samples in an epoch is a function of (seed, epoch), so a position is two numbers: the
+epoch and the next sample. Batches that are read ahead, or that a `TrainPipeline` has taken but not
+trained on, do not change the position.
 """
 
 from __future__ import annotations
@@ -37,29 +37,30 @@ class BatchLoader(ResumableLoader[int]):
                 ...
                 state = loader.state_dict()     # continues after `batch`
 
-    An iteration left early goes on where it stopped when the loader is iterated again. There is one
-    position, so there is one iteration at a time.
+    If an iteration is left early, the next iteration of the loader continues where it stopped. The
+    loader has one position, so it allows one iteration at a time.
 
-    The position is the next sample to be used. Batches handed out count as used, except for the
-    last `num_waiting` of them, an attribute of the iterator (`iter(loader).num_waiting`, 0 unless
-    set). A `TrainPipeline` sets it to the batches that it has taken ahead, so at any depth
-    `state_dict()` says the next sample to be trained on, an iteration left early goes on with that
+    The position is the next sample to be used. All batches handed out count as used, except for the
+    last `num_waiting`, an attribute of the iterator (`iter(loader).num_waiting`, 0 unless set). A
+    `TrainPipeline` sets it to the number of batches that it has taken ahead. Then, at any depth,
+    `state_dict()` holds the next sample to be trained on, the next iteration continues with that
     sample, and an epoch ends after its last batch is trained on.
 
     Args:
-        source: Where samples come from.
+        source: Is read.
         split: "train", "test" or "validation".
         batch_size: B. The last batch of an epoch may be smaller.
-        shuffle: Draw a new order for every epoch; otherwise the source's.
-        seed: Of the shuffling.
+        shuffle: Draw a new order for every epoch; otherwise samples keep the source's order.
+        seed: Seed of the shuffling.
         drop_last: Leave out a last batch smaller than B.
         prefetch: Batches read ahead, at least.
-        permutation_seed: Of the order of samples in each batch, drawn anew; None leaves it as it
-            is. Which samples a batch has stays.
+        permutation_seed: If given, permute the samples inside each batch by this seed. Each batch
+            keeps its set of samples.
 
     Raises:
         ConfigError: an argument is out of range, or the split is empty.
-        RuntimeError: an iteration is begun, or a state loaded, while another iteration is running.
+        RuntimeError: an iteration is started, or a state loaded, while another iteration is
+            running.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class BatchLoader(ResumableLoader[int]):
             raise ConfigError(f"prefetch must be at least 1, got {prefetch}")
         if not source.splits[split]:
             raise ConfigError(
-                f"the {split} split is empty: the data has {source.num_samples} samples; use more"
+                f"the {split} split is empty: the data has {source.num_samples} samples; use more "
+                "data"
             )
         super().__init__(split, 0)
         self.source = source
@@ -100,7 +102,7 @@ class BatchLoader(ResumableLoader[int]):
             self._num_used -= self._num_used % batch_size
 
     def __len__(self) -> int:
-        """Batches in a whole epoch."""
+        """Batches in a complete epoch."""
         return (self._num_used + self.batch_size - 1) // self.batch_size
 
     def _read(self, position: int) -> Generator[tuple[Batch, int]]:
@@ -119,44 +121,45 @@ class BatchLoader(ResumableLoader[int]):
         return 0
 
     def finish_reading(self) -> None:
-        """Wait until all that is read ahead is there; until the next batch nothing more is read.
+        """Wait until the reading thread is idle; it stays idle until the next batch is taken.
 
-        For who stops a clock in the middle of an iteration.
+        Benchmarks call it before they stop a clock in the middle of an iteration.
         """
         self._reader.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """The next sample of the current epoch to be used, and what its order rests on.
+        """The epoch, its next sample to be used, and the settings that fix the order of samples.
 
-        All of it in JSON types. Batches that wait to be used (`num_waiting`) are not counted.
+        JSON types only. Batches that wait to be used (`num_waiting`) do not count as used.
         """
         return {"epoch": self.epoch, "next_sample": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. The batch size may differ.
+        """Continue at the position of `state`. The batch size may differ.
 
         Raises:
             ConfigError: the state was taken with other data, another seed or another shuffling.
+            RuntimeError: an iteration is running.
         """
         own_state = self.state_dict()
-        state = {"permutation_seed": None, **state}  # older ones have none
+        state = {"permutation_seed": None, **state}  # states of older versions lack the key
         if set(state) != set(own_state):
             raise ConfigError(
                 f"loader state: keys must be {sorted(own_state)}, got {sorted(state)}; "
-                "use what state_dict returned"
+                "pass the result of state_dict()"
             )
         for key, own in self._identity().items():
             if state[key] != own:
                 raise ConfigError(
                     f"loader state: {key} is {state[key]!r}, but this loader has {own!r}; "
-                    "make the loader as the one that was saved"
+                    "use the arguments of the loader that was saved"
                 )
         if not 0 <= state["next_sample"] <= len(self._samples):
             raise ConfigError(
                 f"loader state: next_sample must lie in [0, {len(self._samples)}], "
                 f"got {state['next_sample']}"
             )
-        self._require_idle("given a state")
+        self._require_idle("loaded with a state")
         self.epoch = state["epoch"]
         self._settled = state["next_sample"]
 
@@ -172,7 +175,7 @@ class BatchLoader(ResumableLoader[int]):
         }
 
     def _order(self) -> NDArray[Any]:
-        # 32-bit numbers where they suffice: 157 MB instead of 314 MB for Kaggle's training part.
+        # 32-bit numbers if they suffice: 157 MB instead of 314 MB for Kaggle's training part.
         dtype = np.int32 if self._samples.stop < 2**31 else np.int64
         order = np.arange(self._samples.start, self._samples.stop, dtype=dtype)
         if self.shuffle:

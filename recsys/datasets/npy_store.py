@@ -1,6 +1,6 @@
-"""Arrays of other programs to stores: what is the same for every layout of files.
+"""Write the arrays of another program to a store: the part that all file layouts share.
 
-Their rows were numbered elsewhere, so the stores have no raw ids.
+The other program numbered the rows, so these stores have no raw ids.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["append_samples", "finish_numbered"]
 
 
 class _Check(Protocol):
-    """From a block of an array to what the store is to hold, or a `DatasetFormatError`."""
+    """Converts a block of an array to the store's numbers, or raises `DatasetFormatError`."""
 
     def __call__(self, name: str, block: NDArray[Any], first_sample: int) -> NDArray[Any]:
-        """Of the array called `name`, whose sample `first_sample` the block begins with."""
+        """Convert the block of array `name` that begins at sample `first_sample`."""
 
 
 def append_samples(
@@ -40,19 +40,19 @@ def append_samples(
     check_rows: _Check,
     label_rule: str,
 ) -> None:
-    """Copy three arrays, block by block.
+    """Copy three arrays to a store, block by block.
 
     Args:
-        writer: Takes the samples.
+        writer: Receives the samples.
         labels: (N,) or (N, 1), 0 or 1.
         dense: (N, I).
         sparse: (N, F).
-        check_dense: Makes dense features as the writer's dense transform wants them.
-        check_rows: Makes rows.
+        check_dense: Converts dense features to the input of the writer's dense transform.
+        check_rows: Converts rows.
         label_rule: Ends the message about a label that is neither 0 nor 1.
 
     Raises:
-        DatasetFormatError: an array is damaged, or holds what it must not.
+        DatasetFormatError: an array is damaged, or has an invalid value.
     """
     first_sample = 0
     for label_block, dense_block, sparse_block in zip(
@@ -77,7 +77,7 @@ def finish_numbered(
     convention: str,
     sources: Sequence[Path],
 ) -> Path:
-    """Finish a store whose raw ids are not known; columns are named as in Criteo's stores."""
+    """Finish a store without raw ids; columns are named as in Criteo's stores."""
     return writer.finish(
         dense_names=[f"int_{column}" for column in range(num_dense)],
         table_sizes={f"cat_{column}": int(size) for column, size in enumerate(table_sizes)},

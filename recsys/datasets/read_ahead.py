@@ -1,7 +1,7 @@
-"""Samples read by a thread, mini-batches ahead of who trains on them.
+"""A thread that reads mini-batches before they are needed.
 
-Small mini-batches are read several at a time: to hand one over, two threads wait for each other
-and for the interpreter's lock, which takes longer than reading it.
+Small mini-batches are read in groups: handing one from thread to thread, which waits for the GIL,
+takes longer than reading it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import Batch, SampleSource
 
 __all__ = ["ReadAhead", "num_read_ahead"]
 
@@ -26,29 +25,29 @@ _SAMPLES_AT_ONCE, _BATCHES_AT_ONCE = 2048, 16
 
 
 def num_read_ahead(prefetch: int, batch_size: int) -> int:
-    """Mini-batches that are read ahead where so many are asked for."""
+    """How many mini-batches are read ahead: at least `prefetch`, more if they are small."""
     return max(prefetch, min(_BATCHES_AT_ONCE, -(-_SAMPLES_AT_ONCE // batch_size)))
 
 
 class ReadAhead:
-    """Reads mini-batches of a source in order, some ahead.
+    """Reads mini-batches of a source in order, some of them ahead.
 
-    Owner of the reading thread: the running iteration of `read`; it ends with it.
+    The running iteration of `read` owns the reading thread, which ends with the iteration.
 
     Args:
-        source: Where samples come from.
-        num_ahead: Mini-batches read ahead, at least; of small ones more, `num_read_ahead`.
+        source: Is read.
+        num_ahead: Mini-batches read ahead, at least; see `num_read_ahead`.
     """
 
     def __init__(self, source: SampleSource, num_ahead: int) -> None:
         self._source, self._num_ahead = source, num_ahead
-        self._ahead: deque[tuple[int, Future[_Read]]] = deque()  # groups, and how many are in each
+        self._ahead: deque[tuple[int, Future[_Read]]] = deque()  # sizes and results of groups
 
     def read(self, parts: Iterable[NDArray[np.integer]]) -> Generator[Batch]:
         """The samples of each part as a mini-batch; one iteration at a time."""
         reader = ThreadPoolExecutor(1, "recsys-load")
         groups = _grouped(parts)
-        # Its own: if a Ctrl-C ends the waiting below, the next iteration begins with none of these.
+        # Each iteration has its own queue: a Ctrl-C below leaves nothing for the next one.
         ahead = self._ahead = deque()
 
         def read_on() -> None:
@@ -69,7 +68,7 @@ class ReadAhead:
             reader.shutdown(cancel_futures=True)
 
     def finish(self) -> None:
-        """Wait until all that is being read is there; until the next group no more is read."""
+        """Wait until all groups under way are read; no other is read before the next is taken."""
         wait([future for _, future in self._ahead])
 
     def _read_group(self, group: list[NDArray[np.integer]]) -> _Read:
@@ -77,20 +76,20 @@ class ReadAhead:
         try:
             for samples in group:
                 read.batches.append(self._source.read(samples.astype(np.int64)))
-        except Exception as error:  # its turn is behind the mini-batches before it
+        except Exception as error:  # raised after the mini-batches before it are handed out
             return read._replace(error=error)
         return read
 
 
 class _Read(NamedTuple):
-    """Mini-batches of a group, and what ended it early."""
+    """The mini-batches of a group, and the error that ended it early."""
 
     batches: list[Batch]
     error: Exception | None
 
 
 def _grouped(parts: Iterable[NDArray[np.integer]]) -> Iterator[list[NDArray[np.integer]]]:
-    """Mini-batches to be read at once."""
+    """Group mini-batches to be read in one go."""
     group: list[NDArray[np.integer]] = []
     for part in parts:
         group.append(part)

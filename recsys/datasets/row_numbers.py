@@ -1,11 +1,11 @@
-"""Ids to rows: the distinct ids of a column, numbered 0, 1, 2, ... by first appearance.
+"""Numbers the distinct ids of a column 0, 1, 2, ... by first appearance.
 
-A hash table with open addressing in one array of 64-bit entries, so that a lookup that leaves the
-processor's caches waits for memory once:
+A hash table with open addressing in one array of 64-bit entries. A lookup that misses the caches
+waits for memory once.
 
     entry = id << 32 | row + 1          0: free
 
-A table doubles when it is seven tenths full, so it takes 11 to 23 bytes an id.
+The table doubles when it is 70 % full, so it takes 11 to 23 bytes per id.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from recsys.hashing import GOLDEN
 from recsys.jit import kernel
 
 if TYPE_CHECKING:
@@ -21,15 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RowNumbers"]
 
-# 2**64 / golden ratio: multiplying by it spreads neighbouring ids over the table (Fibonacci
-# hashing).
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MAX_LOAD = 0.7
-_TAKEN_BACK_IDS = 1 << 20  # at a time: some megabytes
+_BLOCK_IDS = 1 << 20  # some megabytes
 
 
 class RowNumbers:
-    """The row of every id seen so far. Not thread-safe: one column, one thread at a time."""
+    """The row of every id seen so far. Not thread-safe."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -37,29 +35,29 @@ class RowNumbers:
 
     @classmethod
     def from_ids(cls, ids: NDArray[np.uint32]) -> Self:
-        """The numbering that `ids_by_row` was of; goes on as that one would have.
+        """Rebuild a numbering from its `ids_by_row`.
 
         Args:
-            ids: The id of every row; may be a memory map, is read in pieces.
-
-        Raises:
-            ValueError: an id has two rows.
+            ids: The id of every row; read in blocks, so it may be a memory map.
 
         Shape:
             ids (num_rows,).
+
+        Raises:
+            ValueError: an id has two rows.
         """
         numbers = cls()
-        for start in range(0, len(ids), _TAKEN_BACK_IDS):
-            piece = np.array(ids[start : start + _TAKEN_BACK_IDS], np.uint32)
-            numbers.number(piece)
-            if numbers.num_rows != start + len(piece):
+        for start in range(0, len(ids), _BLOCK_IDS):
+            block = np.array(ids[start : start + _BLOCK_IDS], np.uint32)
+            numbers.number(block)
+            if numbers.num_rows != start + len(block):
                 raise ValueError(
-                    f"an id must have one row, but one before row {start + len(piece)} has two"
+                    f"an id must have one row, but one before row {start + len(block)} has two"
                 )
         return numbers
 
     def number(self, ids: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Replace ids by rows, in place; ids never seen before get the next numbers, in order.
+        """Replace ids by rows, in place; new ids get the next numbers, in order.
 
         Shape:
             ids (n,) contiguous; result: the same memory, as int32.
@@ -99,7 +97,7 @@ def _number_kernel(
     mask = np.uint64(len(entries) - 1)
     for position in range(len(ids)):
         key = np.uint64(ids[position])
-        slot = (key * _GOLDEN) >> shift
+        slot = (key * GOLDEN) >> shift  # Fibonacci hashing
         entry = entries[slot]
         while entry != 0 and (entry >> np.uint64(32)) != key:
             slot = (slot + np.uint64(1)) & mask
@@ -117,7 +115,7 @@ def _rehash_kernel(old: NDArray[np.uint64], entries: NDArray[np.uint64], shift: 
     mask = np.uint64(len(entries) - 1)
     for entry in old:
         if entry != 0:
-            slot = ((entry >> np.uint64(32)) * _GOLDEN) >> shift
+            slot = ((entry >> np.uint64(32)) * GOLDEN) >> shift
             while entries[slot] != 0:
                 slot = (slot + np.uint64(1)) & mask
             entries[slot] = entry
@@ -129,5 +127,5 @@ def _ids_by_row_kernel(
 ) -> None:
     for entry in entries:
         place = np.int64(entry & np.uint64(0xFFFFFFFF)) - 1 - first_row
-        if place >= 0:  # a free entry's is less
+        if place >= 0:  # negative for a free entry
             ids[place] = entry >> np.uint64(32)

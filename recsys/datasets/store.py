@@ -1,18 +1,18 @@
 """The prepared store: one folder that holds a data set ready for training.
 
-    STORE/meta.json     what the arrays are, where they came from, how they are split
+    STORE/meta.json     dtypes, sources, splits
           labels.bin    (N,)     int8
-          dense.bin     (N, 13)  int32, before the transform that meta.json names; float32
-                                 where that is "none"
+          dense.bin     (N, 13)  int32, before the transform named in meta.json; float32 if the
+                                 transform is "none"
           sparse.bin    (N, 26)  int32, rows
           ids.bin       (E,)     uint32, the raw id of every row, table after table (modulo
-                                 max_ind_range where meta.json has one); not there where the store
-                                 was made of numbered rows
+                                 max_ind_range if meta.json has it); missing if the store was
+                                 made from rows that were numbered already
 
-Flat little-endian arrays, read by memory map. A writer fills a folder beside the final name and
-renames it when all is written and flushed, so a store that can be opened is whole. Integers are
-kept as they are (the logarithm is taken when a batch is read), so that other tools' formats can be
-written from a store without loss.
+The arrays are flat, little-endian and memory-mapped. A writer fills a folder beside the final name
+and renames it after everything is written and flushed, so a store that can be opened is complete.
+Dense features are kept as integers (the logarithm is taken when a batch is read), so other tools'
+formats can be written from a store without loss.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 __all__ = ["Store", "StoreWriter"]
 
 _DTYPES = {"labels": "<i1", "dense": "<i4", "sparse": "<i4", "ids": "<u4"}
-# What dense.bin holds, by what is done to it when a batch is read.
+# The dtype of dense.bin, by the transform that is applied when a batch is read.
 _DENSE_DTYPES = {"log(x+1)": "<i4", "none": "<f4"}
 _IDS_END = 2**32
-_REWRITTEN_SAMPLES = 65_536  # at a time: some megabytes
-# What meta.json must say for `Store.read` to be right.
+_REWRITTEN_SAMPLES = 65_536  # per block: some megabytes
+# The values in meta.json that this version can read.
 _UNDERSTOOD: dict[str, tuple[Any, ...]] = {
     "format": ("recsys-store",),
     "version": (1,),
@@ -65,21 +65,20 @@ _META_KEYS = (
 
 
 class StoreWriter:
-    """Writes a new store; use as a context manager.
+    """Writes a new store; use it as a context manager.
 
-    Nothing appears under `path` before `finish`; leaving without it removes what was written, but
-    for a folder of the caller's.
+    Nothing appears under `path` before `finish`. If the context ends without `finish`, the written
+    files are removed, unless the caller passed `folder`.
 
     Args:
         path: The store's folder, which must not exist.
-        dense_transform: What reading a batch will do to dense features: "log(x+1)" to integers,
-            "none" to floats.
-        folder: Where the store lies until `finish`, on the same disk as `path`; what is in it is
-            added to, and stays there without `finish`. By default a new one beside `path`.
+        dense_transform: Applied when a batch is read: "log(x+1)" to integers, "none" to floats.
+        folder: Holds the store until `finish`, on the same disk as `path`. Files in it are
+            appended to, and stay if there is no `finish`. By default a new folder beside `path`.
         num_samples: How many samples `folder` has already.
 
     Attributes:
-        folder: Where the store lies until `finish`; other files may be put there.
+        folder: Holds the store until `finish`; the caller may add files.
         num_samples: Samples appended so far.
 
     Raises:
@@ -109,7 +108,7 @@ class StoreWriter:
 
     @property
     def dense_dtype(self) -> np.dtype[Any]:
-        """Of the dense features that `append` takes."""
+        """The dtype of the dense features that `append` expects."""
         return np.dtype(self._dtypes["dense"])
 
     def append(
@@ -128,18 +127,18 @@ class StoreWriter:
         self.num_samples += len(labels)
 
     def flush(self) -> None:
-        """Have the files hold all that was appended."""
+        """Write all appended samples to the files."""
         for file in self._files.values():
             file.flush()
 
     def rewrite_dense(
         self, first_sample: int, change: Callable[[NDArray[np.float32]], NDArray[np.float32]]
     ) -> None:
-        """Change dense features appended before, in place, block by block.
+        """Change dense features that were appended before, in place, block by block.
 
         Args:
-            first_sample: Where to begin; all behind it are changed.
-            change: From what was appended to what is to stand there, (n, I) both.
+            first_sample: The first sample to change; all after it are changed too.
+            change: Maps the appended features of a block, (n, I), to the new ones.
         """
         file = self._files["dense"]
         file.flush()
@@ -168,21 +167,24 @@ class StoreWriter:
         ids: Mapping[str, NDArray[np.uint32]] | None = None,
         table_sizes: Mapping[str, int] | None = None,
     ) -> Path:
-        """Write `meta.json`, flush everything to the disk and give the folder its name.
+        """Write `meta.json`, flush everything to the disk and rename the folder to `path`.
 
         Args:
             dense_names: The dense features, in column order.
             splits: Sample numbers of "train", "test" and "validation".
-            about: What else meta.json should say: convention, sources.
+            about: Further entries of meta.json, such as convention and sources.
             ids: The raw id of every row, by categorical feature, in column order.
-            table_sizes: Where raw ids are not known: how many rows each feature has.
+            table_sizes: Rows of each categorical feature; needed if `ids` is None.
+
+        Raises:
+            AlreadyExists: `path` was created by another program meanwhile.
         """
         if ids is not None:
             table_sizes = {name: len(rows) for name, rows in ids.items()}
             self._files["ids"] = (self.folder / "ids.bin").open("wb")
             for rows in ids.values():
                 self._files["ids"].write(np.ascontiguousarray(rows, _DTYPES["ids"]).data)
-        assert table_sizes is not None, "a store knows its rows' ids or at least their number"
+        assert table_sizes is not None, "finish needs ids or table_sizes"
         meta = {
             **{key: values[0] for key, values in _UNDERSTOOD.items()},
             "dense_transform": self._dense_transform,
@@ -203,7 +205,8 @@ class StoreWriter:
         except OSError as error:
             if self.path.exists():
                 raise AlreadyExists(
-                    f"store {self.path} was made by somebody else meanwhile; choose another folder"
+                    f"store {self.path} was created by another program meanwhile; choose another "
+                    "folder"
                 ) from error
             raise
         flush_to_disk(self.path.parent)
@@ -219,14 +222,14 @@ class StoreWriter:
         trace: TracebackType | None,
     ) -> None:
         for file in self._files.values():
-            with suppress(OSError):  # closing flushes, which a full disk refuses once more
+            with suppress(OSError):  # closing flushes, which fails again on a full disk
                 file.close()
         if self._is_own_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)  # gone already where `finish` renamed it
+            shutil.rmtree(self.folder, ignore_errors=True)  # does not exist after `finish`
 
 
 def _dtypes(dense_transform: str, *, has_ids: bool) -> dict[str, str]:
-    """The arrays of a store, in the order they are described in."""
+    """The dtype of each array of a store, in the order of the files above."""
     dtypes = _DTYPES | {"dense": _DENSE_DTYPES[dense_transform]}
     return {name: dtype for name, dtype in dtypes.items() if has_ids or name != "ids"}
 
@@ -238,11 +241,11 @@ class Store:
         path: A folder that `recsys prepare` made.
 
     Attributes:
-        labels, dense, sparse: The arrays, as they are on disk.
-        ids: The raw id of every row, table after table; None where the store does not know them.
+        labels, dense, sparse: The arrays, as on disk: (N,), (N, I) and (N, F).
+        ids: The raw id of every row, table after table; None if the store has no raw ids.
 
     Raises:
-        StoreError: `path` is no whole store of a version this library reads.
+        StoreError: `path` is not a complete store of a version that this library reads.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -285,10 +288,10 @@ class Store:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for stores of equal samples: same raw bytes, convention, tables and splits."""
+        """Equal for stores with equal samples: same raw bytes, convention, tables and splits."""
         hashes = [source["sha256"] for source in self.meta["sources"]]
         bound = self.meta.get("max_ind_range")
-        # One that no id reaches changes none.
+        # A bound above all ids changes no id.
         bounds = [] if bound is None or bound >= _IDS_END else [f"max_ind_range={bound}"]
         tables = ",".join(f"{name}:{size}" for name, size in self.table_sizes.items())
         splits = ",".join(f"{name}:{part.start}-{part.stop}" for name, part in self.splits.items())
@@ -296,7 +299,7 @@ class Store:
         return " ".join([*head, *hashes])
 
     def describe(self) -> dict[str, Any]:
-        """What a run record says of this data."""
+        """The entry for this data in a run record."""
         keys = ("convention", "max_ind_range", "sources", "num_samples", "splits")
         kept = {key: self.meta[key] for key in keys if key in self.meta}
         return {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
@@ -305,7 +308,7 @@ class Store:
         file = self.path / "meta.json"
         if not file.is_file():
             raise StoreError(
-                f"{self.path} is not a store: it has no meta.json; make one with "
+                f"{self.path} is not a store: it has no meta.json; prepare one with "
                 f"`recsys prepare criteo-kaggle RAW --out {self.path}`"
             )
         try:
@@ -359,7 +362,7 @@ def _gather_kernel(
     dense_BI: NDArray[np.float32],
     rows_FB: NDArray[np.int64],
 ) -> None:
-    """One thread: the loader's, beside the training threads."""
+    """Runs on one thread: the other cores are busy with training."""
     for position, sample in enumerate(samples):
         labels_B[position] = labels[sample]
         for column in range(dense.shape[1]):

@@ -1,20 +1,19 @@
-"""`synthetic:criteo-kaggle`: samples shaped like Criteo Kaggle's, any number of them, no files.
+"""`synthetic:criteo-kaggle`: any number of generated samples with the shape of Criteo Kaggle's.
 
 The sample of time i is a pure function of the seed, the settings and i: every random number in it
-is a hash of (seed, i, what the number is for). So samples come out the same in any order, any batch
-and any thread, and nothing is kept. `docs/synthetic.md` has the measurements behind what follows.
+is a hash of (seed, i, the number's purpose). So samples are the same in any order, batch and
+thread, and the source keeps no state. `docs/synthetic.md` has the measurements.
 
-- Lookups follow `recsys.datasets.criteo_shape`, which also says how the curves' tails were
-  found. The column's rank r is row (r * multiplier + shift) mod num_embeddings, a seeded bijection:
-  nothing can be read off a row number, and popular rows lie scattered all over the table, the worst
-  case for locality. (Rows numbered by first appearance put popular rows first.)
-- Labels are planted: 1 with probability sigmoid(gain * score + bias). The score adds up an effect
-  of every row, the dot products of hidden vectors of the rows of a few column pairs, and effects of
-  the dense features. A row that is looked up c times in a million samples counts c / (c + 300) as
-  much as the most popular ones: whoever must learn an effect from a few lookups cannot, and a
-  best AUC that nobody can reach says nothing about a model. Gain and bias are solved on 32,768
-  samples, so that, whatever the seed and the table sizes, the click rate is Kaggle's 0.256 and no
-  model can expect an AUC above about 0.80.
+- Lookups follow `recsys.datasets.criteo_shape`. The column's rank r is row (r * multiplier + shift)
+  mod num_embeddings, a seeded bijection. So a row number says nothing about popularity, and popular
+  rows are scattered over the table, the worst case for locality. (Numbering by first appearance
+  would put popular rows first.)
+- Labels are planted: 1 with probability sigmoid(gain * score + bias). The score is the sum of an
+  effect of every row, of dot products of hidden vectors of the rows in a few column pairs, and of
+  effects of the dense features. The effect of a row with c lookups per million samples is scaled by
+  c / (c + 300). Without this, rare rows would have effects that no model can learn, and the best
+  AUC could not be reached. Gain and bias are solved on 32,768 samples: for any seed and table
+  sizes, the click rate is Kaggle's 0.256, and no model can expect an AUC above about 0.80.
 - Popularity may drift and preferences may change with time; see `SyntheticConfig`.
 
 Shape letters: B samples, F categorical features, I dense features, P column pairs.
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SyntheticCriteo"]
 
-# Goes up when the samples of the same settings become other ones.
+# Raise it if a change of the code changes the samples of the same settings.
 _VERSION: Final = "v3"
 _NUM_CALIBRATION_SAMPLES: Final = 1 << 15
 _BLOCK_SAMPLES: Final = 1 << 16
@@ -55,24 +54,23 @@ _MAX_BEST_AUC_SAMPLES: Final = 100_000
 
 @final
 class SyntheticCriteo:
-    """Criteo-Kaggle-shaped samples with planted labels; a `recsys.datasets.source.SampleSource`.
+    """Samples with the shape of Criteo Kaggle's and planted labels; a `SampleSource`.
 
     Args:
-        num_samples: Samples in all splits together. The sample of time i does not depend on it;
-            where popularity or preferences change with time, its label does, for the click rate and
-            the best AUC are those of the whole.
-        seed: Any integer; its low 64 bits count.
+        num_samples: Samples in all splits together. It does not change the sample of time i, with
+            one exception: if popularity or preferences change with time, it changes labels, since
+            the click rate and the best AUC are calibrated over all samples.
+        seed: Any integer; only its low 64 bits are used.
         table_sizes: `num_embeddings` of each column, at least one. The columns take Kaggle's 26
-            shapes in turn; a smaller table truncates the popularity curve, a larger one
-            continues it.
-        drift: Share of every column's popularity that goes to other rows per million samples.
-        preference_changes: Times at which what rows do to the label is drawn anew, rising.
-        preference_share: Share of the rows that such a change meets.
-        split: "chronological" or "random"; `recsys.datasets.synthetic_split` says what they are.
+            shapes in turn; a smaller table truncates the popularity curve, a larger one extends it.
+        drift: Share of every column's popularity that moves to other rows per million samples.
+        preference_changes: Ascending times at which effects of rows are drawn again.
+        preference_share: Share of the rows that each of these changes affects.
+        split: "chronological" or "random"; see `recsys.datasets.synthetic_split`.
 
     Raises:
-        ConfigError: fewer than 7 samples, no table, a table size not in [1, 2**31], or a value that
-            `SyntheticConfig` refuses.
+        ConfigError: there are fewer than 7 samples or no table, a table size is not in [1, 2**31],
+            or `SyntheticConfig` refuses a value.
     """
 
     def __init__(
@@ -126,17 +124,17 @@ class SyntheticCriteo:
 
     @property
     def splits(self) -> dict[str, range]:
-        """The sample numbers of "train", "test" and "validation", as `classic_splits` has them.
+        """The sample numbers of "train", "test" and "validation", from `classic_splits`.
 
-        What times these numbers stand for is what the split says.
+        The `split` setting maps these numbers to times.
         """
         return classic_splits(self._num_samples)
 
     def read(self, samples: NDArray[np.int64]) -> Batch:
-        """The given samples, in the given order. Safe to call from several threads at once.
+        """The given samples, in the given order. Several threads may call it at once.
 
         Shape:
-            samples (B,); result: dense_features (B, 13) float32, log(x + 1) already taken;
+            samples (B,); result: dense_features (B, 13) float32, values of log(x + 1);
             sparse_features with one int64 lookup per feature and sample; labels (B,) float32.
 
         Raises:
@@ -150,7 +148,7 @@ class SyntheticCriteo:
         )
 
     def times(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The times of sample numbers: when in the sequence they are.
+        """The times of sample numbers: their places in the sequence.
 
         Shape:
             samples (B,) in [0, num_samples); result (B,), in [0, num_samples).
@@ -170,13 +168,13 @@ class SyntheticCriteo:
         return times_of_random_split(samples, self._num_samples, self._split_key)
 
     def best_auc(self, samples: int = 1_000_000) -> float:
-        """AUC of the true click probabilities on the test part: what the best model would reach.
+        """AUC of the true click probabilities on the test part, which is that of the best model.
 
         Args:
-            samples: How many samples of the test part to take at most, from its start.
+            samples: Use at most so many samples, from the start of the test part.
 
         Raises:
-            ValueError: the labels of these samples all agree.
+            ValueError: all labels of these samples are equal.
         """
         part = self.splits["test"][: max(samples, 0)]
         logits, labels = np.empty(len(part), np.float32), np.empty(len(part), np.float32)
@@ -188,15 +186,15 @@ class SyntheticCriteo:
         if area is None:
             raise ValueError(
                 f"best_auc: needs clicked and unclicked samples, got {len(part)} samples with "
-                "labels that all agree; raise samples or num_samples"
+                "equal labels; raise samples or num_samples"
             )
         return area
 
     def logit_parts(self, samples: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
-        """What "dense" features, "rows" and "pairs" of rows add to the true logits of samples.
+        """The parts of the true logits: of "dense" features, "rows" and "pairs" of rows.
 
         Shape:
-            samples (B,) in [0, num_samples); each part (B,), the logits' bias left out.
+            samples (B,) in [0, num_samples); each part (B,), without the bias of the logits.
 
         Raises:
             IndexError: a sample number is not in [0, num_samples).
@@ -217,9 +215,9 @@ class SyntheticCriteo:
         )
 
     def describe(self) -> dict[str, Any]:
-        """What a run record should say of this data; JSON types only.
+        """The entry for this data in a run record; JSON types only.
 
-        `best_auc` is that of the first 100,000 test samples, None where it is not defined.
+        `best_auc` is measured on the first 100,000 test samples; None if it is not defined.
         """
         try:
             best_auc = self.best_auc(_MAX_BEST_AUC_SAMPLES)
@@ -255,12 +253,12 @@ class SyntheticCriteo:
 def _check(num_samples: int, table_sizes: Sequence[int]) -> None:
     if num_samples < 7:
         raise ConfigError(
-            "synthetic.num_samples must be at least 7, one sample for each part that is split off, "
+            "synthetic.num_samples must be at least 7, one for each part of the classic split, "
             f"got {num_samples}; raise it"
         )
     if not len(table_sizes):
         raise ConfigError(
-            "synthetic:criteo-kaggle: table_sizes must name at least one size, got none; "
+            "synthetic:criteo-kaggle: table_sizes must have at least one size, got none; "
             "leave it out for Kaggle's 26"
         )
     for column, size in enumerate(table_sizes):

@@ -1,19 +1,18 @@
-"""How a synthetic sample is made: the kernel of `recsys.datasets.synthetic`.
+"""The kernel that generates the samples of `recsys.datasets.synthetic`.
 
-Every random number is a hash of (seed, what it is for, time or row), so a sample needs no other
-sample and no state. A sample's time is its place in the sequence; what it looks up and how its
-label is planted may change with it.
+Every random number is a hash of (seed, purpose, time or row), so a sample depends on no other
+sample and on no state. A sample's time is its place in the sequence. Its lookups and the effects
+behind its label may change with time.
 
-Popularity drift is in `drift_cycle` and `occupant`. Time is cut into cycles of 1e6 / drift samples.
-In every cycle a column's ranks are matched in pairs by a random reflection of [0, num_embeddings),
-and each pair swaps its rows once, at a moment of its own. So at any time every rank has one row and
-every row one rank, the popularity curve stays as it is, and the rows of a time follow from the time
-alone: a reflection of a reflection is a translation, so however many cycles have passed, they are
-one addition.
+`drift_cycle` and `occupant` implement popularity drift. Time is divided into cycles of 1e6 / drift
+samples. In every cycle, a random reflection of [0, num_embeddings) pairs the ranks of a column, and
+each pair swaps its rows once, at a random moment. So at any time ranks and rows map one-to-one, and
+the popularity curve does not change. The rows of a time need no history: two reflections make a
+translation, so any number of past cycles is one addition.
 
-Samples are made in blocks and in steps, a function each, whose inner loops go over columns and have
-few branches and divisions: of such loops the compiler makes vector code, and a block's numbers stay
-in the cache.
+Samples are generated in blocks, step by step, one function per step. The inner loops run over
+columns and have few branches and divisions, so the compiler vectorises them, and the numbers of a
+block stay in the cache.
 
 Shape letters: B samples, F categorical features, I dense features, P column pairs,
 b samples of a block.
@@ -27,6 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from recsys.datasets.criteo_shape import NUM_FACTORS, NUM_GROUPS
+from recsys.hashing import GOLDEN
 from recsys.jit import kernel
 
 if TYPE_CHECKING:
@@ -43,16 +43,15 @@ __all__ = [
     "split_key",
 ]
 
-# Buckets that shares are looked up in before a popularity curve is searched.
+# Buckets of shares; each has the segment at which the search in a popularity curve starts.
 GUIDE_SIZE: Final = 1 << 12
 
-# What a hash is for: the counters of each purpose start here.
-_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+# The counter of the first hash of each purpose.
 _DRAW, _GROUP, _ROW, _BIJECTION, _DENSE, _FACTOR, _LABEL, _DRIFT, _CHANGE, _SPLIT = (
     np.uint64(purpose << 32) for purpose in range(1, 11)
 )
 _BLOCK_SAMPLES: Final = 128
-# Drift is a share per so many samples.
+# Drift is a share per this many samples.
 _DRIFT_SAMPLES: Final = 1e6
 
 
@@ -60,8 +59,8 @@ class SampleArrays(NamedTuple):
     """Samples as the kernel writes them.
 
     Shape:
-        dense (B, I); rows (F, B); logit_parts (3, B): what dense features, rows and pairs of rows
-        add to the logit, its bias left out; labels (B,).
+        dense (B, I); rows (F, B); logit_parts (3, B): the summands of the logit from dense
+        features, rows and pairs of rows, without the bias; labels (B,).
     """
 
     dense: NDArray[np.float32]
@@ -71,13 +70,14 @@ class SampleArrays(NamedTuple):
 
 
 class GeneratorParameters(NamedTuple):
-    """All that samples are made from but gain and bias, laid out for the kernel.
+    """All parameters of the generator except gain and bias, as arrays for the kernel.
 
     Shape:
-        edges, shares: the columns' popularity curves end to end; strengths: how much the rows of
-        each of their segments matter, 0 to 1; guide (F, 4096): where in them to start looking for
-        a share in [j / 4096, (j + 1) / 4096); sizes to couplings (F,); pairs (P, 2) columns; dense
-        (I, 6), the fields of `DenseShape`; changes: rising times of preference changes.
+        edges, shares: the concatenated popularity curves of all columns; strengths: the scale of
+        the effects of rows in each segment of these, 0 to 1; guide (F, 4096): the segment at which
+        to start the search for a share in [j / 4096, (j + 1) / 4096); sizes to couplings (F,);
+        pairs (P, 2) columns; dense (I, 6), the fields of `DenseShape`; changes: ascending times of
+        preference changes.
     """
 
     seed: np.uint64
@@ -99,12 +99,12 @@ class GeneratorParameters(NamedTuple):
 
 
 def bijection_key(seed: np.uint64, column: int) -> int:
-    """A 64-bit number for a column's bijection between ranks and rows."""
+    """A 64-bit key for a column's bijection between ranks and rows."""
     return int(_hash(seed, _BIJECTION + np.uint64(column)))
 
 
 def split_key(seed: np.uint64) -> np.uint64:
-    """What decides, hashed with a group's number, which of its samples are held out."""
+    """The key that, hashed with a group's number, chooses the group's held-out samples."""
     return np.uint64(_hash(seed, _SPLIT))
 
 
@@ -116,7 +116,7 @@ def make_samples(
     bias: float,
     arrays: SampleArrays,
 ) -> None:
-    """Fill `arrays` with the samples of the given times, block after block, on this thread.
+    """Fill `arrays` with the samples of the given times, block by block, on the calling thread.
 
     A sample's label is 1 with probability sigmoid(gain * score + bias).
     """
@@ -154,7 +154,7 @@ def _draw_dense(
     dense_bI: NDArray[np.float32],
     scores_b: NDArray[np.float64],
 ) -> None:
-    """Draw the dense features, and what they add to the score."""
+    """Draw the dense features and their part of the score."""
     shapes = parameters.dense
     normals, uniforms = np.empty(NUM_FACTORS), np.empty(NUM_FACTORS)
     for position in range(len(dense_bI)):
@@ -185,7 +185,7 @@ def _draw_ranks(
     ranks_bF: NDArray[np.int64],
     strengths_bF: NDArray[np.float64],
 ) -> None:
-    """Draw a rank per column from its popularity curve, and how strong the row there is."""
+    """Draw a rank per column from its popularity curve, with the strength of its segment."""
     groups, couplings = parameters.groups, parameters.couplings
     edges, shares, strengths = parameters.edges, parameters.shares, parameters.strengths
     group_uniforms = np.empty(NUM_GROUPS)
@@ -210,7 +210,7 @@ def _draw_ranks(
 def _apply_drift(
     parameters: GeneratorParameters, times_b: NDArray[np.int64], ranks_bF: NDArray[np.int64]
 ) -> None:
-    """Replace ranks by the rows that have them by now, named by the ranks they had at first."""
+    """Replace ranks by the rows that have them at these times; a row is named by its first rank."""
     sizes = parameters.sizes
     num_columns = len(sizes)
     offsets, centres = np.empty(num_columns, np.int64), np.empty(num_columns, np.int64)
@@ -242,9 +242,9 @@ def _apply_drift(
 def _number_rows(
     parameters: GeneratorParameters, ranks_bF: NDArray[np.int64], rows_Fb: NDArray[np.int64]
 ) -> None:
-    """Give every rank its row number, by the column's bijection."""
+    """Convert ranks to row numbers by the columns' bijections."""
     for column in range(len(rows_Fb)):
-        # Unsigned: a remainder with a sign takes longer.
+        # Unsigned, because a signed remainder takes longer.
         size = np.uint64(parameters.sizes[column])
         multiplier, shift = parameters.multipliers[column], parameters.shifts[column]
         for position in range(rows_Fb.shape[1]):
@@ -259,7 +259,7 @@ def _hash_rows(
     ranks_bF: NDArray[np.int64],
     hashes_bF: NDArray[np.uint64],
 ) -> None:
-    """What each row's effects are made from."""
+    """Compute the hash of each row that its effects derive from."""
     num_columns = len(parameters.sizes)
     row_keys = np.empty(num_columns, np.uint64)
     for column in range(num_columns):
@@ -286,7 +286,7 @@ def _add_rows(
     strengths_bF: NDArray[np.float64],
     scores: NDArray[np.float64],
 ) -> None:
-    """What rows add to the scores one by one, and what pairs of them do."""
+    """Compute the parts of the scores from rows and from pairs of rows."""
     pairs = parameters.pairs
     effects = np.empty(hashes_bF.shape[1])
     for position in range(scores.shape[1]):
@@ -311,7 +311,7 @@ def _rank(
     edges: NDArray[np.int64],
     shares: NDArray[np.float64],
 ) -> tuple[int, int]:
-    """The inverse of a popularity curve: a rank, and the segment of the curve it lies in."""
+    """The inverse of a popularity curve: a rank, and its segment of the curve."""
     segment = guide[int(uniform * GUIDE_SIZE)]
     while shares[segment + 1] <= uniform:
         segment += 1
@@ -322,16 +322,16 @@ def _rank(
 
 @kernel
 def drift_cycle(cycle: int, size: int, key: np.uint64) -> tuple[np.int64, np.int64, np.uint64]:
-    """What `occupant` must know of a cycle of a column's drift.
+    """The arguments of `occupant` for one cycle of a column's drift.
 
-    When k whole cycles have passed rank r has row C_k + r where k is even, C_k - r where it is odd,
-    modulo size; C_0 is 0, the others are random. During cycle k, pairs of ranks that add up to its
-    centre swap, which leads from the one to the next.
+    After k complete cycles, modulo size, rank r has row C_k + r if k is even and C_k - r if k is
+    odd. C_0 is 0, the others are random. In cycle k, ranks r and centre - r swap their rows, which
+    turns the mapping of k into that of k + 1.
 
     Returns:
         C_k; the centre; the key of the moments at which pairs swap.
     """
-    # np.int64, not int: to the compiler that stays unsigned, and mixed signs become floats.
+    # np.int64, not int: numba would keep an int unsigned, and mixing signs gives floats.
     offset = np.int64(0)
     if cycle > 0:
         offset = np.int64(_hash(key, np.uint64(cycle)) % np.uint64(size))
@@ -350,18 +350,18 @@ def occupant(
     centre: int,
     moment_key: np.uint64,
 ) -> int:
-    """Which row has a rank during a cycle of drift, named by the rank it had at first.
+    """The row that has a rank during a cycle of drift, named by its first rank.
 
     Args:
         rank: In [0, size).
         size: Rows of the column.
         cycle: How many cycles have passed.
-        progress: How much of the current one has, 0 to 1.
-        offset: As `drift_cycle` gives it.
-        centre: Likewise.
-        moment_key: Likewise.
+        progress: The passed share of the current cycle, 0 to 1.
+        offset: Of `drift_cycle`.
+        centre: Of `drift_cycle`.
+        moment_key: Of `drift_cycle`.
     """
-    # Sums are brought back into [0, size) by adding or taking away once, without a division.
+    # One addition or subtraction brings a sum back into [0, size), without a division.
     partner = centre - rank
     partner += size if partner < 0 else 0
     moment = _uniform(_hash(moment_key, np.uint64(min(rank, partner))))
@@ -374,7 +374,7 @@ def occupant(
 
 @kernel
 def _changed(row_hash: np.uint64, time: int, changes: NDArray[np.int64], share: float) -> np.uint64:
-    """What a row's effects are made from at a time: drawn anew by the last change that met it."""
+    """The hash that a row's effects derive from at a time, after preference changes."""
     for change in range(len(changes) - 1, -1, -1):
         if time >= changes[change]:
             draw = _hash(row_hash, _CHANGE + np.uint64(change))
@@ -387,7 +387,7 @@ def _changed(row_hash: np.uint64, time: int, changes: NDArray[np.int64], share: 
 @kernel
 def _hash(key: np.uint64, counter: np.uint64) -> np.uint64:
     """Number `counter` of the SplitMix64 stream that starts at key."""
-    mixed: np.uint64 = _mix(key + (counter + np.uint64(1)) * _GOLDEN)
+    mixed: np.uint64 = _mix(key + (counter + np.uint64(1)) * GOLDEN)
     return mixed
 
 
@@ -412,7 +412,7 @@ def _lane(bits: np.uint64, lane: int) -> float:
 
 @kernel
 def _normal(bits: np.uint64) -> float:
-    """About N(0, 1): four uniform numbers added up, variance 4 / 12 scaled to 1."""
+    """About N(0, 1): the sum of four uniform numbers, its variance 4 / 12 scaled to 1."""
     total = 0.0
     for lane in range(4):
         total += _lane(bits, lane)
@@ -421,8 +421,8 @@ def _normal(bits: np.uint64) -> float:
 
 @kernel
 def _dot(first: np.uint64, second: np.uint64) -> float:
-    """The product of two rows' hidden vectors of four numbers; variance 4 / 144 scaled to 1."""
-    # Mixed once more: the unmixed lanes already make the rows' own effects.
+    """The dot product of two rows' hidden vectors of four numbers, variance 4 / 144 scaled to 1."""
+    # Mixed once more, because the rows' own effects use the lanes before.
     first, second = _mix(first), _mix(second)
     total = 0.0
     for lane in range(4):

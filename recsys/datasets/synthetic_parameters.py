@@ -1,7 +1,6 @@
-"""What synthetic samples are made from: popularity curves, planted effects, gain and bias.
+"""The parameters of synthetic samples: popularity curves, planted effects, gain and bias.
 
-`recsys.datasets.synthetic` says what is planted; this module works out the numbers once, for the
-kernel to use.
+`recsys.datasets.synthetic` describes the model; this module computes its numbers for the kernel.
 
 Shape letters: B samples, F categorical features, P column pairs.
 """
@@ -27,13 +26,13 @@ CLICK_RATE: Final = 0.256
 BEST_AUC: Final = 0.80
 _MAX_PAIRS: Final = 4
 _PAIR_EFFECT: Final = 1.2
-# A row with so many lookups in so many samples counts half as much as the most popular ones.
+# Effects of a row with this many lookups in this many samples have half the full strength.
 _HALF_STRENGTH_LOOKUPS: Final = 300
 _STRENGTH_SAMPLES: Final = 1_000_000
 
 
 def build_parameters(seed: int, sizes: list[int], in_time: SyntheticConfig) -> GeneratorParameters:
-    """All that samples are made from, for tables of the given sizes."""
+    """All parameters except gain and bias, for tables of the given sizes."""
     num_columns = len(sizes)
     shapes = [KAGGLE_COLUMNS[column % len(KAGGLE_COLUMNS)] for column in range(num_columns)]
     curves = [popularity_curve(shape, size) for shape, size in zip(shapes, sizes, strict=True)]
@@ -69,7 +68,7 @@ def build_parameters(seed: int, sizes: list[int], in_time: SyntheticConfig) -> G
 
 
 def _strengths(edges: NDArray[np.int64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How much the rows of each segment of a popularity curve matter to the label, 0 to 1."""
+    """The scale, 0 to 1, of the effects of rows in each segment of a popularity curve."""
     lookups = _STRENGTH_SAMPLES * np.diff(shares) / np.diff(edges)
     return np.append(lookups / (lookups + _HALF_STRENGTH_LOOKUPS), 0.0)
 
@@ -80,11 +79,11 @@ def _choose_pairs(
 ) -> NDArray[np.int64]:
     """Pairs of the columns whose row effects differ most from sample to sample.
 
-    An interaction with a column that is nearly always the same row is hardly one, and one with rows
-    that are hardly ever met cannot be learnt. A column is in one pair at most.
+    This excludes columns whose samples nearly all have one row, which would hardly interact, and
+    columns of rare rows, whose effects cannot be learnt. A column is in one pair at most.
 
     Shape:
-        result: (P, 2), at most half as many pairs as there are columns.
+        result: (P, 2), at most half as many pairs as columns.
     """
     variances = []
     for (edges, shares), strength in zip(curves, strengths, strict=True):
@@ -98,7 +97,7 @@ def _choose_pairs(
 
 
 def _multiplier(key: int, size: int) -> int:
-    """A number coprime to size, from the middle third of [0, size) where there is one."""
+    """A number coprime to size, from the middle third of [0, size) if there is one."""
     multiplier = size // 3 + key % (size // 3 + 1)
     while math.gcd(multiplier, size) != 1:
         multiplier += 1
@@ -106,7 +105,7 @@ def _multiplier(key: int, size: int) -> int:
 
 
 def calibrate(scores_B: NDArray[np.float64]) -> tuple[float, float]:
-    """The gain and bias that give the click rate and the best AUC aimed at."""
+    """The gain and bias for a click rate of `CLICK_RATE` and a best AUC of `BEST_AUC`."""
     scores_B = np.sort(scores_B)
     low, high = 0.0, 8.0 / float(scores_B.std())
     while high - low > 1e-3 * high:
@@ -118,7 +117,7 @@ def calibrate(scores_B: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _bias(logits_B: NDArray[np.float64]) -> float:
-    """What to add to logits for the click rate aimed at."""
+    """The bias of the logits for a click rate of `CLICK_RATE`."""
     low, high = -40.0 - logits_B.max(), 40.0 - logits_B.min()
     while high - low > 1e-4:
         bias = (low + high) / 2
@@ -132,7 +131,7 @@ def _sigmoid(logits_B: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _expected_auc(rising_probabilities_B: NDArray[np.float64]) -> float:
-    """AUC of click probabilities against labels drawn from them, in expectation."""
+    """The expected AUC of click probabilities against labels drawn from them."""
     clicks, unclicked = rising_probabilities_B, 1 - rising_probabilities_B
     unclicked_below = np.cumsum(unclicked) - unclicked
     num_pairs = clicks.sum() * unclicked.sum() - clicks @ unclicked

@@ -1,12 +1,12 @@
-"""Which synthetic samples are held out, and the order they are numbered in.
+"""Which synthetic samples are held out, and how samples are numbered.
 
-A source's numbers are cut into train, test and validation as `classic_splits` has them; a split
-says which time, the place in the sequence that samples are made for, each number stands for.
+`classic_splits` divides sample numbers into train, test and validation. The `split` setting maps
+each number to a time, the sample's place in the sequence.
 
-- "chronological": number and time are the same, so what is held out comes last.
-- "random": of every 14 samples in a row a hash holds out one for the test part and one for the
-  validation part. Within each part numbers rise with time. Where the last group is short, it gives
-  the test sample that the classic sizes ask for, or none.
+- "chronological": number and time are equal, so the held-out samples come last.
+- "random": in every group of 14 consecutive times, a hash chooses one for the test part and one for
+  the validation part. Within each part, numbers ascend with time. If the last group is short, it
+  gives one test sample or none, so that the parts have the classic sizes.
 
 Shape letters: B samples.
 """
@@ -32,7 +32,7 @@ _GROUP_TRAIN = _GROUP - 2
 def times_of_random_split(
     numbers_B: NDArray[np.int64], num_samples: int, key: np.uint64
 ) -> NDArray[np.int64]:
-    """The times of the given sample numbers; over all numbers, a bijection of [0, num_samples).
+    """The times of the given sample numbers, by a bijection of [0, num_samples).
 
     Shape:
         numbers_B (B,) in [0, num_samples); result (B,).
@@ -41,7 +41,7 @@ def times_of_random_split(
     test, validation = splits["test"], splits["validation"]
     in_test = (numbers_B >= test.start) & (numbers_B < test.stop)
     in_validation = numbers_B >= validation.start
-    # A last group of under 14 samples is all train, but for a test sample where it has seven.
+    # A last group of under 14 samples is for training, except one test sample if it has seven.
     group_B = np.where(
         in_test,
         numbers_B - test.start,
@@ -56,7 +56,7 @@ def times_of_random_split(
     test_at_B = (hash_B % size_B.astype(np.uint64)).astype(np.int64)
     step_B = 1 + ((hash_B >> np.uint64(32)) % np.uint64(_GROUP - 1)).astype(np.int64)
     validation_at_B = (test_at_B + step_B) % _GROUP
-    # What is not there lies behind the group's end and moves nobody.
+    # A place after the group's end stands for "none" and does not shift the numbers below.
     test_at_B = np.where(size_B >= _GROUP // 2, test_at_B, _GROUP)
     validation_at_B = np.where(size_B == _GROUP, validation_at_B, _GROUP)
 

@@ -1,12 +1,12 @@
-"""Stores to and from TorchRec's npy files of Criteo data, three for each day or part.
+"""Convert stores to and from TorchRec's npy files of Criteo data, three for each day or part.
 
-    <prefix>_dense.npy   (N, 13)  float32, transformed already
-    <prefix>_sparse.npy  (N, 26)  rows, or ids still to be taken modulo a table's size
+    <prefix>_dense.npy   (N, 13)  float32, already transformed
+    <prefix>_sparse.npy  (N, 26)  rows, or ids to be taken modulo the tables' sizes
     <prefix>_labels.npy  (N, 1)   int32
 
-The files keep neither the sizes of the tables nor raw ids nor how dense features came to be: a
-store read from them has float32 dense features and no ids. It is split by `day_splits`, each prefix
-being a day.
+The files contain neither table sizes nor raw ids nor the transform of the dense features. A store
+made from them has float32 dense features and no raw ids. `day_splits` splits it; each prefix is a
+day.
 
 References:
     torchrec.datasets.criteo: `BinaryCriteoUtils`, `InMemoryBinaryCriteoIterDataPipe`.
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 __all__ = ["read_torchrec_npy", "write_torchrec_npy"]
 
 _ARRAYS = ("dense", "sparse", "labels")
-# Rows are int32 in a store, and a table has one row more than its largest.
+# A store has int32 rows, and the size of a table, largest row + 1, must fit int32 too.
 _ROWS_END = 2**31 - 1
 _IDS_END = 2**63
 _RAW_IDS = (
-    "where these are raw ids, name table_sizes to take them modulo, or number them first with "
+    "if these are raw ids, pass table_sizes to take them modulo, or number them first with "
     "TorchRec's sparse_to_contiguous"
 )
 _LABELS = "labels must be 0 or 1 (TorchRec writes -1 for a file without labels)"
@@ -53,27 +53,29 @@ def write_torchrec_npy(
 ) -> list[Path]:
     """Write samples as TorchRec's three files; streaming.
 
-    What TorchRec's data pipe reads from them are the batches that this library reads from the
-    source: transformed dense features, rows (int32), labels.
+    TorchRec's data pipe reads the same batches from these files as this library reads from the
+    source: transformed dense features, int32 rows, labels.
 
     Args:
         source: A store, or synthetic data.
-        folder: Where the files go; made where it is not there.
+        folder: Receives the files; created if it does not exist.
         prefix: The files are `<prefix>_dense.npy`, `<prefix>_sparse.npy`, `<prefix>_labels.npy`.
-        split: Write "train", "test" or "validation" alone; everything by default.
+        split: Write only "train", "test" or "validation"; by default, all samples.
 
     Returns:
         The files: dense, sparse, labels.
 
     Raises:
-        ConfigError: `split` is none, or has no sample.
-        AlreadyExists: a file is there.
+        ConfigError: `split` is unknown, or has no sample.
+        AlreadyExists: a file exists.
     """
     if split is not None and split not in SPLITS:
         raise ConfigError(f"split must be one of {SPLITS}, got {split!r}")
     samples = range(source.num_samples) if split is None else source.splits[split]
     if not samples:
-        raise ConfigError(f"there is no sample to write: split {split!r} is empty; choose another")
+        raise ConfigError(
+            f"split {split!r} must have at least one sample, got none; choose another"
+        )
     files = _files(Path(folder), prefix)
     require_new(*files)
     with ExitStack() as stack:
@@ -100,26 +102,29 @@ def read_torchrec_npy(
     *,
     table_sizes: Sequence[int] | None = None,
 ) -> Path:
-    """Make a store of TorchRec's files, in the order given, as one data set; streaming.
+    """Make a store from TorchRec's files, in the order given, as one data set; streaming.
 
     Args:
-        folder: Where the files are.
-        prefixes: "day_0", ..., "day_23", say; the module says how they are split.
+        folder: Has the files.
+        prefixes: For example "day_0", ..., "day_23"; see the module docstring for splits.
         store: The store's folder, which must not exist.
-        table_sizes: Ids are taken modulo these, one per column, as by the `hashes` of TorchRec's
-            data pipe. By default they are rows, and each table ends behind the last one seen.
+        table_sizes: Take ids modulo these sizes, one per column, as TorchRec's data pipe does with
+            `hashes`. By default the ids are rows, and a table's size is its largest row + 1.
+
+    Returns:
+        `store`.
 
     Raises:
-        DatasetFormatError: a file is damaged, has a wrong shape, or holds what it must not (the
-            message names file, sample and column).
-        ConfigError: no prefix is given, or one twice, or `table_sizes` are not one positive size
-            per column.
-        FileNotFoundError: a file is not there.
+        DatasetFormatError: a file is damaged, or has a wrong shape or an invalid value (the message
+            names file, sample and column).
+        ConfigError: no prefix is given, or one twice, or `table_sizes` is not one positive size per
+            column.
+        FileNotFoundError: a file does not exist.
         AlreadyExists: `store` exists.
     """
     triplets = [_files(Path(folder), prefix) for prefix in prefixes]
     if not triplets:
-        raise ConfigError("prefixes must name a day at least, got none")
+        raise ConfigError("prefixes must name at least one day, got none")
     sources = [file for files in triplets for file in files]
     require_files("npy", sources)
     columns: tuple[int, int] | None = None
@@ -164,12 +169,12 @@ def _files(folder: Path, prefix: str) -> list[Path]:
 
 
 def _check_shapes(readers: Sequence[NpyReader], columns: tuple[int, int] | None) -> tuple[int, int]:
-    """The columns of dense and sparse, which must be those of the days before."""
+    """The numbers of dense and sparse columns, which must be equal for all days."""
     dense, sparse, labels = readers
     for reader in (dense, sparse):
         require(reader.name, len(reader.shape) == 2, "must be (N, columns)", reader.shape)
     num_samples = dense.shape[0]
-    require(dense.name, num_samples > 0, "must have a sample at least", dense.shape)
+    require(dense.name, num_samples > 0, "must have at least one sample", dense.shape)
     for reader in (sparse, labels):
         is_right = reader.shape[:1] == (num_samples,)
         require(reader.name, is_right, f"must have {num_samples} samples as dense", reader.shape)
@@ -202,7 +207,7 @@ def _rows(
     sizes: NDArray[np.int64] | None,
     last_rows: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Ids modulo `sizes`; without those, rows as they are, of which `last_rows` learns."""
+    """Ids modulo `sizes`. Without sizes, the rows unchanged, and `last_rows` is updated."""
     if sizes is not None:
         return whole_numbers(name, block, first_sample, _IDS_END, _RAW_IDS) % sizes
     rows = whole_numbers(name, block, first_sample, _ROWS_END, _RAW_IDS)

@@ -1,12 +1,12 @@
-"""Embedding providers that others make, as baselines: plain PyTorch and FBGEMM.
+"""Baselines: embedding providers made of plain PyTorch and of FBGEMM.
 
     provider   lookup                              update
     torch      nn.EmbeddingBag(sparse=True)        torch.optim on sparse gradients
     fbgemm     one TBE operator for all tables     fused into backward
 
-Both take `JaggedIds` or a `KeyedJaggedTensor`, return `PooledEmbeddings`, draw the same initial
-rows from the same seed and have TorchRec's `state_dict` keys, so a model saved with one loads with
-the other, and with ours.
+Both accept `JaggedIds` or a `KeyedJaggedTensor`, return `PooledEmbeddings`, and draw the same
+initial rows from the same seed. They have TorchRec's `state_dict` keys, so a model saved with one
+provider, recsys' own included, loads with another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ __all__ = ["FbgemmEmbeddingBags", "TorchEmbeddingBags", "require_torch_optimizer
 
 
 class TorchEmbeddingBags(AbstractEmbeddingBags):
-    """One `nn.EmbeddingBag(mode="sum", sparse=True)` per table, looked up one after the other."""
+    """One `nn.EmbeddingBag(mode="sum", sparse=True)` per table; lookups run one after another.
+
+    Args:
+        tables: All tables.
+        device: Device of the tables.
+    """
 
     def __init__(self, tables: Sequence[TableConfig], device: torch.device | None = None) -> None:
         super().__init__(tables)
@@ -42,7 +47,7 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
                     table.embedding_dim,
                     mode="sum",
                     sparse=True,
-                    # Rows are drawn below; nn.EmbeddingBag would first draw normal ones.
+                    # Rows are drawn below; otherwise nn.EmbeddingBag would draw them first.
                     _weight=torch.empty(table.num_embeddings, table.embedding_dim, device=device),
                 )
                 for table in self._tables
@@ -55,7 +60,7 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
         return [bag.weight for bag in self.embedding_bags.values()]  # type: ignore[misc]  # Module.__getattr__
 
     def make_optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
-        """The `torch.optim` optimizer that steps these rows.
+        """The `torch.optim` optimizer that updates these rows.
 
         Raises:
             ConfigError: `torch.optim` has no such optimizer for sparse gradients.
@@ -72,13 +77,13 @@ class TorchEmbeddingBags(AbstractEmbeddingBags):
             )
         checks = torch.sparse.check_sparse_tensor_invariants
         if not checks.is_enabled():  # type: ignore[no-untyped-call]
-            # torch's Adagrad builds sparse tensors, and torch warns of each that it is not checked
-            # unless it was said aloud that it need not be.
+            # torch's Adagrad builds sparse tensors. Unless their checks are switched off
+            # explicitly, torch warns that they are not checked.
             checks.disable()  # type: ignore[no-untyped-call]
         return torch.optim.Adagrad(self.parameters(), lr=config.lr, eps=config.eps)
 
     def forward(self, features: Features) -> PooledEmbeddings:
-        """Look up and pool.
+        """Look up and pool the rows of every bag.
 
         Shape:
             result (B, sum of dims).
@@ -101,10 +106,11 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
         optimizer: "sgd", "adagrad" or "rowwise_adagrad".
 
     Attributes:
-        optimizer: Has the learning rate that the next forward takes along to its backward.
+        optimizer: Holds the learning rate of the next forward and its backward; `step` does
+            nothing.
 
     Raises:
-        ConfigError: FBGEMM cannot have such a table or optimizer.
+        ConfigError: FBGEMM does not support such a table or optimizer.
         MissingDependency: FBGEMM is not installed.
     """
 
@@ -123,8 +129,8 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
             )
         except ImportError as error:
             raise MissingDependency(
-                "embeddings 'fbgemm' needs fbgemm-gpu-cpu (or fbgemm-gpu) beside a torch it was "
-                f"built for ({error}); install it, or choose embeddings 'torch'"
+                "embeddings 'fbgemm' needs fbgemm-gpu-cpu (or fbgemm-gpu) that was built for this "
+                f"torch ({error}); install it, or choose embeddings 'torch'"
             ) from error
         optimizers = {
             "sgd": EmbOptimType.EXACT_SGD,
@@ -158,11 +164,11 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
             eps=optimizer.eps,
             pooling_mode=PoolingMode.SUM,
             stochastic_rounding=False,
-            # The default reads row 0 for a row out of range, and goes on.
+            # The default would read row 0 for a row out of range.
             bounds_check_mode=BoundsCheckMode.FATAL,
         )
-        # Hidden in a tuple so that nn.Module does not register it: its parameters are nobody
-        # else's to step or to save.
+        # In a tuple, so that nn.Module does not register it: other optimizers must not update its
+        # parameters, and `state_dict` must not save them under FBGEMM's keys.
         self._hidden = (tbe,)
         self.optimizer = _FusedOptimizer(list(tbe.parameters()), {"lr": optimizer.lr})
         self._lr = optimizer.lr
@@ -174,7 +180,7 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
         return weights
 
     def forward(self, features: Features) -> PooledEmbeddings:
-        """Look up and pool.
+        """Look up and pool the rows of every bag.
 
         Shape:
             result (B, sum of dims).
@@ -226,16 +232,16 @@ class FbgemmEmbeddingBags(AbstractEmbeddingBags):
 
 
 class _FusedOptimizer(torch.optim.Optimizer):
-    """The face of an optimizer whose update is made by backward."""
+    """An optimizer object for rows that backward updates."""
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Nothing: rows have moved already."""
+        """Does nothing: backward has updated the rows."""
 
 
 def _concatenate(
     bags: list[tuple[Tensor, Tensor, Tensor | None]],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Several features' bags as one feature-major whole."""
+    """Concatenate the bags of all features, feature by feature."""
     values, offsets, weights = zip(*bags, strict=True)
     sizes = torch.cat([bounds[1:] - bounds[:-1] for bounds in offsets])
     whole_offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
@@ -243,10 +249,10 @@ def _concatenate(
 
 
 def require_torch_optimizer(config: OptimizerConfig) -> None:
-    """Refuse an optimizer of rows that `torch.optim` does not have.
+    """Refuse a row optimizer that `torch.optim` does not have.
 
     Raises:
-        ConfigError: it has none of that name for sparse gradients.
+        ConfigError: it has no such optimizer for sparse gradients.
     """
     if config.name not in ("sgd", "adagrad", "adam"):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""A budget of fast memory, and how row spaces share it.
+"""How row spaces share a budget of fast memory.
 
-What every one of them needs for its row map comes first (C3). The rest is theirs by the size of
-their tables, so that a slot is as rare in one as in the other; none gets more slots than rows.
+The row maps come out of the budget first (C3). The rest is divided in proportion to the size of the
+tables, so every row space can hold the same share of its rows. None gets more slots than rows.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 __all__ = ["NEEDS_OPTIMIZER", "SpaceSize", "divide_budget", "order_pinned"]
 
 NEEDS_OPTIMIZER = (
-    "budget= (or plan=) keeps some rows in slow memory, where an optimizer of torch's cannot move "
-    "them; give optimizer=, too (recsys.embeddings.SGD, Adagrad, RowWiseAdagrad, ...)"
+    "budget= (or plan=) keeps some rows in slow memory, where torch optimizers cannot update them; "
+    "give optimizer=, too (recsys.embeddings.SGD, Adagrad, RowWiseAdagrad, ...)"
 )
 
 
 class SpaceSize(NamedTuple):
-    """What there is of one row space.
+    """The size of one row space.
 
     Attributes:
-        num_rows: R.
+        num_rows: R, rows of all its tables.
         dim: D.
         dtype: Of the rows.
-        state_sizes: Numbers per row of every state array, by name.
+        state_sizes: Numbers per row in each state array, by name.
     """
 
     num_rows: int
@@ -45,12 +45,12 @@ class SpaceSize(NamedTuple):
 
     @property
     def slot_bytes(self) -> int:
-        """What a row takes in a slot."""
+        """Bytes of one slot."""
         return slot_bytes(self.dim, self.dtype, self.state_sizes)
 
     @property
     def resident_bytes(self) -> int:
-        """What all rows and their state take where no slots are needed."""
+        """Bytes of all rows and their state, without slots."""
         return self.num_rows * row_bytes(self.dim, self.dtype, self.state_sizes)
 
 
@@ -61,16 +61,16 @@ def divide_budget(
     *,
     may_stay: bool = True,
 ) -> list[int] | None:
-    """Slots of each row space; None where all rows fit without any.
+    """The number of slots of each row space; None if all rows fit without slots.
 
     Args:
         budget_bytes: Of fast memory.
-        spaces: What is to share it.
-        least: Slots that each must have.
-        may_stay: Whether rows that all fit are to stay where they are, without slots.
+        spaces: The row spaces that share it.
+        least: The least number of slots of each space.
+        may_stay: Whether the result may be None.
 
     Raises:
-        BudgetTooSmall: there is no room for these and the row maps.
+        BudgetTooSmall: the budget is too small for the least slots and the row maps.
     """
     if may_stay and sum(space.resident_bytes for space in spaces) <= budget_bytes:
         return None
@@ -85,27 +85,29 @@ def divide_budget(
             for count, space in zip(least, spaces, strict=True)
         )
         raise BudgetTooSmall(
-            f"budget: the rows that mini-batches under way need together ({rows}), their state and "
-            f"the row map ({map_bytes(num_rows)} bytes) take {floor} bytes, and the budget is "
-            f"{budget_bytes}; give that, or make the mini-batch smaller"
+            f"budget: the rows that the mini-batches in the window need together ({rows}), their "
+            f"state and the row map ({map_bytes(num_rows)} bytes) take {floor} bytes, and the "
+            f"budget is {budget_bytes}; raise it to {floor}, or make the mini-batch smaller"
         )
     left, slots = budget_bytes - floor, list(least)
-    hungry = [number for number, space in enumerate(spaces) if slots[number] < space.num_rows]
-    while hungry:
-        per_byte = left / sum(spaces[number].resident_bytes for number in hungry)
+    unfilled = [number for number, space in enumerate(spaces) if slots[number] < space.num_rows]
+    while unfilled:
+        per_byte = left / sum(spaces[number].resident_bytes for number in unfilled)
         shares = {
             number: int(spaces[number].resident_bytes * per_byte) // spaces[number].slot_bytes
-            for number in hungry
+            for number in unfilled
         }
         filled = [
-            number for number in hungry if slots[number] + shares[number] >= spaces[number].num_rows
+            number
+            for number in unfilled
+            if slots[number] + shares[number] >= spaces[number].num_rows
         ]
-        for number in filled or hungry:
+        for number in filled or unfilled:
             more = min(shares[number], spaces[number].num_rows - slots[number])
             slots[number] += more
             left -= more * spaces[number].slot_bytes
-        # What those leave over that have all they can use is shared out among the others.
-        hungry = [number for number in hungry if number not in filled] if filled else []
+        # Spaces that got one slot per row left a part of their shares, which the others divide.
+        unfilled = [number for number in unfilled if number not in filled] if filled else []
     return slots
 
 
@@ -113,11 +115,14 @@ def order_pinned(
     weights: Sequence[nn.Parameter],
     pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]],
 ) -> NDArray[np.int32]:
-    """Rows to be pinned, numbered over all tables of a row space, those looked up most in front.
+    """The pinned rows of a row space, numbered over all its tables, most lookups first.
 
     Args:
-        weights: The tables.
-        pinned: By table: its rows, and how often each is looked up.
+        weights: The tables of the row space.
+        pinned: For each table, the pinned rows and their counts of lookups.
+
+    Shape:
+        rows and counts of a table (P,) each; result (sum of P,) int32.
     """
     first, rows, counts = 0, [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for weight in weights:

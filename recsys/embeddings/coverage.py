@@ -1,7 +1,7 @@
-"""Coverage: what a set of hot rows would have served, of lookups that are given.
+"""Coverage: the share of given lookups that a set of hot rows would serve.
 
-Sets are nested and measured in one pass: a row has a level, the number of the smallest set that it
-is in, and a sample the highest level of its rows. A level over all sets means: in none.
+Nested sets are measured in one pass. The level of a row is the number of the smallest set that has
+it, or the number of sets if none has it. The level of a sample is the highest level of its rows.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ _BLOCK_ROWS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """How much of some lookups goes to hot rows.
+    """The share of lookups, rows and samples that hot rows serve.
 
     Attributes:
-        num_rows: How many rows are hot.
-        num_lookups: How many lookups were measured.
-        lookup_hit_rate: Share of them that goes to hot rows.
-        num_distinct_rows: How many rows they look up, each counted once.
-        num_distinct_hot_rows: How many of those are hot.
-        num_samples: How many samples were measured; None where only their counts were known.
-        hot_sample_share: Share of samples all of whose lookups go to hot rows; likewise.
+        num_rows: Hot rows.
+        num_lookups: Measured lookups.
+        lookup_hit_rate: Share of the lookups that go to hot rows.
+        num_distinct_rows: Distinct rows that are looked up.
+        num_distinct_hot_rows: How many of these are hot.
+        num_samples: Measured samples; None if only counts per row were known.
+        hot_sample_share: Share of samples all of whose lookups go to hot rows; None if there are no
+            samples or only counts per row were known.
     """
 
     num_rows: int
@@ -52,19 +53,19 @@ def coverages_by_level(
     counts: NDArray[np.uint32] | NDArray[np.int64],
     samples: NDArray[np.int64] | None,
 ) -> list[Coverage]:
-    """Of every set of rows: those of level 0, those of level 0 or 1, and so on.
+    """The coverage of every set of rows: level 0, levels 0 and 1, and so on.
 
     Args:
-        levels: Of each row; `num_levels` for one that is in no set.
+        levels: The level of each row; `num_levels` if no set has it.
         num_levels: How many sets there are.
-        counts: How often each row is looked up.
-        samples: How many samples have each highest level, (num_levels + 1,), where that is known.
-
-    Raises:
-        ConfigError: nothing is looked up.
+        counts: Lookups of each row.
+        samples: The number of samples of each level; None if not known.
 
     Shape:
-        levels (R,); counts (R,).
+        levels (R,); counts (R,); samples (num_levels + 1,); R rows of all tables.
+
+    Raises:
+        ConfigError: there are no lookups.
     """
     rows, lookups, distinct = (np.zeros(num_levels + 1, np.int64) for _ in range(3))
     for begin in range(0, len(levels), _BLOCK_ROWS):
@@ -76,7 +77,7 @@ def coverages_by_level(
             distinct[level] += np.count_nonzero(of_level)
     num_lookups = int(lookups.sum())
     if not num_lookups:
-        raise ConfigError("coverage: there are no lookups to measure it on; name other samples")
+        raise ConfigError("coverage: there must be lookups to measure, got none; use other samples")
     num_samples = None if samples is None else int(samples.sum())
     return [
         Coverage(
@@ -95,11 +96,11 @@ def coverages_by_level(
 
 
 def format_coverages(coverages: Sequence[Coverage], num_rows_seen: int) -> str:
-    """A table with a line for each set of hot rows.
+    """A text table with one line per set of hot rows.
 
     Args:
         coverages: Of the sets, measured on the same lookups.
-        num_rows_seen: How many rows the sets were chosen from.
+        num_rows_seen: The number of rows that the sets were chosen from.
     """
     header = ("hot rows", "of rows seen", "lookups", "distinct rows", "whole samples")
     lines = [

@@ -1,7 +1,6 @@
-"""Lookups as a counter reads them: from a store's columns, a source, or mini-batches.
+"""Blocks of lookups, for counting: from the columns of a store, another source, or mini-batches.
 
-Whatever they come from, they are read block by block, and no block is copied that need not be.
-
+Blocks are views where the data allows it: columns of a store and mini-batches are not copied.
 Letters: B samples, F features, N lookups.
 """
 
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 
 from recsys.batch import Batch, expand_to_one_batch_size, varies_in_batch_size
-from recsys.datasets.store import Store
 from recsys.embeddings.bag_input import require_bounds
 from recsys.errors import ConfigError, MalformedBags
 
@@ -22,8 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Features
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import Features, SampleSource
 
 __all__ = [
     "LookupBlock",
@@ -34,18 +31,18 @@ __all__ = [
     "samples_of",
 ]
 
-# Of a store, where nothing is copied. Threads wait for each other behind every block, on a busy
-# machine for some milliseconds: blocks of an eighth were counted a quarter slower there.
+# Samples per block of a store that is read in place. Threads wait for each other after every block,
+# on a busy machine for some milliseconds: blocks of an eighth were counted a quarter slower.
 _BLOCK_SAMPLES = 1 << 21
-_CHOSEN_SAMPLES = 1 << 18  # of a store of which some samples are copied
-_READ_SAMPLES = 1 << 16  # of a source that makes arrays of them
+_CHOSEN_SAMPLES = 1 << 18  # per block of a store if chosen samples are copied
+_READ_SAMPLES = 1 << 16  # per call of a source's `read`
 
 
 class LookupBlock(NamedTuple):
     """The lookups of B samples.
 
     Attributes:
-        features: Their names, F of them.
+        features: F names.
         values: Rows, (N,) int32 or int64, contiguous.
         first: Position of each feature's first value.
         num: How many values each has.
@@ -64,7 +61,7 @@ class LookupBlock(NamedTuple):
     num_samples: int
 
     def sample_of(self, feature: int, place: int) -> int:
-        """Which sample the value at a position belongs to, where a feature has it."""
+        """The sample that the value at position `place` of this feature belongs to."""
         if self.offsets is None:
             return int(place - self.first[feature]) // self.stride
         bounds = self.offsets[feature * self.num_samples : (feature + 1) * self.num_samples + 1]
@@ -74,40 +71,43 @@ class LookupBlock(NamedTuple):
 def blocks_of_source(
     source: SampleSource, samples: range, *, is_chosen_from: bool = False
 ) -> Iterator[LookupBlock]:
-    """A run of a source's samples; a store's are taken where they lie.
+    """A range of a source's samples, in blocks.
+
+    The blocks are views of `source.sparse` if the source has it (see `SampleSource`).
 
     Args:
-        source: Where samples come from.
-        samples: Which.
-        is_chosen_from: Whether samples of a block will be chosen, and copied.
+        source: Is read.
+        samples: The range.
+        is_chosen_from: Whether the caller will copy chosen samples of each block.
     """
+    rows: NDArray[np.int32] | None = getattr(source, "sparse", None)
     size = _READ_SAMPLES
-    if isinstance(source, Store):
+    if rows is not None:
         size = _CHOSEN_SAMPLES if is_chosen_from else _BLOCK_SAMPLES
     for begin in range(samples.start, samples.stop, size):
         end = min(begin + size, samples.stop)
-        if isinstance(source, Store):
-            yield _block_of_columns(list(source.table_sizes), source.sparse[begin:end])
+        if rows is not None:
+            yield _block_of_columns(list(source.table_sizes), rows[begin:end])
         else:
             yield block_of(source.read(np.arange(begin, end)))
 
 
 def blocks_of_batches(batches: Iterable[Batch | Features]) -> Iterator[LookupBlock]:
-    """Mini-batches, or the features of mini-batches."""
+    """One block for each mini-batch, given whole or as its sparse features."""
     for batch in batches:
         yield block_of(batch)
 
 
 def block_of(batch: Batch | Features) -> LookupBlock:
-    """The lookups of a mini-batch; nothing is copied of what lies in the CPU's memory.
+    """The lookups of a mini-batch; tensors on the CPU are not copied.
 
     Args:
-        batch: A `Batch` (TorchRec's, too), `JaggedIds` or a `KeyedJaggedTensor`. Bags that several
-            samples share (features with batch sizes of their own) count for each of them.
+        batch: A `Batch` (TorchRec's, too), `JaggedIds` or a `KeyedJaggedTensor`. A bag that several
+            samples share (features with different batch sizes) counts once for each sample.
 
     Raises:
-        MalformedBags: values are no integers, or the offsets do not make bags of them.
-        ValueError: features have batch sizes of their own and no `inverse_indices`.
+        MalformedBags: values are no integers, or the offsets do not fit the values.
+        ValueError: features have different batch sizes and no `inverse_indices`.
     """
     features: Any = getattr(batch, "sparse_features", batch)
     if varies_in_batch_size(features):
@@ -130,7 +130,7 @@ def block_of(batch: Batch | Features) -> LookupBlock:
             f"{len(names)} features of {num_samples} samples need {len(names) * num_samples + 1} "
             f"offsets, got {len(bounds)}"
         )
-    # A `KeyedJaggedTensor` takes any offsets, and a kernel goes where they say.
+    # `KeyedJaggedTensor` does not check its offsets, and kernels index by them unchecked.
     require_bounds(
         bounds,
         len(values_N),
@@ -141,7 +141,7 @@ def block_of(batch: Batch | Features) -> LookupBlock:
 
 
 def chosen_of(block: LookupBlock, is_chosen: NDArray[np.bool_]) -> LookupBlock:
-    """The lookups of some samples of a block, as a block; they are copied.
+    """The lookups of chosen samples of a block; a copy.
 
     Shape:
         is_chosen (B,).
@@ -165,17 +165,17 @@ def chosen_of(block: LookupBlock, is_chosen: NDArray[np.bool_]) -> LookupBlock:
 
 
 def samples_of(source: SampleSource, samples: range | None) -> range:
-    """The samples meant; all where none are named.
+    """The given range of samples, checked; by default all samples.
 
     Raises:
-        ConfigError: they are no run of the source's samples.
+        ConfigError: it is not a range of the source's samples with step 1.
     """
     if samples is None:
         return range(source.num_samples)
     if samples.step != 1 or not 0 <= samples.start <= samples.stop <= source.num_samples:
         raise ConfigError(
-            f"samples must be a run within [0, {source.num_samples}), got {samples}; "
-            "name others, or more data"
+            f"samples must be a range of step 1 within [0, {source.num_samples}), got {samples}; "
+            "choose other samples, or more data"
         )
     return samples
 

@@ -1,11 +1,11 @@
-"""The plan of a model's tables: what profiles and plans call them, and which rows are pinned.
+"""The plan of a model's tables: the names of tables in profiles and plans, and the pinned rows.
 
     a bag                      its name in the model: "users", "tables.0"
-    a table of a collection    its name in the collection: "t_cat_0"; found in a profile by those of
-                               its features, too
+    a table of a collection    its name in the collection: "t_cat_0"; a profile may have the names
+                               of its features instead
 
-A table that several modules share has the first of its names. A collection's table whose name
-another table has, too, goes by its place in the model: "left.embedding_bags.t_cat_0".
+A table that several modules share has the first of its names. If another table has the same name, a
+collection's table is called by its path in the model: "left.embedding_bags.t_cat_0".
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _DATA_TYPES = {torch.float32: "fp32", torch.float64: "fp64"}
 def require_arguments(
     budget: int | str | None, plan: HotPlan | None, profile: PopularityProfile | None
 ) -> None:
-    """Check what goes with what.
+    """Check which arguments are given together.
 
     Raises:
-        TypeError: `plan` or `profile` is something else.
+        TypeError: `plan` is not a `HotPlan`, or `profile` not a `PopularityProfile`.
         ValueError: both are given, or a profile without a budget.
     """
     if plan is not None and not isinstance(plan, HotPlan):
@@ -54,10 +54,10 @@ def require_arguments(
         )
     if plan is not None and profile is not None:
         raise ValueError(
-            "plan= and profile= exclude each other: a plan is made of a profile; leave one out"
+            "plan= and profile= exclude each other: a plan is made from a profile; leave one out"
         )
     if profile is not None and budget is None:
-        raise ValueError("profile= needs budget=, the memory that rows are chosen for; give both")
+        raise ValueError("profile= needs budget=, the fast memory of its plan; give both")
 
 
 def plan_of_model(
@@ -67,21 +67,22 @@ def plan_of_model(
     plan: HotPlan | None,
     profile: PopularityProfile | None,
 ) -> tuple[int, dict[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]] | None:
-    """Bytes of fast memory, and which rows are to have slots of their own.
+    """The bytes of fast memory, and the rows to be pinned.
 
     Args:
-        tables: Of every module; one that modules share comes several times.
-        mover: Moves their rows; tables that it does not move stay resident, and are no part of it.
-        budget: As for `accelerate`, and so are the next two.
-        plan: Of the tables that are moved, in any order.
-        profile: Of these tables, and others.
+        tables: The tables of every module; a shared table occurs once for each of its modules.
+        mover: Updates their rows. Tables that it does not update stay resident and are not planned.
+        budget: See `accelerate`.
+        plan: Of the updated tables, in any order; see `accelerate`.
+        profile: Of the updated tables, and perhaps others; see `accelerate`.
 
     Returns:
-        By table as `RowUpdater.tier` takes it; None where there is neither plan nor profile.
+        The budget, and for each table its pinned rows and their counts, as for `RowUpdater.tier`.
+        None if there is neither plan nor profile.
 
     Raises:
-        BudgetTooSmall: a plan of the profile needs more.
-        ProfileError: plan or profile are of other tables.
+        BudgetTooSmall: the floor of the profile's plan is above the budget.
+        ProfileError: plan or profile has other tables.
     """
     if plan is None and profile is None:
         return None
@@ -103,7 +104,7 @@ def plan_of_model(
 
 
 class _Config(NamedTuple):
-    """What `TableConfig` says, of float64 too."""
+    """The fields of `TableConfig` that planning needs; allows float64, which that one refuses."""
 
     name: str
     num_embeddings: int
@@ -113,7 +114,7 @@ class _Config(NamedTuple):
 
 
 def _configs(tables: Sequence[NamedTable]) -> tuple[dict[str, nn.Parameter], list[_Config]]:
-    """Every table once, and its config, by the name that it has in a plan."""
+    """Every table once: its Parameter by its name in a plan, and its config."""
     firsts: dict[int, NamedTable] = {}
     features: dict[int, list[str]] = {}
     for table in tables:
@@ -126,9 +127,9 @@ def _configs(tables: Sequence[NamedTable]) -> tuple[dict[str, nn.Parameter], lis
         name = table.planned_as if is_unique else table.name
         weights[name] = table.weight
         num_embeddings, embedding_dim = table.weight.shape
-        its_features = tuple(dict.fromkeys(features[key]))
+        feature_names = tuple(dict.fromkeys(features[key]))
         data_type = _DATA_TYPES[table.weight.dtype]
-        configs.append(_Config(name, num_embeddings, embedding_dim, its_features, data_type))
+        configs.append(_Config(name, num_embeddings, embedding_dim, feature_names, data_type))
     return weights, configs
 
 
@@ -145,11 +146,11 @@ def _plan_by(
         if all(config.name in profile.table_sizes for config in configs):
             raise
         raise ProfileError(
-            f"{error}. A bag's table is called by the bag's name in the model, here are "
-            f"{[config.name for config in configs]}; profile.for_tables gives counts other names"
+            f"{error}. A bag's table has the bag's name in the model; the names here are "
+            f"{[config.name for config in configs]}; profile.for_tables renames tables"
         ) from None
     except BudgetTooSmall as error:
         raise BudgetTooSmall(
-            f"{error}. These are as large as plan_hot_rows takes them by default; of smaller ones, "
-            "give plan=plan_hot_rows(..., window_lookups=...) in place of profile="
+            f"{error}. plan_hot_rows assumes large mini-batches by default; for smaller ones, pass "
+            "plan=plan_hot_rows(..., window_lookups=...) instead of profile="
         ) from None

@@ -1,4 +1,4 @@
-"""How rows move, given the sum of their gradients.
+"""The formulas that update rows, given the sum g of a row's gradients.
 
     SGD                 w <- w - lr g
     Adagrad             s <- s + g * g                  w <- w - lr g / (sqrt(s) + eps)
@@ -12,12 +12,13 @@
 
     c = sqrt(1 - beta2^t) / (1 - beta1^t)   in the t-th step, counted from 1
 
-`s`, `m` and `v` start at zero; `m` and the state of Adagrad and Adam are a number per column, the
-others one per row. Only rows that were looked up move, and only their state changes: a row looked
-up several times in a step moves once, by the sum; one that was not rests, under Adam too ("lazy").
+`s`, `m` and `v` start at zero. `m` and the state of Adagrad and Adam have one number per column;
+the others have one per row. Only rows that were looked up are updated, with their state. A row that
+is looked up several times in a step is updated once, by the sum. Other rows do not change, with
+Adam neither ("lazy" Adam).
 
-The two Adams differ in what `eps` is added to, each as its model has it: `torch.optim.SparseAdam`
-adds it to sqrt(v) before the correction `c`, FBGEMM behind it.
+The two Adams add `eps` at different places, like their models: `torch.optim.SparseAdam` adds it to
+sqrt(v) before the correction `c`, FBGEMM after it.
 
 References:
     Duchi et al. (2011), Adaptive Subgradient Methods for Online Learning and Stochastic
@@ -54,13 +55,18 @@ __all__ = [
 
 
 class AbstractRowOptimizer:
-    """What every formula tells of itself; its fields are its settings."""
+    """Base of the formulas; their dataclass fields are their settings."""
 
     _PER_COLUMN: ClassVar[tuple[str, ...]] = ()
     _PER_ROW: ClassVar[tuple[str, ...]] = ()
 
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps"):
+            _require_finite(name, getattr(self, name, 0.0))
+        _require_betas(getattr(self, "betas", (0.0, 0.0)))
+
     def state_sizes(self, dim: int) -> dict[str, int]:
-        """Numbers per row of every state array, by TorchRec's name of it."""
+        """Numbers per row in each state array, by TorchRec's name of the array."""
         return dict.fromkeys(self._PER_COLUMN, dim) | dict.fromkeys(self._PER_ROW, 1)
 
     @property
@@ -69,10 +75,10 @@ class AbstractRowOptimizer:
         return self._PER_ROW
 
     def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
-        """What `row_update` takes for a table: the factor of its step, and its eps.
+        """The two numbers that `row_update` needs for a table: the factor of the step, and eps.
 
         Args:
-            lr: Of the table's param group, which may have changed since the formula was made.
+            lr: Current learning rate of the table's param group.
             step: Number of the table's update, from 1.
         """
         return lr, getattr(self, "eps", 0.0)
@@ -88,17 +94,14 @@ class SGD(AbstractRowOptimizer):
 
     lr: float
 
-    def __post_init__(self) -> None:
-        _require_finite("lr", self.lr)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(AbstractRowOptimizer):
-    """A step per column, smaller the more the column has moved.
+    """A step size per column, which falls with the sum of the column's squared gradients.
 
     Attributes:
         lr: Learning rate.
-        eps: Added to the denominator; torch's default, where FBGEMM's is 1e-8.
+        eps: Added to the denominator. The default is torch's; FBGEMM's is 1e-8.
 
     Raises:
         ValueError: `lr` or `eps` is negative or not finite.
@@ -109,14 +112,10 @@ class Adagrad(AbstractRowOptimizer):
 
     _PER_COLUMN = ("momentum1",)
 
-    def __post_init__(self) -> None:
-        _require_finite("lr", self.lr)
-        _require_finite("eps", self.eps)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(AbstractRowOptimizer):
-    """Adagrad with one step for the whole row: a dim-th of the state.
+    """Adagrad with one step size per row: its state is 1/D of Adagrad's.
 
     Attributes:
         lr: Learning rate.
@@ -131,18 +130,14 @@ class RowWiseAdagrad(AbstractRowOptimizer):
 
     _PER_ROW = ("momentum1",)
 
-    def __post_init__(self) -> None:
-        _require_finite("lr", self.lr)
-        _require_finite("eps", self.eps)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(AbstractRowOptimizer):
-    """A step per column by moving averages of its gradients; rows not looked up rest.
+    """Adam for rows that are looked up; other rows do not change ("lazy" Adam).
 
     Attributes:
         lr: Learning rate.
-        betas: How much of the averages of `g` and of `g * g` stays at each step.
+        betas: Decay rates of the averages of `g` and of `g * g`.
         eps: Added to the denominator before the averages are corrected for their start at zero.
 
     Raises:
@@ -155,23 +150,18 @@ class Adam(AbstractRowOptimizer):
 
     _PER_COLUMN = ("momentum1", "exp_avg_sq")
 
-    def __post_init__(self) -> None:
-        _require_finite("lr", self.lr)
-        _require_betas(self.betas)
-        _require_finite("eps", self.eps)
-
     def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
-        """As above, with the correction of the step; eps is added before it."""
+        """The factor includes the correction `c`; eps is added before it."""
         return lr * _correction(self.betas, step), self.eps
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRowWiseAdam(AbstractRowOptimizer):
-    """Adam with one average of squares for the whole row: half of the state.
+    """Adam with one average of squares per row: about half of Adam's state.
 
     Attributes:
         lr: Learning rate.
-        betas: How much of the averages of `g` and of `g * g` stays at each step.
+        betas: Decay rates of the averages of `g` and of `g * g`.
         eps: Added to the denominator after the averages are corrected for their start at zero.
 
     Raises:
@@ -184,14 +174,8 @@ class PartialRowWiseAdam(AbstractRowOptimizer):
 
     _PER_COLUMN, _PER_ROW = ("momentum1",), ("exp_avg_sq",)
 
-    def __post_init__(self) -> None:
-        _require_finite("lr", self.lr)
-        _require_betas(self.betas)
-        _require_finite("eps", self.eps)
-
     def rate_and_eps(self, lr: float, step: int) -> tuple[float, float]:
-        """As above, with the correction of the step; eps is added behind it."""
-        # Dividing sqrt(v) by a number before eps is added is multiplying eps by that number.
+        """The factor includes the correction `c`; eps is scaled as if it were added after it."""
         return lr * _correction(self.betas, step), self.eps * sqrt(1 - self.betas[1] ** step)
 
 
@@ -207,28 +191,28 @@ def update_reference(
     step: int = 1,
     key: int | None = None,
 ) -> None:
-    """Move rows in place, in plain PyTorch.
+    """Update rows in place, in plain PyTorch.
 
-    A table of 16 bits is computed in float32 and rounded.
+    A 16-bit table is computed in float32 and rounded.
 
     Args:
         optimizer: The formula.
         weight: The table.
-        states: Its state, zeros at first, in the order of `state_sizes`.
-        rows: The row each gradient belongs to; a row may occur several times.
+        states: Its state, initially zeros, in the order of `state_sizes`.
+        rows: The row of each gradient; a row may occur several times.
         gradients: In lookup order.
         step: Number of the step, from 1.
-        key: Of a table of 16 bits: its `table_key`, to round stochastically; None for to nearest.
+        key: `table_key` of a 16-bit table, to round it stochastically; None to round to nearest.
 
     Shape:
-        weight (E, D); states (E, size) each; rows (N,) int64; gradients (N, D), the states and
-        they in the dtype that is computed in.
+        weight (E, D); states (E, size) each; rows (N,) int64; gradients (N, D). States and
+        gradients have the dtype of the computation.
     """
     distinct, inverse = torch.unique(rows, return_inverse=True)
     summed = gradients.new_zeros(len(distinct), weight.shape[1]).index_add_(0, inverse, gradients)
     rate, eps = optimizer.rate_and_eps(optimizer.lr, step)
-    change, moved = row_steps(optimizer, [state[distinct] for state in states], summed, rate, eps)
-    for state, values in zip(states, moved, strict=True):
+    change, updated = row_steps(optimizer, [state[distinct] for state in states], summed, rate, eps)
+    for state, values in zip(states, updated, strict=True):
         state[distinct] = values
     weight[distinct] = _stored(
         weight[distinct].to(summed.dtype) - change,
@@ -244,18 +228,18 @@ def row_steps(
     rate: float | Tensor,
     eps: float | Tensor,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The step of some rows by plain PyTorch: what is taken from each, and its state behind it.
+    """One step in plain PyTorch: the numbers to subtract from rows, and their new state.
 
     Args:
         optimizer: The formula.
         states: State of the rows, in the order of `state_sizes`.
         summed: The sum of each row's gradients.
         rate: Of `rate_and_eps`.
-        eps: Likewise.
+        eps: Of `rate_and_eps`.
 
     Shape:
-        states (U, size) each; summed (U, D); rate and eps numbers, or (U, 1); results as summed and
-        states.
+        states (U, size) each; summed (U, D); rate and eps numbers, or (U, 1); results: (U, D), and
+        states of the same shapes.
     """
     if isinstance(optimizer, SGD):
         return rate * summed, []
@@ -264,19 +248,19 @@ def row_steps(
         squares = squares.mean(1, keepdim=True)
     if isinstance(optimizer, Adagrad | RowWiseAdagrad):
         direction = summed
-        moved = [states[0] + squares]
+        updated = [states[0] + squares]
     else:
         beta1, beta2 = optimizer.betas
         direction = states[0] + (1 - beta1) * (summed - states[0])
-        moved = [direction, states[1] + (1 - beta2) * (squares - states[1])]
-    divisor = moved[-1].sqrt() + eps
+        updated = [direction, states[1] + (1 - beta2) * (squares - states[1])]
+    divisor = updated[-1].sqrt() + eps
     # In the kernel's order, so that both give the same bits.
     if isinstance(optimizer, Adagrad):
-        return rate * direction / divisor, moved
+        return rate * direction / divisor, updated
     if isinstance(optimizer, Adam):
-        return rate * (direction / divisor), moved
+        return rate * (direction / divisor), updated
     rates = rate if isinstance(rate, torch.Tensor) else torch.full_like(divisor, rate)
-    return rates / divisor * direction, moved
+    return rates / divisor * direction, updated
 
 
 def _stored(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | None) -> Tensor:
@@ -285,7 +269,7 @@ def _stored(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | None) -> T
 
 
 def _correction(betas: tuple[float, float], step: int) -> float:
-    """The averages' start at zero, taken out of the step."""
+    """The correction `c` for averages that start at zero."""
     return sqrt(1 - betas[1] ** step) / (1 - betas[0] ** step)
 
 

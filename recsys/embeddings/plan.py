@@ -1,21 +1,22 @@
-"""A plan: which rows are pinned hot under a budget, and what the rest of the budget is for.
+"""A plan: which rows are pinned hot under a budget, and how the rest of the budget is used.
 
     budget = row map                                4 bytes for every row of every table
-           + slots that mini-batches share          rows that are not pinned come and go in them
+           + shared slots                           for rows that are fetched and evicted
            + pinned slots                           one for each pinned row
 
-A slot takes its row, the row's optimizer state, and 8 bytes that say what it holds. The first two
-lines are the floor: below it no mini-batch could run. Tables of one dim and data type share slots.
+A slot holds a row, the row's optimizer state, and 8 bytes of bookkeeping. The row map and the
+shared slots are the floor: with less, no mini-batch could run. Tables of one dim and data type
+share slots.
 
 Rows are pinned in this order:
 
-1. Small tables whole: those whose slots take a thousandth of the budget or less. No lookup of them
-   ever misses, for next to nothing.
+1. Complete small tables: those whose slots take 1/1024 of the budget or less. Their lookups never
+   miss, for very little memory.
 2. Rows that were looked up, by lookups saved per byte.
-3. Only where all of these are pinned, what is left of the tables, whole ones, the smallest first. A
-   part of the rows that nobody has looked up would serve no better pinned than come and go.
+3. After all of these, the rest of each table that fits completely, the smallest first. Pinning only
+   some of the rows that were never looked up is no better than fetching them.
 
-A plan keeps the counts that it was made from: it is made anew for another budget, and measured on
+A plan keeps the counts of its profile, so it can be made again for another budget, or measured on
 other lookups, without counting again. Letters: R rows of all tables.
 """
 
@@ -39,29 +40,28 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch, Features
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import Batch, Features, SampleSource
     from recsys.embeddings.coverage import Coverage
     from recsys.embeddings.optimizer import RowOptimizer
 
 __all__ = ["RANKINGS", "HotPlan", "PlannedTable", "plan_hot_rows"]
 
-# What a lookup counts for, by the name of the ranking.
+# The names of the rankings; see `plan_hot_rows`.
 RANKINGS = ("lookups_per_byte", "global_topk", "per_table_threshold")
 _SMALL_SHARE = 1 / 1024
 _PRINTED = (0.25, 0.5, 1.0, 2.0, 4.0)
-_DATA_TYPES = DATA_TYPES | {"fp64": torch.float64}  # which no config has, but a model's bag may
+_DATA_TYPES = DATA_TYPES | {"fp64": torch.float64}  # only in models; `TableConfig` refuses it
 _ARGUMENTS = ("budget_bytes", "ranking", "window_lookups", "small_share")
 
 
 class PlannedTable(NamedTuple):
-    """What a plan knows of a table.
+    """A table of a plan.
 
     Attributes:
         embedding_dim: D.
-        data_type: Of its rows.
+        data_type: Of its rows, for example "fp32".
         num_features: How many features look it up.
-        slot_bytes: What one of its rows takes hot.
+        slot_bytes: Bytes of one slot.
     """
 
     embedding_dim: int
@@ -85,19 +85,19 @@ def plan_hot_rows(
     Args:
         profile: Counts of these tables, or of their features.
         tables: `TableConfig`s, or TorchRec's `EmbeddingBagConfig`s.
-        budget: Bytes of fast memory, or text as "256MiB".
-        optimizer: One of ours, whose state lies beside the rows; None for none.
-        ranking: "lookups_per_byte"; or FAE's, at the same memory: "global_topk", by lookups
-            wherever they are, or "per_table_threshold", by a row's share of its table's lookups
-            (the budget decides where the threshold lies). FAE's know no small tables.
-        window_lookups: How many rows one feature looks up, at most, in the mini-batches that are in
-            the window at once: the mini-batch's size, times the largest bag, times the window.
-        small_share: Share of the budget up to which a table is small; by default 1/1024, or 0 in
-            FAE's rankings.
+        budget: Bytes of fast memory, or a string such as "256MiB".
+        optimizer: A recsys optimizer, whose state is stored beside the rows; None for no state.
+        ranking: "lookups_per_byte"; or one of FAE's rankings for the same memory: "global_topk", by
+            lookups over all tables, or "per_table_threshold", by a row's share of its table's
+            lookups (the threshold follows from the budget).
+        window_lookups: The most rows that one feature looks up in the mini-batches in the window
+            together: mini-batch size * largest bag * look-ahead window.
+        small_share: The largest share of the budget for a small table; by default 1/1024, or 0 with
+            FAE's rankings, which have no small tables.
 
     Raises:
-        BudgetTooSmall: the budget is below the floor, which the message names.
-        ProfileError: the profile is of other tables.
+        BudgetTooSmall: the budget is below the floor. The message names the floor.
+        ProfileError: the profile has other tables.
         ConfigError: an argument is out of range.
     """
     counted = profile.for_tables(tables)
@@ -123,15 +123,15 @@ class HotPlan:
     """Which rows are pinned; made by `plan_hot_rows`, `retarget` or `load`.
 
     Attributes:
-        profile: Lookups of these tables' rows; not to be added to.
-        tables: What is known of each table.
-        budget_bytes: What everything together may take.
-        map_bytes: What the row map takes.
-        floor_bytes: The least budget: the row map, and the rows of the mini-batches in the window.
+        profile: Lookups of these tables' rows; do not add to it.
+        tables: The tables, by name.
+        budget_bytes: Fast memory for everything together.
+        map_bytes: Bytes of the row map.
+        floor_bytes: The least budget: the row map, and slots for the mini-batches in the window.
         num_shared_slots: Slots that are not pinned, by embedding_dim and data type.
-        shared_bytes: What they take.
-        pinned_bytes: What pinned slots take.
-        ranking, window_lookups, small_share: As of `plan_hot_rows`.
+        shared_bytes: Bytes of the shared slots.
+        pinned_bytes: Bytes of the pinned slots.
+        ranking, window_lookups, small_share: See `plan_hot_rows`.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class HotPlan:
 
     @property
     def everything_bytes(self) -> int:
-        """What it would take to have every row hot."""
+        """The budget with which every row is hot."""
         return self.map_bytes + int(self._sizes @ self._slot_bytes)
 
     @property
@@ -180,7 +180,7 @@ class HotPlan:
         return int(np.count_nonzero(self._is_pinned))
 
     def pinned_rows(self, table: str) -> NDArray[np.int64]:
-        """The pinned rows of a table, rising.
+        """The pinned rows of a table, ascending, (P,) int64.
 
         Raises:
             KeyError: there is no such table.
@@ -190,7 +190,7 @@ class HotPlan:
         return np.flatnonzero(self._is_pinned[self._rows_of(list(self.tables).index(table))])
 
     def pinned_by_table(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Of each table: its pinned rows, rising, and how often each was looked up."""
+        """For each table, its pinned rows, ascending, and their counts, (P,) int64 both."""
         counts = self.profile.counts()
         found = []
         for table in range(len(self.tables)):
@@ -200,26 +200,27 @@ class HotPlan:
         return found
 
     def of_tables(self, tables: Sequence[TableConfig], budget: int | str | None = None) -> HotPlan:
-        """The plan, if it is one of these tables.
+        """The plan itself, after checking that it was made for these tables.
 
         Args:
-            tables: In the order of the plan's.
-            budget: Another one than the plan's; None for that.
+            tables: In the order of the plan's tables.
+            budget: If given, plan again for this budget.
 
         Raises:
-            ProfileError: it is of others; the message names one.
+            ProfileError: the plan has other tables; the message names one.
+            BudgetTooSmall, ConfigError: see `plan_hot_rows`.
         """
         wanted = {table.name: (table.num_embeddings, table.embedding_dim) for table in tables}
         sizes = self.profile.table_sizes
         known = {name: (sizes[name], table.embedding_dim) for name, table in self.tables.items()}
         if list(wanted.items()) != list(known.items()):
-            lacking = [name for name in wanted if name not in known]
+            missing = [name for name in wanted if name not in known]
             added = [name for name in known if name not in wanted]
             differing = [name for name in wanted if name in known and wanted[name] != known[name]]
-            if lacking:
-                rule = f"{lacking[0]!r} is not in it, which has {list(known)}"
+            if missing:
+                rule = f"{missing[0]!r} is not in the plan, which has {list(known)}"
             elif added:
-                rule = f"its {added[0]!r} is not among those here, {list(wanted)}"
+                rule = f"{added[0]!r} of the plan is not among the tables here, {list(wanted)}"
             elif differing:
                 name = differing[0]
                 rule = (
@@ -227,29 +228,30 @@ class HotPlan:
                     f"and {wanted[name]} here"
                 )
             else:
-                rule = f"it has them in the order {list(known)}, and here it is {list(wanted)}"
+                rule = f"their order is {list(known)} in the plan and {list(wanted)} here"
             raise ProfileError(
-                f"the plan is of other tables: {rule}; plan again for these tables, in their order"
+                f"the plan has other tables: {rule}; plan again for these tables, in their order"
             )
         return self if budget is None else self.retarget(budget)
 
     def of_bag(
         self, num_embeddings: int, embedding_dim: int, budget: int | str | None = None
     ) -> HotPlan:
-        """The plan, if it is one of a single table of this size, whatever its name.
+        """The plan itself, after checking that it has one table, of this size and any name.
 
         Args:
             num_embeddings: E.
             embedding_dim: D.
-            budget: Another one than the plan's; None for that.
+            budget: If given, plan again for this budget.
 
         Raises:
-            ProfileError: it is of several tables, or of one of another size.
+            ProfileError: the plan has several tables, or a table of another size.
+            BudgetTooSmall, ConfigError: see `plan_hot_rows`.
         """
         if len(self.tables) != 1:
             raise ProfileError(
-                "a bag is one table, and the plan is of several: "
-                f"{list(self.tables)}; plan for its table alone"
+                "the plan of a bag must have one table, got "
+                f"{list(self.tables)}; plan for the bag's table alone"
             )
         table = TableConfig(
             name=next(iter(self.tables)),
@@ -263,15 +265,15 @@ class HotPlan:
         on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
         samples: range | None = None,
     ) -> Coverage:
-        """What the pinned rows serve; arguments and errors as of `PopularityProfile.coverage`."""
+        """The coverage of the pinned rows; see `PopularityProfile.coverage`."""
         levels = np.where(self._is_pinned, np.uint8(0), np.uint8(1))
         return self.profile.coverages_of(levels, 1, on, samples)[0]
 
     def retarget(self, budget: int | str) -> HotPlan:
-        """The same for another budget.
+        """The plan of the same profile for another budget.
 
         Raises:
-            BudgetTooSmall, ConfigError: as `plan_hot_rows`.
+            BudgetTooSmall, ConfigError: see `plan_hot_rows`.
         """
         return HotPlan(
             self.profile,
@@ -283,38 +285,41 @@ class HotPlan:
         )
 
     def save(self, file: str | Path) -> None:
-        """Write it; the file appears when whole, and can be loaded as a profile, too."""
+        """Write the plan. The file appears when it is complete; it can be loaded as a profile."""
         tables = {name: list(table) for name, table in self.tables.items()}
         plan = {"tables": tables} | {key: getattr(self, key) for key in _ARGUMENTS}
         write_profile(Path(file), self.profile.about() | {"plan": plan}, self.profile.counts())
 
     @classmethod
     def load(cls, file: str | Path) -> HotPlan:
-        """What `save` wrote.
+        """Read a file written by `save`.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ProfileError: it is damaged, or no plan.
+            ProfileError: it is damaged, or not a plan.
         """
         about, counts = read_profile(Path(file))
         plan = about.get("plan")
         if plan is None:
             raise ProfileError(
-                f"{file} is a profile and no plan; make one with `recsys plan {file} --budget ...`"
+                f"{file} is a profile, not a plan; make one with `recsys plan {file} --budget ...`"
             )
         if not isinstance(plan, dict) or set(plan) != {"tables", *_ARGUMENTS}:
-            raise ProfileError(f"{file}: its plan lacks something; plan again with `recsys plan`")
+            raise ProfileError(
+                f"{file}: its plan must have tables, {', '.join(_ARGUMENTS)}; plan again with "
+                "`recsys plan`"
+            )
         try:
             tables = {name: PlannedTable(*plan["tables"][name]) for name in about["tables"]}
             profile = PopularityProfile.from_about(about, counts)
             return cls(profile, tables, *(plan[key] for key in _ARGUMENTS))
         except (TypeError, KeyError, ConfigError, BudgetTooSmall) as error:
             raise ProfileError(
-                f"{file}: its plan cannot be followed ({error}); plan again with `recsys plan`"
+                f"{file}: its plan is invalid ({error}); plan again with `recsys plan`"
             ) from error
 
     def __str__(self) -> str:
-        """What this and other budgets would serve of the lookups that were counted."""
+        """A table of the coverage of the counted lookups under this and other budgets."""
         if not self.profile.num_lookups:
             return "no lookups were counted"
         header = ("budget", "of everything", "pinned rows", "lookups", "distinct rows")
@@ -351,27 +356,25 @@ class HotPlan:
         )
 
     def _shared(self) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], int]]:
-        """How many slots mini-batches need in each row space, and what one takes."""
-        wanted: dict[tuple[int, str], int] = {}
-        there: dict[tuple[int, str], int] = {}
+        """How many slots the window needs in each row space, and the bytes of each slot."""
+        num_slots: dict[tuple[int, str], int] = {}
         of_slot: dict[tuple[int, str], int] = {}
         for table, size in zip(self.tables.values(), self._sizes.tolist(), strict=True):
             space = table.embedding_dim, table.data_type
-            # A feature cannot look up more rows than its table has.
+            # Features cannot look up more rows than their table has.
             most = min(self.window_lookups * table.num_features, size)
-            wanted[space] = wanted.get(space, 0) + most
-            there[space] = there.get(space, 0) + size
+            num_slots[space] = num_slots.get(space, 0) + most
             of_slot[space] = table.slot_bytes
-        return {space: min(num, there[space]) for space, num in wanted.items()}, of_slot
+        return num_slots, of_slot
 
     def _require_floor(self) -> None:
         if self.budget_bytes < self.floor_bytes:
             raise BudgetTooSmall(
                 f"budget must be at least {self.floor_bytes} bytes "
                 f"({format_bytes(self.floor_bytes)}), got {self.budget_bytes} "
-                f"({format_bytes(self.budget_bytes)}): {format_bytes(self.map_bytes)} are the row "
-                f"map of {len(self._is_pinned):,} rows, {format_bytes(self.shared_bytes)} the rows "
-                "that mini-batches look up; raise it, or make the mini-batches smaller"
+                f"({format_bytes(self.budget_bytes)}): {format_bytes(self.map_bytes)} for the row "
+                f"map of {len(self._is_pinned):,} rows, {format_bytes(self.shared_bytes)} for the "
+                "rows that mini-batches look up; raise it, or make the mini-batches smaller"
             )
 
     def _pin(self, room: int) -> None:
@@ -383,7 +386,7 @@ class HotPlan:
                 break
             self._is_pinned[self._rows_of(table)] = True
             room -= num_bytes
-        # Rows that were looked up; those of small tables are among the ranked ones, and are paid.
+        # Rows that were looked up. Ranked rows of small tables are pinned already, so rank more.
         num_small = self.num_pinned
         at_most = room // int(self._slot_bytes.min()) + num_small
         ranked = self.profile.ranked_rows(at_most, self._weights())
@@ -397,7 +400,7 @@ class HotPlan:
             self._complete(room)
 
     def _complete(self, room: int) -> None:
-        """Pin what is left of tables where it fits, the least first."""
+        """Pin the remaining rows of tables that then fit completely, the fewest bytes first."""
         left = (self._sizes - self._num_pinned()) * self._slot_bytes
         for table in np.argsort(left, kind="stable").tolist():
             if left[table] > room:
@@ -406,7 +409,7 @@ class HotPlan:
             room -= int(left[table])
 
     def _weights(self) -> dict[str, float]:
-        """What a lookup counts for in each table."""
+        """The weight of a lookup in each table."""
         if self.ranking == "lookups_per_byte":
             return {name: 1 / table.slot_bytes for name, table in self.tables.items()}
         if self.ranking == "global_topk":

@@ -1,17 +1,17 @@
 """Popularity: how often each row of every table is looked up.
 
-A profile holds one number for every row of its tables and nothing else that grows. It is counted
-from a store or from mini-batches, of all samples or of a seeded share of them, and says which rows
-would have to be hot to serve how much:
+A profile holds one count for each row of its tables, and nothing else that grows. It counts a store
+or mini-batches, all samples or a seeded share of them, and measures which share of lookups a set of
+hot rows would serve:
 
     half = store.num_samples // 2
     profile = PopularityProfile.count(store, range(half))
     later = profile.coverage(10_000, store, range(half, store.num_samples))
     later.lookup_hit_rate
 
-Rows of all tables are numbered through, table after table: row v of table t is `bases[t] + v`.
+Rows are numbered consecutively over all tables: row v of table t is `bases[t] + v`.
 
-Letters: R rows of all tables, T tables.
+Letters: E rows of one table, R rows of all tables, T tables.
 """
 
 from __future__ import annotations
@@ -40,40 +40,39 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch, Features
-    from recsys.datasets.source import SampleSource
+    from recsys.batch import Batch, Features, SampleSource
     from recsys.embeddings.lookup_blocks import LookupBlock
     from recsys.embeddings.table import TableConfig
 
 __all__ = ["PopularityProfile"]
 
 _BLOCK_ROWS = 1 << 20
-_MAX_SETS = 254  # a row's level is a byte, and one level means: in no set
+_MAX_SETS = 254  # a row's level is a byte, and one level means "in no set"
 _LOW_64_BITS = 2**64 - 1
 
 
 @final
 class PopularityProfile:
-    """Lookups per row. Not thread-safe: one thread adds.
+    """Counts of lookups per row. Not thread-safe.
 
-    Counts are whole numbers of 32 bits, and become numbers of 64 bits before one of them would pass
-    2**32 - 1.
+    Counts are 32-bit integers. They become 64-bit integers before a count could exceed 2**32 - 1.
 
     Args:
-        tables: The number of rows by name, each table looked up by the feature of its name, or
-            `TableConfig`s (TorchRec's `EmbeddingBagConfig`s, too).
-        rate: Share of the samples to count. Whether a sample is counted is a hash of its number and
-            the seed: parts of a source counted one by one and merged are what the whole gives.
-        seed: Of that choice and of `decay`; any integer, its low 64 bits count.
+        tables: Either the number of rows by table name, for tables whose one feature has the name
+            of the table, or `TableConfig`s (TorchRec's `EmbeddingBagConfig`s, too).
+        rate: Share of the samples to count. A hash of a sample's number and the seed decides
+            whether it is counted, so profiles of parts of a source, merged, equal that of the
+            whole.
+        seed: Seed of that choice and of `decay`; any integer, of which the low 64 bits are used.
 
     Attributes:
         rate, seed: As above.
         num_samples: Samples counted.
-        num_samples_seen: Samples it was offered, of which `rate` were to be counted.
-        num_decays: How many times it has been decayed; `num_samples` never is.
+        num_samples_seen: Samples passed to the profile; about `rate` of them were counted.
+        num_decays: Calls of `decay`, which does not change `num_samples`.
 
     Raises:
-        ConfigError: there is no table, a size is not positive, a name comes twice, or the rate is
+        ConfigError: there is no table, a size is not positive, a name occurs twice, or the rate is
             not in (0, 1].
     """
 
@@ -102,14 +101,14 @@ class PopularityProfile:
         """Count a source's lookups; tables and features have the names of its columns.
 
         Args:
-            source: A `Store`, which is read where it lies on disk, or any other source.
-            samples: Which ones, a run of them; all by default.
-            rate: As of the class.
-            seed: As of the class.
+            source: A `Store`, whose memory map is counted in place, or any other source.
+            samples: A range of samples with step 1; all by default.
+            rate: See the class.
+            seed: See the class.
 
         Raises:
-            ConfigError: the source has no such samples, or the rate is none.
-            IdOutOfRange: the source holds an id that is no row of its table.
+            ConfigError: the source has no such samples, or the rate is not in (0, 1].
+            IdOutOfRange: the source has an id that is not a row of its table.
         """
         profile = cls(source.table_sizes, rate=rate, seed=seed)
         part = samples_of(source, samples)
@@ -131,64 +130,64 @@ class PopularityProfile:
 
     @property
     def bases(self) -> NDArray[np.int64]:
-        """Where the rows of each table begin among those of all tables, (T,)."""
+        """The number of the first row of each table, (T,) int64."""
         return self._rows.bases.copy()
 
     @property
     def num_lookups(self) -> int:
-        """The sum of all counts, added up anew."""
+        """The sum of all counts, computed at each call."""
         return int(self._rows.values.sum(dtype=np.int64))
 
     @property
     def num_rows_seen(self) -> int:
-        """Rows that were looked up, counted anew."""
+        """Rows with a count above zero, computed at each call."""
         return int(np.count_nonzero(self._rows.values))
 
     def add(self, batch: Batch | Features) -> None:
-        """Count a mini-batch: all of it, or nothing where that raises.
+        """Count a mini-batch. If this raises, nothing is counted.
 
-        A weight does not matter, nor does the pooling: every value of every bag is one lookup.
+        Every value of every bag is one lookup; weights and pooling are ignored.
 
         Args:
-            batch: A `Batch`, `JaggedIds`, or a `KeyedJaggedTensor`, with every feature of every
-                table; others are passed over. On another device than the CPU it is copied.
+            batch: A `Batch`, `JaggedIds`, or a `KeyedJaggedTensor` with every feature of every
+                table; other features are ignored. Tensors on other devices are copied to the CPU.
 
         Raises:
             ProfileError: it lacks a feature.
-            IdOutOfRange: a value is no row of its table.
-            MalformedBags: its tensors do not make bags.
+            IdOutOfRange: a value is not a row of its table.
+            MalformedBags: its tensors do not form bags.
         """
         self._add_block(block_of(batch), self.num_samples_seen, named_from=0)
 
     def merge(self, other: PopularityProfile) -> None:
-        """Add what another profile has counted.
+        """Add the counts of another profile.
 
         Raises:
-            ProfileError: it is of other tables, or counts another share of its samples.
+            ProfileError: it has other tables or another rate.
         """
         self._require_same_tables(other._rows)
         if self.rate != other.rate:
             raise ProfileError(
                 f"a profile of rate {other.rate:g} cannot be merged into one of rate "
-                f"{self.rate:g}: its samples would weigh otherwise; count both at one rate"
+                f"{self.rate:g}: their samples have different weights; count both at one rate"
             )
         self._rows.add_rows(slice(None), other._rows.values)
         self.num_samples += other.num_samples
         self.num_samples_seen += other.num_samples_seen
 
     def decay(self, factor: float) -> None:
-        """Multiply every count, so that what is counted from now on weighs more.
+        """Multiply every count by a factor, so that later lookups weigh more.
 
-        Counts stay whole numbers: one that is not is rounded up with the probability of its
-        fraction, by chance drawn from the seed and `num_decays`. So the expected count is exact
-        however often that is done; rounding to the nearest would keep some rows for ever, and
-        rounding down would lose rows that are looked up about once between two decays.
+        Counts stay integers: a product is rounded up with the probability of its fraction, by a
+        random generator seeded by the seed and `num_decays`. So the expected counts are exact after
+        any number of decays. Rounding to nearest would keep some rows for ever; rounding down would
+        lose rows that are looked up about once between two decays.
 
         Raises:
             ConfigError: the factor is not in [0, 1].
         """
         if not 0 <= factor <= 1:
-            raise ConfigError(f"profile: a decay must lie in [0, 1], got {factor}")
+            raise ConfigError(f"profile: the factor of a decay must lie in [0, 1], got {factor}")
         self.num_decays += 1
         chance = np.random.Generator(np.random.PCG64([self.seed & _LOW_64_BITS, self.num_decays]))
         for begin in range(0, len(self._rows.values), _BLOCK_ROWS):
@@ -198,7 +197,7 @@ class PopularityProfile:
             block[:] = whole + (chance.random(len(block)) < share - whole)
 
     def counts(self, table: str | None = None) -> NDArray[Any]:
-        """Lookups of each row of a table, or of all tables; a view that cannot be written to.
+        """Lookups of each row of a table, or of all tables; a read-only view.
 
         Shape:
             (E,) or (R,) uint32 or int64.
@@ -220,18 +219,21 @@ class PopularityProfile:
     def ranked_rows(
         self, num_rows: int | None = None, weights: Mapping[str, float] | None = None
     ) -> NDArray[np.int64]:
-        """The rows that were looked up, numbered through all tables; the most popular one first.
+        """Rows with a count above zero, as numbers over all tables, the most popular row first.
 
-        Of equally popular ones the first goes first, by table, then by row: the order is the same
-        wherever it is made. A row that was never looked up is not among them.
+        Among equally popular rows the lower number comes first, so the order is the same on every
+        machine.
 
         Args:
-            num_rows: How many at most; all by default. A few are found much sooner than all.
-            weights: What a lookup counts in each table; 1 by default. (One over the bytes of its
-                rows ranks by lookups saved per byte.)
+            num_rows: The most rows to return; all by default. A few take much less time than all.
+            weights: The weight of a lookup in each table, 1 by default. (With one over the bytes of
+                its rows, rows are ranked by lookups saved per byte.)
+
+        Shape:
+            result (num_rows,) or shorter, int64.
 
         Raises:
-            ConfigError: weights are not those of the tables, or `num_rows` is negative.
+            ConfigError: `weights` does not have exactly the tables, or `num_rows` is negative.
         """
         if num_rows is not None and num_rows < 0:
             raise ConfigError(f"profile: num_rows must be at least 0, got {num_rows}")
@@ -241,7 +243,7 @@ class PopularityProfile:
             names = list(self._rows.table_sizes)
             if set(weights) != set(names):
                 raise ConfigError(
-                    f"profile: weights must be those of tables {names}, got {list(weights)}"
+                    f"profile: weights must have the tables {names}, got {list(weights)}"
                 )
             ends = np.searchsorted(rows, self._rows.bases + self._rows.sizes)
             keys = keys * np.repeat(
@@ -260,20 +262,20 @@ class PopularityProfile:
         on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
         samples: range | None = None,
     ) -> Coverage:
-        """What the most popular rows of all tables together would serve, were they hot.
+        """The share of lookups that the most popular rows would serve if they were hot.
 
         Args:
-            num_rows: How many, by `ranked_rows`; rows never seen are not taken, so there may be
-                fewer.
-            on: The lookups to measure it on: a source, mini-batches, or another profile of the same
-                tables (which knows no samples); by default those that were counted.
-            samples: Of a source: which ones; all by default.
+            num_rows: How many rows of all tables together, by `ranked_rows`. Rows with a count of
+                zero are not included, so there may be fewer.
+            on: The lookups to measure: a source, mini-batches, or another profile of the same
+                tables (which has no samples). By default the lookups of this profile.
+            samples: A range of samples if `on` is a source; all by default.
 
         Raises:
-            ConfigError: there are no lookups to measure, no such samples, or `num_rows` is
+            ConfigError: there are no lookups to measure or no such samples, or `num_rows` is
                 negative.
             ProfileError: `on` has other tables.
-            IdOutOfRange: `on` holds an id that is no row of its table.
+            IdOutOfRange: `on` has an id that is not a row of its table.
         """
         return self.coverages([num_rows], on, samples)[0]
 
@@ -283,16 +285,17 @@ class PopularityProfile:
         on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
         samples: range | None = None,
     ) -> list[Coverage]:
-        """The same for several numbers of rows, reading the lookups once.
+        """`coverage` for several numbers of rows, reading the lookups once.
 
         Raises:
-            ConfigError, ProfileError, IdOutOfRange: as `coverage`; no numbers, or more than 254.
+            ConfigError: see `coverage`; or there are no numbers of rows, or more than 254.
+            ProfileError, IdOutOfRange: see `coverage`.
         """
         sizes = sorted(set(nums_rows))
         if not 1 <= len(sizes) <= _MAX_SETS or sizes[0] < 0:
             raise ConfigError(
-                f"coverage: 1 to {_MAX_SETS} numbers of rows, none negative, can be measured at "
-                f"once, got {len(sizes)} from {sizes[:1]} on"
+                f"coverage: there must be 1 to {_MAX_SETS} numbers of rows, none negative, got "
+                f"{len(sizes)}, the least {sizes[:1]}; measure fewer at a time"
             )
         ranked = self.ranked_rows(sizes[-1])
         levels = np.full(len(self._rows.values), len(sizes), np.uint8)
@@ -308,21 +311,21 @@ class PopularityProfile:
         on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
         samples: range | None = None,
     ) -> list[Coverage]:
-        """The same for any nested sets of rows.
+        """`coverage` for any nested sets of rows.
 
         Args:
-            levels: For each row of all tables, (R,), the smallest set it is in; `num_levels` where
-                it is in none.
+            levels: The number of the smallest set that has the row, or `num_levels` if no set has
+                it, (R,).
             num_levels: How many sets there are.
-            on: As of `coverage`.
-            samples: As of `coverage`.
+            on: See `coverage`.
+            samples: See `coverage`.
 
         Raises:
-            ConfigError, ProfileError, IdOutOfRange: as `coverage`.
+            ConfigError, ProfileError, IdOutOfRange: see `coverage`.
         """
         is_source = hasattr(on, "read") and hasattr(on, "table_sizes")
         if samples is not None and not is_source:
-            raise ConfigError("coverage: samples can be named of a source alone")
+            raise ConfigError("coverage: samples= needs a source as on=, got something else")
         if on is None or isinstance(on, PopularityProfile):
             counted = self._rows if on is None else on._rows
             self._require_same_tables(counted)
@@ -347,10 +350,11 @@ class PopularityProfile:
         return coverages_by_level(levels, num_levels, measured.values, num_samples)
 
     def for_tables(self, tables: Sequence[TableConfig]) -> PopularityProfile:
-        """The same counts for a model's tables, found by their names or by those of their features.
+        """A profile for a model's tables, with the counts of this one.
 
-        A table takes the counts of the one of its name; where there is none, of those that its
-        features were counted in (a store's columns are counted by feature).
+        A table takes the counts of the profile's table of the same name. If there is none, it takes
+        the sum over the profile's tables that count exactly its features (for a store, each column
+        is such a table).
 
         Raises:
             ProfileError: a table has no counts here, or has another number of rows.
@@ -378,7 +382,7 @@ class PopularityProfile:
         return found
 
     def about(self) -> dict[str, Any]:
-        """All there is to know but the counts, in JSON types; see `from_about`."""
+        """Everything except the counts, in JSON types; see `from_about`."""
         return {
             "tables": self.table_sizes,
             "features": self.features,
@@ -391,7 +395,7 @@ class PopularityProfile:
 
     @classmethod
     def from_about(cls, about: Mapping[str, Any], counts: NDArray[Any]) -> PopularityProfile:
-        """The profile that `about` and `counts` are of; the counts become its own."""
+        """Rebuild a profile from its `about()` and its counts, which are not copied."""
         profile = cls(about["tables"], rate=about["rate"], seed=about["seed"])
         features = {name: tuple(own) for name, own in about["features"].items()}
         profile._rows = RowCounts(about["tables"], features)
@@ -401,16 +405,17 @@ class PopularityProfile:
         return profile
 
     def save(self, file: str | Path) -> None:
-        """Write it as an .npz archive without pickles; it appears under its name when whole."""
+        """Write an .npz archive without pickles. The file appears when it is complete."""
         write_profile(Path(file), self.about(), self._rows.values)
 
     @classmethod
     def load(cls, file: str | Path) -> PopularityProfile:
-        """What `save` wrote.
+        """Read a file written by `save`.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ProfileError: it is damaged, no profile, or of a version this library cannot read.
+            ProfileError: it is damaged, not a profile, or of a version that this library cannot
+                read.
         """
         return cls.from_about(*read_profile(Path(file)))
 
@@ -423,7 +428,7 @@ class PopularityProfile:
         )
 
     def _add_block(self, block: LookupBlock, first_sample: int, *, named_from: int) -> None:
-        """Count a block whose first sample has a number for the choice and one for messages."""
+        """Count a block: `first_sample` is its first number for `rate`, `named_from` for errors."""
         num_seen = block.num_samples
         numbers = np.arange(num_seen)
         if self.rate < 1:
@@ -440,7 +445,7 @@ class PopularityProfile:
         return tables if covered == features else []
 
     def _require_columns(self, source: SampleSource) -> None:
-        """A feature that the source lacks is found when it is counted."""
+        """Check the sizes of the source's columns. Missing columns raise when they are counted."""
         for name, size in self._rows.table_sizes.items():
             for feature in self._rows.features[name]:
                 if source.table_sizes.get(feature, size) != size:
@@ -453,25 +458,25 @@ class PopularityProfile:
         own, others = self._rows.table_sizes, other.table_sizes
         if list(own.items()) == list(others.items()):
             return
-        lacking = [name for name in own if name not in others]
+        missing = [name for name in own if name not in others]
         added = [name for name in others if name not in own]
         rules = [
-            *([f"{lacking} are in the profile alone"] if lacking else []),
-            *([f"{added} are not in the profile"] if added else []),
+            *([f"{missing} are only in this profile"] if missing else []),
+            *([f"{added} are not in this profile"] if added else []),
             *(
-                f"{name!r} has {size} rows in the profile and {others[name]} elsewhere"
+                f"{name!r} has {size} rows in this profile and {others[name]} in the other"
                 for name, size in own.items()
                 if others.get(name, size) != size
             ),
         ]
         raise ProfileError(
-            f"a profile is of its own tables: {'; '.join(rules) or 'their order differs'}; count "
-            "the other ones by themselves"
+            f"both profiles must have the same tables: {'; '.join(rules) or 'their order differs'}"
+            "; count the same tables for both"
         )
 
 
 def _is_chosen(first_sample: int, num: int, rate: float, seed: int) -> NDArray[np.bool_]:
-    """Which samples of a run are counted, (num,): about `rate` of them, whoever else is there."""
+    """Whether each of `num` samples is counted, (num,); about a share `rate` of them is."""
     numbers = np.arange(first_sample, first_sample + num, dtype=np.uint64)
     key = mix64(np.array([seed & _LOW_64_BITS], np.uint64))
     hashes: NDArray[np.uint64] = mix64(key + (numbers + np.uint64(1)) * GOLDEN)
@@ -479,7 +484,7 @@ def _is_chosen(first_sample: int, num: int, rate: float, seed: int) -> NDArray[n
 
 
 def _largest(keys: NDArray[Any], num: int) -> NDArray[np.int64]:
-    """Positions of the `num` largest keys, rising; of equal ones the first are taken."""
+    """Positions of the `num` largest keys, ascending; among equal keys the first ones."""
     if not num:
         return np.empty(0, np.int64)
     least = np.partition(keys, len(keys) - num)[len(keys) - num]

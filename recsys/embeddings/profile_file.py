@@ -1,9 +1,9 @@
-"""A profile as a file: numpy's archive of two arrays, neither of them a pickle.
+"""The file format of profiles: an .npz archive of two arrays, without pickles.
 
-    meta    JSON text as bytes: what was counted, and how; `format` and `version` come first
+    meta    JSON text as bytes: `format`, `version`, and all of a profile except its counts
     counts  (R,) uint32 or int64, table after table
 
-The archive keeps a checksum of each array, so a file that was cut off or damaged is known for it.
+The archive has a checksum for each array, so truncated and damaged files are detected.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["read_profile", "write_profile"]
 _FORMAT = "recsys-profile"
 _VERSION = 1
 _COUNT_DTYPES = (np.dtype(np.uint32), np.dtype(np.int64))
-# What numpy and zipfile raise for what they cannot read.
-_DAMAGES = (BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError)
+# The errors of numpy and zipfile for files that they cannot read.
+_READ_ERRORS = (BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError)
 _KEYS: dict[str, tuple[type, ...]] = {
     "tables": (dict,),
     "features": (dict,),
@@ -42,11 +42,11 @@ _KEYS: dict[str, tuple[type, ...]] = {
 
 
 def write_profile(file: Path, about: dict[str, Any], counts: NDArray[Any]) -> None:
-    """Write a profile; the file gets its name when it is whole, and replaces one of that name.
+    """Write a profile. A complete file replaces an existing one in one step.
 
     Args:
-        file: What to write.
-        about: The keys that `read_profile` returns.
+        file: The file to write.
+        about: Everything except the counts; see `PopularityProfile.about`.
         counts: (R,).
     """
     meta = json.dumps({"format": _FORMAT, "version": _VERSION, **about})
@@ -56,54 +56,47 @@ def write_profile(file: Path, about: dict[str, Any], counts: NDArray[Any]) -> No
 
 
 def read_profile(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
-    """What `write_profile` wrote.
+    """Read a file of `write_profile`: `about` and the counts.
 
     Raises:
-        FileNotFoundError: it is not there.
-        ProfileError: it is damaged, no profile, or one of a version that this library cannot read.
+        FileNotFoundError: it does not exist.
+        ProfileError: it is damaged, not a profile, or of a version that this library cannot read.
     """
     with file.open("rb") as stream:
         try:
-            arrays = _read_arrays(stream)
-        except _Foreign as error:
+            meta, counts = _read_arrays(stream)
+        except _NotAProfile as error:
             raise ProfileError(
-                f"{file} is no profile ({error}); make one with `recsys profile STORE --out {file}`"
+                f"{file} is not a profile ({error}); make one with `recsys profile STORE --out "
+                f"{file}`"
             ) from error
-        except (
-            BadZipFile,
-            zlib.error,
-            EOFError,
-            OSError,
-            ValueError,
-            NotImplementedError,
-        ) as error:
+        except _READ_ERRORS as error:
             raise ProfileError(
-                f"{file} cannot be read as a profile ({error}): it is damaged, or something else; "
+                f"{file} cannot be read as a profile ({error}): it is damaged or another file; "
                 f"make it again with `recsys profile STORE --out {file}`"
             ) from error
-    meta, counts = arrays
     _check(file, meta, counts)
     return meta, counts
 
 
-class _Foreign(Exception):
-    """An archive that holds something else."""
+class _NotAProfile(Exception):
+    """A readable array or archive that is not a profile."""
 
 
 def _read_arrays(stream: IO[bytes]) -> tuple[dict[str, Any], NDArray[Any]]:
     archive = np.load(stream, allow_pickle=False)
     if not hasattr(archive, "files"):
-        raise _Foreign("it is a single array")
+        raise _NotAProfile("it is a single array")
     missing = [name for name in ("meta", "counts") if name not in archive.files]
     if missing:
-        raise _Foreign(f"it has no array {missing[0]!r}")
+        raise _NotAProfile(f"it has no array {missing[0]!r}")
     text = archive["meta"]
     if text.dtype != np.uint8:
-        raise _Foreign("its array 'meta' is no text")
+        raise _NotAProfile("its array 'meta' is not text")
     meta: Any = json.loads(text.tobytes().decode())
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
-        raise _Foreign(f"its array 'meta' does not say {_FORMAT}")
-    # A version that is not known may keep its counts otherwise.
+        raise _NotAProfile(f"its array 'meta' does not name the format {_FORMAT}")
+    # Other versions may keep their counts in another way.
     is_known = meta.get("version") == _VERSION
     return meta, archive["counts"] if is_known else np.empty(0)
 

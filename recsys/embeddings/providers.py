@@ -1,4 +1,4 @@
-"""Embedding providers by name: ours and the baselines."""
+"""Build the embeddings of a model by the name of their provider: recsys or a baseline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from recsys.batch import JaggedIds
-from recsys.config import EMBEDDINGS
 from recsys.embeddings.baselines import (
     FbgemmEmbeddingBags,
     TorchEmbeddingBags,
@@ -42,24 +41,27 @@ def build_embeddings(
     cold_tier: str = "host",
     cold_path: str = "",
 ) -> tuple[AbstractEmbeddingBags, torch.optim.Optimizer]:
-    """A provider's tables, and the optimizer of their rows.
+    """A provider's embedding module and the optimizer of its rows.
 
-    Where the update is fused into backward, `step` has nothing left to do; `param_groups` holds the
-    learning rate all the same, for schedulers to change. Ours updates in `step`.
+    "recsys" and "torch" update rows in the optimizer's `step`. "fbgemm" updates them in backward:
+    its `step` does nothing, but schedulers can change the learning rate in its `param_groups`.
 
     Args:
         provider: "recsys", "torch" or "fbgemm".
         tables: All tables, with distinct names.
-        optimizer: How rows are updated.
-        device: Where the tables live; "fbgemm" has the CPU alone.
-        budget: Of fast memory; of "recsys" alone, as is the next. Empty for none.
+        optimizer: Settings of the row optimizer.
+        device: Device of the tables; "fbgemm" supports only the CPU here.
+        budget: Fast memory, empty for no limit; only for "recsys", as are the next three.
         plan: Rows that never leave fast memory.
-        cold_tier: "host" or "file"; of "recsys" alone, as is the next.
-        cold_path: Folder of "file".
+        cold_tier: "host" or "file".
+        cold_path: Folder of the cold tier "file".
+
+    Returns:
+        The module and the optimizer.
 
     Raises:
-        BudgetTooSmall: there is no room for what it takes to find rows.
-        ConfigError: the provider is unknown or lacks the optimizer or the device.
+        BudgetTooSmall: the budget is below the floor.
+        ConfigError: the provider is unknown, or does not support the optimizer or the device.
         MissingDependency: the provider's package is not installed.
     """
     if provider == "recsys":
@@ -68,7 +70,7 @@ def build_embeddings(
             _compile_kernels(
                 dims, row_optimizer(optimizer), is_tiered=bool(budget) or plan is not None
             )
-        ours = HotColdEmbeddingBagCollection(
+        collection = HotColdEmbeddingBagCollection(
             tables,
             device=device,
             optimizer=row_optimizer(optimizer),
@@ -78,23 +80,23 @@ def build_embeddings(
             cold_tier=cold_tier,
             cold_path=cold_path or None,
         )
-        assert ours.row_optimizer is not None
-        return ours, ours.row_optimizer
+        assert collection.row_optimizer is not None
+        return collection, collection.row_optimizer
     if provider == "torch":
-        require_torch_optimizer(optimizer)  # before the tables are drawn
+        require_torch_optimizer(optimizer)  # before the tables are initialized
         module = TorchEmbeddingBags(tables, device)
         return module, module.make_optimizer(optimizer)
     if provider == "fbgemm":
         _require_cpu(provider, device)
         fused = FbgemmEmbeddingBags(tables, optimizer)
         return fused, fused.optimizer
-    raise ConfigError(f"embeddings must be one of {EMBEDDINGS}, got {provider!r}")
+    raise ConfigError(f"embeddings must be one of ('recsys', 'torch', 'fbgemm'), got {provider!r}")
 
 
 def _compile_kernels(dims: set[int], optimizer: RowOptimizer, *, is_tiered: bool) -> None:
-    """Take the first steps of small tables, one per dim, so that training's need not wait.
+    """Train small tables, one per dim, so that kernels are compiled before training begins.
 
-    A small mini-batch and a large one: a lookup is compiled for one thread and for several.
+    A small and a large mini-batch, since lookups are compiled for one thread and for several.
     """
     large = -(-MIN_SHARED_BYTES // (4 * min(dims)))
     with torch.random.fork_rng(devices=[]):
@@ -106,21 +108,21 @@ def _compile_kernels(dims: set[int], optimizer: RowOptimizer, *, is_tiered: bool
         ]
         budget = sum(8 * table.num_embeddings + 16 * table.embedding_dim for table in tables)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of dims so small that all fits, there is none to tell
+            warnings.simplefilter("ignore")  # that small tables may fit the budget completely
             module = HotColdEmbeddingBagCollection(
                 tables, optimizer=optimizer, budget=budget if is_tiered else None
             )
         for batch_size in (1, large):
             ids = JaggedIds.from_one_hot(["table"], torch.zeros(1, batch_size, dtype=torch.int64))
             module(ids).values().sum().backward()
-        # Rows that come in the background are moved by a thread that works alone.
+        # Background fetches use the single-threaded kernels.
         ids = JaggedIds.from_one_hot(["table"], torch.ones(1, 1, dtype=torch.int64))
         module.prefetch(ids)
         module(ids).values().sum().backward()
 
 
 def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
-    """Ours, as a configuration has it."""
+    """The recsys optimizer for a configuration."""
     if config.name == "sgd":
         return SGD(lr=config.lr)
     if config.name in ("adagrad", "rowwise_adagrad"):

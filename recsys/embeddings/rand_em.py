@@ -1,20 +1,20 @@
-"""How many rows of a table are hot, estimated from a few of them.
+"""Estimate how many rows of a table are hot from a sample of its rows.
 
-FAE's profiler does not look at every count of a large table. It takes 35 chunks of 1,024
-consecutive rows at random, counts the hot rows in each, and gives an interval by Student's t at
-99.9 %: the paper calls it the Rand-Em Box. (Neither the shipped code nor the paper's text that was
-at hand has these numbers; they are the published description's, as it is retold.)
+FAE's profiler does not read every count of a large table. It reads 35 random chunks of 1,024
+consecutive rows, counts the hot rows in each, and computes an interval by Student's t at 99.9 %.
+The paper calls this the Rand-Em Box. (The numbers are from published descriptions; neither FAE's
+code nor the text of the paper that was available has them.)
 
-The interval is right where hot rows lie scattered over the table. Where ids are numbered by first
-appearance, as facebookresearch/dlrm numbers them, they lie at its beginning: a few chunks have
-nearly all of them, and 35 are too few to say how many those are. As many rows drawn one by one cost
-the same to read and do not depend on the order at all. docs/popularity.md has both, measured.
+The interval is correct if hot rows are scattered over the table. If ids are numbered by first
+appearance, as by facebookresearch/dlrm, hot rows are at the beginning: a few chunks have nearly all
+of them, and 35 chunks are too few for an estimate. The same number of rows drawn one by one takes
+as long to read and does not depend on the order of rows. docs/popularity.md measures both.
 
-A `PopularityProfile` knows every count, so neither is needed to plan with; this is what FAE's way
-is compared by.
+Planning does not need estimates, because a `PopularityProfile` has every count. This module exists
+to compare with FAE.
 
     y_g    hot rows in group g of m rows, of n groups
-    estimate = E / m * (mean(y) +- t * s / sqrt(n)),  t of n - 1 degrees of freedom
+    estimate = E / m * (mean(y) +- t * s / sqrt(n)),  t with n - 1 degrees of freedom
 
 Letters: E rows of the table.
 """
@@ -41,13 +41,13 @@ METHODS = ("chunks", "rows")
 
 @dataclass(frozen=True, kw_only=True)
 class HotRowEstimate:
-    """How many rows of a table are hot.
+    """An estimate of the number of hot rows of a table.
 
     Attributes:
         num_rows: The estimate.
-        low: Lower end of its interval, at least the hot rows that were read.
-        high: Upper end, at most the rows that may be hot.
-        num_rows_read: How many rows it rests on; all, where the table has no more.
+        low: Lower end of its interval, at least 0.
+        high: Upper end of its interval, at most E.
+        num_rows_read: How many rows were read; a small table is read completely.
     """
 
     num_rows: float
@@ -70,13 +70,13 @@ def estimate_hot_rows(
 
     Args:
         counts: Lookups of each row of one table, (E,).
-        min_count: What makes a row hot.
-        method: "chunks": groups of consecutive rows, as FAE takes them; "rows": groups of rows
-            drawn one by one, none twice.
-        num_groups: n, 2 or more.
-        rows_per_group: m. A table of n * m rows or fewer is counted whole.
-        confidence: How often the truth is to lie inside of the interval.
-        seed: Of the draw.
+        min_count: The least count of a hot row.
+        method: "chunks": groups of consecutive rows, as in FAE; "rows": groups of rows drawn one by
+            one without replacement.
+        num_groups: n, at least 2.
+        rows_per_group: m. A table of n * m rows or fewer is counted completely.
+        confidence: Probability that the interval contains the true number.
+        seed: Seed of the draw.
 
     Raises:
         ConfigError: the method is unknown, or a number is out of range.
@@ -85,7 +85,7 @@ def estimate_hot_rows(
         raise ConfigError(f"rand-em: the method must be one of {METHODS}, got {method!r}")
     if num_groups < 2 or rows_per_group < 1:
         raise ConfigError(
-            "rand-em: there must be 2 groups or more of 1 row or more, got "
+            "rand-em: there must be at least 2 groups of at least 1 row, got "
             f"{num_groups} of {rows_per_group}"
         )
     num_rows, num_read = len(counts), num_groups * rows_per_group
@@ -113,13 +113,13 @@ def estimate_hot_rows(
 def estimate_by_table(
     profile: PopularityProfile, threshold: float, *, method: str = "chunks", seed: int = 0
 ) -> dict[str, HotRowEstimate]:
-    """The same for every table: rows that take more than a share of their table's lookups.
+    """Estimate for every table how many rows get more than a share of the table's lookups.
 
     Args:
         profile: Of the tables.
-        threshold: The share; FAE begins at 1e-5 and moves it until the hot rows fit.
-        method: As of `estimate_hot_rows`.
-        seed: Of the draw; every table has one of its own.
+        threshold: The share. FAE begins at 1e-5 and changes it until the hot rows fit.
+        method: See `estimate_hot_rows`.
+        seed: The seed of each table's draw derives from it.
 
     Raises:
         ConfigError: the method is unknown, or the threshold is not in [0, 1).
@@ -136,21 +136,21 @@ def estimate_by_table(
 
 
 def student_t(confidence: float, degrees: int) -> float:
-    """How far from 0 a value of Student's t lies at most, with that probability.
+    """The two-sided quantile of Student's t: |t| is below it with probability `confidence`.
 
-    For a whole number of degrees of freedom the probability is a finite sum of powers of sine and
-    cosine, so nothing but its inversion is approximated, to the last bits.
+    For an integer number of degrees of freedom, the probability is a finite sum of powers of sine
+    and cosine. Only its inversion, by bisection, is approximate, to the last bits.
 
     Args:
-        confidence: Of both sides together, in (0, 1).
-        degrees: Degrees of freedom, 1 or more.
+        confidence: Probability of both sides together, in (0, 1).
+        degrees: Degrees of freedom, at least 1.
 
     Raises:
         ConfigError: an argument is out of range.
     """
     if not 0 < confidence < 1 or degrees < 1:
         raise ConfigError(
-            "student_t: confidence must lie in (0, 1) and degrees of freedom be 1 or more, got "
+            "student_t: confidence must lie in (0, 1) and degrees of freedom be at least 1, got "
             f"{confidence} and {degrees}"
         )
     low, high = 0.0, math.pi / 2
@@ -161,7 +161,7 @@ def student_t(confidence: float, degrees: int) -> float:
 
 
 def _within(angle: float, degrees: int) -> float:
-    """The probability that a value of Student's t is less than sqrt(degrees) tan(angle) from 0."""
+    """The probability that |t| is less than sqrt(degrees) * tan(angle)."""
     cosine = math.cos(angle)
     is_odd = degrees % 2
     term = cosine if is_odd else 1.0

@@ -1,6 +1,6 @@
-"""A number for every row of several tables, and the lookups that raise it.
+"""Counts of lookups for each row of several tables.
 
-Rows of all tables are numbered through, table after table: row v of table t is `bases[t] + v`.
+Rows are numbered consecutively over all tables: row v of table t is `bases[t] + v`.
 
 Letters: R rows of all tables, T tables.
 """
@@ -29,7 +29,7 @@ _MAX_NARROW = 2**32 - 1
 
 
 class RowCounts:
-    """Lookups per row, of 32 bits until one could pass 2**32 - 1, then of 64.
+    """Lookups per row: 32-bit counts until one could exceed 2**32 - 1, then 64-bit counts.
 
     Args:
         table_sizes: Rows by table.
@@ -37,8 +37,8 @@ class RowCounts:
 
     Attributes:
         table_sizes, features: As above.
-        sizes: Of the tables, (T,).
-        bases: Where each table's rows begin, (T,).
+        sizes: Rows of each table, (T,).
+        bases: The number of each table's first row, (T,).
         values: The counts, (R,) uint32 or int64.
     """
 
@@ -49,23 +49,23 @@ class RowCounts:
         self.sizes = np.array(list(self.table_sizes.values()), np.int64)
         self.bases: NDArray[np.int64] = np.cumsum(self.sizes) - self.sizes
         self.values: NDArray[Any] = np.zeros(int(self.sizes.sum()), np.uint32)
-        self._most = 0  # no count is larger
+        self._most = 0  # an upper bound of all counts
         self._layouts: dict[tuple[str, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def replace(self, values: NDArray[Any]) -> None:
-        """Have other counts of the same rows."""
+        """Use other counts of the same rows; `values` is not copied."""
         self.values, self._most = values, int(values.max(initial=0))
 
     def add(self, block: LookupBlock, number_of: Callable[[int], int]) -> None:
-        """Count a block's lookups: all of them, or none where that raises.
+        """Count the lookups of a block. If this raises, nothing is counted.
 
         Args:
-            block: What is looked up.
-            number_of: What messages call a sample of the block.
+            block: The lookups.
+            number_of: Maps a sample of the block to its number in messages.
 
         Raises:
             ProfileError: the block lacks a feature.
-            IdOutOfRange: a value is no row of its table.
+            IdOutOfRange: a value is not a row of its table.
         """
         segments = self.segments(block)
         self.reserve(int(np.bincount(segments.tables, segments.num).max(initial=0)))
@@ -75,12 +75,12 @@ class RowCounts:
             raise self._error(block, segments, bad, number_of)
 
     def add_rows(self, rows: slice, counts: NDArray[Any]) -> None:
-        """Add other counts of some rows."""
+        """Add other counts of a range of rows."""
         self.reserve(int(counts.max(initial=0)))
         self.values[rows] += counts.astype(self.values.dtype, copy=False)
 
     def reserve(self, num_lookups: int) -> None:
-        """Make sure that no count overflows when up to that many lookups are added to each."""
+        """Ensure that no count overflows if up to `num_lookups` are added to each row."""
         self._most += num_lookups
         if self._most <= _MAX_NARROW or self.values.dtype == np.int64:
             return
@@ -89,7 +89,7 @@ class RowCounts:
             self.values = self.values.astype(np.int64)
 
     def segments(self, block: LookupBlock) -> Segments:
-        """Which of a block's values are looked up in which table.
+        """The segments of a block: the lookups of each feature in each table.
 
         Raises:
             ProfileError: the block lacks a feature.
@@ -109,14 +109,14 @@ class RowCounts:
         )
 
     def _layout(self, names: tuple[str, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of every lookup: the position of its feature among those of a block, and its table."""
+        """For every pair of feature and table: the feature's position in `names`, and the table."""
         positions, tables = [], []
         for table, (name, features) in enumerate(self.features.items()):
             for feature in features:
                 if feature not in names:
                     raise ProfileError(
-                        f"table {name!r}: its feature {feature!r} is not among those to be "
-                        f"counted, {list(names)}; make the profile for their tables"
+                        f"table {name!r}: its feature {feature!r} is not in the data, which has "
+                        f"{list(names)}; make the profile for tables of these features"
                     )
                 positions.append(names.index(feature))
                 tables.append(table)
@@ -129,7 +129,7 @@ class RowCounts:
         place: int,
         number_of: Callable[[int], int],
     ) -> IdOutOfRange:
-        """What is wrong with the value at a position."""
+        """The error for the value at position `place`."""
         positions, _ = self._layouts[tuple(block.features)]
         value = int(block.values[place])
         for feature, first, num, size in zip(
@@ -148,10 +148,10 @@ class RowCounts:
 def named_tables(
     tables: Mapping[str, int] | Sequence[TableConfig],
 ) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Sizes and features by the tables' names.
+    """Sizes and features by table name.
 
     Raises:
-        ConfigError: there is no table, a size is not positive, or a name comes twice.
+        ConfigError: there is no table, a size is not positive, or a name occurs twice.
     """
     named: list[tuple[str, int, tuple[str, ...]]]
     if isinstance(tables, Mapping):
@@ -164,7 +164,7 @@ def named_tables(
     sizes = {name: int(size) for name, size, _ in named}
     if not sizes or len(sizes) < len(named):
         raise ConfigError(
-            "profile: there must be a table at least, and names must be distinct, got "
+            "profile: there must be at least one table, and names must be distinct, got "
             f"{[name for name, _, _ in named]}"
         )
     for name, size in sizes.items():

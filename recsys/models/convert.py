@@ -1,16 +1,16 @@
-"""Weights between our DLRM, which has TorchRec's keys, and the classic `DLRM_Net`.
+"""Convert weights between recsys' DLRM, which has TorchRec's keys, and the classic `DLRM_Net`.
 
-    ours, and TorchRec's                                                   facebookresearch/dlrm
+    recsys and TorchRec                                                    facebookresearch/dlrm
     sparse_arch.embedding_bag_collection.embedding_bags.t_<feature>.weight emb_l.<i>.weight
     dense_arch.model._mlp.<k>._linear.weight, .bias                        bot_l.<2k>.weight, .bias
     over_arch.model.0._mlp.<k>._linear.weight, .bias                       top_l.<2k>.weight, .bias
     over_arch.model.1.weight, .bias                                        the last top_l.<2k>
 
-The classic layers have even numbers because the activations between them count too. Both put the
-dense vector in front of the products of pairs, but ours go row by row through the strict upper
-triangle and the classic ones through the strict lower one: the columns of the first top layer are
-permuted. The classic model ends in a sigmoid, ours does not: logits of one are those of the other
-in front of it. All other tensors are handed over as they are, not copied.
+Classic layers have even numbers because the activations between them are numbered too. Both models
+put the dense vector first and the products of pairs after it. recsys orders the pairs by rows of
+the strict upper triangle, the classic model by rows of the strict lower triangle, so the columns of
+the first top layer are permuted. The classic model ends in a sigmoid; recsys' DLRM returns the
+logits before it. All other tensors are passed on without a copy.
 
 References:
     facebookresearch/dlrm, dlrm_s_pytorch.py: `create_mlp`, `create_emb`, `interact_features`.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["from_classic", "to_classic"]
 
 _TABLE = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"
-_OUR_KEY = re.compile(
+_RECSYS_KEY = re.compile(
     r"sparse_arch\.embedding_bag_collection\.embedding_bags\.t_(?P<table>.+)\.weight"
     r"|dense_arch\.model\._mlp\.(?P<bottom>\d+)\._linear\.(?:weight|bias)"
     r"|over_arch\.model\.0\._mlp\.(?P<top>\d+)\._linear\.(?:weight|bias)"
@@ -49,7 +49,7 @@ _CLASSIC_KEY = re.compile(
 
 
 class _Keys(NamedTuple):
-    """Where a model's tensors are: its tables; each layer's key but for weight or bias."""
+    """Keys of a model: of its tables, and of its layers without ".weight" or ".bias"."""
 
     tables: list[str]
     bottom: list[str]
@@ -57,51 +57,51 @@ class _Keys(NamedTuple):
 
 
 def to_classic(state_dict: Mapping[str, Tensor], feature_names: Sequence[str]) -> dict[str, Tensor]:
-    """Our weights, or TorchRec's `DLRM`'s, as a classic `DLRM_Net` loads them.
+    """Convert the weights of a recsys or TorchRec `DLRM` for a classic `DLRM_Net`.
 
     Args:
-        state_dict: Of a `DLRM` whose tables are called `t_<feature>`, as `recsys train` and
-            TorchRec's own example call them.
-        feature_names: The features in the order of the data's columns. A state dict does not know
-            it: a safetensors file is sorted by name.
+        state_dict: Of a `DLRM` whose tables are called `t_<feature>`, as in `recsys train` and in
+            TorchRec's example.
+        feature_names: The features in the order of the data's columns. A state dict does not have
+            this order: a safetensors file is sorted by name.
 
     Shape:
-        of F features and D columns: the first top layer's weight has D + F * (F + 1) / 2 columns
-        on both sides.
+        For F features and embedding_dim D, the first top layer's weight has D + F * (F + 1) / 2
+        columns in both models.
 
     Raises:
-        WeightsError: keys are missing or too many, or shapes do not fit each other.
+        WeightsError: keys are missing or unexpected, or shapes do not fit each other.
     """
-    ours = _our_keys(feature_names, _count(state_dict, _OUR_KEY, "a DLRM's"))
-    classic = _classic_keys(len(ours.tables), len(ours.bottom), len(ours.top))
-    columns = _check(state_dict, ours)
-    return _renamed(state_dict, ours, classic, columns)
+    own = _recsys_keys(feature_names, _count(state_dict, _RECSYS_KEY, "a DLRM's"))
+    classic = _classic_keys(len(own.tables), len(own.bottom), len(own.top))
+    columns = _check(state_dict, own)
+    return _renamed(state_dict, own, classic, columns)
 
 
 def from_classic(
     state_dict: Mapping[str, Tensor], feature_names: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The weights of a classic `DLRM_Net` as our `DLRM` and TorchRec's load them.
+    """Convert the weights of a classic `DLRM_Net` for a recsys or TorchRec `DLRM`.
 
     Args:
-        state_dict: Of a `DLRM_Net` with dot interaction and without self terms; of a checkpoint
-            that the classic script wrote, what it has under "state_dict".
+        state_dict: Of a `DLRM_Net` with dot interaction and without self terms. A checkpoint of the
+            classic script has it under "state_dict".
         feature_names: The features in the order of the classic tables; table i becomes
             `t_<feature_names[i]>`.
 
     Raises:
-        WeightsError: keys are missing or too many, or shapes do not fit each other.
+        WeightsError: keys are missing or unexpected, or shapes do not fit each other.
     """
     found = _count(state_dict, _CLASSIC_KEY, "a DLRM_Net's")
     for name, layers in (("bot_l", found["bottom"]), ("top_l", found["top"])):
         odd = [layer for layer in layers if int(layer) % 2]
         if odd:
             raise WeightsError(
-                f"state dict: layers of {name} must have even numbers (activations count too), "
+                f"state dict: layers of {name} must have even numbers (activations have the odd), "
                 f"got {name}.{odd[0]}; is this a DLRM_Net?"
             )
     if len(found["top"]) < 2:
-        raise WeightsError("state dict: top_l must have two layers or more for a DLRM, has one")
+        raise WeightsError("state dict: top_l must have at least two layers for a DLRM, got one")
     classic = _classic_keys(len(found["table"]), len(found["bottom"]), len(found["top"]))
     if len(feature_names) != len(classic.tables):
         raise WeightsError(
@@ -109,13 +109,13 @@ def from_classic(
             f"{len(feature_names)} names"
         )
     counts = {"bottom": found["bottom"], "top": found["top"][:-1], "table": found["table"]}
-    ours = _our_keys(feature_names, counts)
+    own = _recsys_keys(feature_names, counts)
     columns = torch.argsort(_check(state_dict, classic))
-    return _renamed(state_dict, classic, ours, columns)
+    return _renamed(state_dict, classic, own, columns)
 
 
 def _classic_columns(num_features: int, embedding_dim: int) -> Tensor:
-    """For each column of the classic first top layer, the column of ours that means the same."""
+    """For each column of the classic first top layer, the equivalent column of the recsys layer."""
     size = num_features + 1
     upper = torch.zeros(size, size, dtype=torch.int64)
     first, second = torch.triu_indices(size, size, offset=1)
@@ -124,7 +124,7 @@ def _classic_columns(num_features: int, embedding_dim: int) -> Tensor:
     return torch.cat([torch.arange(embedding_dim), embedding_dim + upper[earlier, later]])
 
 
-def _our_keys(feature_names: Sequence[str], found: Mapping[str, Sequence[str]]) -> _Keys:
+def _recsys_keys(feature_names: Sequence[str], found: Mapping[str, Sequence[str]]) -> _Keys:
     if len(set(feature_names)) != len(feature_names):
         raise WeightsError(f"feature_names must be distinct, got {list(feature_names)}")
     hidden = [f"over_arch.model.0._mlp.{layer}._linear" for layer in range(len(found["top"]))]
@@ -146,7 +146,7 @@ def _classic_keys(num_tables: int, num_bottom: int, num_top: int) -> _Keys:
 def _count(
     state_dict: Mapping[str, Tensor], pattern: re.Pattern[str], whose: str
 ) -> dict[str, list[str]]:
-    """The distinct tables, bottom layers and top layers that some keys speak of."""
+    """The distinct tables, bottom layers and top layers named by the keys of a state dict."""
     found: dict[str, dict[str, None]] = {"table": {}, "bottom": {}, "top": {}}
     if not isinstance(state_dict, Mapping):
         raise WeightsError(
@@ -170,13 +170,13 @@ def _count(
     for part, names in found.items():
         if not names:
             raise WeightsError(
-                f"state dict: no key of {whose} {part} part is in it; pass all of it"
+                f"state dict: it has no key of {whose} {part} part; pass the whole state_dict"
             )
     return {part: list(names) for part, names in found.items()}
 
 
 def _check(state_dict: Mapping[str, Tensor], keys: _Keys) -> Tensor:
-    """Check keys and shapes; returns the permutation of the first top layer's columns."""
+    """Check keys and shapes. Returns the permutation of the first top layer's columns."""
     layers = [f"{layer}.{kind}" for layer in keys.bottom + keys.top for kind in ("weight", "bias")]
     expected = [*keys.tables, *layers]
     for key in expected:
@@ -184,14 +184,14 @@ def _check(state_dict: Mapping[str, Tensor], keys: _Keys) -> Tensor:
             way_out = (
                 "pass all tables, and name their features in the data's order"
                 if key in keys.tables
-                else "its other keys ask for it, so pass the whole state_dict of the model"
+                else "its other keys require it, so pass the whole state_dict of the model"
             )
             raise WeightsError(f"state dict: key {key!r} is missing; {way_out}")
     for key in state_dict:
         if key not in expected:
             raise WeightsError(
-                f"state dict: key {key!r} is too many: the names given and the layers before it "
-                "leave no place for it; name all features, and pass one model's whole state_dict"
+                f"state dict: key {key!r} is unexpected: it fits neither the feature names nor the "
+                "layers before it; name all features, and pass one model's whole state_dict"
             )
     first = state_dict[keys.tables[0]]
     _require(len(first.shape) == 2, keys.tables[0], "(E, D)", first)

@@ -1,10 +1,10 @@
-r"""DLRM with TorchRec's signatures, submodule names and state_dict keys, over any embeddings.
+r"""DLRM with TorchRec's signatures, submodule names and state_dict keys.
 
     dense_features (B, I) -> DenseArch  -> (B, D)    --\
                                                         InteractionArch -> OverArch -> logits
     sparse_features       -> SparseArch -> (B, F, D) --/
 
-The embeddings are any module that has `embedding_bag_configs()` and maps `JaggedIds` or a
+The embeddings may be any module that has `embedding_bag_configs()` and maps `JaggedIds` or a
 `KeyedJaggedTensor` to `PooledEmbeddings` or a `KeyedTensor`.
 """
 
@@ -43,12 +43,12 @@ class Perceptron(nn.Module):
 
 
 class MLP(nn.Module):
-    """Perceptrons one after the other.
+    """A sequence of perceptrons.
 
     Args:
         in_size: Width of the input.
-        layer_sizes: Width of each layer.
-        device: Where parameters live.
+        layer_sizes: Width of each layer's output.
+        device: Device of the parameters.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SparseArch(nn.Module):
         self.embedding_bag_collection = embedding_bag_collection
         configs: list[Any] = embedding_bag_collection.embedding_bag_configs()  # type: ignore[operator]  # any module
         if not configs:
-            raise ValueError("embedding_bag_collection must have at least one table, has none")
+            raise ValueError("embedding_bag_collection must have at least one table, got none")
         dims = {config.name: config.embedding_dim for config in configs}
         if len(set(dims.values())) != 1:
             raise ValueError(f"all tables must have one embedding_dim, got {dims}")
@@ -83,7 +83,7 @@ class SparseArch(nn.Module):
         embeddings = self.embedding_bag_collection
         if (
             type(embeddings) is HotColdEmbeddingBagCollection
-            and not embeddings._forward_hooks  # they expect what they would see elsewhere
+            and not embeddings._forward_hooks  # hooks expect the documented result
             and "forward" not in embeddings.__dict__
             and embeddings.output_keys() == self.sparse_feature_names
         ):
@@ -92,7 +92,7 @@ class SparseArch(nn.Module):
         pooled: Pooled = embeddings(features)
         values = pooled.values()
         if pooled.keys() != self.sparse_feature_names:
-            # Sharded collections return their columns in an order of their own.
+            # Sharded collections may return their columns in another order.
             columns = pooled.to_dict()
             values = torch.cat([columns[name] for name in self.sparse_feature_names], dim=1)
         return values.reshape(-1, len(self.sparse_feature_names), self.embedding_dim)
@@ -121,7 +121,7 @@ class OverArch(nn.Module):
         super().__init__()
         if len(layer_sizes) < 2:
             raise ValueError(
-                f"over_arch_layer_sizes must have two sizes or more, got {layer_sizes}"
+                f"over_arch_layer_sizes must have at least two sizes, got {layer_sizes}"
             )
         self.model = nn.Sequential(
             MLP(in_features, layer_sizes[:-1], device),
@@ -131,7 +131,7 @@ class OverArch(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """(B, in_features) -> (B, layer_sizes[-1]), before the sigmoid."""
         hidden, last = self.model[0](features), self.model[1]
-        # Never in bfloat16: eight bits of a logit are too few to rank samples by.
+        # Never in bfloat16: 8 significant bits are too few to rank samples.
         with torch.autocast(hidden.device.type, enabled=False):
             return cast("Tensor", last(hidden.to(last.weight.dtype)))
 
@@ -143,15 +143,15 @@ class DLRM(nn.Module):
         embedding_bag_collection: Embeddings of one `embedding_dim` D.
         dense_in_features: I, dense features.
         dense_arch_layer_sizes: Bottom MLP; the last size must be D.
-        over_arch_layer_sizes: Top MLP; two sizes or more.
-        dense_device: Where the MLPs live.
+        over_arch_layer_sizes: Top MLP; at least two sizes.
+        dense_device: Device of the MLPs.
 
     Shape:
-        dense_features (B, I); sparse_features F features of B samples; result logits (B,
+        dense_features (B, I); sparse_features: F features of B samples; result: logits (B,
         over_arch_layer_sizes[-1]).
 
     Raises:
-        ValueError: sizes do not fit each other.
+        ValueError: there is no table, or sizes do not fit each other.
 
     References:
         Naumov et al. (2019), Deep Learning Recommendation Model for Personalization and
@@ -189,14 +189,14 @@ class DLRM(nn.Module):
 
 
 class DLRMTrain(nn.Module):
-    """A DLRM and its loss, in the form train pipelines ask for.
+    """A DLRM with its loss, in the form that training pipelines call.
 
     Args:
         dlrm_module: The model; its last layer has one output.
 
     Shape:
-        result (loss, (loss, logits, labels)), loss () with gradient, the others detached and (B,)
-        where not ().
+        result (loss, (loss, logits, labels)): loss () with gradient, then detached tensors: loss
+        (), logits (B,) and labels (B,).
     """
 
     def __init__(self, dlrm_module: nn.Module) -> None:
@@ -205,18 +205,18 @@ class DLRMTrain(nn.Module):
         self.loss_fn = nn.BCEWithLogitsLoss()
 
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Mean binary cross-entropy of the batch, and what a pipeline reports."""
+        """Mean binary cross-entropy of the batch, and the tensors that a pipeline reports."""
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         loss = self.loss_fn(logits, batch.labels.float())
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
 
 def initialize_classic(model: nn.Module) -> None:
-    """Draw every linear layer anew as facebookresearch/dlrm does, from torch's default generator.
+    """Initialize every linear layer as facebookresearch/dlrm does, from torch's default generator.
 
-    Weights of a layer with m outputs and n inputs are normal with variance 2 / (m + n), biases with
-    variance 1 / m. Embeddings are left alone: providers draw theirs by the classic rule already,
-    uniform within sqrt(1 / E).
+    For a layer with m outputs and n inputs, weights are normal with variance 2 / (m + n), biases
+    with variance 1 / m. Embeddings are not changed: the embedding modules here already follow the
+    classic rule, uniform in +-sqrt(1 / E).
     """
     for module in model.modules():
         if isinstance(module, nn.Linear):

@@ -1,9 +1,9 @@
-"""How the features of a sample meet.
+"""Dot-product interaction of a sample's feature vectors.
 
-PyTorch has a fast product of many small matrices, and slow ways around it: in bfloat16, choosing
-the pairs of 2,048 samples takes three times as long as multiplying them. On the CPU two kernels of
-ours move the numbers between the product and what goes in and out; they copy and never compute, so
-the arithmetic is PyTorch's.
+PyTorch multiplies many small matrices fast, but the indexing around the product is slow: in
+bfloat16, choosing the pairs of 2,048 samples takes three times as long as multiplying them. On the
+CPU, two kernels here copy numbers into and out of the product. They never compute, so the
+arithmetic is PyTorch's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["InteractionArch", "interact", "interact_reference"]
 
 
 class InteractionArch(nn.Module):
-    """Dot products of every pair of feature vectors, behind the dense vector itself.
+    """The dense vector, followed by the dot products of all pairs of feature vectors.
 
-    The dense vector counts as the first feature; pairs go row by row through the strict upper
-    triangle, as in TorchRec (the classic DLRM goes through the lower one).
+    The dense vector counts as the first feature. Pairs are ordered by rows of the strict upper
+    triangle, as in TorchRec (the classic DLRM uses the lower one).
 
     Args:
         num_sparse_features: F.
@@ -48,7 +48,7 @@ class InteractionArch(nn.Module):
         pairs = torch.arange(len(first), dtype=torch.int32, device="cpu")
         pair_of = torch.zeros(size, size, dtype=torch.int32, device="cpu")
         pair_of[first, second] = pair_of[second, first] = pairs
-        # No buffers, and on the CPU at first: made of sizes alone, they must survive a meta device.
+        # Not buffers, and on the CPU at first: under a meta device their values would be lost.
         self._entry_of_pair = (first * size + second).int()
         self._pair_of_entry = pair_of.view(-1)
 
@@ -63,22 +63,21 @@ class InteractionArch(nn.Module):
 def interact(dense: Tensor, sparse: Tensor, entry_of_pair: Tensor, pair_of_entry: Tensor) -> Tensor:
     """The dense vector, then the dot products of chosen pairs of a sample's vectors.
 
-    Once differentiable. Autograd would multiply twice on the way back, once for each side of a
-    product whose sides are the same tensor; the two sum to one product with a symmetric matrix.
-    Vectors of different dtypes are multiplied in the wider one, under autocast in autocast's
-    (float64, as in PyTorch, in itself); that is the result's. The sparse ones, of which there are
-    many, are cast where they are copied.
+    Once differentiable. Both operands of the product are the same tensor: autograd's backward would
+    multiply once for each, this one multiplies once by a symmetric matrix. The result has the wider
+    dtype of dense and sparse; under autocast it has autocast's dtype unless it is float64, as in
+    PyTorch. The sparse vectors, which are many, are cast while they are copied.
 
     Shape:
-        dense (B, D), number 0 of the N vectors; sparse (B, N - 1, D); entry_of_pair (P,) int32,
-        where pair p lies in the N x N products; pair_of_entry (N * N,) int32, the pair of every
-        entry, any on the diagonal; result (B, D + P).
+        dense (B, D), vector 0 of N vectors; sparse (B, N - 1, D); entry_of_pair (P,) int32, the
+        position of pair p in the N x N products; pair_of_entry (N * N,) int32, the pair of every
+        entry, arbitrary on the diagonal; result (B, D + P).
     """
     device_type = dense.device.type
     dtype = torch.promote_types(dense.dtype, sparse.dtype)
     if torch.is_autocast_enabled(device_type) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device_type)
-    if torch.compiler.is_compiling():  # which plans the copies itself, and not through kernels
+    if torch.compiler.is_compiling():  # the compiler fuses the copies itself
         return interact_reference(dense.to(dtype), sparse.to(dtype), entry_of_pair)
     return cast(
         "Tensor",
@@ -87,7 +86,7 @@ def interact(dense: Tensor, sparse: Tensor, entry_of_pair: Tensor, pair_of_entry
 
 
 def interact_reference(dense: Tensor, sparse: Tensor, entry_of_pair: Tensor) -> Tensor:
-    """The same in plain PyTorch, one dtype throughout; see `interact`."""
+    """`interact` in plain PyTorch, for inputs of one dtype."""
     vectors = torch.cat([dense.unsqueeze(1), sparse], dim=1)
     products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
     return torch.cat([dense, products.index_select(1, entry_of_pair)], dim=1)
@@ -97,9 +96,9 @@ def interact_reference(dense: Tensor, sparse: Tensor, entry_of_pair: Tensor) -> 
 def _choose_pairs_kernel(
     products: NDArray[Any], entry_of_pair: NDArray[np.uint32], num_parts: int, pairs: NDArray[Any]
 ) -> None:
-    """A part is a run of samples: products (B, N * N) to pairs (B, P).
+    """Copy products (B, N * N) to pairs (B, P). A part is a range of samples.
 
-    Numbers are unsigned because numba asks of each signed one whether it counts from the end.
+    Indices are unsigned: numba checks every signed index for a negative value.
     """
     num_samples = len(products)
     for part in prange(num_parts):
@@ -116,7 +115,7 @@ def _spread_pairs_kernel(
     num_parts: int,
     symmetric: NDArray[Any],
 ) -> None:
-    """A part is a run of samples: pairs (B, P) to (B, N * N), its diagonal zero."""
+    """Copy pairs (B, P) to symmetric (B, N * N) with a zero diagonal. A part is a sample range."""
     num_samples = len(pairs)
     for part in prange(num_parts):
         for sample in range(part * num_samples // num_parts, (part + 1) * num_samples // num_parts):
@@ -170,12 +169,12 @@ class _InteractFunction(torch.autograd.Function):
 
 
 def _has_kernels(tensor: Tensor) -> bool:
-    # A subclass may have no memory: those that trace a model do not.
+    # Tensor subclasses may have no memory, for example while a model is traced.
     return tensor.device.type == "cpu" and type(tensor) in (Tensor, nn.Parameter)
 
 
 def _raw(tensor: Tensor) -> NDArray[Any]:
-    """Bits for a kernel that only copies: numpy knows no bfloat16, numba no float16."""
+    """A view for kernels that only copy: numpy has no bfloat16, and numba has no float16."""
     tensor = tensor.detach()
     bits: NDArray[Any] = (tensor.view(torch.int16) if tensor.itemsize == 2 else tensor).numpy()
     return bits

@@ -1,16 +1,15 @@
-"""A linear layer and its ReLU, through whichever library multiplies matrices fastest here.
+"""A linear layer and its ReLU, by the library that multiplies matrices fastest on this machine.
 
-PyTorch hands float32 products on the CPU to MKL, which on processors of other makers than Intel
-leaves AVX-512 unused: about half of what oneDNN, which PyTorch carries too, gets out of the
-same cores (`recsys bench step`). There the three products of a layer (forward, gradient of the
-input, gradient of the weight) go to oneDNN; everywhere else, and on other devices, they stay with
-`torch.nn.functional.linear`. In bfloat16 PyTorch uses oneDNN by itself.
+PyTorch computes float32 products on the CPU with MKL. On processors not made by Intel, MKL does not
+use AVX-512 and is about half as fast as oneDNN, which PyTorch includes too (`recsys bench step`).
+On such processors the three products of a layer (forward, gradient of the input, gradient of the
+weight) use oneDNN. In all other cases they use `torch.nn.functional.linear`. In bfloat16 PyTorch
+itself uses oneDNN.
 
-oneDNN could apply the ReLU too, but its ReLU makes 0 of NaN: a model that has diverged would go on
-as if nothing were.
+The ReLU is not fused: oneDNN's ReLU turns NaN into 0 and would hide that a model has diverged.
 
-The two libraries sum in different orders, so results agree within float32 rounding and not to the
-bit. Which one is used depends on the machine alone: runs on one machine repeat exactly.
+The two libraries sum in different orders, so their results differ by float32 rounding. The choice
+depends on the machine alone, so runs on one machine repeat exactly.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ __all__ = ["linear_relu", "linear_relu_reference", "onednn_product", "weight_gra
 def linear_relu(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """`relu(features @ weight.T + bias)`, once differentiable.
 
-    Operands are cast and refused as `torch.nn.functional.linear` casts and refuses them.
+    Operands are cast, and errors raised, as by `torch.nn.functional.linear`.
 
     Shape:
-        features (B, I); weight (O, I); bias (O,), one dtype; result (B, O).
+        features (B, I); weight (O, I); bias (O,), all of one dtype; result (B, O).
     """
     if torch.compiler.is_compiling() or not _takes_onednn(features, weight, bias):
         return linear_relu_reference(features, weight, bias)
@@ -42,7 +41,7 @@ def linear_relu(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear_relu_reference(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The same in plain PyTorch; see `linear_relu`."""
+    """`linear_relu` in plain PyTorch."""
     return functional.linear(features, weight, bias).relu_()
 
 
@@ -68,8 +67,7 @@ def onednn_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> T
     """`left @ right.T + bias` by oneDNN.
 
     Shape:
-        left (N, K), copied where it is not contiguous; right (M, K), any strides; bias (M,);
-        result (N, M).
+        left (N, K), copied if not contiguous; right (M, K), any strides; bias (M,); result (N, M).
     """
     result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
     return result
@@ -82,8 +80,8 @@ def weight_gradient(features: Tensor, gradient: Tensor) -> Tensor:
         features (B, I); gradient (B, O); result (O, I).
     """
     if 8 * features.shape[1] < gradient.shape[1]:
-        # The operand on the left is made contiguous, and autograd makes the result so: where one
-        # side is much narrower that costs less.
+        # oneDNN copies a left operand that is not contiguous, and autograd copies such a result.
+        # If features are much narrower than gradient, these copies cost less this way.
         return onednn_product(features.t(), gradient.t()).t()
     return onednn_product(gradient.t(), features.t())
 
@@ -95,7 +93,7 @@ def _takes_onednn(features: Tensor, weight: Tensor, bias: Tensor) -> bool:
         and features.dim() == weight.dim() == 2
         and features.shape[1] == weight.shape[1]
         and bias.shape == weight.shape[:1]
-        and bias.is_contiguous()  # oneDNN would read over the gaps of any other
+        and bias.is_contiguous()  # oneDNN ignores the strides of a bias
         and features.numel() > 0
         and weight.numel() > 0
         and not torch.is_autocast_enabled("cpu")

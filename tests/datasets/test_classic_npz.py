@@ -124,7 +124,7 @@ def test_its_splits_are_those_of_the_classic_loader(store, tmp_path):
     [
         ("y", lambda y: y + 1, r"y, sample \d+: .* in \[0, 2\), got 2; labels must be 0 or 1"),
         ("y", lambda y: y[:-1], r"X_cat: must be \(44, 26\), got \(45, 26\)"),
-        ("y", lambda y: y[:0], "y: must have a sample at least"),
+        ("y", lambda y: y[:0], "y: must have at least one sample"),
         ("y", lambda y: y[:, None], r"y: must be \(N,\), got \(45, 1\)"),
         ("y", lambda y: y.astype(str), "y: must hold numbers, got dtype <U"),
         ("y", lambda y: y.astype(object), "y: must hold numbers, got dtype object"),
@@ -161,7 +161,7 @@ def test_a_missing_array_a_broken_file_and_none_at_all_are_told_apart(store, tmp
         read_classic_npz(tmp_path / "few.npz", tmp_path / "back")
 
     (tmp_path / "text.npz").write_text("text")
-    with pytest.raises(DatasetFormatError, match=r"text\.npz: is no npz file"):
+    with pytest.raises(DatasetFormatError, match=r"text\.npz: is not an npz file"):
         read_classic_npz(tmp_path / "text.npz", tmp_path / "back")
 
     with pytest.raises(FileNotFoundError, match=r"npz input .*none\.npz must be a file"):
@@ -174,7 +174,7 @@ def test_a_damaged_array_is_named(store, tmp_path):
     data[data.index(np.array(store.dense[:3], "<i4").tobytes()) + 60] ^= 1
     file.write_bytes(data)
 
-    with pytest.raises(DatasetFormatError, match=r"X_int: is no whole array .*CRC"):
+    with pytest.raises(DatasetFormatError, match=r"X_int: is not a complete array .*CRC"):
         read_classic_npz(file, tmp_path / "back")
 
 

@@ -267,7 +267,7 @@ def test_committed_days_are_not_read_again_and_it_is_said(days, tmp_path, stoppe
 
     assert read == days[2:]
     said = capsys.readouterr().err
-    assert f"{unfinished}: 2 of 3 days are prepared already; going on behind them" in said
+    assert f"{unfinished}: 2 of 3 days are prepared already; continuing after them" in said
 
 
 def test_a_bad_line_costs_the_day_it_is_in_and_is_repaired(days, tmp_path):
@@ -388,7 +388,7 @@ def test_another_option_is_refused(days, tmp_path, stopped):
         days,
         tmp_path,
         ConfigError,
-        r"max_ind_range must be 50, as for the days .*, got 51; go on with that, or remove",
+        r"max_ind_range must be 50, as for the days .*, got 51; use that value, or remove",
         max_ind_range=51,
     )
     refused(days, tmp_path, ConfigError, "max_ind_range must be 50, .* got None")
@@ -398,7 +398,7 @@ def test_bad_lines_skipped_once_are_skipped_for_good(days, tmp_path, stopped):
     days[0].write_text("bad\n" + days[0].read_text())
     stopped(skip_bad_lines=True)
 
-    refused(days, tmp_path, ConfigError, "must be skipped, as 1 were .* with --skip-bad-lines, or")
+    refused(days, tmp_path, ConfigError, "must be skipped, as 1 were .* add --skip-bad-lines, or")
 
 
 @pytest.mark.parametrize("given", [[1, 2], [0, 2], [0], [1]])
@@ -409,7 +409,7 @@ def test_other_days_are_refused(days, tmp_path, stopped, given):
         [days[day] for day in given],
         tmp_path,
         ConfigError,
-        r"first days must be day_0, day_1, which are prepared, got day_.*; name them, or remove",
+        r"first days must be day_0, day_1, prepared so far, got day_.*; name them, or remove",
     )
 
 
@@ -418,10 +418,10 @@ def test_a_day_that_was_changed_is_refused(days, tmp_path, stopped):
     text = days[1].read_text()
 
     days[1].write_text(text + "\n")
-    refused(days, tmp_path, StoreError, r"day_1 must have \d+ bytes, as when .* put back the file")
+    refused(days, tmp_path, StoreError, r"day_1 must have \d+ bytes, as when .* restore the file")
     days[1].write_text(("1" if text[0] == "0" else "0") + text[1:])
     os.utime(days[1], ns=(0, 0))
-    refused(days, tmp_path, StoreError, r"day_1 must have sha256 \w+, as when .* put back the file")
+    refused(days, tmp_path, StoreError, r"day_1 must have sha256 \w+, as when .* restore the file")
     days[1].unlink()
     refused(days, tmp_path, FileNotFoundError, "day_1 must be a file, found nothing there; put it")
 
@@ -430,16 +430,14 @@ def test_a_damaged_record_is_refused(days, tmp_path, stopped):
     record = stopped() / "committed.json"
     record.write_text(record.read_text().replace('"num_samples": 25', '"num_samples": 24'))
 
-    refused(
-        days, tmp_path, StoreError, r"committed\.json is not what was written: .* to begin anew"
-    )
+    refused(days, tmp_path, StoreError, r"committed\.json was changed: .* to start again")
 
 
 def test_arrays_that_lost_committed_samples_are_refused(days, tmp_path, stopped):
     file = stopped() / "store" / "sparse.bin"
     file.write_bytes(file.read_bytes()[:51])
 
-    refused(days, tmp_path, StoreError, r"sparse\.bin must have 5304 bytes at least, has 51")
+    refused(days, tmp_path, StoreError, r"sparse\.bin must have at least 5304 bytes, has 51")
 
 
 def test_ids_that_are_not_those_of_rows_are_refused(days, tmp_path, stopped):
@@ -448,7 +446,7 @@ def test_ids_that_are_not_those_of_rows_are_refused(days, tmp_path, stopped):
     ids[1] = ids[0]
     ids.tofile(file)
 
-    refused(days, tmp_path, StoreError, r"cat_3\.bin: an id must have one row.* to begin anew")
+    refused(days, tmp_path, StoreError, r"cat_3\.bin: an id must have one row.* to start again")
 
 
 def test_another_version_of_the_record_is_refused(days, tmp_path, stopped):
@@ -461,12 +459,12 @@ def test_another_version_of_the_record_is_refused(days, tmp_path, stopped):
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        ([], {}, "day_files must name a day at least"),
-        (["day_0"], {"max_ind_range": 0}, "max_ind_range must be 1 or more, got 0"),
+        ([], {}, "day_files must name at least one day"),
+        (["day_0"], {"max_ind_range": 0}, "max_ind_range must be at least 1, got 0"),
         (
             ["day_0", "day_10", "day_2"],
             {},
-            r"oldest first, got day_2 behind day_10; a shell's day_",
+            r"oldest first, got day_2 after day_10; in a shell use day_",
         ),
         (["day_1.gz", "day_1.gz"], {}, r"given once, got two files day_1\.gz; leave one out"),
         (["a/day_1", "b/day_1"], {}, "given once, got two files day_1; leave one out"),

@@ -65,11 +65,11 @@ def test_two_processes_do_not_work_on_one_store(days, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", ["thesis.txt", "store/my/thesis.txt", "ids/thesis.txt", "committed.json"]
 )
-def test_a_folder_of_somebody_else_is_left_alone(days, tmp_path, unfinished, name):
+def test_a_folder_that_recsys_did_not_make_is_left_alone(days, tmp_path, unfinished, name):
     (unfinished / name).parent.mkdir(parents=True)
     (unfinished / name).write_text("mine")
 
-    with pytest.raises(AlreadyExists, match=rf"but has '{name.split('/')[0]}'; move it away"):
+    with pytest.raises(AlreadyExists, match=rf"but it has '{name.split('/')[0]}'; move it away"):
         prepare(days, tmp_path / "store")
     (tmp_path / "store").mkdir()
     with pytest.raises(AlreadyExists, match="store exists already"):
@@ -81,7 +81,7 @@ def test_a_folder_of_somebody_else_is_left_alone(days, tmp_path, unfinished, nam
 def test_a_file_in_the_folders_place_is_left_alone(days, tmp_path, unfinished):
     unfinished.write_text("mine")
 
-    with pytest.raises(AlreadyExists, match=r"unfinished must be a folder, .* is a file; move it"):
+    with pytest.raises(AlreadyExists, match=r"unfinished must be a folder .* is a file; move it"):
         prepare(days, tmp_path / "store")
 
     assert unfinished.read_text() == "mine"

@@ -60,22 +60,22 @@ def test_without_a_commit_nothing_is_kept(tmp_path):
 
 def test_a_folder_is_claimed_while_it_is_empty_and_stays_claimed(tmp_path):
     folder = GrowingFolder(tmp_path)
-    assert not folder.is_ours
+    assert not folder.has_marker
 
     folder.claim()
     (tmp_path / "one").write_text("one")
     folder.claim()
     folder.roll_back()
 
-    assert folder.is_ours
+    assert folder.has_marker
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_folder_with_something_in_it_is_not_claimed_even_with_a_record(folder):
-    with pytest.raises(AlreadyExists, match=r"must be empty or have .*has 'committed\.json'; move"):
+    with pytest.raises(AlreadyExists, match=r"must be empty or made .*has 'committed\.json'; move"):
         folder.claim()
 
-    assert not folder.is_ours
+    assert not folder.has_marker
     assert contents(folder) == {"one": "one", "sub/two": "two"}
 
 
@@ -122,7 +122,7 @@ def test_a_damaged_record_is_refused_and_nothing_is_touched(folder, change):
     record.write_text(change(record.read_text()))
     (folder.path / "one").write_text("one and more")
 
-    with pytest.raises(StoreError, match=rf"committed\.json .* remove {folder.path} to begin anew"):
+    with pytest.raises(StoreError, match=rf"committed\.json .* remove {folder.path} to start"):
         folder.roll_back()
 
     assert contents(folder) == {"one": "one and more", "sub/two": "two"}
@@ -134,6 +134,6 @@ def test_a_file_that_lost_what_was_committed_is_named(folder, name, change):
     change(folder.path / name)
 
     with pytest.raises(
-        StoreError, match=rf"{name} must have 3 bytes at least, has [01]: .*damaged"
+        StoreError, match=rf"{name} must have at least 3 bytes, has [01]: .*damaged"
     ):
         folder.roll_back()

@@ -198,7 +198,7 @@ def test_a_state_of_another_loader_is_refused(change):
     state = BatchLoader(Numbered(41), batch_size=5, **options).state_dict()
     other = BatchLoader(Numbered(41), batch_size=5, **(options | change))
 
-    with pytest.raises(ConfigError, match="make the loader as the one that was saved"):
+    with pytest.raises(ConfigError, match="use the arguments of the loader that was saved"):
         other.load_state_dict(state)
 
 
@@ -231,7 +231,7 @@ def test_one_position_means_one_iteration_at_a_time():
 
     with pytest.raises(RuntimeError, match="cannot be iterated: an iteration of it is still"):
         next(iter(loader))
-    with pytest.raises(RuntimeError, match="cannot be given a state"):
+    with pytest.raises(RuntimeError, match="cannot be loaded with a state"):
         loader.load_state_dict(loader.state_dict())
 
     running.close()

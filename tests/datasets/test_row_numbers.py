@@ -59,7 +59,7 @@ def test_ids_from_a_row_on_are_those_that_came_since(before, after):
 
 
 def test_ids_are_taken_back_in_pieces(monkeypatch):
-    monkeypatch.setattr("recsys.datasets.row_numbers._TAKEN_BACK_IDS", 7)
+    monkeypatch.setattr("recsys.datasets.row_numbers._BLOCK_IDS", 7)
     ids = np.random.default_rng(0).permutation(10_000).astype(np.uint32)
     kept = ids.copy()
 
@@ -71,7 +71,7 @@ def test_ids_are_taken_back_in_pieces(monkeypatch):
 
 @pytest.mark.parametrize("second", [1, 9])
 def test_an_id_with_two_rows_is_refused(monkeypatch, second):
-    monkeypatch.setattr("recsys.datasets.row_numbers._TAKEN_BACK_IDS", 7)
+    monkeypatch.setattr("recsys.datasets.row_numbers._BLOCK_IDS", 7)
     ids = np.arange(10, dtype=np.uint32)
     ids[second] = 0
 

@@ -346,7 +346,7 @@ def test_sample_number_out_of_range_is_an_error(samples):
     ("arguments", "message"),
     [
         ({"num_samples": 6}, r"synthetic.num_samples must be at least 7.*got 6"),
-        ({"num_samples": 7, "table_sizes": []}, r"table_sizes must name at least one size"),
+        ({"num_samples": 7, "table_sizes": []}, r"table_sizes must have at least one size"),
         ({"num_samples": 7, "table_sizes": [3, 0]}, r"'cat_1' must be in \[1, .*got 0"),
         ({"num_samples": 7, "table_sizes": [2**31 + 1]}, r"'cat_0' must be in .*got 2147483649"),
     ],
@@ -359,5 +359,5 @@ def test_bad_settings_are_config_errors(arguments, message):
 def test_best_auc_of_labels_that_all_agree_is_an_error():
     source = SyntheticCriteo(num_samples=700, table_sizes=[1])
 
-    with pytest.raises(ValueError, match="got 1 samples with labels that all agree"):
+    with pytest.raises(ValueError, match="got 1 samples with equal labels"):
         source.best_auc(samples=1)

@@ -203,7 +203,7 @@ def with_nan(dense):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, r"day_sparse\.npy, sample \d+, column \d+: .* where these are raw ids, name table_s"),
+        ({}, r"day_sparse\.npy, sample \d+, column \d+: .* if these are raw ids, pass table_s"),
         ({"sparse": lambda x: x - 2**40}, r"day_sparse\.npy, sample 0, column 0: .* got -\d+"),
         ({"labels": lambda x: x - 1}, r"day_labels\.npy, sample \d+: .* got -1; .* writes -1 for"),
         ({"labels": lambda x: x[1:]}, r"day_labels\.npy: must have 20 samples as dense, got \(19"),
@@ -212,7 +212,7 @@ def with_nan(dense):
             {"dense": with_nan, "sparse": lambda x: x % 9},
             r"day_dense\.npy, sample 9, column 2: must be a finite .* got nan",
         ),
-        ({"dense": lambda x: x[:0]}, r"day_dense\.npy: must have a sample at least"),
+        ({"dense": lambda x: x[:0]}, r"day_dense\.npy: must have at least one sample"),
         ({"sparse": lambda x: x[:, 0]}, r"day_sparse\.npy: must be \(N, columns\), got \(20,\)"),
         ({"sparse": lambda x: x.astype(str)}, "must hold numbers"),
     ],
@@ -234,7 +234,7 @@ def test_days_of_other_widths_and_files_that_are_no_arrays_are_refused(tmp_path)
         read_torchrec_npy(tmp_path, ["day_0", "day_1"], tmp_path / "store")
 
     (tmp_path / "day_0_dense.npy").write_text("text")
-    with pytest.raises(DatasetFormatError, match=r"day_0_dense\.npy: is no whole array"):
+    with pytest.raises(DatasetFormatError, match=r"day_0_dense\.npy: is not a complete array"):
         read_torchrec_npy(tmp_path, ["day_0"], tmp_path / "store")
 
 
@@ -244,7 +244,7 @@ def test_arguments_that_cannot_be_carried_out_are_refused(store, tmp_path):
         read_torchrec_npy(tmp_path, ["day"], tmp_path / "a", table_sizes=[1, 2])
     with pytest.raises(ConfigError, match="table_sizes must be 26 numbers"):
         read_torchrec_npy(tmp_path, ["day"], tmp_path / "a", table_sizes=[0] * 26)
-    with pytest.raises(ConfigError, match="prefixes must name a day"):
+    with pytest.raises(ConfigError, match="prefixes must name at least one day"):
         read_torchrec_npy(tmp_path, [], tmp_path / "a")
     with pytest.raises(FileNotFoundError, match=r"day_7_dense\.npy must be a file"):
         read_torchrec_npy(tmp_path, ["day_7"], tmp_path / "a")

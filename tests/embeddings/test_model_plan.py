@@ -95,7 +95,7 @@ def test_a_plan_of_other_tables_is_no_bags():
     two = planned(profile_of({}, {"a": 400, "b": 3}), "1MiB", a=400, b=3)
     other = planned(profile_of({}, {"a": 300}), "1MiB", a=300)
 
-    with pytest.raises(ProfileError, match=r"a bag is one table, and the plan is of several: \['a"):
+    with pytest.raises(ProfileError, match=r"the plan of a bag must have one table, got \['a"):
         HotColdEmbeddingBag(400, 4, optimizer=SGD(lr=0.1), plan=two)
     with pytest.raises(ProfileError, match=r"\(300, 4\) in the plan and \(400, 4\) here"):
         HotColdEmbeddingBag(400, 4, optimizer=SGD(lr=0.1), plan=other)
@@ -229,7 +229,7 @@ def test_tables_of_one_name_go_by_their_places():
     sizes = dict(zip(places, [9000, 200, 9000, 200], strict=True))
     plan = planned(profile_of({places[3]: [5]}, sizes), room_for(18_400, 33, 16), **sizes)
 
-    with pytest.raises(ProfileError, match=r"'left\.embedding_bags\.t_a' is not in it"):
+    with pytest.raises(ProfileError, match=r"'left\.embedding_bags\.t_a' is not in the plan"):
         recsys.accelerate(
             model,
             optimizer=SGD(lr=0.1),
@@ -262,8 +262,8 @@ PROFILE = profile_of({}, SIZES)
         (
             {"profile": profile_of({}, {"cat_0": 3000, "tables.1": 200}), "budget": "60KiB"},
             ProfileError,
-            r"'tables.0' .* is not in the profile.*by the bag's name in the model, here are "
-            r"\['tables.0', 'tables.1'\]; profile.for_tables gives counts other names",
+            r"'tables.0' .* is not in the profile.*the bag's name in the model; the names here are "
+            r"\['tables.0', 'tables.1'\]; profile.for_tables renames tables",
         ),
         (
             {"profile": profile_of({}, {"tables.0": 3000, "tables.1": 201}), "budget": "60KiB"},
@@ -273,12 +273,12 @@ PROFILE = profile_of({}, SIZES)
         (
             {"plan": planned(profile_of({}, {"tables.0": 3000}), "1MiB", **{"tables.0": 3000})},
             ProfileError,
-            r"'tables.1' is not in it, which has \['tables.0'\]",
+            r"'tables.1' is not in the plan, which has \['tables.0'\]",
         ),
         (
             {"plan": planned(profile_of({}, SIZES | {"c": 1}), "1MiB", **SIZES, c=1)},
             ProfileError,
-            r"its 'c' is not among those here, \['tables.0', 'tables.1'\]",
+            r"'c' of the plan is not among the tables here, \['tables.0', 'tables.1'\]",
         ),
         (
             {"profile": PROFILE, "budget": "20KiB"},
@@ -309,5 +309,5 @@ def test_a_plan_in_another_order_is_no_collections():
     ]
     plan = planned(PROFILE, "1MiB", **SIZES)
 
-    with pytest.raises(ProfileError, match=r"in the order \['tables.0', .*here it is \['tables.1'"):
+    with pytest.raises(ProfileError, match=r"order is \['tables.0', .*and \['tables.1'"):
         plan.of_tables(tables[::-1])

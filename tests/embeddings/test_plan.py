@@ -339,19 +339,19 @@ def test_a_table_that_is_not_there_is_named():
 def test_a_profile_is_no_plan(tmp_path):
     profile_of(COUNTS).save(tmp_path / "profile.npz")
 
-    with pytest.raises(ProfileError, match="is a profile and no plan; make one with `recsys plan"):
+    with pytest.raises(ProfileError, match="is a profile, not a plan; make one with `recsys plan"):
         HotPlan.load(tmp_path / "profile.npz")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda plan: plan.pop("ranking"), "its plan lacks something"),
-        (lambda plan: plan.update(ranking="best"), "cannot be followed .*ranking must be one of"),
-        (lambda plan: plan.update(budget_bytes="x"), "cannot be followed"),
-        (lambda plan: plan.update(budget_bytes=1), "cannot be followed .*must be at least"),
-        (lambda plan: plan["tables"].pop("a"), "cannot be followed"),
-        (lambda plan: plan.update(tables={"a": [1], "b": [2]}), "cannot be followed"),
+        (lambda plan: plan.pop("ranking"), "its plan must have tables, budget_bytes"),
+        (lambda plan: plan.update(ranking="best"), "its plan is invalid .*ranking must be one of"),
+        (lambda plan: plan.update(budget_bytes="x"), "its plan is invalid"),
+        (lambda plan: plan.update(budget_bytes=1), "its plan is invalid .*must be at least"),
+        (lambda plan: plan["tables"].pop("a"), "its plan is invalid"),
+        (lambda plan: plan.update(tables={"a": [1], "b": [2]}), "its plan is invalid"),
     ],
 )
 def test_a_damaged_plan_is_refused(tmp_path, change, message):

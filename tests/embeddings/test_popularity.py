@@ -353,13 +353,16 @@ def sized(name, size):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda p: p.merge(PopularityProfile({"a": 5, "b": 3})), "'a' has 4 rows in the profile"),
-        (lambda p: p.merge(PopularityProfile({"a": 4})), r"\['b'\] are in the profile alone"),
+        (lambda p: p.merge(PopularityProfile({"a": 5, "b": 3})), "'a' has 4 rows in this profile"),
+        (lambda p: p.merge(PopularityProfile({"a": 4})), r"\['b'\] are only in this profile"),
         (lambda p: p.merge(PopularityProfile({"b": 3, "a": 4})), "their order differs"),
         (lambda p: p.merge(PopularityProfile({"a": 4, "b": 3}, rate=0.5)), "of rate 0.5 cannot"),
-        (lambda p: p.coverage(1, PopularityProfile({"c": 4})), r"\['c'\] are not in the profile"),
-        (lambda p: p.coverage(1, SyntheticCriteo(num_samples=7)), "its feature 'a' is not among"),
-        (lambda p: p.add(bags({"a": [[0]]})), "table 'b': its feature 'b' is not among those"),
+        (lambda p: p.coverage(1, PopularityProfile({"c": 4})), r"\['c'\] are not in this profile"),
+        (
+            lambda p: p.coverage(1, SyntheticCriteo(num_samples=7)),
+            "its feature 'a' is not in the data",
+        ),
+        (lambda p: p.add(bags({"a": [[0]]})), "table 'b': its feature 'b' is not in the data"),
         (lambda p: p.for_tables([sized("c", 4)]), "table 'c' .* is not in the profile"),
         (lambda p: p.for_tables([sized("a", 9)]), "table 'a' has 9 rows, but the profile's 'a'"),
     ],
@@ -377,18 +380,24 @@ def test_other_tables_are_refused_by_name(call, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: PopularityProfile({}), "there must be a table at least"),
+        (lambda: PopularityProfile({}), "there must be at least one table"),
         (lambda: PopularityProfile([sized("a", 1), sized("a", 2)]), r"distinct, got \['a', 'a'\]"),
         (lambda: PopularityProfile({"a": 0}), "table 'a' must have at least one row, got 0"),
         (lambda: PopularityProfile({"a": 1}, rate=0), r"rate must lie in \(0, 1\], got 0"),
         (lambda: PopularityProfile({"a": 1}, rate=1.5), r"rate must lie in \(0, 1\], got 1.5"),
-        (lambda: PopularityProfile({"a": 1}).decay(2), r"a decay must lie in \[0, 1\], got 2"),
+        (
+            lambda: PopularityProfile({"a": 1}).decay(2),
+            r"decay must lie in \[0, 1\], got 2",
+        ),
         (lambda: PopularityProfile({"a": 1}).ranked_rows(-1), "num_rows must be at least 0"),
-        (lambda: PopularityProfile({"a": 1}).ranked_rows(weights={}), r"of tables \['a'\], got"),
+        (
+            lambda: PopularityProfile({"a": 1}).ranked_rows(weights={}),
+            r"tables \['a'\], got",
+        ),
         (lambda: PopularityProfile({"a": 1}).coverage(-1), "none negative"),
-        (lambda: PopularityProfile({"a": 1}).coverage(1), "there are no lookups to measure"),
-        (lambda: PopularityProfile({"a": 1}).coverages([]), "got 0 from"),
-        (lambda: PopularityProfile({"a": 1}).coverage(1, [], range(3)), "of a source alone"),
+        (lambda: PopularityProfile({"a": 1}).coverage(1), "there must be lookups to measure"),
+        (lambda: PopularityProfile({"a": 1}).coverages([]), "got 0, the least"),
+        (lambda: PopularityProfile({"a": 1}).coverage(1, [], range(3)), "samples= needs a source"),
     ],
 )
 def test_what_makes_no_sense_is_refused(call, message):
@@ -398,7 +407,7 @@ def test_what_makes_no_sense_is_refused(call, message):
 
 def test_samples_outside_of_the_source_are_refused(store):
     for samples in (range(3001), range(-1, 5), range(0, 10, 2)):
-        with pytest.raises(ConfigError, match=r"must be a run within \[0, 3000\)"):
+        with pytest.raises(ConfigError, match=r"must be a range of step 1 within \[0, 3000\)"):
             PopularityProfile.count(store, samples)
 
 

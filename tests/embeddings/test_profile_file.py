@@ -94,7 +94,7 @@ def test_a_file_with_a_changed_byte_of_counts_is_refused(profile, tmp_path):
     content[content.index(b"counts.npy") + 40] ^= 0xFF
     file.write_bytes(content)
 
-    with pytest.raises(ProfileError, match="it is damaged, or something else"):
+    with pytest.raises(ProfileError, match="it is damaged or another file"):
         PopularityProfile.load(file)
 
 
@@ -129,17 +129,17 @@ def save_array(file):
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda f: np.savez(f, counts=np.zeros(3)), r"is no profile \(it has no array 'meta'\)"),
-        (save_array, r"is no profile \(it is a single array\)"),
-        (lambda f: np.savez(f, meta=np.zeros(3), counts=np.zeros(3)), "'meta' is no text"),
-        (lambda f: write_meta(f, format="other"), "does not say recsys-profile"),
+        (lambda f: np.savez(f, counts=np.zeros(3)), r"is not a profile \(it has no array 'meta'\)"),
+        (save_array, r"is not a profile \(it is a single array\)"),
+        (lambda f: np.savez(f, meta=np.zeros(3), counts=np.zeros(3)), "'meta' is not text"),
+        (lambda f: write_meta(f, format="other"), "does not name the format recsys-profile"),
         (lambda f: write_meta(f, version=2), "version must be 1 .*, got 2; count again"),
         (lambda f: write_meta(f, rate=None), "rate is missing or of another type"),
         (lambda f: write_meta(f, seed="x"), "seed is missing or of another type"),
         (lambda f: write_meta(f, tables={"a": 3}), r"counts must be \(3,\) uint32 or int64"),
         (lambda f: write_meta(f, tables={"a": 0}), "and at least one row"),
         (lambda f: write_meta(f, tables={"b": 2}), "every table must have features"),
-        (lambda f: f.write_text("label,1,2"), "it is damaged, or something else"),
+        (lambda f: f.write_text("label,1,2"), "it is damaged or another file"),
     ],
 )
 def test_what_is_no_profile_of_this_version_is_refused(tmp_path, write, message):

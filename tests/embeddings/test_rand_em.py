@@ -118,7 +118,7 @@ def test_a_threshold_is_a_share_of_each_tables_own_lookups():
     ("call", "message"),
     [
         (lambda: estimate_hot_rows(np.ones(9), 1, method="all"), "must be one of .* got 'all'"),
-        (lambda: estimate_hot_rows(np.ones(9), 1, num_groups=1), "2 groups or more .* got 1 of"),
+        (lambda: estimate_hot_rows(np.ones(9), 1, num_groups=1), "at least 2 groups .* got 1 of"),
         (lambda: student_t(1.0, 3), r"must lie in \(0, 1\) .* got 1.0 and 3"),
         (lambda: student_t(0.9, 0), "got 0.9 and 0"),
         (lambda: estimate_by_table(PopularityProfile({"a": 1}), 1.0), r"must lie in \[0, 1\)"),

@@ -184,7 +184,7 @@ def without_all_but_one_top_layer(state):
         (with_tensor("bot_l.0.bias", 7), r"bot_l.0.bias must be .*8.*, got \(7,\)"),
         (with_tensor("bot_l.2.weight", 4, 9), r"bot_l.2.weight must be \(outputs, 8\)"),
         (without_last_bottom_layer, r"bot_l.0.weight must be \(4, inputs\), as wide as the tables"),
-        (without_all_but_one_top_layer, "top_l must have two layers or more"),
+        (without_all_but_one_top_layer, "top_l must have at least two layers"),
         (with_tensor("top_l.0.weight", 16, 70), r"must be \(outputs, 59\), .* without self terms"),
     ],
 )
@@ -209,7 +209,7 @@ TABLE = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"
         ),
         (
             with_tensor(TABLE.format("cat_99"), 3, 4),
-            "t_cat_99.weight' is too many: .*; name all features",
+            "t_cat_99.weight' is unexpected: .*; name all features",
         ),
         (with_tensor("inter_arch.crossnet.bias.0", 3), "is not one of a DLRM's; pass .* bare"),
         (with_tensor("dense_arch.model._mlp.1._linear.bias", 6), r"must be \(4,\), got \(6,\)"),
@@ -227,7 +227,7 @@ def test_a_training_modules_weights_and_empty_ones_are_refused():
     with pytest.raises(WeightsError, match=r"'model.dense_arch.* pass the state_dict of the bare"):
         to_classic({"model.dense_arch.model._mlp.0._linear.weight": torch.zeros(2, 2)}, FEATURES)
     with pytest.raises(
-        WeightsError, match="no key of a DLRM_Net's table part is in it; pass all of it"
+        WeightsError, match="it has no key of a DLRM_Net's table part; pass the whole state_dict"
     ):
         from_classic({}, FEATURES)
     with pytest.raises(

@@ -170,7 +170,7 @@ def test_classic_initialisation_has_the_variances_of_the_classic_script():
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"must end in embedding_dim 4, got \[8, 5\]"):
         DLRM(TorchEmbeddingBags(make_tables()), 5, [8, 5], [16, 1])
-    with pytest.raises(ValueError, match="two sizes or more"):
+    with pytest.raises(ValueError, match="at least two sizes"):
         DLRM(TorchEmbeddingBags(make_tables()), 5, [8, 4], [1])
     mixed = [*make_tables(), TableConfig(name="t", num_embeddings=2, embedding_dim=8)]
     with pytest.raises(ValueError, match="one embedding_dim"):

@@ -82,8 +82,8 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path):
 
 
 def test_samples_and_features_that_are_not_there_are_named():
-    with pytest.raises(ConfigError, match=r"samples must be a run within \[0, 700\)"):
+    with pytest.raises(ConfigError, match=r"samples must be a range of step 1 within \[0, 700\)"):
         find_hot_samples(plan_of(), SOURCE, range(600, 800))
     other = SyntheticCriteo(num_samples=700, table_sizes=[30, 7, 1])
-    with pytest.raises(ProfileError, match="its feature 'cat_3' is not among"):
+    with pytest.raises(ProfileError, match="its feature 'cat_3' is not in the data"):
         find_hot_samples(plan_of(), other, PART)

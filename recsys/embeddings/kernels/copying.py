@@ -1,13 +1,13 @@
-"""Copying and adding runs of numbers inside a kernel, in the processor's widest moves.
+"""Copy and add runs of numbers inside a kernel with the widest vector instructions.
 
-numba turns a loop that copies, or adds, into a loop that first asks whether the two arrays overlap,
-and then goes on by vectors and remainders; of rows of 64 bytes the asking takes longer than the
-moving. Where the length is known when the kernel is compiled, what is said here becomes vectors and
-nothing else: copying one move for every 64 bytes (AVX-512), adding one sum for every 8 numbers.
+numba compiles a copying or adding loop to code that first checks whether the arrays overlap, and
+then processes vectors and a remainder. For rows of 64 bytes this check takes longer than the copy.
+If the length is a compile-time constant, these intrinsics become vector instructions alone: one
+move per 64 bytes for copying (AVX-512), one addition per 8 numbers for adding.
 
-A length is known where it is a constant, or the length of a tuple, inside of the very function that
-says it, and inside of a `prange` loop if there is one: what was found before the loop is handed to
-its body as any other number is.
+A length is a compile-time constant if it is a literal or the length of a tuple, in the function
+that calls the intrinsic and inside its `prange` loop, if any: numba passes values computed before
+the loop to the loop's body as variables.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from numba.extending import intrinsic
 
 __all__ = ["RUN", "add_run", "copy_run", "is_run_finite"]
 
-# Numbers that `add_run` adds at once: 8 of float32 are a vector of AVX2, 8 of float64 one of
-# AVX-512. At D=16 the update of float32 rows was as fast with 16.
+# How many numbers `add_run` adds at once: 8 float32 are a vector of AVX2, 8 float64 one of AVX-512.
+# At D=16, the update of float32 rows was as fast with 16.
 RUN = 8
 
 
@@ -33,7 +33,7 @@ def copy_run(_context: Any, target: Any, to: Any, source: Any, begin: Any, count
     Args:
         target: One-dimensional, contiguous.
         to: Unsigned.
-        source: As `target`, of the same dtype, elsewhere in memory.
+        source: Like `target`, of the same dtype; must not overlap it.
         begin: Unsigned.
         count: Unsigned.
     """
@@ -64,9 +64,9 @@ def add_run(_context: Any, target: Any, to: Any, source: Any, begin: Any, count:
     """In a kernel: `target[to : to + count] += source[begin : begin + count]`, unchecked.
 
     Args:
-        target: One-dimensional, contiguous, of floating point.
+        target: One-dimensional, contiguous, floating point.
         to: Unsigned.
-        source: As `target`, of the same dtype, elsewhere in memory.
+        source: Like `target`, of the same dtype; must not overlap it.
         begin: Unsigned.
         count: Unsigned, a multiple of `RUN`.
     """
@@ -82,7 +82,7 @@ def add_run(_context: Any, target: Any, to: Any, source: Any, begin: Any, count:
             sum_at, more_at = (
                 builder.bitcast(builder.gep(pointer, [first]), vector) for pointer in (sums, more)
             )
-            # Vectors lie where numbers do, not at multiples of their own size.
+            # Vectors are aligned like single numbers.
             total = builder.fadd(
                 builder.load(sum_at, align=itemsize), builder.load(more_at, align=itemsize)
             )
@@ -123,7 +123,7 @@ def is_run_finite(_context: Any, source: Any, begin: Any, count: Any) -> Any:
 
 
 def _are_runs(target: Any, to: Any, source: Any, begin: Any, count: Any) -> bool:
-    """Whether two arrays and three numbers are what intrinsics here take."""
+    """Whether the argument types are valid for the intrinsics here."""
     return (
         all(isinstance(array, types.Array) and array.layout == "C" for array in (target, source))
         and target.dtype == source.dtype
@@ -136,7 +136,7 @@ def _signature(target: Any, source: Any) -> Any:
 
 
 def _address(context: Any, builder: Any, signature: Any, arguments: Any, array: int) -> Any:
-    """Of the number of an array that the next argument names."""
+    """The address of the number whose index is the argument after the array."""
     kind, value = signature.args[array], arguments[array]
     data = context.make_array(kind)(context, builder, value).data
     return builder.gep(data, [arguments[array + 1]])

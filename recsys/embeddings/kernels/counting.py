@@ -1,10 +1,10 @@
-"""Counting lookups: how often each row of every table is looked up.
+"""Count how often each row of every table is looked up.
 
-Counting is random access: a lookup raises a number somewhere in an array that no cache holds. What
-keeps it fast is that one lookup does not wait for another, so the processor has many under way, and
-that popular rows, which most lookups go to, stay in the caches. What would slow it down is two
-threads that raise numbers on one line. So a table belongs to one thread: nothing is locked, no
-counter is kept twice, and every thread reads the lookups of its own tables alone.
+Counting is random access: a lookup increments a number somewhere in an array that is larger than
+the caches. It is fast because lookups are independent, so the processor overlaps many of them, and
+because popular rows, which get most lookups, stay in the caches. Two threads that write to one
+cache line would be slow. So each table belongs to one thread: there are no locks and no second
+counters, and a thread reads only the lookups of its own tables.
 
 Letters: R rows of all tables, T tables, S segments (one feature's lookups in one table), N values.
 """
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 __all__ = ["Segments", "count_rows", "count_rows_reference", "worst_levels", "worst_reference"]
 
-# Lookups of a segment at a time: the columns of as many samples of a store lie in the caches, where
-# the segments after the first one find them.
+# Lookups per block of a segment. The columns of a block of a store's samples fit the caches, so
+# only the first segment reads them from memory.
 _BLOCK = 4096
-# Fewer lookups than these, a mini-batch's, take the calling thread about a millisecond. Waking
-# others gains little there, and where the cores are busy one waits for them much longer.
+# With fewer lookups, as in a mini-batch, the calling thread needs about a millisecond. Then waking
+# other threads gains little, and on busy cores the wait for them is much longer.
 _MIN_SHARED_LOOKUPS = 1 << 20
 
 
 class Segments(NamedTuple):
-    """What is looked up where; every field (S,) int64.
+    """Which values are looked up in which table; arrays are (S,) int64.
 
-    A segment is `num` values, `stride` apart from `first` on; value v is row v of a table that has
-    `sizes` rows and whose first row is row `bases` of all.
+    A segment is `num` values at positions `first`, `first + stride`, ... Value v is row v of its
+    table, and row `bases + v` of all tables.
 
     Attributes:
-        tables: Which table it is.
-        bases: Where the table's rows begin.
-        sizes: How many it has.
+        tables: Number of the table.
+        bases: Number of the table's first row among the rows of all tables.
+        sizes: Rows of the table.
         first: Position of the first value.
         num: How many values.
-        first_bag: Where the feature's bags begin in the offsets.
-        stride: From one value to the next, of all segments.
+        first_bag: Position of the feature's first bag in the offsets.
+        stride: Distance from one value to the next, for all segments.
     """
 
     tables: NDArray[np.int64]
@@ -57,7 +57,7 @@ class Segments(NamedTuple):
 
 
 def count_rows_reference(counts: NDArray[Any], segments: Segments, values: NDArray[Any]) -> None:
-    """`count_rows` for values that are all rows of their tables."""
+    """`count_rows` in plain numpy, for values that are all rows of their tables."""
     for base, size, first, num in zip(
         segments.bases, segments.sizes, segments.first, segments.num, strict=True
     ):
@@ -68,16 +68,16 @@ def count_rows_reference(counts: NDArray[Any], segments: Segments, values: NDArr
 def count_rows(
     counts: NDArray[Any], segments: Segments, values: NDArray[Any], step: int = 1
 ) -> int:
-    """Add `step` to a row's count for every time it is looked up.
+    """Add `step` to a row's count for each of its lookups.
 
     Args:
-        counts: (R,) uint32 or int64; sums wrap around, so -1 takes back what 1 has added.
+        counts: (R,) uint32 or int64. Sums wrap around, so a call with -1 undoes one with 1.
         segments: Of the values.
-        values: (N,) int32 or int64, contiguous; one that is no row is passed over.
-        step: What to add.
+        values: (N,) int32 or int64, contiguous. Values that are not rows are skipped.
+        step: The increment.
 
     Returns:
-        The first value that is no row of its table, by position; -1 where there is none.
+        The position of the first value that is not a row of its table; -1 if there is none.
     """
     is_small = int(segments.num.sum()) < _MIN_SHARED_LOOKUPS
     parts = 1 if is_small else num_parts()
@@ -103,7 +103,7 @@ def worst_reference(
     offsets: NDArray[Any] | None,
     num_samples: int,
 ) -> NDArray[np.uint8]:
-    """`worst_levels`, one sample after the other."""
+    """`worst_levels` in plain numpy, one sample after another."""
     worst = np.zeros(num_samples, np.uint8)
     for base, first, first_bag in zip(
         segments.bases, segments.first, segments.first_bag, strict=True
@@ -124,17 +124,17 @@ def worst_levels(
     offsets: NDArray[Any] | None,
     num_samples: int,
 ) -> NDArray[np.uint8]:
-    """The highest level among the rows that a sample looks up; 0 for one that looks up none.
+    """The highest level among the rows that each sample looks up; 0 for a sample without lookups.
 
     Args:
-        levels: One for each row, (R,).
+        levels: The level of each row.
         segments: Of the values.
-        values: (N,) int32 or int64, all of them rows of their tables.
-        offsets: Where each bag begins, (F * B + 1,); None where every bag has one value.
+        values: int32 or int64, all of them rows of their tables.
+        offsets: Where each bag begins; None if every bag has one value.
         num_samples: B.
 
-    Returns:
-        (B,).
+    Shape:
+        levels (R,); values (N,); offsets (F * B + 1,); result (B,).
     """
     worst = np.zeros(num_samples, np.uint8)
     is_small = int(segments.num.sum()) < _MIN_SHARED_LOOKUPS
@@ -154,10 +154,10 @@ def worst_levels(
 
 
 def _owners(segments: Segments, parts: int) -> NDArray[np.int64]:
-    """Which part counts each segment: all those of a table go to one, the longest table first."""
+    """The part that counts each segment. Tables go to the least loaded part, the longest first."""
     if parts == 1:
         return np.zeros(len(segments.num), np.int64)
-    # A lookup in a table of many rows takes longer, for fewer of its rows are in a cache.
+    # Lookups in larger tables take longer, because a smaller share of their rows is cached.
     work_S = segments.num * (4 + np.log2(segments.sizes))
     work_T = np.bincount(segments.tables, work_S)
     owners, load = np.zeros(len(work_T), np.int64), np.zeros(parts)
@@ -180,7 +180,7 @@ def _count_kernel(
     step: Any,
     num_parts: int,
 ) -> int:
-    """A part is the segments of some tables."""
+    """A part is all segments of some tables."""
     bad = np.full(num_parts, -1)
     end = num.max() if len(num) else 0
     for part in prange(num_parts):
@@ -193,7 +193,7 @@ def _count_kernel(
                 at = np.uint64(first[segment]) + np.uint64(begin) * apart
                 for _ in range(min(_BLOCK, num[segment] - begin)):
                     row = np.uint64(values[at])
-                    if row < size:  # a negative one is among the largest
+                    if row < size:  # a negative value became a very large unsigned one
                         counts[base + row] += step
                     elif bad[part] < 0 or np.int64(at) < bad[part]:
                         bad[part] = np.int64(at)
@@ -218,7 +218,7 @@ def _worst_kernel(
     worst: NDArray[np.uint8],
     num_parts: int,
 ) -> None:
-    """A part is a run of samples."""
+    """A part is a range of samples."""
     num_samples = len(worst)
     for part in prange(num_parts):
         end = num_samples * (part + 1) // num_parts

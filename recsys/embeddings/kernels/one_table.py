@@ -1,9 +1,9 @@
 """Pooled lookup in one table, for models that call their bags one by one.
 
-To make numpy arrays of its arguments would take as long as a small lookup. So this kernel takes
-addresses, reads offsets as the caller of `nn.EmbeddingBag` gave them, and checks them and the ids
-while it looks up. It refuses input that is not right without naming what is wrong: the lookup by
-`pooled_lookup` says that.
+Making numpy arrays of the arguments would take as long as a small lookup. So this kernel takes
+addresses, and reads offsets as the caller of `nn.EmbeddingBag` passed them. It checks ids and
+offsets during the lookup. For invalid input it returns `REFUSED`; the caller then repeats the
+lookup by `pooled_lookup`, which finds the invalid value.
 
 Letters as in `pooled_lookup`.
 """
@@ -37,12 +37,12 @@ _LIKE: dict[torch.dtype, NDArray[Any]] = {
     torch.float32: np.empty(0, np.float32),
     torch.float64: np.empty(0, np.float64),
 }
-_AHEAD = np.uint64(8)  # lookups from asking for a row to reading it
-_COMPILED_DIMS = range(8, 257, 8)  # rows of other dims share one kernel
+_AHEAD = np.uint64(8)  # a row is prefetched this many lookups before it is read
+_COMPILED_DIMS = range(8, 257, 8)  # other dims share one kernel
 
 
 class TableMemory:
-    """Where a table of float32 or float64 lies, and the kernel for it.
+    """The address and shape of a float32 or float64 table, and the kernel for it.
 
     Args:
         table: (E, D), contiguous, on the CPU.
@@ -52,7 +52,7 @@ class TableMemory:
 
     def __init__(self, table: Tensor) -> None:
         self.address = table.data_ptr()
-        self.num_rows, self.dim = map(int, table.shape)  # torch.jit.trace has tensors there
+        self.num_rows, self.dim = map(int, table.shape)  # under torch.jit.trace, these are tensors
         self.dtype, self.like = table.dtype, _LIKE[table.dtype]
         self.row_bytes = self.dim * table.itemsize
         compiled_dim = self.dim if self.dim in _COMPILED_DIMS else 0
@@ -69,13 +69,13 @@ def pool_one_table(
     *,
     is_mean: bool,
 ) -> int:
-    """Write the pooled rows of every bag.
+    """Write the pooled rows of every bag to `result`.
 
     Args:
         table: The rows.
-        ids: Contiguous.
-        offsets: Where bags begin, with the end of the last one or without; contiguous, of the dtype
-            of `ids`. None where all bags have as many ids.
+        ids: Contiguous, int32 or int64.
+        offsets: Where bags begin, with or without the end of the last one; contiguous, of the dtype
+            of `ids`. None if all bags have the same number of ids.
         num_bags: B.
         result: Contiguous, of the table's dtype.
         kept: Receives a copy of the ids and, after them, where bags begin and the last one ends
@@ -83,12 +83,12 @@ def pool_one_table(
         is_mean: Whether a bag is averaged.
 
     Shape:
-        ids (N,), or any with offsets None; offsets (B,) or (B + 1,); result (B, D), or any of as
-        many numbers; kept (N + B + 1,), of the dtype of `ids`.
+        ids (N,), or any shape if offsets is None; offsets (B,) or (B + 1,); result (B, D), or any
+        shape with B * D numbers; kept (N + B + 1,), of the dtype of `ids`.
 
     Returns:
-        `ONE_HOT` where bag i is id i, `BAGS` of others, `REFUSED` where an id is no row or offsets
-        are not ascending from 0 to N; then `result` and `kept` are undefined.
+        `ONE_HOT` if bag i is id i, otherwise `BAGS`. `REFUSED` if an id is not a row, or offsets do
+        not ascend from 0 to N; then `result` and `kept` are undefined.
     """
     num_ids, like_ids = ids.numel(), _LIKE[ids.dtype]
     is_small = num_ids * table.row_bytes < MIN_SHARED_BYTES
@@ -112,7 +112,7 @@ def pool_one_table(
 
 @cache
 def _kernel(compiled_dim: int, line: int) -> ParallelKernel[..., int]:
-    """The kernel for rows of this dim; 0 for one that takes any."""
+    """The kernel for rows of this dim; with 0, the one for any dim."""
 
     @parallel_kernel
     def pool(
@@ -131,7 +131,7 @@ def _kernel(compiled_dim: int, line: int) -> ParallelKernel[..., int]:
         like_ids: NDArray[Any],
         num_parts: int,
     ) -> int:
-        """A part is a run of bags."""
+        """A part is a range of bags."""
         rows = array_at(table_at, num_rows * any_dim, like_rows)
         result = array_at(result_at, num_bags * any_dim, like_rows)
         ids = array_at(ids_at, num_ids, like_ids)
@@ -145,7 +145,7 @@ def _kernel(compiled_dim: int, line: int) -> ParallelKernel[..., int]:
             is_one_hot = num_ids == num_bags and counts_up(offsets)
         is_bad = np.zeros(num_parts, np.bool_)
         for part in prange(num_parts):
-            # Not before the loop: numba hands its body what was found there, known or not.
+            # Inside the prange loop: numba would pass a constant from outside as a variable.
             dim = np.uint64(compiled_dim) if compiled_dim else np.uint64(any_dim)
             size, end_id = np.uint64(num_rows), np.uint64(num_ids)
             begin = np.uint64(part * num_bags // num_parts)
@@ -161,7 +161,7 @@ def _kernel(compiled_dim: int, line: int) -> ParallelKernel[..., int]:
                         ahead = np.uint64(ids[place + _AHEAD]) * dim
                         for d in range(np.uint64(0), dim, np.uint64(line)):
                             prefetch(rows, ahead + d)
-                    row = np.uint64(ids[place])  # a negative one is among the largest
+                    row = np.uint64(ids[place])  # a negative id becomes a very large number
                     if row >= size:
                         is_bad[part] = True
                     else:

@@ -1,155 +1,60 @@
-"""Rows of 16 bits: how kernels read and write numbers of bfloat16 and float16.
+"""How kernels read and write rows of bfloat16 and float16.
 
-numpy knows no bfloat16 and numba no float16, so a kernel sees a row of bfloat16 as uint16 and one
-of float16 as int16, and by these types tells them apart. It computes in float32: `widen` is exact,
-`narrow` rounds. Of a number that lies between two stored ones, at a share f of the way,
-
-    stochastic rounding   takes the upper one with probability f: right on average, so that many
-                          small steps add up where rounding to the nearest would lose each of them
-    rounding to nearest   takes the nearer one, of two equally near the even one
-
-What 16 bits hold exactly stays. Beyond the largest number there is no upper one: there the nearest
-counts in either case, so what is out of reach is infinity. NaN stays NaN.
-
-Chance is a hash of (seed, step, table, row, column) and nothing else, so a run repeats to the bit
-however many threads there are and in whatever order rows come. The hash is SplitMix64: one number
-is folded in by going on as many steps in its sequence as the number says.
-
-References:
-    Steele, Lea, Flood (2014), Fast Splittable Pseudorandom Number Generators, Sec. 4 and Fig. 17.
+numpy has no bfloat16 and numba no float16. So a kernel sees bfloat16 rows as uint16 and float16
+rows as int16, and distinguishes them by these types. It computes in float32: `widen` is exact,
+`narrow` rounds by the rule of `recsys.embeddings.rounding`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from numba import types
 from numba.extending import overload
 
+from recsys.embeddings.rounding import (
+    FACTOR1,
+    FACTOR2,
+    GOLDEN,
+    INFINITY,
+    LARGEST_BFLOAT16,
+    LARGEST_FLOAT16,
+    NORMAL_FLOAT16,
+    REBIAS,
+    fold,
+    round_reference,
+    table_key,
+)
 from recsys.jit import kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 __all__ = [
     "TO_NEAREST",
     "fold",
     "key_of_row",
     "narrow",
-    "round_by",
     "round_reference",
     "table_key",
     "widen",
 ]
 
-# For kernels, in place of the tables' keys: rows are rounded to nearest, or not at all.
+# The tables' keys for kernels that round to nearest or not at all.
 TO_NEAREST = np.zeros(0, np.bool_)
 
-_MASK = 2**64 - 1
-_GOLDEN, _FACTOR1, _FACTOR2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_GOLDEN_64, _FACTOR1_64, _FACTOR2_64 = (
-    np.uint64(_GOLDEN),
-    np.uint64(_FACTOR1),
-    np.uint64(_FACTOR2),
-)
-
-# float32 as bits, without the sign.
-_INFINITY = 0x7F800000
-# The same: the largest number of bfloat16 and of float16, and the smallest normal one of float16.
-_LARGEST_BFLOAT16 = 0x7F7F0000
-_LARGEST_FLOAT16, _NORMAL_FLOAT16 = 0x477FE000, 0x38800000
-# What float16 counts exponents from, in float32's bits.
-_REBIAS = 112 << 23
-
-
-def table_key(seed: int, step: int, table: int) -> int:
-    """What the hash makes of these three; unsigned, 64 bits.
-
-    Args:
-        seed: Any number.
-        step: Number of the update.
-        table: Number of the table.
-    """
-    return fold(fold(fold(0, seed), step), table)
-
-
-def fold(key: int, number: int) -> int:
-    """What the hash makes of a key and one more number; unsigned, 64 bits."""
-    mixed = (key + (number + 1) * _GOLDEN) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * _FACTOR1) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * _FACTOR2) & _MASK
-    return mixed ^ (mixed >> 31)
-
-
-def round_reference(values: Tensor, dtype: torch.dtype, keys: Sequence[int] | None) -> Tensor:
-    """What `narrow` makes of rows, in plain PyTorch.
-
-    Args:
-        values: Any numbers.
-        dtype: bfloat16 or float16.
-        keys: What the hash has made of each row and all that comes before it; None rounds to
-            nearest.
-
-    Shape:
-        values (N, D) float32; keys (N,); result (N, D).
-    """
-    chance = None
-    if keys is not None:
-        columns = range(values.shape[1])
-        hashes = [[fold(key, column) >> 32 for column in columns] for key in keys]
-        chance = torch.tensor(hashes, dtype=torch.int64).view(values.shape)
-    return round_by(values, dtype, chance)
-
-
-def round_by(values: Tensor, dtype: torch.dtype, chance: Tensor | None) -> Tensor:
-    """Round by what chance has drawn, in plain PyTorch.
-
-    Args:
-        values: Any numbers.
-        dtype: bfloat16 or float16.
-        chance: Integers of 32 bits; None rounds to nearest.
-
-    Shape:
-        values (N, D) float32; chance (N, D) int64; result (N, D).
-    """
-    bits = values.contiguous().view(torch.int32).long()
-    magnitude = bits & 0x7FFFFFFF
-    if dtype == torch.bfloat16:
-        fixed, largest, quiet = magnitude << 16, _LARGEST_BFLOAT16, 0x7FC0
-    else:
-        mantissa, exponent = (magnitude & 0x7FFFFF) | 0x800000, magnitude >> 23
-        fixed = torch.where(
-            magnitude < _NORMAL_FLOAT16,
-            (mantissa << 32) >> (126 - exponent).clamp(0, 63),
-            (magnitude - _REBIAS) << 19,
-        )
-        largest, quiet = _LARGEST_FLOAT16, 0x7E00
-    if chance is None:
-        chance = 0x7FFFFFFF + ((fixed >> 32) & 1)
-    chance = torch.where(magnitude > largest, 1 << 31, chance)
-    stored = (fixed + chance) >> 32
-    if dtype == torch.float16:
-        stored = stored.clamp(max=0x7C00)
-    stored = torch.where(magnitude > _INFINITY, quiet, stored) | ((bits >> 16) & 0x8000)
-    # By int16: not every device knows uint16.
-    return torch.where(stored > 0x7FFF, stored - 0x10000, stored).to(torch.int16).view(dtype)
+_GOLDEN, _FACTOR1, _FACTOR2 = np.uint64(GOLDEN), np.uint64(FACTOR1), np.uint64(FACTOR2)
 
 
 def widen(stored: Any) -> Any:
-    """In a kernel: a row's number as one to compute with."""
+    """In a kernel: convert a stored number to the dtype of the computation."""
     raise NotImplementedError("for kernels")
 
 
 def narrow(stored: Any, value: Any, key: Any, column: Any) -> Any:
-    """In a kernel: a number as a row has it.
+    """In a kernel: convert a computed number to the dtype of a row.
 
     Args:
-        stored: What was there; its type counts, not its value.
-        value: Computed.
+        stored: The number to be replaced; only its type is used.
+        value: The computed number.
         key: Of `key_of_row`.
         column: Number of the column.
     """
@@ -157,7 +62,7 @@ def narrow(stored: Any, value: Any, key: Any, column: Any) -> Any:
 
 
 def key_of_row(keys: Any, table: Any, row: Any) -> Any:
-    """In a kernel: what the hash makes of a table's key and a row; False for `TO_NEAREST`."""
+    """In a kernel: the hash of a table's key and a row; False for `TO_NEAREST`."""
     raise NotImplementedError("for kernels")
 
 
@@ -210,7 +115,7 @@ def _widen_float16(stored: Any) -> Any:
     bits = np.uint32(stored)
     sign = (bits & np.uint32(0x8000)) << np.uint32(16)
     magnitude = bits & np.uint32(0x7FFF)
-    rebias = np.uint32(_REBIAS if magnitude < 0x7C00 else 2 * _REBIAS)
+    rebias = np.uint32(REBIAS if magnitude < 0x7C00 else 2 * REBIAS)
     normal = np.uint32((magnitude << np.uint32(13)) + rebias)
     tiny = np.float32(np.int32(magnitude)) * np.float32(2.0**-24)
     found = normal if magnitude >= 0x400 else np.float32(tiny).view(np.uint32)
@@ -239,46 +144,46 @@ def _chance_float16(stored: Any, value: Any, key: Any, column: Any) -> Any:
 
 @kernel
 def _round_bfloat16(bits: np.uint32, chance: np.uint64) -> np.uint16:
-    """By chance, a number of 32 bits: up if it and what lies above the lower number exceed 2**32.
+    """Round by 32 random bits: up if the fraction and the bits add up to 2**32 or more.
 
-    What may be stored, in order of size, are 0, 1, 2, ... when read as integers, inside of a power
-    of two and across. So a number is an integer and a share of the way to the next.
+    The bits of 16-bit floats, read as integers, are 0, 1, 2, ... in order of size, across powers of
+    two as well. So a float32 is such an integer and a 32-bit fraction of the distance to the next.
     """
     magnitude = np.uint64(bits & np.uint32(0x7FFFFFFF))
-    if magnitude > np.uint64(_LARGEST_BFLOAT16):
+    if magnitude > np.uint64(LARGEST_BFLOAT16):
         chance = np.uint64(1 << 31)
     stored = ((magnitude << np.uint64(16)) + chance) >> np.uint64(32)
-    if magnitude > np.uint64(_INFINITY):
+    if magnitude > np.uint64(INFINITY):
         stored = np.uint64(0x7FC0)
     return np.uint16(stored | np.uint64((bits >> np.uint32(16)) & np.uint32(0x8000)))
 
 
 @kernel
 def _round_float16(bits: np.uint32, chance: np.uint64) -> np.int16:
-    """The same."""
+    """`_round_bfloat16` for float16."""
     magnitude = np.uint64(bits & np.uint32(0x7FFFFFFF))
-    if magnitude > np.uint64(_LARGEST_FLOAT16):
+    if magnitude > np.uint64(LARGEST_FLOAT16):
         chance = np.uint64(1 << 31)
     stored = min((_fixed_float16(magnitude) + chance) >> np.uint64(32), np.uint64(0x7C00))
-    if magnitude > np.uint64(_INFINITY):
+    if magnitude > np.uint64(INFINITY):
         stored = np.uint64(0x7E00)
     return np.int16(stored | np.uint64((bits >> np.uint32(16)) & np.uint32(0x8000)))
 
 
 @kernel
 def _fixed_float16(magnitude: np.uint64) -> np.uint64:
-    """A float32 as float16's integer, 32 bits, and its share of the way to the next, 32 bits."""
+    """A float32 as the integer of a float16 (high 32 bits) and the fraction to the next (low)."""
     mantissa = (magnitude & np.uint64(0x7FFFFF)) | np.uint64(0x800000)
     places = min(np.uint64(126) - (magnitude >> np.uint64(23)), np.uint64(63))
     tiny = (mantissa << np.uint64(32)) >> places
-    normal = (magnitude - np.uint64(_REBIAS)) << np.uint64(19)
-    return tiny if magnitude < np.uint64(_NORMAL_FLOAT16) else normal
+    normal = (magnitude - np.uint64(REBIAS)) << np.uint64(19)
+    return tiny if magnitude < np.uint64(NORMAL_FLOAT16) else normal
 
 
 @kernel
 def _fold(key: np.uint64, number: np.uint64) -> np.uint64:
     """`fold` in a kernel."""
-    mixed = key + (np.uint64(number) + np.uint64(1)) * _GOLDEN_64
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FACTOR1_64
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _FACTOR2_64
+    mixed = key + (np.uint64(number) + np.uint64(1)) * _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FACTOR1
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _FACTOR2
     return mixed ^ (mixed >> np.uint64(31))

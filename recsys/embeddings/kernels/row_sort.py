@@ -1,14 +1,14 @@
-"""The lookups of one table sorted by row: what an update goes through, row by row.
+"""Sort the lookups of one table by row, for an update that goes row by row.
 
-    number_rows     a hash table numbers the rows as they appear; lookups are counted by number
-    place_lookups   and put in their places in order: a row's lookups stand together then, in
-                    lookup order
+    number_rows     numbers the rows by first appearance with a hash table, and counts the lookups
+                    of each row
+    place_lookups   sorts the lookups by row number; a row's lookups stay in lookup order
 
-Gradients are asked for as soon as it is known where they lie, long before they are summed: what is
-sorted lies in the caches, so memory has nothing else to do. Whoever calls may ask for rows between
-the two.
+`number_rows` prefetches each gradient as soon as it knows the address, long before gradients are
+summed. Sorting works in the caches, so memory is idle otherwise. The caller can prefetch rows
+between the two steps.
 
-Numbers that index are unsigned, for the reason given in `pooled_lookup`.
+Indices are unsigned, for the reason given in `pooled_lookup`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from recsys.embeddings.kernels.prefetch import prefetch
+from recsys.hashing import GOLDEN
 from recsys.jit import kernel
 
 if TYPE_CHECKING:
@@ -34,16 +35,14 @@ __all__ = [
     "place_lookups",
 ]
 
-# So far ahead gradients are asked for once more, for the nearest cache; there are as many zeros
-# behind the sorted lookups.
+# Gradients are prefetched again this many lookups ahead, into the nearest cache. The sorted lookups
+# end with as many zeros.
 LOOKUPS_AHEAD = np.uint64(32)
-# 2**64 / golden ratio: spreads neighbouring rows over the hash table.
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ONE = np.uint64(1)
 
 
 class LookupValues(NamedTuple):
-    """What was looked up: `Bags` with other arrays in place of None."""
+    """The lookups of all tables: `Bags` with other arrays in place of None."""
 
     rows: NDArray[Any]  # (N,)
     offsets: NDArray[Any]
@@ -54,21 +53,21 @@ class LookupValues(NamedTuple):
 
 
 class SortedLookups(NamedTuple):
-    """The lookups of one table; room for those of the table that has most."""
+    """Buffers for the lookups of one table; large enough for the table with the most lookups."""
 
-    numbers: NDArray[np.uint32]  # by lookup: the number of its row
-    sources: NDArray[np.uint64]  # by lookup: where its gradient begins
-    scales: NDArray[Any]  # by lookup: its factor; empty where all are 1
-    hash_table: NDArray[np.uint32]  # by hash: the number of a row, plus 1; 0 for none
-    rows: NDArray[np.uint64]  # by number
-    ends: NDArray[np.uint32]  # by number: where the row's lookups end in the arrays below
-    sources_by_row: NDArray[np.uint64]  # and as many zeros as are asked for ahead of time
-    scales_by_row: NDArray[Any]
+    numbers: NDArray[np.uint32]  # of each lookup: the number of its row
+    sources: NDArray[np.uint64]  # of each lookup: where its gradient begins
+    scales: NDArray[Any]  # of each lookup: its factor; empty if all are 1
+    hash_table: NDArray[np.uint32]  # row number + 1; 0 if free
+    rows: NDArray[np.uint64]  # of each number: the row
+    ends: NDArray[np.uint32]  # of each number: where its lookups end in the arrays below
+    sources_by_row: NDArray[np.uint64]  # sources sorted by row, and `LOOKUPS_AHEAD` zeros
+    scales_by_row: NDArray[Any]  # scales sorted by row
 
 
 @kernel
 def make_room(most: np.int64, is_scaled: bool, gradient: NDArray[Any]) -> SortedLookups:
-    """For a table's lookups; the hash table stays at most half full."""
+    """Allocate buffers for `most` lookups; the hash table is at most half full."""
     hash_size = 2
     while hash_size < 2 * most:
         hash_size *= 2
@@ -98,22 +97,24 @@ def number_rows(
     line: np.uint64,
     found: SortedLookups,
 ) -> Any:
-    """Number the rows of one share that one table's lookups name, and count the lookups of each.
+    """Number the rows that one table's lookups name, and count the lookups of each row.
+
+    If threads share a table, each processes the rows of one share, chosen by a hash of the row.
 
     Args:
         segments: Of all tables.
-        values: What was looked up.
-        first_segment: Of the table.
-        end_segment: Behind its last one.
-        share: Rows are shared out by a hash of theirs.
-        num_shares: 1 where they are not.
-        gradient: One-dimensional.
-        num_lines: How many cache lines of it a lookup's gradient lies in.
-        line: How many numbers of it a cache line holds.
-        found: What is found, with the number of each row's lookups in `ends`.
+        values: The lookups of all tables.
+        first_segment: The table's first segment.
+        end_segment: The segment after the table's last one.
+        share: Number of the share, from 0.
+        num_shares: 1 if the table is not shared.
+        gradient: The gradients of all lookups, one-dimensional.
+        num_lines: Cache lines of one lookup's gradient.
+        line: Numbers per cache line.
+        found: Is filled; `ends` receives the number of lookups of each row.
 
     Returns:
-        How many rows there are, and how many lookups.
+        The number of rows and the number of lookups.
     """
     numbers, sources, scales = found.numbers, found.sources, found.scales
     hash_table, rows, ends = found.hash_table, found.rows, found.ends
@@ -135,8 +136,8 @@ def number_rows(
                 end = np.uint64(values.offsets[bag + _ONE])
             for position in range(begin, end):
                 row = np.uint64(values.rows[position])
-                spread = row * _GOLDEN
-                # By other bits than the place in the hash table.
+                spread = row * GOLDEN
+                # Not by the bits that give the place in the hash table.
                 if num_shares > _ONE and (spread & np.uint64(0xFFFF)) % num_shares != share:
                     continue
                 sources[num_lookups] = source
@@ -170,7 +171,7 @@ def number_rows(
 
 @kernel
 def place_lookups(found: SortedLookups, num_rows: np.uint64, num_lookups: np.uint64) -> None:
-    """Put lookups in their places, row by row; `ends` says where each row's end."""
+    """Sort the lookups by row number, and set `ends` to where the lookups of each row end."""
     ends, is_scaled = found.ends, len(found.scales) > 0
     place = np.uint32(0)
     for row_number in range(num_rows):

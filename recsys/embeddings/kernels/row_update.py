@@ -1,15 +1,15 @@
-"""Row update: gradients of equal rows summed in lookup order, each row moved once.
+"""Row update: sum the gradients of equal rows in lookup order, and update each row once.
 
-A task is a table, or a share of its rows by a hash of them where there are fewer tables than
-threads; so no two threads touch a row. Each thread takes the next task, largest table first, when
-it is done with one: which thread moves a row changes nothing. What a table needs fits the
-processor's caches:
+A task is a table. If there are fewer tables than threads, it is a share of a table's rows, chosen
+by a hash of the row. So no two threads write to one row. A thread that finishes a task takes the
+next one, the largest table first; the result does not depend on which thread updates a row. The
+buffers of a table fit the caches:
 
-    1. Its lookups are sorted by row (`row_sort`).
-    2. Row by row the gradients are summed, read where backward left them, and the row and its
-       state are moved. Where they lie is told to the processor some time ahead.
+    1. The table's lookups are sorted by row (`row_sort`).
+    2. Row by row, the gradients are summed from where backward wrote them, and the row and its
+       state are updated. Rows and gradients are prefetched.
 
-Letters: T tables, D dim; the ledger's in `ledger`. Numbers that index are unsigned, for the reason
+Letters: T tables, D dim; those of the ledger are in `ledger`. Indices are unsigned, for the reason
 given in `pooled_lookup`.
 """
 
@@ -60,15 +60,13 @@ _KINDS = {
 }
 
 _ONE = np.uint64(1)
-# A table's rows are asked for when all are known, as many as a core's own cache may hold.
-_MAX_ASKED_BYTES = np.uint64(2**20)
-# So far ahead they are asked for once more, for the nearest cache, as gradients are by
-# `LOOKUPS_AHEAD`.
+# A table's rows are prefetched as soon as all are known, as many as the core's own cache can hold.
+_MAX_PREFETCHED_BYTES = np.uint64(2**20)
+# They are prefetched again this many rows ahead, into the nearest cache; see `LOOKUPS_AHEAD`.
 _ROWS_AHEAD = np.uint64(16)
-# Each of these dims, which are whole runs, has a kernel of its own, which adds gradients and
-# prefetches rows without a loop. Kaggle's 26 features of 2,048 samples took a fifth less time at 8
-# and 16, a tenth less at 32, a twentieth at 64, a seventh at 128. All other dims share one kernel,
-# and so do rows of 16 bits, which are mostly long.
+# There is a kernel for each of these dims, all multiples of `RUN`. It adds gradients and prefetches
+# rows without a loop. Updates of Kaggle's 26 features of 2,048 samples took 20 % less time at D=8
+# and 16, 10 % at 32, 5 % at 64 and 14 % at 128. Other dims share one kernel, and so do 16-bit rows.
 _COMPILED_DIMS = (8, 16, 32, 64, 128)
 
 
@@ -80,21 +78,21 @@ def row_update(
     ledger: Sequence[LedgerEntry],
     keys_T: NDArray[Any] = TO_NEAREST,
 ) -> BadRow | None:
-    """Sum what the ledger holds for each row, in lookup order, and update each row once.
+    """Sum the ledger's gradients of each row, in lookup order, and update each row once.
 
-    The result does not depend on the number of threads. `update_reference` says what it is. A row
+    `update_reference` defines the result, which does not depend on the number of threads. A row
     whose summed gradient has nan or inf in it is not updated.
 
     Args:
         space: The tables.
         states: The tables' state, in the order of the optimizer's `state_sizes`.
         optimizer: The formula.
-        rates_T2: What the optimizer's `rate_and_eps` gives for each table's learning rate and step.
+        rates_T2: The optimizer's `rate_and_eps` for each table.
         ledger: One entry per backward pass since the last update, in order.
-        keys_T: Of rows of 16 bits, to be rounded stochastically: `table_key` of each table, uint64.
+        keys_T: `table_key` of each table, uint64, to round 16-bit rows stochastically.
 
     Returns:
-        The first row, of the first table, that was not updated; None where all were.
+        The first row, of the first table, that was not updated; None if all were.
     """
     if not ledger:
         return None
@@ -102,8 +100,8 @@ def row_update(
     of_state, bases_3T = space.beside(states)
     joined = join_ledger(ledger, space)
     bags = joined.bags
-    # One by one, and flags as numbers: numba asks every argument what it is, and of a named tuple,
-    # or a bool, takes longer to find out than to copy a row.
+    # No named tuples, and flags as integers: numba looks up the type of every argument, and for a
+    # named tuple or a bool this takes longer than copying a row.
     has_kernel = space.dim in _COMPILED_DIMS and not space.is_narrow
     compiled_dim = space.dim if has_kernel else 0
     update = _row_update_kernel(compiled_dim, LINE_BYTES // space.compute_dtype.itemsize)
@@ -137,14 +135,14 @@ def row_update(
 
 
 class BadRow(NamedTuple):
-    """A row whose gradient is not finite."""
+    """A row whose gradient is not finite; numbers of its table and of the row in the table."""
 
     table: int
     row: int
 
 
 class _Rows(NamedTuple):
-    """The tables and their state; the latter empty where there is none."""
+    """The tables and their state arrays, which are empty if the optimizer has fewer."""
 
     flat: NDArray[Any]
     first: NDArray[Any]
@@ -152,20 +150,20 @@ class _Rows(NamedTuple):
     bases: NDArray[np.uint64]  # (T,)
     first_bases: NDArray[np.uint64]  # (T,)
     second_bases: NDArray[np.uint64]  # (T,)
-    names: NDArray[np.int32]  # which row lies in a place, where that is not the row's number
-    first_names: NDArray[np.uint64]  # (T + 1,)
+    row_of_slot: NDArray[np.int32]  # numbered over all tables; empty if rows are not in slots
+    first_rows: NDArray[np.uint64]  # (T + 1,): number of each table's first row; also empty then
 
 
 @cache
 def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tuple[int, int]]:
-    """The kernel for rows of this dim; 0 for one that takes any.
+    """The kernel for rows of this dim; with 0, the one for any dim.
 
     Args:
-        compiled_dim: Of whole runs.
-        line: How many numbers of the dtype that is computed in a cache line holds.
+        compiled_dim: A multiple of `RUN`, or 0.
+        line: Numbers per cache line, in the dtype of the computation.
     """
     assert compiled_dim % RUN == 0
-    # Kernels know a tuple's length when they are compiled.
+    # The length of a tuple is a constant when kernels are compiled.
     runs, lines = (0,) * (compiled_dim // RUN), (0,) * -(-compiled_dim // line)
 
     @parallel_kernel
@@ -174,8 +172,8 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tupl
         first_state: NDArray[Any],
         second_state: NDArray[Any],
         bases_3T: NDArray[np.uint64],
-        row_names: NDArray[np.int32],
-        first_names: NDArray[np.uint64],
+        row_of_slot: NDArray[np.int32],
+        first_rows: NDArray[np.uint64],
         kind: int,
         rates_T2: NDArray[np.float64],
         share1: float,
@@ -195,10 +193,10 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tupl
         any_dim: int,
         num_parts: int,
     ) -> tuple[int, int]:
-        """A part is a thread, which takes tasks until none are left.
+        """A part is a thread, which takes tasks until none is left.
 
         Returns:
-            The first row that was not updated, as table and row; -1 and -1 where all were.
+            Table and row of the first row that was not updated; -1 and -1 if all were.
         """
         rows = _Rows(
             flat,
@@ -207,8 +205,8 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tupl
             bases_3T[0],
             bases_3T[1],
             bases_3T[2],
-            row_names,
-            first_names,
+            row_of_slot,
+            first_rows,
         )
         segments = Segments(
             order_2T[0],
@@ -238,12 +236,12 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tupl
                     begin, end = values.offsets[first], values.offsets[first + count]
                     num_lookups += np.int64(end) - np.int64(begin)
             most = max(most, num_lookups)
-        bad_rows = np.full(num_tables * num_shares, -1, np.int64)  # of a table, share by share
+        bad_rows = np.full(num_tables * num_shares, -1, np.int64)  # table by table, share by share
         for _ in prange(num_parts):
             found = make_room(most, values.has_weights or values.is_mean, gradient)
             summed_D = np.empty(dim, gradient.dtype)
             num_lines = np.uint64(len(lines) if len(lines) else (any_dim + line - 1) // line)
-            num_asked = _MAX_ASKED_BYTES // (num_lines * np.uint64(LINE_BYTES))
+            num_prefetched = _MAX_PREFETCHED_BYTES // (num_lines * np.uint64(LINE_BYTES))
             while True:
                 task = next_turn(turns)
                 if task >= num_tables * num_shares:
@@ -261,11 +259,11 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tupl
                     np.uint64(line),
                     found,
                 )
-                for number in range(min(num_rows, num_asked)):
-                    _ask_for_row(rows, table, found.rows[number], kind, dim, num_lines)
+                for number in range(min(num_rows, num_prefetched)):
+                    _prefetch_row(rows, table, found.rows[number], kind, dim, num_lines)
                 place_lookups(found, num_rows, num_lookups)
                 place = np.int64(table) * num_shares + task % num_shares
-                bad_rows[place] = _move_rows(
+                bad_rows[place] = _update_rows(
                     rows,
                     table,
                     found,
@@ -292,7 +290,7 @@ def _row_update_kernel(compiled_dim: int, line: int) -> ParallelKernel[..., tupl
 
 
 @kernel
-def _move_rows(
+def _update_rows(
     rows: _Rows,
     table: np.uint64,
     found: SortedLookups,
@@ -308,13 +306,13 @@ def _move_rows(
     runs: tuple[int, ...],
     lines: tuple[int, ...],
 ) -> np.int64:
-    """Sum every row's gradients in lookup order and update it, unless the sum is not finite.
+    """Sum every row's gradients in lookup order, and update the row if the sum is finite.
 
-    By the formulas of `recsys.embeddings.optimizer`. One function for a whole table: called for
-    each row, it would hand over its arrays' fifty numbers each time, which takes longer than the
-    row itself (a short one, as `_ask_for_row`, becomes part of its caller). `runs` and `lines` are
-    as long as a row has runs of numbers and cache lines, where that was known when this was
-    compiled; else they are empty.
+    The formulas are those of `recsys.embeddings.optimizer`. One call processes a whole table: a
+    call per row would pass the fifty numbers of its arrays each time, which takes longer than the
+    update of a row (short functions such as `_prefetch_row` are inlined). The lengths of `runs` and
+    `lines` are the numbers of runs and cache lines of a row; they are empty if the dim was not
+    known when this was compiled.
     """
     flat, first_state, second_state = rows.flat, rows.first, rows.second
     base, base1, base2 = rows.bases[table], rows.first_bases[table], rows.second_bases[table]
@@ -327,7 +325,7 @@ def _move_rows(
     lookup, bad_row = np.uint64(0), np.int64(-1)
     for number in range(num_rows):
         if number + _ROWS_AHEAD < num_rows:
-            _ask_for_row(rows, table, found.rows[number + _ROWS_AHEAD], kind, dim, num_lines)
+            _prefetch_row(rows, table, found.rows[number + _ROWS_AHEAD], kind, dim, num_lines)
         first_lookup = lookup
         while lookup < np.uint64(found.ends[number]):
             ahead, source = sources[lookup + LOOKUPS_AHEAD], sources[lookup]
@@ -353,40 +351,40 @@ def _move_rows(
                 for d in range(dim):
                     summed_D[d] += gradient[source + d]
             lookup += _ONE
-        row = found.rows[number]
-        first = base + row * dim
-        name = row
-        if len(rows.names):
-            name = np.uint64(rows.names[row]) - rows.first_names[table]
+        place = found.rows[number]
+        first = base + place * dim
+        row = place
+        if len(rows.row_of_slot):
+            row = np.uint64(rows.row_of_slot[place]) - rows.first_rows[table]
         mean_square = summed_D.dtype.type(np.inf)
         if kind in (_ROWWISE_ADAGRAD, _PARTIAL_ROWWISE_ADAM):
             mean_square = _sum_of_squares(summed_D) / summed_D.dtype.type(dim)
-        # A mean that is finite is of finite numbers; one that is not may only be too large.
+        # If the mean is finite, so are all numbers. If not, it may have overflowed.
         if not np.isfinite(mean_square) and not _is_finite(summed_D, run_dim):
-            if bad_row < 0 or np.int64(name) < bad_row:
-                bad_row = np.int64(name)
+            if bad_row < 0 or np.int64(row) < bad_row:
+                bad_row = np.int64(row)
             continue
-        key = key_of_row(keys_T, table, name)
+        key = key_of_row(keys_T, table, row)
         if kind == _SGD:
             for d in range(dim):
-                moved = widen(flat[first + d]) - rate * summed_D[d]
-                flat[first + d] = narrow(flat[first + d], moved, key, d)
+                updated = widen(flat[first + d]) - rate * summed_D[d]
+                flat[first + d] = narrow(flat[first + d], updated, key, d)
         elif kind == _ADAGRAD:
-            of_row = base1 + row * dim
+            of_row = base1 + place * dim
             for d in range(dim):
                 squares = first_state[of_row + d] + summed_D[d] * summed_D[d]
                 first_state[of_row + d] = squares
-                moved = widen(flat[first + d]) - rate * summed_D[d] / (np.sqrt(squares) + eps)
-                flat[first + d] = narrow(flat[first + d], moved, key, d)
+                updated = widen(flat[first + d]) - rate * summed_D[d] / (np.sqrt(squares) + eps)
+                flat[first + d] = narrow(flat[first + d], updated, key, d)
         elif kind == _ROWWISE_ADAGRAD:
-            of_row = base1 + row
+            of_row = base1 + place
             first_state[of_row] += mean_square
             step = rate / (np.sqrt(first_state[of_row]) + eps)
             for d in range(dim):
-                moved = widen(flat[first + d]) - step * summed_D[d]
-                flat[first + d] = narrow(flat[first + d], moved, key, d)
+                updated = widen(flat[first + d]) - step * summed_D[d]
+                flat[first + d] = narrow(flat[first + d], updated, key, d)
         elif kind == _ADAM:
-            of_row, of_row2 = base1 + row * dim, base2 + row * dim
+            of_row, of_row2 = base1 + place * dim, base2 + place * dim
             for d in range(dim):
                 average = first_state[of_row + d]
                 average += share1 * (summed_D[d] - average)
@@ -394,10 +392,10 @@ def _move_rows(
                 squares += share2 * (summed_D[d] * summed_D[d] - squares)
                 first_state[of_row + d] = average
                 second_state[of_row2 + d] = squares
-                moved = widen(flat[first + d]) - rate * (average / (np.sqrt(squares) + eps))
-                flat[first + d] = narrow(flat[first + d], moved, key, d)
+                updated = widen(flat[first + d]) - rate * (average / (np.sqrt(squares) + eps))
+                flat[first + d] = narrow(flat[first + d], updated, key, d)
         else:
-            of_row, of_row2 = base1 + row * dim, base2 + row
+            of_row, of_row2 = base1 + place * dim, base2 + place
             squares = second_state[of_row2]
             squares += share2 * (mean_square - squares)
             second_state[of_row2] = squares
@@ -406,16 +404,16 @@ def _move_rows(
                 average = first_state[of_row + d]
                 average += share1 * (summed_D[d] - average)
                 first_state[of_row + d] = average
-                moved = widen(flat[first + d]) - step * average
-                flat[first + d] = narrow(flat[first + d], moved, key, d)
+                updated = widen(flat[first + d]) - step * average
+                flat[first + d] = narrow(flat[first + d], updated, key, d)
     return bad_row
 
 
 @kernel
-def _ask_for_row(
+def _prefetch_row(
     rows: _Rows, table: np.uint64, row: np.uint64, kind: int, dim: np.uint64, num_lines: np.uint64
 ) -> None:
-    """Have a row fetched, with its state."""
+    """Prefetch a row and its state."""
     line = np.uint64(LINE_BYTES // rows.first.itemsize)
     for of_line in range(num_lines):
         begin = row * dim + of_line * line
@@ -432,7 +430,7 @@ def _ask_for_row(
 
 @kernel
 def _sum_of_squares(summed_D: NDArray[Any]) -> Any:
-    """In eight sums that the processor can make side by side, always the same eight."""
+    """Add squares in eight independent sums, always the same eight, so that they can overlap."""
     zero = summed_D.dtype.type(0)
     s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = zero
     whole = len(summed_D) - len(summed_D) % 8
@@ -456,13 +454,13 @@ def _is_finite(summed_D: NDArray[Any], run_dim: np.uint64) -> bool:
 
     Args:
         summed_D: The numbers.
-        run_dim: D where it was known when this was compiled, else 0.
+        run_dim: D if it was known when this was compiled, else 0.
     """
     if run_dim:
-        return is_run_finite(summed_D, np.uint64(0), run_dim)
+        return bool(is_run_finite(summed_D, np.uint64(0), run_dim))
     dim = np.uint64(len(summed_D))
     whole = dim - dim % np.uint64(RUN)
     is_finite = is_run_finite(summed_D, np.uint64(0), whole)
     for d in range(whole, dim):
         is_finite = is_finite and np.isfinite(summed_D[d])
-    return is_finite
+    return bool(is_finite)

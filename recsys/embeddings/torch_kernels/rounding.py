@@ -1,16 +1,15 @@
-"""Rows of 16 bits in operations of torch: the hash of `kernels.rounding`, by int64 that wraps."""
+"""Rounding to 16 bits in operations of torch: the hash of the reference, by int64 that wraps."""
 
 from __future__ import annotations
 
 import torch
 
-from recsys.embeddings.kernels.rounding import round_by
+from recsys.embeddings.rounding import FACTOR1, FACTOR2, GOLDEN, round_by
 
 __all__ = ["fold", "round_rows"]
 
 _GOLDEN, _FACTOR1, _FACTOR2 = (
-    number - 2**64 if number >= 2**63 else number
-    for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+    number - 2**64 if number >= 2**63 else number for number in (GOLDEN, FACTOR1, FACTOR2)
 )
 
 
