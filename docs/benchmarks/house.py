@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from numba.core.dispatcher import Dispatcher
 
 import recsys
 from recsys.batch import JaggedIds
@@ -29,7 +31,7 @@ from recsys.embeddings.tier_report import describe_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import FrameType
+    from types import CodeType, FrameType
 
 PACKAGE = Path(recsys.__file__).parent
 NUM_TABLES, NUM_ROWS, DIM = 26, 1000, 16
@@ -55,7 +57,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.is_counting = False
-        self.found: Counter[tuple[str, str]] = Counter()
+        self.found: Counter[CodeType] = Counter()
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
@@ -63,22 +65,27 @@ class Calls:
         if not self.is_counting or event != "call":
             return
         code = frame.f_code
-        file = Path(code.co_filename)
-        if file.is_relative_to(PACKAGE) and code.co_name not in COMPREHENSIONS:
-            self.found[str(file.relative_to(PACKAGE)), code.co_qualname] += 1
+        if code.co_filename.startswith(str(PACKAGE)) and code.co_name not in COMPREHENSIONS:
+            self.found[code] += 1
 
     def describe(self, *, is_listed: bool) -> str:
         """How many calls in how many files; and which."""
+        compiled = {
+            each.py_func.__code__ for each in gc.get_objects() if isinstance(each, Dispatcher)
+        }
+        found = {
+            (str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname): count
+            for code, count in self.found.items()
+            if code not in compiled
+        }
         files: Counter[str] = Counter()
-        for (file, _), count in self.found.items():
+        for (file, _), count in found.items():
             files[file] += count
         lines = [f"{files.total()} calls in {len(files)} files"]
         if is_listed:
             for file, count in files.most_common():
                 lines.append(f"  {file}: {count}")
-                functions = {
-                    name: each for (other, name), each in self.found.items() if other == file
-                }
+                functions = {name: each for (other, name), each in found.items() if other == file}
                 lines += [f"    {each} {name}" for name, each in functions.items()]
         return "\n".join(lines)
 
