@@ -50,7 +50,12 @@ class ParallelKernel(Generic[_P, _R]):
 
     def __call__(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
         """Run it, on several threads where that may be done."""
-        is_shared = get_num_threads() > 1 and _may_share() and not _thread.works_alone
+        is_shared = (
+            get_num_threads() > 1
+            and _threads_are_here()
+            and not _is_forked.flag
+            and not _thread.works_alone
+        )
         return (self._parallel if is_shared else self._serial)(*arguments, **more)
 
     def alone(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
@@ -79,9 +84,8 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def num_parts() -> int:
-    """Parts to cut a parallel kernel's work into: one for each of torch's threads."""
-    return get_num_threads()
+# Parts to cut a parallel kernel's work into: one for each of torch's threads.
+num_parts: Callable[[], int] = get_num_threads
 
 
 def _compile(function: _F, *, is_parallel: bool) -> _F:
@@ -111,10 +115,6 @@ def _under_another_name(function: Callable[..., object]) -> Any:
     copy.__qualname__ = f"{function.__qualname__}_serial"
     copy.__module__ = function.__module__
     return copy
-
-
-def _may_share() -> bool:
-    return _threads_are_here() and not _is_forked.flag
 
 
 class _Fork:

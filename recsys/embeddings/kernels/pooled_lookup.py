@@ -183,10 +183,6 @@ class Bags(NamedTuple):
             begin, end = int(self.offsets[begin]), int(self.offsets[end])
         return self.values[begin:end]
 
-    def with_own_weights(self) -> Bags:
-        """The same with a copy of the weights, which may be parameters that are updated first."""
-        return self if self.weights is None else self._replace(weights=self.weights.copy())
-
     def copied(self) -> Bags:
         """The same in memory of its own: the caller may refill that of the input at any time."""
         values, offsets, weights, batch_size, is_mean = self
@@ -253,10 +249,11 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
             f"tables that are computed in {space.computed} cannot be looked up together with some "
             f"that are computed in {result.dtype}; convert all tables of the module, not some"
         )
+    line = LINE_BYTES // space.dtype.itemsize  # how many numbers a cache line holds
     if bags.offsets is None and bags.weights is None:
         has_kernel = space.dim in _COMPILED_DIMS and not space.is_narrow
         compiled_dim = space.dim if has_kernel else 0
-        one_hot = _one_hot_kernel(compiled_dim, _line_of(space), space.is_narrow)
+        one_hot = _one_hot_kernel(compiled_dim, line, space.is_narrow)
         num_bytes = len(lookups.tables) * bags.batch_size * space.dim * space.dtype.itemsize
         is_small = num_bytes < MIN_SHARED_BYTES
         return (one_hot.alone if is_small else one_hot)(
@@ -273,7 +270,7 @@ def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor)
     return _bags_kernel(
         space.flat,
         space.dim,
-        _line_of(space),
+        line,
         lookups.placed_in(space),
         bags.values,
         _offsets_of(bags),
@@ -313,11 +310,6 @@ def row_gradient_dots(
         num_parts(),
         result.numpy(),
     )
-
-
-def _line_of(space: RowSpace) -> int:
-    """How many numbers a cache line holds."""
-    return LINE_BYTES // space.dtype.itemsize
 
 
 def _offsets_of(bags: Bags) -> NDArray[Any]:
