@@ -73,11 +73,16 @@ def accelerate(
     both. Parameters stay the objects that they are, so optimizers and checkpoints stay right;
     hooks, `training` and `requires_grad` are kept. Where an error is raised, nothing was exchanged.
 
-    A copy or a pickle of the model, or of a part of it, moves its rows by a formula as the model
-    does, from its own state on; an optimizer of torch's stays here, and the copy leaves gradients
-    to whoever steps, as in plain PyTorch.
+    A copy or a pickle of the whole model updates its rows by a formula as the model does, from its
+    own state on. One of a part of it has plain tables, and says so at its first lookup. An
+    optimizer of torch's stays here, and the copy leaves gradients at the tables, as plain PyTorch
+    does.
 
-    What is not as before, where rows are moved: nothing reaches rows by `backward(inputs=...)`,
+    The tables are fixed until `restore`: a Parameter that is replaced (`load_state_dict(...,
+    assign=True)`, `torch.func.functional_call`) raises at the next lookup. `load_state_dict` and
+    `weight.data = ...` keep the Parameter.
+
+    What is not as before, where rows are updated: nothing reaches rows by `backward(inputs=...)`,
     which leaves them as they are, nor by `torch.autograd.grad`. A row's gradient with nan or inf
     raises `NonFiniteGradient` in `step`: such rows are not updated, all other rows are, and what
     else the optimizer has is not. Torch's optimizers take it.
@@ -96,10 +101,10 @@ def accelerate(
             state, which stays whole. Schedulers, `GradScaler`, clipping and accumulation work on.
             Gradients of rows are gone after `step`, not only after `zero_grad`. A module whose
             tables none of them has is left as it is.
-            A formula (`recsys.embeddings.SGD`, ...): rows move at the end of each backward.
-            None: gradients are left to whoever steps, sparse or dense as `sparse` of the bag says;
-            or, where `apply_optimizer_in_backward` has marked tables, their rows move by that;
-            its hooks are gone and its state is ours until `restore` gives both back.
+            A formula (`recsys.embeddings.SGD`, ...): rows are updated at the end of each backward.
+            None: gradients are left at the tables, sparse or dense as `sparse` of the bag says; or,
+            where `apply_optimizer_in_backward` has marked tables, their rows are updated by that;
+            recsys has its hooks and its state until `restore` gives both back.
         lazy_adam: Whether `torch.optim.Adam` and `AdamW` (without weight decay) may move rows by
             SparseAdam's rule, which differs from theirs: a row that is not looked up stays, and so
             do its moments. A warning says so.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from recsys.accelerated import LeftAlone
-from recsys.embeddings.attach import require_movable, require_translatable
-from recsys.embeddings.table_parameter import require_unmoved
+from recsys.embeddings.attach import require_translatable, require_updatable
+from recsys.embeddings.table_parameter import require_no_updater
 from recsys.exchange import find_of_other_classes, tables_of
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ def find_unfit(
         keys = {table.key for table in tables_of(module, names[0])}
         its_tables = [table for table in tables if table.key in keys]
         for table in its_tables:
-            require_unmoved(f"table {table.name!r}", table.weight)
+            require_no_updater(table.name, table.weight)
         try:
             _require_plain_instance(module, names[0])
             for table in its_tables:
-                require_movable(table)
+                require_updatable(table)
                 require_translatable(table, optimizers, lazy_adam=lazy_adam)
         except ValueError as error:
             errors.append(error)

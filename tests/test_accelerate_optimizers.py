@@ -62,8 +62,8 @@ def test_several_optimizers_move_the_tables_that_they_have():
     train(plain, theirs)
 
     assert result.moved_by == (
-        "rows move in the step of SGD",
-        "rows move in the step of Adagrad",
+        "rows are updated in the step of SGD",
+        "rows are updated in the step of Adagrad",
     )
     assert_equal(model, plain)
     recsys.restore(model)

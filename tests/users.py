@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -29,7 +30,6 @@ from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, 
 from recsys.embeddings.table import TableConfig
 from recsys.errors import (
     BudgetTooSmall,
-    ColdTierError,
     ConflictingWrite,
     IdOutOfRange,
     TrainingDiverged,
@@ -299,9 +299,8 @@ class Users(RuleBasedStateMachine):
         """Do it in both; what both return, and raise, must be equal.
 
         Returns:
-            What was raised by both; None of nothing. The tiered one alone may refuse: by
-            `BudgetTooSmall`, and the twin has not done it then, or by `ColdTierError` where tables
-            are exchanged for some that are in no file.
+            What was raised by both; None of nothing. The tiered one alone may refuse, by
+            `BudgetTooSmall`, and the twin has not done it then.
         """
         results, errors = [], []
         for model, do in ((self.model, act), (self.twin, of_twin or act)):
@@ -310,10 +309,6 @@ class Users(RuleBasedStateMachine):
                 errors.append(None)
             except BudgetTooSmall as error:
                 assert model is self.model
-                return error.with_traceback(None)
-            except ColdTierError as error:
-                assert model is self.model
-                (of_twin or act)(self.twin)  # exchanged tables keep the gradients that wait
                 return error.with_traceback(None)
             except ConflictingWrite:
                 assert model is self.model
@@ -495,22 +490,14 @@ class Users(RuleBasedStateMachine):
         self.both(do)
 
     @precondition(lambda self: self.is_in_memory)
-    @rule(how=st.sampled_from(["data", "assign"]))
-    def exchange_memory(self, how):
+    @rule()
+    def exchange_memory(self):
         def do(model):
-            if how == "data":
-                for table in model.tables():
-                    table.data = table.data.clone()
-            else:
-                model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+            for table in model.tables():
+                table.data = table.data.clone()
 
         self.kept.clear()  # of memory that the tables have no more
-        if how == "assign":
-            self.both(lambda model: model.optimizer.zero_grad())
-            self.graphs.clear()
-            self.num_waiting = 0
         self.both(do)
-        self.step_in_both()  # an optimizer of torch's follows exchanged tables in its step
 
     @precondition(lambda self: self.kind is not Accelerated)
     @rule(how=st.sampled_from([copy.deepcopy, _by_pickle, _by_torch_save]))
@@ -591,22 +578,30 @@ class Users(RuleBasedStateMachine):
         self.both(learn)
         self.step_in_both()
 
-    @rule(seed=seeds)
-    def evaluate_other_rows(self, seed):
+    @rule(seed=seeds, way=st.sampled_from(["functional_call", "assign"]))
+    def look_up_other_tables(self, seed, way):
         batch = self.batch(seed)
+
+        def look_up(model, rows):
+            if way == "functional_call":
+                torch.func.functional_call(model, rows, (batch,))
+            model.load_state_dict(rows, assign=True)
+            model(batch)
 
         def do(model):
             with torch.no_grad():
                 halves = {name: 0.5 * each for name, each in model.named_parameters()}
-                return torch.func.functional_call(model, halves, (batch,))
-
-        def look_up(model):
-            with torch.no_grad():
-                return model(batch)
+            before = dict(model.named_parameters())
+            try:
+                with pytest.raises(ValueError, match="its Parameter was replaced") as raised:
+                    look_up(model, halves)
+            finally:
+                for name, table in before.items():
+                    holder, _, attribute = name.rpartition(".")
+                    setattr(model.get_submodule(holder), attribute, table)
+            return str(raised.value)
 
         self.both(do)
-        self.both(look_up)  # until then, `data` of the model's own tables is not watched
-        self.kept.clear()  # and what it gave before is not watched any more
 
     @rule()
     def begin_state_anew(self):

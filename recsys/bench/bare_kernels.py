@@ -50,12 +50,13 @@ class BareKernels:
         formula = optimizer._formula_of(optimizer.param_groups[0])
         self.space, self.formula = layout.group.space(), formula
         self.states = [
-            RowSpace([optimizer.state[table][name] for table in layout.group.weights()])
+            RowSpace([optimizer.state[table][name] for table in layout.group.tables])
             for name in formula.state_sizes(self.space.dim)
         ]
         rate_and_eps = formula.rate_and_eps(formula.lr, 1)
         self.rates_T2 = np.tile(rate_and_eps, (len(self.space.sizes), 1))
-        self.lookups = layout.lookups(embeddings._positions(features))
+        layout.place(embeddings._positions(features))
+        self.lookups = layout.lookups
         self._requires_grad = torch.empty(0, requires_grad=True)
         self._entry: LedgerEntry | None = None
 

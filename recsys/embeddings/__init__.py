@@ -5,15 +5,16 @@
                      others; tracing: one call of theirs in a traced model
     a lookup         bag_input (bag_lookup, collection_input) -> fused_lookup
                      -> kernels/pooled_lookup
-    a gradient       -> the ledger of a table_group; table_parameter shows it to whoever looks,
-                     by sparse_gradients; exchanged_tables: what others have come in the place of
+    a gradient       -> the ledger of a table_group; table_parameter shows it as `grad`,
+                     by sparse_gradients
     an update        fused_optimizer, or torch's by translate and in_backward
                      -> row_updater -> group_updater (state_arrays) -> kernels/row_update
-    two tiers        budget -> tiers -> residency: rows in slots (hot_tier, kernels/slots), to and
-                     from the cold_store by the queue of transfers (kernels/row_moves), or from the
-                     file_store, which has them in cold_files (kernels/file_moves); evaluation
-                     reads them where they are (kernels/tiered_lookup); ahead: what is fetched for
-                     lookups to come; interrupts: Ctrl-C kept out of what belongs together
+    two tiers        budget, tiering -> tiers -> residency: rows in slots (hot_tier, kernels/slots),
+                     to and from the cold_store by the queue of transfers (kernels/row_moves), or
+                     from the file_store, which has them in cold_files (kernels/file_moves);
+                     evaluation reads them where they are (kernels/tiered_lookup); ahead: what is
+                     fetched for lookups to come; interrupts: Ctrl-C kept out of what belongs
+                     together
     popularity       popularity (row_counts, lookup_blocks, coverage, rand_em, profile_file)
                      -> plan: which rows stay hot; model_plan: by which names
     memory           row_space: tables as kernels see them; memory: huge pages

@@ -1,4 +1,4 @@
-"""Who moves the rows of a model's tables, and in which groups.
+"""Which optimizer updates the rows of a model's tables, and in which groups.
 
 All tables of one dim, dtype, device and param group are a `TableGroup`, in whatever modules they
 are: one ledger, one kernel call per update. A table that several modules share is in it once.
@@ -35,8 +35,8 @@ __all__ = [
     "NamedTable",
     "attach",
     "choose_movers",
-    "require_movable",
     "require_translatable",
+    "require_updatable",
 ]
 
 _Kind = tuple[int, int, torch.dtype, torch.device]
@@ -47,7 +47,7 @@ class NamedTable:
     """A table of a model.
 
     Attributes:
-        name: Of the bag, or of the collection with the table's behind it.
+        name: Of the bag, or of the collection followed by the table's.
         key: In the model's `state_dict`.
         state_prefix: What its state's names begin with, as TorchRec's.
         weight: The rows.
@@ -70,14 +70,14 @@ class NamedTable:
 
 @dataclass(eq=False)
 class Link:
-    """What moves rows; kept by every module whose rows it moves.
+    """What updates rows; kept by every module whose rows it updates.
 
     Attributes:
         updater: Has the groups.
-        row_optimizer: `torch.optim`'s face of a formula of ours; None where an optimizer of torch's
-            moves the rows.
+        row_optimizer: A formula as an optimizer of torch's; None where the user's optimizer updates
+            the rows.
         marks: What the formula was read from, if from marks; copies of parameters have none.
-        num_modules: How many modules it moves the rows of.
+        num_modules: How many modules it updates the rows of.
     """
 
     updater: RowUpdater
@@ -100,15 +100,15 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class Mover:
-    """What will move rows; nothing of the model has been changed yet.
+    """What will update rows; nothing of the model has been changed yet.
 
     Attributes:
-        words: What moves the rows, in words.
+        words: What updates the rows, in words.
         rule: What it does differently from the optimizer, and why; mostly "".
-        formula: How they are moved, as the settings are now.
-        param_groups: By the id of each table that is moved: the number of its param group.
+        formula: How they are updated, as the settings are now.
+        param_groups: By the id of each table that is updated: the number of its param group.
         names: Of these tables, by the same id.
-        make: From the groups to what moves them.
+        make: From the groups to what updates them.
     """
 
     words: str
@@ -119,8 +119,8 @@ class Mover:
     make: Callable[[Sequence[tuple[int, TableGroup]]], Link]
 
 
-def require_movable(table: NamedTable) -> None:
-    """Check that our kernels can work on a table.
+def require_updatable(table: NamedTable) -> None:
+    """Check that the kernels can work on a table.
 
     Raises:
         ValueError: they cannot.
@@ -172,7 +172,7 @@ def require_translatable(
         if translation.is_for_sparse and not table.is_sparse:
             kind = type(optimizer).__name__
             raise ValueError(
-                f"table {table.name!r}: sparse must be True with {kind}, which moves a table of "
+                f"table {table.name!r}: sparse must be True with {kind}, which updates a table of "
                 "dense gradients number by number, not row by row; build the table with sparse=True"
             )
 
@@ -190,7 +190,7 @@ def choose_movers(
     *,
     lazy_adam: bool,
 ) -> list[Mover]:
-    """Find out what is to move which rows by which formula; nothing where gradients go to torch.
+    """Find what is to update which rows by which formula; nothing where gradients go to torch.
 
     Args:
         tables: Of every module; one that modules share comes several times.
@@ -198,7 +198,7 @@ def choose_movers(
         lazy_adam: As there.
 
     Raises:
-        ValueError: an optimizer cannot move the rows, none has them, or there is one too many.
+        ValueError: an optimizer cannot update the rows, none has them, or there is one too many.
     """
     in_modules, tables = tables, _once(tables)
     marked = [table for table in tables if hasattr(table.weight, "_optimizer_classes")]
@@ -210,14 +210,14 @@ def choose_movers(
         return _movers_by_torch(in_modules, optimizer, lazy_adam=lazy_adam)
     formula = optimizer if marks is None else marks.formula
     assert formula is not None
-    moved = tables if marks is None else marked
+    updated = tables if marks is None else marked
     _require_whole_collections(
-        in_modules, {id(table.weight) for table in moved}, "marked by apply_optimizer_in_backward"
+        in_modules, {id(table.weight) for table in updated}, "marked by apply_optimizer_in_backward"
     )
 
     def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
         row_optimizer = FusedOptimizer(
-            {table.key: (table.weight, table.state_prefix) for table in moved},
+            {table.key: (table.weight, table.state_prefix) for table in updated},
             [group for _, group in groups],
             formula,
             auto_apply=True,
@@ -226,37 +226,39 @@ def choose_movers(
             marks.hand_over(row_optimizer)
         return Link(row_optimizer.updater, row_optimizer, marks)
 
-    words = f"rows move at the end of each backward, by {formula}"
-    numbers = {id(table.weight): 0 for table in moved}
-    return [Mover(words, "", formula, numbers, _names_of(moved), make)]
+    words = f"rows are updated at the end of each backward, by {formula}"
+    numbers = {id(table.weight): 0 for table in updated}
+    return [Mover(words, "", formula, numbers, _names_of(updated), make)]
 
 
 def attach(mover: Mover, modules: Sequence[AbstractTables]) -> tuple[Link, list[AbstractTables]]:
-    """Let a mover move the rows of modules of ours.
+    """Let a mover update the rows of modules of recsys.
 
     Returns:
-        What moves them, and those of the modules that have some.
+        What updates them, and those of the modules that have some.
     """
-    members: dict[_Kind, list[nn.Module]] = {}
-    twins: dict[_Kind, list[tuple[nn.Module, int]]] = {}
+    members: dict[_Kind, list[nn.Parameter]] = {}
+    sparse: dict[int, bool] = {}  # of a gradient that is sparse and dense, the sum is dense
     places: dict[int, tuple[_Kind, int]] = {}
     for module in modules:
         for holder in module.holders():
             weight = cast("nn.Parameter", holder.weight)
-            if id(weight) in places:
-                first, number = places[id(weight)]
-                twins.setdefault(first, []).append((holder, number))
-            elif id(weight) in mover.param_groups:
+            if id(weight) not in mover.param_groups:
+                continue
+            sparse[id(weight)] = sparse.get(id(weight), True) and bool(holder.sparse)
+            if id(weight) not in places:
                 number = mover.param_groups[id(weight)]
                 kind = (number, weight.shape[1], weight.dtype, weight.device)
                 others = members.setdefault(kind, [])
                 places[id(weight)] = kind, len(others)
-                others.append(holder)
+                others.append(weight)
     groups = {
         kind: TableGroup(
-            each, twins.get(kind, ()), [mover.names[id(holder.weight)] for holder in each]
+            tables,
+            [sparse[id(table)] for table in tables],
+            [mover.names[id(table)] for table in tables],
         )
-        for kind, each in members.items()
+        for kind, tables in members.items()
     }
     link = mover.make([(kind[0], group) for kind, group in groups.items()])
     attached = []
@@ -311,15 +313,15 @@ def _mover_by_torch(
         for number, group in enumerate(optimizer.param_groups)
         for weight in group["params"]
     }
-    moved = [table for table in _once(in_modules) if id(table.weight) in numbers]
-    if not moved:
+    updated = [table for table in _once(in_modules) if id(table.weight) in numbers]
+    if not updated:
         return None
     _require_whole_collections(
-        in_modules, {id(table.weight) for table in moved}, "in the optimizer's param groups"
+        in_modules, {id(table.weight) for table in updated}, "in the optimizer's param groups"
     )
     translation = translate(
         optimizer,
-        [(table.name, numbers[id(table.weight)]) for table in moved],
+        [(table.name, numbers[id(table.weight)]) for table in updated],
         lazy_adam=lazy_adam,
     )
 
@@ -334,21 +336,21 @@ def _mover_by_torch(
         )
         return Link(updater)
 
-    words = f"rows move in the step of {type(optimizer).__name__}"
-    found = {id(table.weight): numbers[id(table.weight)] for table in moved}
+    words = f"rows are updated in the step of {type(optimizer).__name__}"
+    found = {id(table.weight): numbers[id(table.weight)] for table in updated}
     formula = translation.formula(optimizer.param_groups[next(iter(found.values()))])
-    return Mover(words, translation.rule, formula, found, _names_of(moved), make)
+    return Mover(words, translation.rule, formula, found, _names_of(updated), make)
 
 
-def _require_whole_collections(tables: Sequence[NamedTable], moved: set[int], rule: str) -> None:
+def _require_whole_collections(tables: Sequence[NamedTable], updated: set[int], rule: str) -> None:
     """A collection is looked up in one call, so one optimizer has all of its tables or none."""
     for table in tables:
         others = [
             other.name
             for other in tables
-            if other.collection == table.collection and id(other.weight) in moved
+            if other.collection == table.collection and id(other.weight) in updated
         ]
-        if table.collection is not None and id(table.weight) not in moved and others:
+        if table.collection is not None and id(table.weight) not in updated and others:
             raise ValueError(
                 f"table {table.name!r}: all tables of a collection must be {rule} or none; "
                 f"{others[0]!r} is and this one is not"
@@ -364,7 +366,7 @@ def _named(tables: Sequence[NamedTable]) -> list[tuple[str, nn.Parameter]]:
 
 
 class _BeforeStep:
-    """Moves rows when their optimizer steps, before it moves what else it has.
+    """Updates rows when their optimizer steps, before it updates its other parameters.
 
     By its closure, which torch's optimizers call first of all: hooks that were registered later
     than this one have changed gradients or settings by then.
@@ -378,19 +380,20 @@ class _BeforeStep:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
 
-        def compute_and_move_rows() -> Any:
+        def compute_and_update_rows() -> Any:
             loss = None if closure is None else closure()
-            self._move_rows(optimizer)
+            self._update_rows(optimizer)
             return loss
 
-        return args[:1], kwargs | {"closure": compute_and_move_rows}
+        return args[:1], kwargs | {"closure": compute_and_update_rows}
 
-    def _move_rows(self, optimizer: torch.optim.Optimizer) -> None:
+    def _update_rows(self, optimizer: torch.optim.Optimizer) -> None:
         # Of an optimizer that is "fused", GradScaler leaves these to the step.
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
-                "GradScaler leaves the scale to an optimizer with fused=True, and rows are moved "
-                "outside of it; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+                "GradScaler leaves the scale to an optimizer with fused=True, and rows are "
+                "updated outside of it; call scaler.unscale_(optimizer) before "
+                "scaler.step(optimizer)"
             )
         self._updater.require_param_groups()
         if bool(getattr(optimizer, "found_inf", False)):

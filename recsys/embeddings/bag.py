@@ -1,9 +1,9 @@
-"""`HotColdEmbeddingBag`: `nn.EmbeddingBag` whose rows are moved by an optimizer of their own.
+"""`HotColdEmbeddingBag`: `nn.EmbeddingBag` whose rows are updated by an optimizer of their own.
 
     input, offsets -> read_bags -> fused_lookup -> pooled vectors
     gradient -> ledger -> update
 
-It is an `nn.EmbeddingBag`, so whatever asks for one gets one. Without an optimizer it computes as
+It is an `nn.EmbeddingBag`, so code that expects one takes it. Without an optimizer it computes as
 one; what it adds is errors that name the sample.
 """
 
@@ -42,20 +42,20 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             With an optimizer this holds for every row. Without one torch computes the gradient, and
             its CPU kernel may divide by the count of another row (pytorch#190063).
         mode: "sum", "mean" or "max".
-        sparse: Whether `weight.grad` is sparse; `optimizer` moves rows alike in either case.
+        sparse: Whether `weight.grad` is sparse; `optimizer` updates rows alike in either case.
         _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
         include_last_offset: Whether `offsets` has the last bag's end, too.
         padding_idx: A row that counts for nothing wherever it is looked up.
         device: Where the rows live, or with a budget those in fast memory; with an optimizer the
-            CPU, CUDA, or "meta" until `to_empty`. On CUDA what is wrong with an input is said by a
-            later call; see `check_input`.
+            CPU, CUDA, or "meta" until `to_empty`. On CUDA, invalid ids raise on a later call, or in
+            `check_input`.
         dtype: Of the rows; with an optimizer float32, float64, bfloat16 or float16. Rows of
             the last two are pooled and updated in float32.
         optimizer: How rows are updated; None leaves a gradient to an optimizer of torch's.
         auto_apply: With an optimizer: update at the end of each backward. Where False,
             `row_optimizer.step()` updates, once for all backward passes since the last.
-        stochastic_rounding: Of rows of bfloat16 or float16 that `optimizer` moves: up or down with
-            the probabilities that make a row right on average, as in FBGEMM; where False, to
+        stochastic_rounding: Of rows of bfloat16 or float16 that `optimizer` updates: up or down
+            with the probabilities that make a row right on average, as in FBGEMM; where False, to
             nearest, which loses steps that are small beside the row.
         rounding_seed: Of that chance. Rows depend on it, the step and their place alone, so the
             same seed gives the same bits.
@@ -74,13 +74,13 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             the process, leaves it whole.
 
     Attributes:
-        row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
+        row_optimizer: `optimizer` as an optimizer of torch's, for its `param_groups`; None without.
 
     Raises:
         AssertionError: `padding_idx` is no row, or `_weight` has another shape.
         ProfileError: the plan is of other tables.
         ColdTierError: the folder cannot be used, has another table, or there is no room.
-        ValueError: rows are such as an optimizer of ours cannot move.
+        ValueError: rows are such as a recsys optimizer cannot update.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         )
         if rows.are_to_draw:
             self.reset_parameters()
-        self._leave_to_torch()
+        self.row_optimizer = None
         if optimizer is not None:
             self._optimize(
                 optimizer,
@@ -174,6 +174,8 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             if torch.compiler.is_compiling():
                 return cast("Tensor", self._break_graph(input, offsets, per_sample_weights))
             return self._look_up(input, offsets, per_sample_weights)
+        if self._is_part:
+            self._warn_of_part()
         if torch.compiler.is_compiling() or not input.is_cpu:
             return super().forward(input, offsets, per_sample_weights)
         bags = self._read(input, offsets, per_sample_weights)
@@ -194,17 +196,17 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         """Have the rows of a lookup to come fetched in the background.
 
         The next forward of the very same ids that backward may come back to has them claimed then;
-        any other is right all the same, and where slots are scarce, the claim made last goes first.
+        any other forward is right, too, and where slots are scarce, the claim made last goes first.
         `TrainPipeline` calls it. Where every row is resident, it does nothing.
 
         Shape:
             As for `forward`.
 
         Raises:
-            IdOutOfRange: as for `forward`, and so are the others.
-            MalformedBags: likewise.
-            NotImplementedError: likewise.
-            ValueError: likewise.
+            IdOutOfRange: as for `forward`.
+            MalformedBags: as for `forward`.
+            NotImplementedError: as for `forward`.
+            ValueError: as for `forward`.
         """
         if not self.tiers():
             return Prefetched(())
@@ -233,17 +235,17 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         Args:
             embeddings: The rows.
             freeze: Whether they stay as they are; as in torch they do, unless told otherwise.
-            max_norm: As for the class, and so are all that follow.
-            norm_type: Likewise.
-            scale_grad_by_freq: Likewise.
-            mode: Likewise.
-            sparse: Likewise.
-            include_last_offset: Likewise.
-            padding_idx: Likewise.
-            optimizer: Likewise; it has nothing to do while rows are frozen.
-            auto_apply: Likewise.
-            stochastic_rounding: Likewise.
-            rounding_seed: Likewise.
+            max_norm: As for the class.
+            norm_type: As for the class.
+            scale_grad_by_freq: As for the class.
+            mode: As for the class.
+            sparse: As for the class.
+            include_last_offset: As for the class.
+            padding_idx: As for the class.
+            optimizer: As for the class; it has nothing to do while rows are frozen.
+            auto_apply: As for the class.
+            stochastic_rounding: As for the class.
+            rounding_seed: As for the class.
 
         Shape:
             embeddings (E, D).
@@ -280,7 +282,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
 
         Where `apply_optimizer_in_backward` has marked the table, its optimizer does not step any
         more: its hook is taken away, its state goes on here. What reaches the table otherwise, a
-        lookup by `bag` too, is part of the update behind the next backward of ours. Only
+        lookup by `bag` too, is part of the update after the next backward of this module. Only
         `recsys.accelerate` has a way back, `recsys.restore`.
 
         Args:
@@ -291,9 +293,9 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             auto_apply: As for the class.
 
         Raises:
-            ValueError: rows are such as an optimizer of ours cannot move, or another one moves
-                already; or the table is marked, and with an optimizer that has no formula here, or
-                although `optimizer` is given.
+            ValueError: rows are such as a recsys optimizer cannot update, or another one updates
+                them already; or the table is marked, and with an optimizer that has no formula
+                here, or although `optimizer` is given.
         """
         require_plain(bag)
         module = cls._on_weight_of(bag)

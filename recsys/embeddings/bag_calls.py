@@ -16,7 +16,7 @@ nothing in the ledger. Calls that need more than rows added up take `fused_looku
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -34,12 +34,13 @@ from torch._C._autograd import (
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
-from recsys.embeddings.fused_lookup import MAX_KEPT_BYTES, with_dense_rows
+from recsys.embeddings.fused_lookup import MAX_KEPT_BYTES, NO_PASS, with_dense_rows
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.one_table import ONE_HOT, REFUSED, TableMemory, pool_one_table
 from recsys.embeddings.kernels.pooled_lookup import Bags
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.sparse_gradients import leave_grads
+from recsys.embeddings.table_parameter import requires_grad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BagCalls"]
 
-_NO_PASS = -1  # what torch says outside of backward
 _MOST_KINDS = 64  # that are open at a time
 _Kind = tuple[tuple[int, int], torch.dtype]  # of outputs: shape and dtype
 
@@ -72,8 +72,9 @@ class _Call(NamedTuple):
     ids_version: int
     offsets: Tensor
     offsets_version: int
-    tables: Sequence[Tensor]
-    parameters: Sequence[nn.Parameter]
+    table: nn.Parameter
+    rows: Sequence[Tensor]  # of all tables of the group, as views of their memory
+    tables: Sequence[nn.Parameter]  # all of the group
 
     def bags(self) -> Bags:
         """The input, without the lookups of padding."""
@@ -107,8 +108,8 @@ class BagCalls:
 
     def look_up(
         self,
-        table: int,
-        weight: nn.Parameter | None,
+        number: int,
+        table: nn.Parameter,
         lookups: Lookups,
         ids: Tensor,
         offsets: Tensor | None,
@@ -120,8 +121,8 @@ class BagCalls:
         """Look up and pool.
 
         Args:
-            table: Its number in the group.
-            weight: What the caller has for that table.
+            number: Of the table in the group.
+            table: The Parameter.
             lookups: The one of this table.
             ids: As for `pool_one_table`, or not contiguous.
             offsets: As there.
@@ -138,33 +139,33 @@ class BagCalls:
         """
         num_bags = prod(bags)
         group = self._group()
-        space = None if group is None else group.known_space(table, weight)
+        space = None if group is None else group.known_space()
         if group is None or space is None or num_bags < 1 or not _is_plain(ids, offsets):
             return None
-        memory = self._memory_of(space, table, cast("nn.Parameter", weight))
+        memory = self._memory_of(space, number, table)
         if memory is None:
             return None
         shape = num_bags, memory.dim
         # Columns of a matrix, mostly: x[:, i].
         flat = ids if ids.is_contiguous() else ids.contiguous()
-        if not (is_grad_enabled() and group.asks(table)):
+        if not (is_grad_enabled() and requires_grad(table)):
             result = _empty(shape, memory.dtype)
             kind = pool_one_table(memory, flat, offsets, num_bags, result, None, is_mean=is_mean)
             return None if kind == REFUSED else result.view(*bags, memory.dim)
         if (
-            _current_graph_task_id() != _NO_PASS
+            _current_graph_task_id() != NO_PASS
             # Checkpointing counts saved tensors when it computes anew: here are none.
             or _top_saved_tensors_default_hooks(True) is not None
             or DistributedDataParallel._active_ddp_module is not None
         ):
             return None
-        node, number, result = self._next_output(shape, memory.dtype)
+        node, output, result = self._next_output(shape, memory.dtype)
         kept = np.empty(ids.numel() + num_bags + 1, _ID_TYPES[ids.dtype])
         kind = pool_one_table(memory, flat, offsets, num_bags, result, kept, is_mean=is_mean)
         if kind == REFUSED:
             return None
         offsets = ids if offsets is None else offsets
-        node.calls[number] = _Call(
+        node.calls[output] = _Call(
             lookups,
             kept,
             num_bags,
@@ -175,18 +176,20 @@ class BagCalls:
             ids._version,
             offsets,
             offsets._version,
-            *group.known_tables(),
+            table,
+            space.tables,
+            group.tables,
         )
         # The node runs for all of its outputs, and would call the hooks of one that has no
         # gradient with None.
         return result.view(*bags, memory.dim)
 
-    def _memory_of(self, space: RowSpace, table: int, weight: nn.Parameter) -> TableMemory | None:
+    def _memory_of(self, space: RowSpace, number: int, table: nn.Parameter) -> TableMemory | None:
         """Where a table lies; None if its memory is another by now."""
         if self._memories_of is not space:
             self._memories_of, self._memories = space, list(map(TableMemory, space.tables))
-        memory = self._memories[table]
-        return memory if weight.data_ptr() == memory.address else None
+        memory = self._memories[number]
+        return memory if table.data_ptr() == memory.address else None
 
     def close(self) -> None:
         """Open nodes anew from now on: a backward or a step begins."""
@@ -226,7 +229,7 @@ class BagCalls:
         assert group is not None
         num_outputs = min(num_outputs, len(group.names))  # evaluation with gradients has no end
         node = _Node(self, self._updater, self._group, num_outputs)
-        outputs = _make_node(node, updater.asks_gradient, *kind)
+        outputs = _make_node(node, updater.grad_anchor, *kind)
         return [_Output(node, number, output) for number, output in enumerate(outputs)][::-1]
 
 
@@ -297,16 +300,14 @@ class _Node:
             for number, gradient in enumerate(gradients):
                 if gradient is not None:
                     self.calls[number] = None
-        entries = [(_entry(call, gradient), call.parameters) for call, gradient in taken]
         if updater is None or group is None:  # the module and its optimizer are gone
-            for entry, parameters in entries:
-                are_sparse = [True] * len(parameters)  # the module, which knew, is gone
-                leave_grads([entry], parameters, entry.lookups.distinct_tables, are_sparse)
-        elif updater.is_asked():
+            for call, gradient in taken:
+                leave_grads([_entry(call, gradient)], call.tables, [True] * len(call.tables))
+        elif updater.is_in_pass():
             updater.begin_pass()
-            for entry, parameters in entries:
-                if group.still_asking(entry.lookups, parameters).distinct_tables:
-                    group.keep(entry, parameters)
+            for call, gradient in taken:
+                if requires_grad(call.table):  # it may have been frozen since
+                    group.keep(_entry(call, gradient))
 
 
 _SECOND_TIME = (
@@ -320,7 +321,7 @@ class _LookupNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, node: _Node, asks_gradient: Tensor, shape: tuple[int, int], dtype: torch.dtype
+        ctx: Any, node: _Node, grad_anchor: Tensor, shape: tuple[int, int], dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.node = node
@@ -329,18 +330,13 @@ class _LookupNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         if is_grad_enabled():  # a graph of gradients is made, which ends here
-            return _LookupNode._backward_once(ctx, *gradients)
-        return _LookupNode._backward(ctx, *gradients)
-
-    @staticmethod
-    def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+            return _backward_once(ctx, *gradients)
         with torch._C.DisableTorchFunctionSubclass():  # internal reads of tables
             ctx.node.take(gradients, is_kept=_get_current_graph_task_keep_graph())
         return None, None, None, None
 
-    _backward_once = staticmethod(once_differentiable(_backward))
 
-
+_backward_once: Callable[..., tuple[None, ...]] = once_differentiable(_LookupNode.backward)
 # What `apply` calls when it has looked for tensors that a transform of functorch's has left among
 # the arguments: here is none.
 _make_node: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, _LookupNode).apply
@@ -386,4 +382,4 @@ def _require_unchanged(call: _Call) -> None:
 def _entry(call: _Call, gradient: Tensor) -> LedgerEntry:
     """What the ledger has of one call."""
     gradient = with_dense_rows(gradient.detach() if gradient.requires_grad else gradient)
-    return LedgerEntry(call.lookups, call.bags(), gradient, gradient._version, call.tables)
+    return LedgerEntry(call.lookups, call.bags(), gradient, gradient._version, call.rows)

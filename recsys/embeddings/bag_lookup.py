@@ -1,4 +1,4 @@
-"""The lookup in one table whose rows an optimizer of ours moves.
+"""The lookup in one table whose rows a recsys optimizer updates.
 
 sum, mean            rows pooled by one kernel
 max, or gradients    distinct rows from the kernel, which torch pools: their gradients are the
@@ -32,7 +32,7 @@ __all__ = ["BagPlace", "look_up_ids", "pool_fused", "prefetch_bags"]
 
 
 class BagPlace(NamedTuple):
-    """Where a bag's table is, and what moves it.
+    """Where a bag's table is, and what updates it.
 
     Attributes:
         group: Has the table.
@@ -189,7 +189,7 @@ def _renormalize(bag: TableModule, place: BagPlace, bags: BagInput, max_norm: fl
     if place.group.tiers is None:
         torch.embedding_renorm_(bag.weight.detach(), bags.values, max_norm, bag.norm_type)
         return
-    with torch._C.DisableTorchFunctionSubclass():  # it is us who move the rows
+    with torch._C.DisableTorchFunctionSubclass():  # internal write to the rows
         [table] = place.lookups.distinct_tables
         space = place.group.space()
         place.group.tiers.renormalize(space, table, bags.values, max_norm, bag.norm_type)

@@ -11,6 +11,8 @@ Without an optimizer the ledger is not used: backward leaves a sparse gradient a
 from __future__ import annotations
 
 from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -42,7 +44,7 @@ from recsys.embeddings.in_backward import read_marks
 from recsys.embeddings.row_space import compute_dtype, require_device
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 from recsys.embeddings.table_group import TableGroup
-from recsys.embeddings.table_parameter import make_plain, require_unmoved
+from recsys.embeddings.table_parameter import require_no_updater
 from recsys.embeddings.tracing import leaf_call
 
 if TYPE_CHECKING:
@@ -56,13 +58,13 @@ if TYPE_CHECKING:
     from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.plan import HotPlan
-    from recsys.embeddings.row_updater import RowUpdater
+    from recsys.embeddings.row_updater import Places, RowUpdater
     from recsys.embeddings.table import TableConfig
     from recsys.errors import IdOutOfRange
 
 __all__ = ["HotColdEmbeddingBagCollection"]
 
-_STATES = "_optimizer_states"  # in a pickle: by table
+_WEIGHT = repeat("weight")
 
 
 class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
@@ -72,12 +74,11 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s, sum- or mean-pooled.
         is_weighted: Whether every lookup carries a weight.
         device: Where the tables live, or with a budget their rows in fast memory; the CPU, CUDA, or
-            "meta" until `to_empty`. On CUDA what is wrong with an input is said by a later call;
-            see `check_input`.
+            "meta" until `to_empty`. On CUDA, invalid ids raise on a later call or in `check_input`.
         optimizer: How rows are updated; None leaves sparse gradients to an optimizer of torch's.
         auto_apply: With an optimizer: update at the end of each backward. Where False,
             `row_optimizer.step()` updates, once for all backward passes since the last.
-        stochastic_rounding: Of tables of bfloat16 or float16 that `optimizer` moves: up or down
+        stochastic_rounding: Of tables of bfloat16 or float16 that `optimizer` updates: up or down
             with the probabilities that make a row right on average, as in FBGEMM; where False, to
             nearest, which loses steps that are small beside the row.
         rounding_seed: Of that chance. Rows depend on it, the step and their place alone, so the
@@ -97,7 +98,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     Attributes:
         embedding_bags: The tables by name, as `nn.EmbeddingBag`s that hold the weights.
-        row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
+        row_optimizer: `optimizer` as an optimizer of torch's, for its `param_groups`; None without.
 
     Shape:
         result (B, sum of dims), columns in table order, then feature order; float32, of tables of
@@ -106,7 +107,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
     Raises:
         ColdTierError: the folder cannot be used, has other tables, or there is no room.
         ValueError: names are not distinct, a pooling or data type is unknown, or the device is one
-            that kernels of ours cannot work on.
+            that kernels of recsys cannot work on.
     """
 
     def __init__(
@@ -148,7 +149,6 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         if _bags is None:
             require_device(device, "leave tables that are to be there to TorchRec")
         self._is_weighted = is_weighted
-        self._updater: RowUpdater | None = None
         self.row_optimizer: FusedOptimizer | None = None
         self.embedding_bags = (
             self._make_bags(table_device(device, has_budget=has_budget), files)
@@ -157,7 +157,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         )
         if _bags is None and (files is None or files.is_new):
             self.reset_parameters()
-        self._lay_out(self._own_places())
+        self.detach()
         if optimizer is not None:
             self._optimize(
                 optimizer,
@@ -182,8 +182,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
         Where `apply_optimizer_in_backward` has marked the tables, their optimizers do not step any
         more: their hooks are taken away, their state goes on here. What reaches a table otherwise,
-        a lookup by `collection` too, is part of the update behind the next backward of ours. Only
-        `recsys.accelerate` has a way back, `recsys.restore`.
+        a lookup by `collection` too, is part of the update after the next backward of this one.
+        Only `recsys.accelerate` has a way back, `recsys.restore`.
 
         Args:
             collection: On the CPU or on CUDA, not sharded. It may be used on, on the same rows.
@@ -194,11 +194,11 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
         Raises:
             ValueError: rows are not float32, bfloat16 or float16 on the CPU or on CUDA, or an
-                optimizer of ours moves them already; or tables are marked, and with an optimizer
+                recsys optimizer updates them already; or tables are marked, and with an optimizer
                 that has no formula here, or not all alike, or although `optimizer` is given.
         """
         for name, bag in collection.embedding_bags.items():
-            require_unmoved(f"table {name!r}", bag.weight)
+            require_no_updater(name, bag.weight)
             require_rows(name, bag.weight)
         module = cls._on_bags_of(collection)
         marks = read_marks(
@@ -220,44 +220,23 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             _bags=collection.embedding_bags,
         )
 
-    def attach(self, updater: RowUpdater, places: Sequence[tuple[TableGroup, int]]) -> None:
+    def attach(self, updater: RowUpdater, places: Places) -> None:
         """Hand gradients over from now on; see `AbstractTables`."""
-        self._updater = updater
-        self._lay_out(places)
+        super().attach(updater, places)
+        self._lay_out()
+
+    def detach(self) -> None:
+        """Leave gradients at the tables again."""
+        super().detach()
+        self._lay_out_alone()
 
     def holders(self) -> list[nn.Module]:
         """The modules whose `weight`s are the tables."""
         return list(self.embedding_bags.values())
 
-    def _table_groups(self) -> list[TableGroup]:
-        return list(dict.fromkeys(group for group, _ in self._places))
-
-    def detach(self) -> None:
-        """Leave gradients at the tables again."""
-        self._updater = None
-        self._lay_out(self._own_places())
-
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the tables, their state and what moves them, nothing else."""
-        if self._updater is None:
-            return self.__dict__.copy()
-        if not self._updater.goes_along:
-            return self.__dict__ | {"_updater": None, "_layouts": [], "_places": []}
-        states = [self._updater.state_of(group, number) for group, number in self._places]
-        return self.__dict__ | {_STATES: states}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give the copy's updater the copy's tables."""
-        super().__setstate__({name: value for name, value in state.items() if name != _STATES})  # type: ignore[no-untyped-call]
-        if self._updater is None:
-            for weight in self.table_weights():
-                make_plain(weight)
-            self._lay_out(self._own_places())
-            return
-        for bag, (group, number), known in zip(
-            self.embedding_bags.values(), self._places, state[_STATES], strict=True
-        ):
-            self._updater.take_in(bag, group, number, known)
+        """For copies and pickles; see `AbstractTables`."""
+        return super().__getstate__() | {"_layouts": [], "_parameters_of_tables": []}
 
     def table_weights(self) -> list[nn.Parameter]:
         """The rows of every table, (E, D)."""
@@ -288,9 +267,12 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             ValueError: weights are missing or not numbers, or features have batch sizes of their
                 own and no `inverse_indices`; or `stacked` asks for tables of one dim.
         """  # noqa: D205  # two kinds of input, one sentence
-        traced = leaf_call(self, features, stacked=stacked)
-        if traced is not None:
-            return cast("Pooled", traced)
+        if type(features) is not JaggedIds:
+            traced = leaf_call(self, features, stacked=stacked)
+            if traced is not None:
+                return cast("Pooled", traced)
+        if self._is_part:
+            self._warn_of_part()
         look_up = self._break_graph if torch.compiler.is_compiling() else self._look_up
         pooled: Pooled | Tensor = look_up(features, stacked)
         return pooled
@@ -299,21 +281,21 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         """Have the rows of a lookup to come fetched in the background.
 
         The next forward of the very same ids that backward may come back to has them claimed then;
-        any other is right all the same, and where slots are scarce, the claim made last goes first.
+        any other forward is right, too, and where slots are scarce, the claim made last goes first.
         `TrainPipeline` calls it. Where every row is resident, it does nothing.
 
         Raises:
-            IdOutOfRange: as for `forward`, and so are the others.
-            KeyError: likewise.
-            MalformedBags: likewise.
-            ValueError: likewise.
+            IdOutOfRange: as for `forward`.
+            KeyError: as for `forward`.
+            MalformedBags: as for `forward`.
+            ValueError: as for `forward`.
         """
         if not self.tiers():
             return Prefetched(())
         is_light = isinstance(features, JaggedIds)
         if not is_light and varies_in_batch_size(features):
             features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
-        parts, _, _ = self._read(features, None, is_light=is_light)
+        parts, _, _ = self._read(features, features.values(), is_light=is_light, has_weights=False)
         return prefetch_parts(parts, partial(self._lookup_error, features))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -325,10 +307,24 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         if not is_light and varies_in_batch_size(features):
             features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
         num_stacked = self.num_stacked() if stacked else 0
-        if features.values().is_meta:
+        values = features.values()
+        if values.is_meta:
             pooled = self._pool_nothing(features, num_stacked)
         else:
-            pooled = self._pool(features, num_stacked, is_light=is_light)
+            parts, weights, ids = self._read(features, values, is_light=is_light)
+            explain: Callable[[int], Exception] = partial(self._lookup_error, features)
+            if self._layouts[0].group.kernels.errors is not None:
+                sizes = list(map(len, self.table_weights()))
+                # Kept until the device has been heard of: without the module, which may go earlier.
+                explain = partial(id_error, features, self._lookups, sizes)
+            pooled = fused_lookup(
+                parts,
+                weights,
+                ids=ids,
+                updater=self._updater,
+                explain=explain,
+                num_stacked=num_stacked,
+            )
         if stacked:
             return pooled
         if is_light:
@@ -345,52 +341,51 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         shape = (size, num_stacked, width // num_stacked) if num_stacked else (size, width)
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def _pool(self, features: Features, num_stacked: int, *, is_light: bool) -> Tensor:
-        is_deferred = self._layouts[0].group.kernels.errors is not None
-        weights = None
-        if self._is_weighted:
-            dtype = compute_dtype(self.table_weights()[0].dtype)
-            weights = require_weights(features, is_deferred).to(dtype)
-        parts, weights, ids = self._read(features, weights, is_light=is_light)
-        explain: Callable[[int], Exception] = partial(self._lookup_error, features)
-        if is_deferred:
-            weights_T = self.table_weights()
-            # Kept until the device has been heard of: without the module, which may go earlier.
-            explain = partial(id_error, features, self._lookups, list(map(len, weights_T)))
-        return fused_lookup(
-            parts,
-            weights,
-            ids=ids,
-            updater=self._updater,
-            explain=explain,
-            num_stacked=num_stacked,
-        )
-
     def _read(
-        self, features: Features, weights: Tensor | None, *, is_light: bool
+        self, features: Features, values: Tensor, *, is_light: bool, has_weights: bool = True
     ) -> tuple[list[Part], Tensor | None, Sequence[Tensor]]:
         """What the kernels look up, the weights of what is in bags, and what bags are views of."""
+        if not all(map(is_, map(dict.get, self._parameters_of_tables, _WEIGHT), self._tables_then)):
+            self._find_tables()
         kernels = self._layouts[0].group.kernels
         is_deferred = kernels.errors is not None
-        positions = self._positions(features)
-        values, offsets, batch_size = features.values(), features.offsets(), features.stride()
+        if features.keys() != self._known_keys:
+            self._positions(features)
+        batch_size = features.stride()
+        weights: Tensor | None = None
+        if self._is_weighted and has_weights:
+            dtype = compute_dtype(self._tables_then[0].dtype)
+            weights = require_weights(features, is_deferred).to(dtype)
         if not is_light:
             values, weights = require_bags(features, weights, is_deferred)
         if is_deferred:
             require_beside(values, self.device)
-        is_one_hot = (
-            True if isinstance(features, JaggedIds) and features.is_known_one_hot() else None
-        )
+        is_one_hot = isinstance(features, JaggedIds) and features.is_known_one_hot()
+        offsets = values if is_one_hot else features.offsets()
         parts: list[Part] = []
         bags_of: dict[bool, Any] = {}
         for layout in self._layouts:
             is_mean = layout.is_mean
             if is_mean not in bags_of:
                 bags_of[is_mean] = kernels.make_bags(
-                    values, offsets, weights, batch_size, is_mean=is_mean, is_one_hot=is_one_hot
+                    values,
+                    offsets,
+                    weights,
+                    batch_size,
+                    is_mean=is_mean,
+                    is_one_hot=is_one_hot or None,
                 )
-            parts.append(Part(layout.group, layout.lookups(positions), bags_of[is_mean]))
+            if layout.positions is not self._known_positions:
+                layout.place(self._known_positions)
+            parts.append(Part(layout.group, layout.lookups, bags_of[is_mean]))
         return parts, weights, (values,) if is_one_hot else (values, offsets)
+
+    def _find_tables(self) -> None:
+        """Find Parameters that have replaced the tables; refuse them where an updater has those."""
+        if self._updater is None:
+            self._lay_out_alone()
+        else:
+            self._require_tables()
 
     def _make_bags(self, device: torch.device | None, files: ColdFiles | None) -> nn.ModuleDict:
         if files is None:
@@ -411,48 +406,55 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             }
         )
 
-    def _own_places(self, *, are_moved: bool = False) -> list[tuple[TableGroup, int]]:
-        """A group for each dim, pooling and dtype.
+    def _own_groups(self, *, are_tied_once: bool) -> list[tuple[TableGroup, int]]:
+        """A group for each dim, pooling and dtype; the place of each table.
 
         Args:
-            are_moved: Whether an optimizer of ours moves the rows: two tables that are one
-                Parameter are then in one group once.
+            are_tied_once: Whether two tables that are one Parameter are in one group once, as they
+                must be where an updater has them.
         """
-        kinds = [
-            (table.embedding_dim, pooling_of(table), weight.dtype)
-            for table, weight in zip(self._tables, self.table_weights(), strict=True)
-        ]
-        members: dict[tuple[int, str, torch.dtype], list[nn.Module]] = {}
-        twins: dict[tuple[int, str, torch.dtype], list[tuple[nn.Module, int]]] = {}
-        names: dict[tuple[int, str, torch.dtype], list[str]] = {}
+        numbers: dict[tuple[int, str, torch.dtype], list[int]] = {}  # of the tables of each group
         places: dict[int, tuple[tuple[int, str, torch.dtype], int]] = {}
         keys = []
-        for kind, (name, bag) in zip(kinds, self.embedding_bags.items(), strict=True):
-            keys.append(id(bag.weight if are_moved else bag))
-            if keys[-1] in places:
-                first, number = places[keys[-1]]
-                twins.setdefault(first, []).append((bag, number))
-            else:
-                places[keys[-1]] = kind, len(members.setdefault(kind, []))
-                members[kind].append(bag)
-                names.setdefault(kind, []).append(name)
+        weights = self.table_weights()
+        for number, (table, weight) in enumerate(zip(self._tables, weights, strict=True)):
+            keys.append(id(weight) if are_tied_once else number)
+            if keys[-1] not in places:
+                kind = table.embedding_dim, pooling_of(table), weight.dtype
+                members = numbers.setdefault(kind, [])
+                places[keys[-1]] = kind, len(members)
+                members.append(number)
+        bags = self.holders()
         groups = {
-            kind: TableGroup(bags, twins.get(kind, ()), names[kind])
-            for kind, bags in members.items()
+            kind: TableGroup(
+                [weights[number] for number in members],
+                [bool(bags[number].sparse) for number in members],
+                [self._tables[number].name for number in members],
+                dim=kind[0],
+            )
+            for kind, members in numbers.items()
         }
         return [(groups[places[key][0]], places[key][1]) for key in keys]
 
-    def _lay_out(self, places: Sequence[tuple[TableGroup, int]]) -> None:
+    def _lay_out_alone(self) -> None:
+        """Look the tables up where they are now; no updater has them."""
+        self._places = self._own_groups(are_tied_once=False)
+        self._tables_then = self.table_weights()
+        self._lay_out()
+
+    def _lay_out(self) -> None:
         """One kernel call for the tables of one group and pooling."""
         members: dict[tuple[TableGroup, str], list[int]] = {}
-        for table, (group, _) in enumerate(places):
+        for table, (group, _) in enumerate(self._places):
             members.setdefault((group, pooling_of(self._tables[table])), []).append(table)
-        self._places = list(places)
-        numbers = [number for _, number in places]
+        numbers = [number for _, number in self._places]
         self._layouts = [
             Layout(self._lookups, self._output_dims, group, pooling == "mean", tables, numbers)
             for (group, pooling), tables in members.items()
         ]
+        # Their dictionaries, not the modules' attributes, which take nn.Module ten times as long to
+        # find: every lookup compares all tables.
+        self._parameters_of_tables = [holder._parameters for holder in self.holders()]
 
     def _optimize(
         self,
@@ -466,8 +468,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         files: ColdFiles | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self._lay_out(self._own_places(are_moved=True))
-        groups = list(dict.fromkeys(layout.group for layout in self._layouts))
+        places = self._own_groups(are_tied_once=True)
+        groups = list(dict.fromkeys(group for group, _ in places))
         tables: dict[nn.Parameter, str] = {}  # by the first of its names
         for name, weight in zip(self.embedding_bags, self.table_weights(), strict=True):
             tables.setdefault(weight, name)
@@ -482,15 +484,14 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             stochastic_rounding=stochastic_rounding,
             rounding_seed=rounding_seed,
         )
-        self._updater = self.row_optimizer.updater
+        updater = self.row_optimizer.updater
+        self.attach(updater, places)
         pinned = None
         if plan is not None:
             pinned = dict(zip(self.table_weights(), plan.pinned_by_table(), strict=True))
             budget = plan.budget_bytes
         if budget is not None:
-            self._updater.tier(
-                budget, pinned, files=files, names=tables, device=slot_device(device)
-            )
+            updater.tier(budget, pinned, files=files, names=tables, device=slot_device(device))
 
     def _lookup_error(self, features: Features, value: int) -> IdOutOfRange:
         return id_error(features, self._lookups, list(map(len, self.table_weights())), value)

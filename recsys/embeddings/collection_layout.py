@@ -26,6 +26,10 @@ class Layout:
         is_mean: Whether bags are averaged.
         members: Which tables of the collection.
         numbers: Of each of the collection's tables in its group.
+
+    Attributes:
+        lookups: What is looked up where.
+        positions: Where the features of the collection's lookups stand in the input.
     """
 
     def __init__(
@@ -45,23 +49,21 @@ class Layout:
             if table in members
         ]
         self._numbers = [lookup for _, lookup in chosen]
-        self._positions: Sequence[int] = ()
-        self._lookups = Lookups(
+        self.positions: Sequence[int] = ()
+        self.lookups = Lookups(
             tables=np.array([table for table, _ in chosen], np.uint64),
             positions=np.zeros(len(chosen), np.uint64),
             columns=np.array([starts[lookup] for _, lookup in chosen], np.uint64),
             width=int(starts[-1]),
         )
 
-    def lookups(self, positions: Sequence[int]) -> Lookups:
-        """The lookups, for features that stand at these positions of the input."""
-        if positions is not self._positions:
-            known = self._lookups
-            self._positions = positions
-            self._lookups = Lookups(
-                tables=known.tables,
-                positions=np.array([positions[lookup] for lookup in self._numbers], np.uint64),
-                columns=known.columns,
-                width=known.width,
-            )
-        return self._lookups
+    def place(self, positions: Sequence[int]) -> None:
+        """Look up features that stand at these positions of the input, from now on."""
+        known = self.lookups
+        self.positions = positions
+        self.lookups = Lookups(
+            tables=known.tables,
+            positions=np.array([positions[lookup] for lookup in self._numbers], np.uint64),
+            columns=known.columns,
+            width=known.width,
+        )

@@ -1,14 +1,15 @@
-"""Tables on a device: where they get memory, how they move there, and what is checked behind.
+"""What modules with tables have in common: their updater, copies, and the device they are on.
 
-Devices differ in what works on the rows (`kernel_choice`). A module of ours is a module like any
-other: `device=` builds it on a device, `.to()` moves it there and back.
+Devices differ in the kernels that work on rows (`kernel_choice`). `device=` builds a module on a
+device, `.to()` moves it there and back.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,13 @@ from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import require_aligned
 from recsys.embeddings.table import DATA_TYPES, data_type_of
-from recsys.embeddings.table_parameter import plain_grad
+from recsys.embeddings.table_parameter import make_plain, plain_grad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from recsys.embeddings.ahead import Prefetched
-    from recsys.embeddings.row_updater import RowUpdater
+    from recsys.embeddings.row_updater import Places, RowUpdater
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.table_group import TableGroup
     from recsys.embeddings.tiers import Tiers
@@ -39,40 +40,115 @@ __all__ = [
     "table_device",
 ]
 
+_JOINS = "_joins"  # in a pickle: the updater, the tables' places there, and their state
+
 
 class AbstractTables(nn.Module, ABC):
-    """A module with tables that kernels of ours work on."""
+    """A module with tables that kernels of recsys work on.
 
-    _updater: RowUpdater | None
+    Attributes:
+        _updater: Updates the rows; None where gradients are left to an optimizer of torch's.
+        _places: Of each table: its group, and its number there.
+        _tables_then: The Parameters when an updater took them: they must not be replaced.
+        _is_part: Whether this is a copy of a part of what one optimizer updates, not used yet.
+    """
+
+    _updater: RowUpdater | None = None
+    _places: Places = ()
+    _tables_then: Sequence[nn.Parameter] = ()
+    _is_part = False
+
+    @property
+    def row_updater(self) -> RowUpdater | None:
+        """What updates the rows; None where gradients are left to an optimizer of torch's."""
+        return self._updater
 
     def tiers(self) -> list[Tiers]:
         """Where rows are kept that are not all resident; empty where they are."""
-        return [] if self._updater is None else self._updater.tiers()
+        updater = self.row_updater
+        return [] if updater is None else updater.tiers()
 
     @abstractmethod
     def holders(self) -> list[nn.Module]:
         """The modules whose `weight`s are the tables."""
 
-    @abstractmethod
-    def attach(self, updater: RowUpdater, places: Sequence[tuple[TableGroup, int]]) -> None:
+    def attach(self, updater: RowUpdater, places: Places) -> None:
         """Hand gradients to an updater's ledgers from now on; `accelerate` calls it.
 
         Args:
-            updater: Moves the rows.
-            places: For each table the group that has it, and its number there.
+            updater: Updates the rows.
+            places: Of each table: its group, and its number there.
         """
+        self._updater, self._places, self._is_part = updater, places, False
+        self._tables_then = [group.tables[number] for group, number in places]
 
     @abstractmethod
     def prefetch(self, *arguments: Any) -> Prefetched:
         """Have the rows fetched that `forward` of the same arguments will need."""
 
-    @abstractmethod
     def detach(self) -> None:
         """Leave gradients to torch again, as the module does that this one stands for."""
+        self._updater, self._places, self._tables_then = None, (), ()
 
-    @abstractmethod
-    def _table_groups(self) -> Sequence[TableGroup]:
+    def _table_groups(self) -> list[TableGroup]:
         """Those of its tables; each once."""
+        return list(dict.fromkeys(group for group, _ in self._places))
+
+    def _require_tables(self) -> None:
+        """Refuse Parameters that have replaced those which an updater has.
+
+        A table of the "meta" device may be replaced: it gets memory so.
+
+        Raises:
+            ValueError: one has been replaced.
+        """
+        updater = self._updater
+        assert updater is not None
+        for holder, (group, number) in zip(self.holders(), self._places, strict=True):
+            table, known = holder._parameters.get("weight"), group.tables[number]
+            if table is known:
+                continue
+            if known.is_meta and isinstance(table, nn.Parameter):
+                updater.give_memory(group, number, table)
+                continue
+            raise ValueError(
+                f"table {group.names[number]!r}: its Parameter was replaced, and the tables of a "
+                "module are fixed while a recsys optimizer updates them; call "
+                "recsys.restore(model) first, then exchange the Parameter and accelerate again "
+                "(copy values in place to keep the Parameter: weight.data.copy_, load_state_dict "
+                "without assign=True)"
+            )
+        self._tables_then = [group.tables[number] for group, number in self._places]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: the module, its tables and their state, and their updater."""
+        state = self.__dict__ | {"_updater": None, "_places": (), "_tables_then": ()}
+        updater = self._updater
+        if updater is not None and updater.goes_along:
+            self._require_tables()
+            state[_JOINS] = updater, self._places, updater.states_of(self._tables_then)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Bring the copy's tables to the copy of its updater, if there is one."""
+        super().__setstate__({name: value for name, value in state.items() if name != _JOINS})  # type: ignore[no-untyped-call]
+        for holder in self.holders():
+            make_plain(cast("nn.Parameter", holder.weight))
+        self.detach()
+        if _JOINS in state:
+            updater, places, states = state[_JOINS]
+            self._is_part = True
+            updater.join(self, places, states)
+
+    def _warn_of_part(self) -> None:
+        """Warn, once, that a part of a model was copied without what updates its rows."""
+        self._is_part = False
+        warnings.warn(
+            f"{type(self).__name__}: this is a copy of a part of the tables that one recsys "
+            "optimizer updates, so it is a module of plain tables, without an optimizer; give its "
+            "weight to an optimizer, or copy the whole model",
+            stacklevel=4,
+        )
 
     def __prepare_scriptable__(self) -> None:
         """Refuse `torch.jit.script`, which would compile the Python around our kernels.
@@ -86,11 +162,11 @@ class AbstractTables(nn.Module, ABC):
         )
 
     def check_input(self) -> None:
-        """Raise what has been wrong with the input of lookups so far; wait for the device to know.
+        """Raise the first error in the input of lookups so far; waits for the device.
 
-        On a CUDA device a lookup does not wait to know whether ids are rows: a later lookup or
-        update says that they were not, and no row moves meanwhile. On the CPU nothing is left to
-        say.
+        On a CUDA device a lookup does not wait to know whether ids are rows: invalid ids raise on
+        a later lookup or update, and no row is updated meanwhile. On the CPU they have raised
+        already.
 
         Raises:
             IdOutOfRange: a value was no row of its table.
@@ -101,21 +177,16 @@ class AbstractTables(nn.Module, ABC):
             if group.kernels.errors is not None:
                 group.kernels.errors.check()
 
-    @property
-    def row_updater(self) -> RowUpdater | None:
-        """What moves the rows; None where gradients are left to an optimizer of torch's."""
-        return self._updater
-
     def sync(self) -> None:
-        """Write back every row that was moved; what is in files is whole then, on the disk.
+        """Write back every row that was updated; what is in files is whole then, on the disk.
 
         Of a model that was accelerated, all of its tables, whichever module is asked.
 
         Raises:
             OSError: the disk refuses.
         """
-        if self._updater is not None:
-            self._updater.sync()
+        if self.row_updater is not None:
+            self.row_updater.sync()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module. Rows in fast memory are written back, and stay there."""
@@ -136,7 +207,7 @@ class AbstractTables(nn.Module, ABC):
                 group.tiers.settle()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """By this `.to()` and the like move a module, and here what belongs to its tables.
+        """Move what belongs to the tables, where `.to()`, `.cuda()` or `.half()` convert a module.
 
         Gradients collected go along as `grad` of the tables; the state of their optimizer follows
         in its next step. Of rows in two tiers, those in fast memory are on the device from then on;
@@ -154,11 +225,15 @@ class AbstractTables(nn.Module, ABC):
         module: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for group in groups:
             group.forget_space()
+        if self.row_updater is None:
+            self.detach()  # finds tables that are other Parameters now, as `to_empty` makes them
+        elif any(table.is_meta for table in self._tables_then):
+            self._require_tables()
         return module
 
     def _move_tiers(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """Do what `fn` means for slots; what it is to do with everything else."""
-        weights = [weight for group in self._table_groups() for weight in group.weights()]
+        weights = [table for group in self._table_groups() for table in group.tables]
         for dtype in {weight.dtype for weight in weights}:
             found = fn(torch.empty(0, dtype=dtype))
             if found.device.type not in ("cpu", "cuda") or found.dtype != dtype:
@@ -167,8 +242,9 @@ class AbstractTables(nn.Module, ABC):
                     f"cannot be made {found.dtype} on '{found.device}'; build the module so, or "
                     "without budget="
                 )
-        assert self._updater is not None
-        self._updater.move_slots(found.device)
+        updater = self.row_updater
+        assert updater is not None
+        updater.move_slots(found.device)
         # Gradients stay beside their tables; the list keeps them what they are.
         staying = [each for weight in weights for each in (weight, plain_grad(weight))]
         numbers = {id(each) for each in staying}
@@ -181,12 +257,12 @@ class AbstractTables(nn.Module, ABC):
 
 
 def check_input(model: nn.Module) -> None:
-    """`check_input` of every module of ours in a model.
+    """Call `check_input` of every module of recsys in a model.
 
     Raises:
-        IdOutOfRange: as there, and so are the others.
-        MalformedBags: likewise.
-        ValueError: likewise.
+        IdOutOfRange: as there.
+        MalformedBags: as there.
+        ValueError: as there.
     """
     for module in model.modules():
         if isinstance(module, AbstractTables):

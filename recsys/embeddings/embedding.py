@@ -1,9 +1,9 @@
-"""`HotColdEmbedding`: `nn.Embedding` whose rows are moved by an optimizer of their own.
+"""`HotColdEmbedding`: `nn.Embedding` whose rows are updated by an optimizer of their own.
 
     input -> bags of one id -> one kernel -> rows
     gradient -> ledger -> update
 
-It is an `nn.Embedding`, so whatever asks for one gets one. Without an optimizer it computes as one;
+It is an `nn.Embedding`, so code that expects one takes it. Without an optimizer it computes as one;
 what it adds is errors that name the place of an id.
 """
 
@@ -35,32 +35,32 @@ class HotColdEmbedding(TableModule, nn.Embedding):
     Args:
         num_embeddings: E, rows.
         embedding_dim: D, columns.
-        padding_idx: A row that never moves; drawn as zeros.
+        padding_idx: A row that is never updated; drawn as zeros.
         max_norm: Rows looked up whose norm is larger are scaled down to it, in place.
         norm_type: The p of that norm.
         scale_grad_by_freq: Whether a row's gradient is divided by how often the mini-batch has it.
-        sparse: Whether `weight.grad` is sparse; `optimizer` moves rows alike in either case.
+        sparse: Whether `weight.grad` is sparse; `optimizer` updates rows alike in either case.
         _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
         _freeze: Whether rows stay as they are.
-        device: As for `HotColdEmbeddingBag`, and so are all that follow.
-        dtype: Likewise.
-        optimizer: Likewise.
-        auto_apply: Likewise.
-        stochastic_rounding: Likewise.
-        rounding_seed: Likewise.
-        budget: Likewise.
-        plan: Likewise.
-        cold_tier: Likewise.
-        cold_path: Likewise.
+        device: As for `HotColdEmbeddingBag`.
+        dtype: As for `HotColdEmbeddingBag`.
+        optimizer: As for `HotColdEmbeddingBag`.
+        auto_apply: As for `HotColdEmbeddingBag`.
+        stochastic_rounding: As for `HotColdEmbeddingBag`.
+        rounding_seed: As for `HotColdEmbeddingBag`.
+        budget: As for `HotColdEmbeddingBag`.
+        plan: As for `HotColdEmbeddingBag`.
+        cold_tier: As for `HotColdEmbeddingBag`.
+        cold_path: As for `HotColdEmbeddingBag`.
 
     Attributes:
-        row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
+        row_optimizer: `optimizer` as an optimizer of torch's, for its `param_groups`; None without.
 
     Raises:
         AssertionError: `padding_idx` is no row, or `_weight` has another shape.
         ProfileError: the plan is of other tables.
         ColdTierError: the folder cannot be used, has another table, or there is no room.
-        ValueError: rows are such as an optimizer of ours cannot move.
+        ValueError: rows are such as a recsys optimizer cannot update.
     """
 
     mode = "sum"  # of bags of one id
@@ -114,7 +114,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         )
         if rows.are_to_draw:
             self.reset_parameters()
-        self._leave_to_torch()
+        self.row_optimizer = None
         if optimizer is not None:
             self._optimize(
                 optimizer,
@@ -146,6 +146,8 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             if torch.compiler.is_compiling():
                 return cast("Tensor", self._break_graph(input))
             return self._look_up(input)
+        if self._is_part:
+            self._warn_of_part()
         if torch.compiler.is_compiling() or not input.is_cpu:
             return super().forward(input)
         try:
@@ -164,9 +166,9 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             As for `forward`.
 
         Raises:
-            IdOutOfRange: as for `forward`, and so are the others.
-            MalformedBags: likewise.
-            ValueError: likewise.
+            IdOutOfRange: as for `forward`.
+            MalformedBags: as for `forward`.
+            ValueError: as for `forward`.
         """
         if not self.tiers():
             return Prefetched(())
@@ -196,15 +198,15 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         Args:
             embeddings: The rows.
             freeze: Whether they stay as they are; as in torch they do, unless told otherwise.
-            padding_idx: As for the class, and so are all that follow.
-            max_norm: Likewise.
-            norm_type: Likewise.
-            scale_grad_by_freq: Likewise.
-            sparse: Likewise.
-            optimizer: Likewise; it has nothing to do while rows are frozen.
-            auto_apply: Likewise.
-            stochastic_rounding: Likewise.
-            rounding_seed: Likewise.
+            padding_idx: As for the class.
+            max_norm: As for the class.
+            norm_type: As for the class.
+            scale_grad_by_freq: As for the class.
+            sparse: As for the class.
+            optimizer: As for the class; it has nothing to do while rows are frozen.
+            auto_apply: As for the class.
+            stochastic_rounding: As for the class.
+            rounding_seed: As for the class.
 
         Shape:
             embeddings (E, D).

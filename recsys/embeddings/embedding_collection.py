@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.fused_optimizer import FusedOptimizer
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.plan import HotPlan
-    from recsys.embeddings.row_updater import RowUpdater
+    from recsys.embeddings.row_updater import Places, RowUpdater
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.table_group import TableGroup
 
@@ -86,23 +86,23 @@ class HotColdEmbeddingCollection(AbstractTables):
     Args:
         tables: `TableConfig`s, whose pooling says nothing here, or TorchRec's `EmbeddingConfig`s;
             all of one embedding_dim.
-        device: As for `HotColdEmbeddingBagCollection`, and so are all below but the next.
+        device: As for `HotColdEmbeddingBagCollection`.
         need_indices: Whether the result has the ids beside the rows, as its weights.
-        optimizer: Likewise.
-        auto_apply: Likewise.
-        budget: Likewise.
-        plan: Likewise.
-        cold_tier: Likewise.
-        cold_path: Likewise.
+        optimizer: As for `HotColdEmbeddingBagCollection`.
+        auto_apply: As for `HotColdEmbeddingBagCollection`.
+        budget: As for `HotColdEmbeddingBagCollection`.
+        plan: As for `HotColdEmbeddingBagCollection`.
+        cold_tier: As for `HotColdEmbeddingBagCollection`.
+        cold_path: As for `HotColdEmbeddingBagCollection`.
 
     Attributes:
         embeddings: The tables by name, as `HotColdEmbedding`s.
-        row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
+        row_optimizer: `optimizer` as an optimizer of torch's, for its `param_groups`; None without.
 
     Raises:
         ColdTierError: the folder cannot be used, has other tables, or there is no room.
         ValueError: names are not distinct, dims differ, a data type is unknown, or the device is
-            one that kernels of ours cannot work on.
+            one that kernels of recsys cannot work on.
     """
 
     row_optimizer: FusedOptimizer | None
@@ -144,7 +144,6 @@ class HotColdEmbeddingCollection(AbstractTables):
             for position, table in enumerate(tables)
             for feature in table.feature_names
         ]
-        self._updater: RowUpdater | None = None
         self.row_optimizer = None
         if _embeddings is None:
             require_device(device, "leave tables that are to be there to TorchRec")
@@ -230,9 +229,9 @@ class HotColdEmbeddingCollection(AbstractTables):
         """Have the rows of a lookup to come fetched in the background; see `HotColdEmbedding`.
 
         Raises:
-            IdOutOfRange: as for `forward`, and so are the others.
-            KeyError: likewise.
-            MalformedBags: likewise.
+            IdOutOfRange: as for `forward`.
+            KeyError: as for `forward`.
+            MalformedBags: as for `forward`.
         """
         if not self.tiers():
             return Prefetched(())
@@ -289,23 +288,27 @@ class HotColdEmbeddingCollection(AbstractTables):
         """The modules whose `weight`s are the tables."""
         return list(self.embeddings.values())
 
-    def attach(self, updater: RowUpdater, places: Sequence[tuple[TableGroup, int]]) -> None:
+    @property
+    def row_updater(self) -> RowUpdater | None:
+        """What updates the rows; None where gradients are left to an optimizer of torch's."""
+        return self._embedding(0).row_updater
+
+    def attach(self, updater: RowUpdater, places: Places) -> None:
         """Hand gradients over from now on; see `AbstractTables`."""
-        self._updater = updater
         for number, place in enumerate(places):
             self._embedding(number).attach(updater, [place])
 
     def detach(self) -> None:
         """Leave gradients at the tables again."""
-        self._updater = None
         for number in range(len(self._tables)):
             self._embedding(number).detach()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles; tables bring their own state."""
-        if self._updater is None or self._updater.goes_along:
-            return self.__dict__.copy()
-        return self.__dict__ | {"_updater": None}
+        """For copies and pickles; each `HotColdEmbedding` brings its own table."""
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
 
     def _table_groups(self) -> list[TableGroup]:
         embeddings = map(self._embedding, range(len(self._tables)))
@@ -371,7 +374,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         files: ColdFiles | None,
         device: torch.device | None,
     ) -> None:
-        """Move the rows by a formula, or by what they are marked with, from now on."""
+        """Update the rows by a formula, or by what they are marked with, from now on."""
         tables = [
             NamedTable(
                 name,

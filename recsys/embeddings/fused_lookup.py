@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, is_grad_enabled, nn
-from torch._C import DisableTorchFunctionSubclass, _are_functorch_transforms_active
+from torch import Tensor, is_grad_enabled
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _are_functorch_transforms_active,
+    _current_graph_task_id,
+)
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
@@ -25,12 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from recsys.embeddings.ahead import AheadClaim
-    from recsys.embeddings.found import Found
     from recsys.embeddings.row_updater import RowUpdater
-    from recsys.embeddings.table_group import TableGroup
+    from recsys.embeddings.table_group import ResolvedLookup, TableGroup
 
 __all__ = [
     "MAX_KEPT_BYTES",
+    "NO_PASS",
     "Part",
     "empty_result",
     "fused_lookup",
@@ -40,6 +44,7 @@ __all__ = [
 
 
 MAX_KEPT_BYTES = 32 * 2**20
+NO_PASS = -1  # what torch's `_current_graph_task_id` returns outside of backward
 
 
 class Part(NamedTuple):
@@ -65,7 +70,7 @@ def fused_lookup(
 
     Args:
         parts: All of one batch size and width of output.
-        bag_weights: What the parts' bags have as weights; it gets a gradient if it asks for one.
+        bag_weights: What the parts' bags have as weights; it gets a gradient if it requires one.
         ids: What the parts' bags are views of; backward reads it again.
         updater: Keeps the gradients; None where they go to the tables.
         explain: From the position of a value that is no row to the error that says so.
@@ -80,48 +85,47 @@ def fused_lookup(
         RuntimeError: the tables' gradients would have to be shared between processes; in backward,
             what it reads again was changed in place meanwhile.
     """
-    with DisableTorchFunctionSubclass():  # it is us who read the tables
-        may_move = updater is not None and is_grad_enabled()
-        weights_of: list[Sequence[nn.Parameter]] = []
-        asking: list[Lookups] = []
-        asks_tables = False
+    with DisableTorchFunctionSubclass():  # internal reads of tables
+        may_update = updater is not None and is_grad_enabled()
+        requiring: list[Lookups] = []
+        is_updated = False
         for group, lookups, _ in parts:
-            weights_of.append(group.follow(lookups))
-            asking.append(group.asking(lookups, weights_of[-1]) if may_move else _NOTHING)
-            asks_tables = asks_tables or bool(asking[-1].distinct_tables)
-        if not asks_tables and updater is not None and parts[0].group.tiers is not None:
-            asks_weights = may_move and bag_weights is not None and bag_weights.requires_grad
-            if not asks_weights:
+            requiring.append(group.lookups_requiring_grad(lookups) if may_update else _NOTHING)
+            is_updated = is_updated or bool(requiring[-1].distinct_tables)
+        if not is_updated and updater is not None and parts[0].group.tiers is not None:
+            has_gradient = may_update and bag_weights is not None and bag_weights.requires_grad
+            if not has_gradient:
                 return _look_up_where_rows_are(parts, explain, num_stacked)
         calls = None
         while calls is None:
             try:
-                calls = _calls_of(parts, weights_of, asking)
+                calls = _resolve(parts, requiring)
             except NoSuchRow as error:
                 raise explain(error.position) from None
             except NotEnoughSlots as error:
-                # Behind this block: until its end the error keeps what has been claimed.
+                # After this block: until its end the error keeps what has been claimed.
                 short, num_needed = error.residency, error.num_needed
             if calls is None:
                 assert updater is not None
                 updater.make_room(short, num_needed, _count_distinct(parts))
         tables: Sequence[Tensor] = ()
         if updater is None:
-            tables = [weight for part in parts for weight in part.group.weights()]
-        elif asks_tables:
-            tables = (updater.asks_gradient,)
+            tables = [table for part in parts for table in part.group.tables]
+        elif is_updated:
+            tables = (updater.grad_anchor,)
             if DistributedDataParallel._active_ddp_module is not None:
                 raise RuntimeError(
-                    "DistributedDataParallel: rows that an optimizer of recsys moves are not "
-                    "shared between processes; build the tables without optimizer= (their sparse "
+                    "DistributedDataParallel: rows that a recsys optimizer updates are not shared "
+                    "between processes; build the tables without optimizer= (their sparse "
                     "gradients are shared), or train in one process"
                 )
-        joined = None if updater is None else updater.join_pass()
+        is_recomputed = updater is not None and _current_graph_task_id() != NO_PASS
+        joined = updater.join_pass() if updater is not None and is_recomputed else None
         work = _Work(calls, ids, updater, explain, joined, num_stacked)
-        # torch's own first looks, in Python, for tensors that a transform of functorch's has left
-        # among the arguments; where they are all of our making, there are none.
-        is_ours = updater is not None and bag_weights is None
-        is_plain = is_ours and not _are_functorch_transforms_active()
+        # torch's own `apply` first looks, in Python, for tensors that a transform of functorch has
+        # left among the arguments. Where recsys made all of them, there are none.
+        has_own_tensors = updater is not None and bag_weights is None
+        is_plain = has_own_tensors and not _are_functorch_transforms_active()
         apply = _apply_plainly if is_plain else _FusedLookup.apply
         pooled: Tensor = apply(work, bag_weights, *tables)
         return pooled
@@ -136,11 +140,13 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
 
     Returns:
         What was claimed: all of it, or nothing where there are too few slots; nothing, either,
-        where no table asks for a gradient, since rows are then read where they are.
+        where no table requires a gradient, since rows are then read where they are.
     """
     claims: list[AheadClaim] = []
-    with DisableTorchFunctionSubclass():  # it is us who read the tables
-        if not any(part.group.asking(part.lookups).distinct_tables for part in parts):
+    with DisableTorchFunctionSubclass():  # internal reads of tables
+        if not any(
+            part.group.lookups_requiring_grad(part.lookups).distinct_tables for part in parts
+        ):
             return Prefetched(())
         try:
             for group, lookups, bags in parts:
@@ -172,35 +178,34 @@ def _count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
     return found
 
 
-def _calls_of(
-    parts: Sequence[Part],
-    weights_of: Sequence[Sequence[nn.Parameter]],
-    asking: Sequence[Lookups],
-) -> list[tuple[Found, Lookups]]:
-    """The kernel calls of all parts, and which lookups of each ask for a gradient.
+def _resolve(
+    parts: Sequence[Part], requiring: Sequence[Lookups]
+) -> list[tuple[ResolvedLookup, Lookups]]:
+    """The kernel calls of all parts, and which lookups of each require a gradient.
 
     Args:
         parts: What is looked up.
-        weights_of: Each one's tables.
-        asking: Of the lookups of each.
+        requiring: Of each part: the lookups in tables that require a gradient.
     """
     calls = []
-    for (group, lookups, bags), weights, its_asking in zip(parts, weights_of, asking, strict=True):
-        for found in group.find(lookups, bags, weights):
+    for (group, lookups, bags), required in zip(parts, requiring, strict=True):
+        for found in group.resolve(lookups, bags):
             is_whole = found.lookups is lookups
-            calls.append((found, its_asking if is_whole else group.asking(found.lookups)))
+            its_required = required if is_whole else group.lookups_requiring_grad(found.lookups)
+            calls.append((found, its_required))
     return calls
 
 
 def _look_up_where_rows_are(
     parts: Sequence[Part], explain: Callable[[int], Exception], num_stacked: int
 ) -> Tensor:
-    """Of tiered rows, for nobody who would come back to them: no slots, no graph."""
+    """Look up tiered rows for which no backward comes: no slots are claimed, no graph is made."""
     errors = parts[0].group.kernels.errors
     if errors is not None:
         errors.poll()
-    dtype, device = parts[0].group.weights()[0].dtype, parts[0].group.device
-    result = empty_result(dtype, device, parts[0].bags, parts[0].lookups, num_stacked)
+    group, lookups, bags = parts[0]
+    dtype = compute_dtype(group.tables[0].dtype)
+    result = empty_result(dtype, group.device, bags, lookups, num_stacked)
     for group, lookups, bags in parts:
         assert group.tiers is not None
         bad = group.tiers.look_up(group.space(), lookups, bags, result.flatten(1))
@@ -214,17 +219,17 @@ def _look_up_where_rows_are(
 def empty_result(
     dtype: torch.dtype, device: torch.device, bags: Bags, lookups: Lookups, num_stacked: int = 0
 ) -> Tensor:
-    """Memory for the pooled rows of tables of a dtype, (B, W) or (B, F, W / F)."""
-    computed, batch_size, width = compute_dtype(dtype), bags.batch_size, lookups.width
+    """Memory for pooled rows, of the dtype that rows are computed in, (B, W) or (B, F, W / F)."""
+    batch_size, width = bags.batch_size, lookups.width
     shape = (batch_size, num_stacked, width // num_stacked) if num_stacked else (batch_size, width)
     # glibc asks the system for anything larger anew each time, and small pages of it are handed
     # out one by one: at 100 MiB that took longer than looking up.
-    is_large = batch_size * width * computed.itemsize > MAX_KEPT_BYTES
-    return (empty_rows if is_large else torch.empty)(*shape, dtype=computed, device=device)
+    is_large = batch_size * width * dtype.itemsize > MAX_KEPT_BYTES
+    return (empty_rows if is_large else torch.empty)(*shape, dtype=dtype, device=device)
 
 
 class _Work(NamedTuple):
-    calls: Sequence[tuple[Found, Lookups]]
+    calls: Sequence[tuple[ResolvedLookup, Lookups]]
     ids: Sequence[Tensor]
     updater: RowUpdater | None
     explain: Callable[[int], Exception]
@@ -236,19 +241,17 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
         found, _ = work.calls[0]
-        kernels = found.kernels
-        if kernels.errors is not None:
-            kernels.errors.poll()
-        table = found.space.tables[0]
-        result = empty_result(
-            table.dtype, table.device, found.bags, found.lookups, work.num_stacked
-        )
+        errors, space = found.kernels.errors, found.space
+        if errors is not None:
+            errors.poll()
+        device = space.tables[0].device
+        result = empty_result(space.computed, device, found.bags, found.lookups, work.num_stacked)
         for found, _ in work.calls:
             bad = found.kernels.pooled_lookup(found.space, found.lookups, found.bags, result)
             if bad >= 0:
                 raise work.explain(bad)
-        if kernels.errors is not None:
-            kernels.errors.report(work.explain)
+        if errors is not None:
+            errors.report(work.explain)
         ctx.work = work
         ctx.save_for_backward(*work.ids, *(() if bag_weights is None else (bag_weights,)))
         ctx.versions = _versions(work) if ctx.needs_input_grad[1] else None
@@ -257,24 +260,22 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if is_grad_enabled():  # a graph of gradients is made, which ends here
-            return _FusedLookup._backward_once(ctx, gradient)
-        return _FusedLookup._backward(ctx, gradient)
-
-    @staticmethod
-    def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            return _backward_once(ctx, gradient)
         work: _Work = ctx.work
         ctx.saved_tensors  # noqa: B018  # raises where one was changed, or backward runs twice
         if not _get_current_graph_task_keep_graph():
-            ctx.work = None  # its slots are the ledger's now, and then whose they may be
+            ctx.work = None  # the ledger has its slots now, and an update releases them
         if gradient.requires_grad:  # with create_graph it is part of a graph
             gradient = gradient.detach()
-        gradient = with_dense_rows(gradient)
+        if not gradient.is_contiguous():
+            gradient = with_dense_rows(gradient)
         of_weights = None
         if ctx.needs_input_grad[1]:
             if ctx.versions != _versions(work):
                 raise RuntimeError(
-                    "rows were moved between a lookup and its backward, whose gradient of the "
-                    "weights is that of the rows as they were; call backward before rows move"
+                    "rows were updated between a lookup and its backward, whose gradient of the "
+                    "weights is that of the rows as they were; call backward before rows are "
+                    "updated"
                 )
             of_weights = gradient.new_zeros(len(work.calls[0][0].bags.values))
             whole = gradient.flatten(1).contiguous()
@@ -285,13 +286,14 @@ class _FusedLookup(torch.autograd.Function):
         with DisableTorchFunctionSubclass():
             if work.updater is None:
                 return None, of_weights, *_gradients_of_tables(ctx, work, gradient)
-            if any(ctx.needs_input_grad[2:]) and work.updater.is_asked():
-                work.updater.keep(_entries(work, work.updater, gradient), work.joined)
+            if any(ctx.needs_input_grad[2:]) and work.updater.is_in_pass():
+                _keep(work, work.updater, gradient)
         return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
 
-    _backward_once = staticmethod(once_differentiable(_backward))
 
-
+_backward_once: Callable[..., tuple[Tensor | None, ...]] = once_differentiable(
+    _FusedLookup.backward
+)
 # What `torch.autograd.Function.apply` calls when it has looked.
 _apply_plainly: Callable[..., Any] = super(torch.autograd.Function, _FusedLookup).apply
 
@@ -300,43 +302,36 @@ def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor
     tables: list[Tensor | None] = []
     for call, _ in work.calls:
         is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(call.tables)]
-        # Of the tables as they were: what has come in the place of one may have fewer rows.
+        # Of the tables as they were looked up: they may have fewer rows by now.
         ledger = [LedgerEntry(call.lookups, call.bags, gradient)]
         found = sparse_gradients(call.tables, ledger, is_asked)
         tables += [
             gradient if is_sparse or gradient is None else gradient.to_dense()
-            for gradient, is_sparse in zip(found, call.group.are_sparse(), strict=True)
+            for gradient, is_sparse in zip(found, call.group.are_sparse, strict=True)
         ]
     return tables
 
 
-def _entries(work: _Work, updater: RowUpdater, gradient: Tensor) -> list[tuple[Found, LedgerEntry]]:
-    entries = []
-    for found, asking in work.calls:
-        still_asking = found.group.still_asking(asking, found.parameters)
-        if not still_asking.distinct_tables:
-            continue
-        bags, rows = found.bags, None if found.ticket is None else found.rows
-        if updater.auto_apply:  # in this same pass
-            bags = bags.with_own_weights()
-        else:  # the caller may refill its memory before the step
-            bags, rows = bags.copied(), None if rows is None else rows.copied()
-        entry = LedgerEntry(
-            still_asking,
-            bags,
-            gradient,
-            gradient._version,
-            found.tables,
-            rows,
-            found.ticket,
-            found.lookups,
-        )
-        entries.append((found, entry))
-    return entries
+def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
+    """Put the gradient in the ledgers, of tables that still require one; ids are copied."""
+    if updater.auto_apply:
+        updater.begin_pass(work.joined)
+    for found, requiring in work.calls:
+        group, ticket = found.group, found.ticket
+        requiring = group.lookups_requiring_grad(requiring)  # noqa: PLW2901  # frozen since
+        if requiring.distinct_tables:
+            bags = found.bags.copied()
+            rows = None if ticket is None else found.rows.copied()
+            version = gradient._version
+            group.keep(
+                LedgerEntry(
+                    requiring, bags, gradient, version, found.tables, rows, ticket, found.lookups
+                )
+            )
 
 
 def with_dense_rows(gradient: Tensor) -> Tensor:
-    """A gradient whose rows lie whole, one behind the other, with or without room between them.
+    """A gradient whose rows lie whole, one after the other, with or without room between them.
 
     An interaction hands over a part of its own gradient like that; copying it costs a tenth of the
     update.
@@ -354,4 +349,4 @@ def with_dense_rows(gradient: Tensor) -> Tensor:
 
 
 def _versions(work: _Work) -> list[int]:
-    return [weight._version for found, _ in work.calls for weight in found.group.weights()]
+    return [table._version for found, _ in work.calls for table in found.group.tables]

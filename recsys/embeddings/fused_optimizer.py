@@ -1,4 +1,4 @@
-"""`FusedOptimizer`: `torch.optim`'s face of a formula of ours, for the rows of one module."""
+"""`FusedOptimizer`: a formula of recsys as an optimizer of torch, for the rows of one module."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["FusedOptimizer"]
 class FusedOptimizer(torch.optim.Optimizer):
     """The optimizer of a module's rows: `param_groups` for schedulers, `step`, `state_dict`.
 
-    Copied or pickled, it has the tables and the state of those modules that are copied with it.
+    A copy or a pickle has tables and state if all of its modules are copied together with it.
 
     Args:
         tables: By `state_dict` key of the table: the table, and what its state's names begin with.
         groups: The tables again, as they are updated.
-        formula: How rows move. Its fields are the settings, to be changed in `param_groups`.
-        auto_apply: Whether rows move at the end of each backward pass; `step` then has nothing
-            left to do.
+        formula: How rows are updated. Its fields are the settings, to be changed in `param_groups`.
+        auto_apply: Whether rows are updated at the end of each backward pass; `step` then has
+            nothing left to do.
         stochastic_rounding: Of tables of 16 bits: whether rows are rounded so that they are right
             on average; else to nearest. Kept in `param_groups`, as is the next.
         rounding_seed: What that rounding depends on, beside the place of a number and the step.
@@ -70,15 +70,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: modules bring their tables and the state of these themselves."""
+        """For copies and pickles, to which modules bring their tables; see `RowUpdater.join`."""
         own = {name: self.__dict__[name] for name in ("_prefixes", "_kind", "updater")}
-        stand_ins = self.updater.stand_ins()
-        [group] = self.param_groups
-        group = group | {"params": [stand_ins[table] for table in group["params"]]}
-        return super().__getstate__() | {"state": defaultdict(dict), "param_groups": [group]} | own
+        groups = [group | {"params": []} for group in self.param_groups]
+        return super().__getstate__() | {"state": defaultdict(dict), "param_groups": groups} | own
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Move the rows looked up since the last step.
+        """Update the rows looked up since the last step.
 
         Args:
             closure: Computes the loss and its gradients anew; called first.
@@ -86,22 +84,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         Returns:
             What `closure` returned.
         """
-        # Naming every step to a profiler that is not there would take a third as long as moving
+        # Naming every step to a profiler that is not there would take a third as long as updating
         # the rows of a small mini-batch.
-        if closure is None and not self._is_watched():
-            self.updater.update_rows()
-            return None
-        return self._named_step(closure)
-
-    def _is_watched(self) -> bool:
-        """Whether a profiler or a hook of step is to be told of it."""
-        return bool(
-            _profiler_enabled()
+        if (
+            closure is not None
+            or _profiler_enabled()
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
-        )
+        ):
+            return self._named_step(closure)
+        self.updater.update_rows()
+        return None
 
     @torch.optim.Optimizer.profile_hook_step
     def _named_step(self, closure: Callable[[], float] | None) -> float | None:
@@ -133,7 +128,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state by TorchRec's names, `{table key: {table.momentum1: ...}}`; no copies."""
-        self.updater.follow_tables()
         self.updater.flush()
         [group] = self.param_groups
         state = {
@@ -154,7 +148,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             ValueError: a table is missing or unknown, or a state's size is another. Nothing has
                 been changed.
         """
-        self.updater.follow_tables()
         [group] = self.param_groups
         states, settings = state_dict["state"], state_dict["param_groups"][0]
         if set(states) != set(self._prefixes):

@@ -1,4 +1,4 @@
-"""The update of one table group: settings and state read from an optimizer, rows moved by a kernel.
+"""The update of one table group: settings and state from an optimizer, rows updated by a kernel.
 
 A `torch.optim.Optimizer` has the settings (`param_groups`) and the state; how they are read is in a
 `Translation`.
@@ -7,7 +7,7 @@ A `torch.optim.Optimizer` has the settings (`param_groups`) and the state; how t
 from __future__ import annotations
 
 from operator import is_
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,18 +15,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from recsys.embeddings.budget import SpaceSize
-from recsys.embeddings.exchanged_tables import heirs, require_own
 from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.ledger import tables_in
 from recsys.embeddings.kernels.rounding import TO_NEAREST, table_key
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
 from recsys.embeddings.state_arrays import StateArrays, require_state
-from recsys.embeddings.table_parameter import move_table, plain_grad
-from recsys.embeddings.tiers import Tiers
-from recsys.embeddings.translation import SettingsReader
-from recsys.embeddings.update import Update
-from recsys.errors import BudgetTooSmall, ColdTierError, NonFiniteGradient
+from recsys.embeddings.table_parameter import plain_grad
+from recsys.embeddings.tiering import make_tiers
+from recsys.errors import ColdTierError, NonFiniteGradient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,16 +37,54 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.row_space import RowSpace
     from recsys.embeddings.table_group import TableGroup
-    from recsys.embeddings.translation import Translation
+    from recsys.embeddings.translation import Settings, Translation
 
-__all__ = ["GroupUpdater"]
+__all__ = ["GroupUpdater", "PreparedUpdate"]
 
 
-_NO_STATE: dict[str, Any] = {}  # stands for a table that never moved; never written to
+_NO_STATE: dict[str, Any] = {}  # stands for a table that was never updated; never written to
+_OF_TABLES = ("params", "param_names")  # in a param group, what says nothing of the formula
+
+
+class PreparedUpdate(NamedTuple):
+    """What one update takes, after everything that may refuse it; see `row_update`.
+
+    Attributes:
+        ledger: What was collected.
+        updated: Numbers of the tables that it is for.
+        space: The tables.
+        states: Their state.
+        formula: How rows are updated.
+        rates: Of every table, (T, 2).
+        keys: Of every table, for stochastic rounding.
+        by_table: The optimizer's state of every table, if there is some.
+        steps: Of each table in `updated`, where steps are counted; to be noted.
+        new: Tables whose state is to be noted for the first time.
+    """
+
+    ledger: Sequence[LedgerEntry]
+    updated: Sequence[int]
+    space: RowSpace
+    states: Sequence[RowSpace]
+    formula: RowOptimizer
+    rates: NDArray[np.float64]
+    keys: NDArray[Any]
+    by_table: Sequence[dict[str, Any]] = ()
+    steps: Sequence[Any] = ()
+    new: Sequence[int] = ()
+
+
+class _ReadSettings(NamedTuple):
+    """Settings when they were last read, and what they said."""
+
+    names: list[str]
+    values: list[Any]
+    settings: Settings
+    rates: NDArray[np.float64]  # not to be written to
 
 
 class GroupUpdater:
-    """Moves the rows of one table group.
+    """Updates the rows of one table group.
 
     Args:
         group: Has the tables and their ledger.
@@ -58,6 +93,7 @@ class GroupUpdater:
         translation: How settings and state are read.
 
     Attributes:
+        group: As given.
         least_slots: What a mini-batch has needed, where rows are kept in slots.
     """
 
@@ -70,45 +106,31 @@ class GroupUpdater:
     ) -> None:
         self.group = group
         self._optimizer, self._number, self._translation = optimizer, number, translation
-        self._weights: Sequence[nn.Parameter] = group.weights()
+        self.least_slots = 1
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with nothing read, and with tables in memory."""
         self._states: list[StateArrays] = []
         self._states_of: RowSpace | None = None
         self._numbers: list[int] = []
         self._state_then: list[Any] = []  # all that the optimizer had when it was last looked into
         self._found_then: list[dict[str, Any]] = []  # of these tables
-        self._settings = SettingsReader(translation, group.dim, len(self._weights))
-        self.least_slots = 1
+        self._read: _ReadSettings | None = None
         self._files: ColdFiles | None = None
         self._names: list[str] = []  # of the tables there
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, whose memory is elsewhere; see `TableGroup`."""
-        stand_ins = [each.weight for each in self.group.stand_ins()]
-        own = {"_weights": stand_ins, "_states": [], "_states_of": None, "_files": None}
-        own |= {"_state_then": [], "_found_then": []}
-        return self.__dict__ | own
+        """For copies and pickles, whose memory is elsewhere."""
+        kept = ("group", "_optimizer", "_number", "_translation", "least_slots")
+        return {name: self.__dict__[name] for name in kept}
 
-    def stand_ins(self) -> dict[Tensor, Tensor]:
-        """By table: what has its place in copies."""
-        self.follow_tables()
-        stand_ins = [cast("Tensor", each.weight) for each in self.group.stand_ins()]
-        return dict(zip(self._weights, stand_ins, strict=True))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
-    def state_of(self, table: int) -> dict[str, Any]:
-        """A table's state, for the module that takes it along."""
-        self.follow_tables()
-        known: dict[str, Any] = self._optimizer.state.get(self._weights[table], {})
-        return known
-
-    def take_in(self, table: int, state: dict[str, Any]) -> None:
-        """Keep the state that a module which was copied along brings."""
-        if state:
-            self._optimizer.state[self._weights[table]] = state
-        self.follow_tables()
-        self.follow_state()
-
-    def prepare(self) -> Update | None:
-        """Take what was collected, and make sure that nothing speaks against the update of rows.
+    def prepare(self) -> PreparedUpdate | None:
+        """Take what was collected, and make sure that nothing refuses the update of rows.
 
         Returns:
             For `update_rows`; None where nothing was collected.
@@ -119,38 +141,60 @@ class GroupUpdater:
             ValueError: settings or state are such that rows cannot be updated by them. After each
                 of these, everything is still collected.
         """
-        self.group.close_calls()
-        weights = self.group.follow()
-        self.follow_tables(weights)
-        ledger = self.group.take_ledger(weights)
+        ledger = self.group.take_ledger()
         if not ledger:
             return None
+        updated = ledger[0].lookups.distinct_tables if len(ledger) == 1 else tables_in(ledger)
         try:
-            return self._prepared(tables_in(ledger), ledger)
+            read = self._read_settings()
+            (formula, sizes, _, _), rates_T2 = read.settings, read.rates
+            space = self.group.space()
+            for entry in ledger:
+                if entry.tables is not space.tables:
+                    entry.require_rows_in(space.tables)
+            if self.group.tiers is not None:
+                self.group.tiers.heed_others(space)
+            settings = self._optimizer.param_groups[self._number]
+            is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
+            counts_steps = self._translation.counts_steps or is_by_chance
+            if not (counts_steps or sizes):
+                states = self._state_spaces(space, sizes, updated, ()) if self._states else []
+                return PreparedUpdate(ledger, updated, space, states, formula, rates_T2, TO_NEAREST)
+            by_table, new = self._state_by_table(updated)
+            keys_T: NDArray[Any] = TO_NEAREST
+            steps: list[Any] = []
+            if counts_steps:
+                rates_T2, keys_T, steps = self._rates_and_keys(
+                    settings, formula, updated, by_table, is_by_chance=is_by_chance
+                )
+            states = self._state_spaces(space, sizes, updated, by_table)
+            return PreparedUpdate(
+                ledger, updated, space, states, formula, rates_T2, keys_T, by_table, steps, new
+            )
         except Exception:
             self.give_back(ledger)
             raise
 
     def give_back(self, ledger: Sequence[LedgerEntry]) -> None:
-        """Collect again what `prepare` has taken: after a correction, the next step means it."""
+        """Collect again what `prepare` has taken: after a correction, the next step uses it."""
         self.group.ledger[:0] = ledger
 
-    def update_rows(self, update: Update) -> NonFiniteGradient | None:
+    def update_rows(self, update: PreparedUpdate) -> NonFiniteGradient | None:
         """Update every row that gradients were collected for, once.
 
         Returns:
             What to raise after the step, where a row was not updated.
         """
-        for table, step in zip(update.moved, update.steps, strict=False):
+        changed: Sequence[nn.Parameter] = self.group.tables
+        for table, step in zip(update.updated, update.steps, strict=False):
             update.by_table[table]["step"] = step
         for table in update.new:
-            self._optimizer.state[self._weights[table]] = update.by_table[table]
+            self._optimizer.state[changed[table]] = update.by_table[table]
         row_update, tiers = self.group.kernels.row_update, self.group.tiers
-        changed = self._weights
-        if len(update.moved) < len(changed):
-            changed = [self._weights[table] for table in update.moved]
-        # As an in-place operation of torch's raises versions: who has kept a table for backward
-        # will know.
+        if len(update.updated) < len(changed):
+            changed = [changed[table] for table in update.updated]
+        # As an in-place operation of torch's raises versions: a caller that has kept a table for
+        # backward will see it.
         space, states = update.space, update.states
         more = update.formula, update.rates, update.ledger, update.keys
         if tiers is None:
@@ -161,7 +205,7 @@ class GroupUpdater:
             with interrupts_held_back():  # rows that are updated and not known to be would be lost
                 bad = row_update(hot.space, hot.state_spaces, *more)
                 increment_version(changed)
-                tiers.note_moved(update.ledger, update.moved)
+                tiers.note_moved(update.ledger, update.updated)
         return None if bad is None else self._bad_gradient(bad)
 
     def _bad_gradient(self, bad: BadRow) -> NonFiniteGradient:
@@ -173,64 +217,14 @@ class GroupUpdater:
 
     def space_size(self) -> SpaceSize:
         """What there is to keep in slots."""
-        num_rows = sum(len(weight) for weight in self._weights)
-        return SpaceSize(num_rows, self.group.dim, self._weights[0].dtype, self._state_sizes())
+        num_rows = sum(len(weight) for weight in self.group.tables)
+        return SpaceSize(num_rows, self.group.dim, self.group.tables[0].dtype, self._state_sizes())
 
     def tier(self, num_slots: int, pinned: NDArray[np.int32], device: torch.device | None) -> None:
-        """Keep rows in as many slots from now on, some of them always.
-
-        Tables on a device wait in the host's memory from now on, and so does their state.
-
-        Args:
-            num_slots: S.
-            pinned: Rows with a slot of their own, counted over all tables.
-            device: Where slots are to be; None for where the tables are.
-        """
-        sizes = [len(weight) for weight in self._weights]
-        dtype = self._weights[0].dtype
-        states = self._state_sizes()
-        device = self._weights[0].device if device is None else device
-        self.move_tables(torch.device("cpu"))
-        self.group.keep_in(
-            Tiers(
-                self.group.names,
-                sizes,
-                self.group.dim,
-                dtype,
-                states,
-                num_slots,
-                pinned,
-                device,
-                self._files,
-            )
-        )
+        """Keep rows in slots from now on; arguments as for `make_tiers`."""
+        make_tiers(self.group, self._state_sizes(), num_slots, pinned, device, self._files)
         self.follow_state()
-        self.group.watch()
-
-    def move_tables(self, device: torch.device) -> None:
-        """Have the tables elsewhere from now on; state follows in the next step."""
-        for weight in self._weights:
-            move_table(weight, device)
-        self.group.forget_space()
-
-    def move_slots(self, device: torch.device) -> None:
-        """Have the slots on another device from now on.
-
-        Raises:
-            ValueError: slots are in use.
-        """
-        tiers = self.group.tiers
-        assert tiers is not None
-        if tiers.device == device:
-            return
-        if num_claimed := tiers.residency.num_claimed:
-            raise ValueError(
-                f"rows in fast memory on '{tiers.device}' cannot be moved to '{device}' while "
-                f"{num_claimed} of them are in use; let go of what was computed before (its loss "
-                "and outputs)"
-            )
-        tiers.move_to(device)
-        self.group.forget_space()
+        self.group.bind()
 
     def use_files(self, files: ColdFiles, names: Mapping[nn.Parameter, str]) -> None:
         """Have state in files from now on, as tables are; what is there goes on.
@@ -243,9 +237,9 @@ class GroupUpdater:
             ColdTierError: there is state of another optimizer.
         """
         self._files = files
-        self._names = [names[weight] for weight in self._weights]
+        self._names = [names[weight] for weight in self.group.tables]
         wanted = list(self._state_sizes())
-        for weight, name in zip(self._weights, self._names, strict=True):
+        for weight, name in zip(self.group.tables, self._names, strict=True):
             known = files.state_names(name)
             if known and sorted(known) != sorted(wanted):
                 raise ColdTierError(
@@ -261,7 +255,7 @@ class GroupUpdater:
     def numbers(self) -> dict[str, dict[str, float]]:
         """By table in files: what its state has besides arrays."""
         found = {}
-        for weight, name in zip(self._weights, self._names, strict=True):
+        for weight, name in zip(self.group.tables, self._names, strict=True):
             state = self._optimizer.state.get(weight, _NO_STATE)
             arrays = self._files.state_names(name) if self._files is not None else []
             found[name] = {
@@ -271,77 +265,42 @@ class GroupUpdater:
             }
         return found
 
-    def growth(self, num_slots: int) -> int:
-        """How many slots more than now so many are."""
-        assert self.group.tiers is not None
-        return num_slots - self.group.tiers.hot.num_slots
-
-    def resize(self, num_slots: int) -> None:
-        """Go on with another number of slots.
-
-        Raises:
-            BudgetTooSmall: slots are in use.
-        """
-        tiers = self.group.tiers
-        assert tiers is not None
-        if tiers.hot.num_slots == num_slots:
-            return
-        if num_claimed := tiers.residency.num_claimed:
-            raise BudgetTooSmall(
-                f"budget: another mini-batch needs the memory of rows of embedding_dim "
-                f"{self.group.dim}, and {num_claimed} of them are in use; give a larger budget, or "
-                "let go of what was computed before (its loss and outputs)"
-            )
-        tiers.resize(num_slots)
-
     def follow_state(self) -> None:
         """Find state that others have put into the optimizer."""
         if self.group.tiers is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            self.follow_tables()
             by_table, _ = self._state_by_table(())
             self._states_of = None
             self._state_spaces(self.group.space(), self._state_sizes(), (), by_table)
 
     def _state_sizes(self) -> dict[str, int]:
-        settings, _ = self._settings.read(self._optimizer.param_groups[self._number])
-        return settings.state_sizes
+        return self._read_settings().settings.state_sizes
 
-    def _prepared(self, moved: Sequence[int], ledger: Sequence[LedgerEntry]) -> Update:
-        """What `update_rows` takes; no step is counted yet."""
-        settings = self._optimizer.param_groups[self._number]
-        (formula, sizes, _, _), rates_T2 = self._settings.read(settings)
-        space = self.group.space(weights=self._weights)
-        for entry in ledger:
-            entry.require_rows_in(space.tables)
-        if self.group.tiers is not None:
-            self.group.tiers.heed_others(space)
-        is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
-        counts_steps = self._translation.counts_steps or is_by_chance
-        if not (counts_steps or sizes):
-            states = self._state_spaces(space, sizes, moved, ()) if self._states else []
-            return Update(ledger, moved, space, states, formula, rates_T2, TO_NEAREST)
-        by_table, new = self._state_by_table(moved)
-        keys_T: NDArray[Any] = TO_NEAREST
-        steps: list[Any] = []
-        if counts_steps:
-            rates_T2, keys_T, steps = self._rates_and_keys(
-                settings, formula, moved, by_table, is_by_chance=is_by_chance
-            )
-        states = self._state_spaces(space, sizes, moved, by_table)
-        return Update(ledger, moved, space, states, formula, rates_T2, keys_T, by_table, steps, new)
+    def _read_settings(self) -> _ReadSettings:
+        """What the settings say now; read anew when one of them is another object."""
+        known, group = self._read, self._optimizer.param_groups[self._number]
+        names, values = list(group), list(group.values())
+        if known is not None and known.names == names and all(map(is_, known.values, values)):
+            return known
+        settings = self._translation.read(group, self.group.dim)
+        rates_T2 = np.tile(settings.rate_and_eps, (len(self.group.tables), 1))
+        found = _ReadSettings(names, values, settings, rates_T2)
+        # What may be changed in place, as a tensor may, is the same object afterwards.
+        are_fixed = all(_is_fixed(group[name]) for name in names if name not in _OF_TABLES)
+        self._read = found if are_fixed else None
+        return found
 
-    def _state_by_table(self, moved: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
-        """The optimizer's state of every table, and which tables move that had none until now."""
+    def _state_by_table(self, updated: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
+        """The optimizer's state of every table, and which tables had none until this update."""
         known = self._optimizer.state
-        # A table hashes itself in Python: who knows what is there need not ask for each.
-        now = [self._weights, *known.keys(), *known.values()]
+        # Tables hash themselves in Python, so they are looked up only where something has changed.
+        now = [self.group.tables, *known.keys(), *known.values()]
         if len(now) != len(self._state_then) or not all(map(is_, now, self._state_then)):
             self._state_then = now
-            self._found_then = [known.get(weight, _NO_STATE) for weight in self._weights]
+            self._found_then = [known.get(weight, _NO_STATE) for weight in self.group.tables]
         found = list(self._found_then)
-        new = [table for table in moved if found[table] is _NO_STATE]
+        new = [table for table in updated if found[table] is _NO_STATE]
         for table in new:
             found[table] = {}
         return found, new
@@ -373,28 +332,8 @@ class GroupUpdater:
                 keys_T[table] = table_key(seed, step, self._number_of(table))
         return rates_T2, keys_T, steps
 
-    def follow_tables(self, weights: Sequence[nn.Parameter] | None = None) -> None:
-        """Give settings and state of a table to the one that has taken its place, if any.
-
-        Args:
-            weights: What the group has just said that the tables are; None to ask it.
-        """
-        weights = weights or self.group.weights()
-        if weights is self._weights:
-            return
-        both = zip(self._weights, weights, strict=True)
-        if taken := {old: new for old, new in both if new is not old}:
-            require_own(weights, self.group)
-            for group in self._optimizer.param_groups:
-                group["params"] = [taken.get(known, known) for known in group["params"]]
-            states = self._optimizer.state
-            for old, new in heirs(self._weights, weights):
-                if old in states:
-                    states[new] = states.pop(old)
-        self._weights = weights
-
     def require_param_group(self) -> None:
-        """Refuse an optimizer that has put a table that is to move elsewhere, or away.
+        """Refuse an optimizer that has lost a table whose rows are to be updated.
 
         Raises:
             ValueError: it has.
@@ -402,9 +341,9 @@ class GroupUpdater:
         groups, number = self._optimizer.param_groups, self._number
         known = set(map(id, groups[number]["params"] if number < len(groups) else ()))
         waiting = tables_in(self.group.ledger)
-        for table, weight in enumerate(self._weights):
-            is_to_move = table in waiting or plain_grad(weight) is not None
-            if is_to_move and id(weight) not in known:
+        for table, weight in enumerate(self.group.tables):
+            is_to_update = table in waiting or plain_grad(weight) is not None
+            if is_to_update and id(weight) not in known:
                 raise ValueError(
                     f"a table of shape {tuple(weight.shape)} was in param group {number} of the "
                     "optimizer when the model was accelerated, and is not any more; call "
@@ -418,7 +357,7 @@ class GroupUpdater:
             places = {id(weight): number for number, weight in enumerate(known)}
             self._numbers = [
                 places.get(id(weight), len(known) + table)  # one that is frozen may be in none
-                for table, weight in enumerate(self._weights)
+                for table, weight in enumerate(self.group.tables)
             ]
         return self._numbers[table]
 
@@ -426,13 +365,13 @@ class GroupUpdater:
         self,
         rows: RowSpace,
         sizes: Mapping[str, int],
-        moved: Sequence[int],
+        updated: Sequence[int],
         by_table: Sequence[dict[str, Any]],
     ) -> list[RowSpace]:
         if (
             rows is self._states_of
             and [state.name for state in self._states] == list(sizes)
-            and all(state.is_of(by_table, moved) for state in self._states)
+            and all(state.is_of(by_table, updated) for state in self._states)
         ):
             return [state.space for state in self._states]
         if self.group.tiers is not None:
@@ -441,7 +380,7 @@ class GroupUpdater:
             self.group.tiers.residency.settle()
         before, self._states = (
             self._states,
-            [self._make_state(name, size, moved, by_table) for name, size in sizes.items()],
+            [self._make_state(name, size, updated, by_table) for name, size in sizes.items()],
         )
         self._states_of = rows
         spaces = [state.space for state in self._states]
@@ -453,15 +392,14 @@ class GroupUpdater:
         return spaces
 
     def _make_state(
-        self, name: str, size: int, moved: Sequence[int], by_table: Sequence[dict[str, Any]]
+        self, name: str, size: int, updated: Sequence[int], by_table: Sequence[dict[str, Any]]
     ) -> StateArrays:
-        settings, _ = self._settings.read(self._optimizer.param_groups[self._number])
-        columns = () if name in settings.row_states else (size,)
+        columns = () if name in self._read_settings().settings.row_states else (size,)
         arrays = [
-            self._state_of(table, by_table[table], name, columns, is_needed=table in moved)
-            for table in range(len(self._weights))
+            self._state_of(table, by_table[table], name, columns, is_needed=table in updated)
+            for table in range(len(self.group.tables))
         ]
-        require_state(name, columns, self._weights, arrays)
+        require_state(name, columns, self.group.tables, arrays)
         space = self.group.make_space(arrays)
         found = [state.get(name) for state in by_table]
         return StateArrays(name, found, all(each is not None for each in found), arrays, space)
@@ -477,10 +415,10 @@ class GroupUpdater:
     ) -> Tensor:
         """A table's state array, (E, *columns); one number per row stays (E, 1) where it is that.
 
-        Made where there is none, of a table that moves: as with torch, the others' state is made
-        when they do.
+        Made where there is none, of a table that is updated: as with torch, others' state is made
+        when they are.
         """
-        weight = self._weights[table]
+        weight = self.group.tables[table]
         dtype = compute_dtype(weight.dtype)
         known: Tensor | None = state.get(name)
         if known is None:
@@ -498,3 +436,9 @@ class GroupUpdater:
             known = self._files.keep(self._names[table], name, known)
         state[name] = known
         return known
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a setting has the same value as long as it is the same object."""
+    values = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(each, int | float | str | None) for each in values)

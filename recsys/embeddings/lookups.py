@@ -155,10 +155,6 @@ class Bags(NamedTuple):
             begin, end = int(self.offsets[begin]), int(self.offsets[end])
         return self.values[begin:end]
 
-    def with_own_weights(self) -> Bags:
-        """The same bags with a copy of the weights, which may be updated before they are used."""
-        return self if self.weights is None else self._replace(weights=self.weights.copy())
-
     def copied(self) -> Bags:
         """A copy, since the caller may write to the memory of the input at any time."""
         values, offsets, weights, batch_size, is_mean = self

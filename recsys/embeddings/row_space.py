@@ -24,9 +24,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["AbstractRowSpace", "RowSpace", "compute_dtype", "require_aligned", "require_device"]
+__all__ = [
+    "AbstractRowSpace",
+    "RowSpace",
+    "address_of",
+    "compute_dtype",
+    "require_aligned",
+    "require_device",
+]
 
-_address = torch.Tensor.data_ptr
+address_of = torch.Tensor.data_ptr
 _kind = attrgetter("shape", "dtype")
 
 # By a table's dtype: what kernels see, and what they compute in.
@@ -96,6 +103,7 @@ class AbstractRowSpace:
 
     Attributes:
         tables: Views of them, which share their memory and their versions.
+        addresses: Where each table begins.
         dim: D.
         computed: The dtype that is computed in.
         is_narrow: Whether rows are rounded as they are written.
@@ -106,7 +114,7 @@ class AbstractRowSpace:
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
         self.tables = [table.detach() for table in tables]  # keeps the memory alive
-        self._addresses = [table.data_ptr() for table in tables]
+        self.addresses = list(map(address_of, tables))
         self._kinds = list(map(_kind, tables))
         kinds = {(table.dtype, table.shape[1:].numel(), str(table.device)) for table in tables}
         if len(kinds) != 1:
@@ -127,30 +135,13 @@ class AbstractRowSpace:
             if not table.is_contiguous():
                 raise ValueError(f"rows must be contiguous, got strides {table.stride()}")
 
-    def holds(self, tables: Sequence[Tensor], numbers: Sequence[int] | None = None) -> bool:
-        """Whether tables lie where they lay.
+    def holds(self, tables: Sequence[Tensor]) -> bool:
+        """Whether the tables begin where they began; checked at every step."""
+        return list(map(address_of, tables)) == self.addresses
 
-        Asked at every step. Whether they are as long as they were, in the same memory, they have
-        to say themselves, or `are_alike`.
-
-        Args:
-            tables: Those of the row space, or some.
-            numbers: Which, in ascending order; None for all.
-        """
-        known = self._addresses
-        if numbers is not None and len(numbers) < len(known):
-            known = [known[number] for number in numbers]
-        return list(map(_address, tables)) == known
-
-    def are_alike(self, tables: Sequence[Tensor], numbers: Sequence[int] | None = None) -> bool:
-        """Whether tables are as long as they were, and of the same dtype.
-
-        Args:
-            tables: As for `holds`.
-            numbers: Likewise.
-        """
-        known = self._kinds if numbers is None else [self._kinds[each] for each in numbers]
-        return list(map(_kind, tables)) == known
+    def are_alike(self, tables: Sequence[Tensor]) -> bool:
+        """Whether the tables are as long as they were, and of the same dtype."""
+        return list(map(_kind, tables)) == self._kinds
 
 
 class RowSpace(AbstractRowSpace):

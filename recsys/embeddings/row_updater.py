@@ -1,20 +1,21 @@
-"""When rows move, and by what: one update per step.
+"""When rows are updated, and by which optimizer: one update per step.
 
-A `torch.optim.Optimizer` has the settings (`param_groups`) and the state; the rows are moved by
-`row_update`, all tables of a dim in one call. The optimizer is a `FusedOptimizer` or one of torch's
-that the user has made already; what is read from it is in a `Translation`.
+A `torch.optim.Optimizer` has the settings (`param_groups`) and the state. `row_update` updates all
+tables of a dim in one call. The optimizer is a `FusedOptimizer`, or one of torch's that the user
+has made; how it is read is in a `Translation`.
 """
 
 from __future__ import annotations
 
 import atexit
 import warnings
+from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, ref
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch._C import (
     DisableTorchFunctionSubclass,
     _current_graph_task_id,
@@ -22,48 +23,48 @@ from torch._C import (
 )
 from torch.autograd import Variable
 
-from recsys.embeddings.budget import divide_budget, order_pinned
-from recsys.embeddings.exchanged_tables import require_own_memory
-from recsys.embeddings.group_updater import GroupUpdater
-from recsys.errors import BudgetTooSmall
+from recsys.embeddings.group_updater import GroupUpdater, PreparedUpdate
+from recsys.embeddings.tiering import divide_first, make_room, move_slots, move_tables
 from recsys.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
+    from weakref import ref
 
     import numpy as np
     from numpy.typing import NDArray
-    from torch import nn
+    from torch import Tensor
 
     from recsys.embeddings.cold_files import ColdFiles
-    from recsys.embeddings.found import Found
-    from recsys.embeddings.kernels.ledger import LedgerEntry
+    from recsys.embeddings.device_tables import AbstractTables
     from recsys.embeddings.residency import Residency
     from recsys.embeddings.table_group import TableGroup
     from recsys.embeddings.tiers import Tiers
     from recsys.embeddings.translation import Translation
-    from recsys.embeddings.update import Update
 
-__all__ = ["RowUpdater"]
+__all__ = ["Places", "RowUpdater"]
 
-_NO_PASS = -1  # what torch says outside of backward
+# Of each table of a module: its group, and its number there.
+Places = Sequence[tuple["TableGroup", int]]
 _SYNCED_AT_EXIT: WeakSet[RowUpdater] = WeakSet()
 
 
 class RowUpdater:
-    """Moves the rows of table groups, each row once per update.
+    """Updates the rows of table groups, each row once per update.
 
     Args:
         groups: By the number of the optimizer's param group that has their tables.
-        optimizer: The one whose settings and state are used.
+        optimizer: Has the settings and the state.
         translation: How they are read.
-        auto_apply: Whether rows move at the end of each backward pass.
+        auto_apply: Whether rows are updated at the end of each backward pass.
         goes_along: Whether copies and pickles of a module have an updater of their own. Not where
-            the optimizer is the user's: that goes its own ways, and finds what backward leaves at
-            the tables.
+            the optimizer is the user's: the user copies that, and it finds the gradients that
+            backward leaves at the tables.
 
     Attributes:
         optimizer: As given.
+        grad_anchor: Input of the autograd node of every lookup. The tables are no inputs, so a
+            pooled vector requires a gradient because of it.
     """
 
     def __init__(
@@ -83,56 +84,123 @@ class RowUpdater:
         self._queued_for: int | None = None
         self._budget_bytes = 0
         self._files: ColdFiles | None = None
-        # Tables are no inputs of autograd's: a pooled vector asks for a gradient on behalf of all
-        # of them by this one.
-        self.asks_gradient = torch.empty(0, requires_grad=True, device="cpu")
-        self._asks_node: Any = None
+        self.grad_anchor = torch.empty(0, requires_grad=True, device="cpu")
+        self._anchor_node: Any = None
+        self._copied: _Copied | None = None
         for _, group in groups:
-            group.watch()
+            group.bind()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which have another graph."""
-        return self.__dict__ | {"_asks_node": None, "_files": None}
+        """For copies and pickles, which have no tables until modules `join`."""
+        return self.__dict__ | {
+            "_groups": [],
+            "_files": None,
+            "_anchor_node": None,
+            "_copied": _Copied(
+                self._groups,
+                [len(each.group.tables) for each in self._groups],
+                [self._places_of(group["params"]) for group in self.optimizer.param_groups],
+            ),
+        }
 
-    def is_asked(self) -> bool:
+    def join(
+        self, module: AbstractTables, places: Places, states: Sequence[dict[str, Any]]
+    ) -> None:
+        """Let a module that was copied together with this updater bring its tables.
+
+        When all tables have come, the updater has them, and the modules are attached. A copy of a
+        part of a model never comes so far: its modules stay without an updater.
+
+        Args:
+            module: The copy.
+            places: Of its tables.
+            states: The optimizer's state of each.
+        """
+        copied = self._copied
+        if copied is None:  # a shallow copy, or a further module of the same tables
+            module.attach(self, places)
+            return
+        copied.modules.append((module, places))
+        for holder, (group, number), state in zip(module.holders(), places, states, strict=True):
+            copied.tables[id(group), number] = cast("nn.Parameter", holder.weight), state
+        if len(copied.tables) == sum(copied.num_tables):
+            self._copied, self._groups = None, copied.groups
+            self._begin_with(copied)
+
+    def _begin_with(self, copied: _Copied) -> None:
+        """Take the tables and their state."""
+        state = self.optimizer.state
+        for group, num_tables in zip(copied.groups, copied.num_tables, strict=True):
+            brought = [copied.tables[id(group.group), number] for number in range(num_tables)]
+            group.group.tables = [table for table, _ in brought]
+            state.update({table: its_state for table, its_state in brought if its_state})
+            group.group.forget_space()
+            group.group.bind()
+        for settings, params in zip(self.optimizer.param_groups, copied.params, strict=True):
+            settings["params"] = [
+                copied.groups[group].group.tables[number] for group, number in params
+            ]
+        self.follow_state()
+        for module, places in copied.modules:
+            module.attach(self, places)
+
+    def _places_of(self, tables: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """The number of each table's group, and of the table there."""
+        places = {
+            id(table): (group, number)
+            for group, each in enumerate(self._groups)
+            for number, table in enumerate(each.group.tables)
+        }
+        return [places[id(table)] for table in tables]
+
+    def states_of(self, tables: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+        """The optimizer's state of some tables; empty of one that was never updated."""
+        return [self.optimizer.state.get(table, {}) for table in tables]
+
+    def give_memory(self, group: TableGroup, number: int, table: nn.Parameter) -> None:
+        """Replace a table of the "meta" device by one that has memory, as `to_empty` makes it.
+
+        Raises:
+            ValueError: another updater has it, or it is no plain Parameter.
+        """
+        before = group.tables[number]
+        group.give_memory(number, table)
+        for settings in self.optimizer.param_groups:
+            settings["params"] = [table if each is before else each for each in settings["params"]]
+        if before in self.optimizer.state:
+            self.optimizer.state[table] = self.optimizer.state.pop(before)
+
+    def is_in_pass(self) -> bool:
         """In backward: whether the pass is about tables; `torch.autograd.grad` may not be."""
-        if self._asks_node is None:
-            self._asks_node = torch.autograd.graph.get_gradient_edge(self.asks_gradient).node
-        return bool(_will_engine_execute_node(self._asks_node))
+        if self._anchor_node is None:
+            self._anchor_node = torch.autograd.graph.get_gradient_edge(self.grad_anchor).node
+        return bool(_will_engine_execute_node(self._anchor_node))
 
-    def join_pass(self) -> int | None:
-        """The backward pass that a lookup is made in, by activation checkpointing; else None.
+    def join_pass(self) -> int:
+        """Within a backward pass, for a lookup that activation checkpointing makes anew: the pass.
 
-        Its gradients belong to that pass, although the reentrant kind finds them in one of its own.
+        The lookup's gradients belong to it, although the reentrant kind finds them in a pass of
+        its own.
         """
         backward_pass: int = _current_graph_task_id()
-        if backward_pass == _NO_PASS:
-            return None
         self._begin(backward_pass)
         return backward_pass
 
-    def keep(self, entries: Sequence[tuple[Found, LedgerEntry]], joined: int | None = None) -> None:
-        """Add to the ledgers what one lookup's backward found.
+    def begin_pass(self, joined: int | None = None) -> None:
+        """In backward, before gradients go to the ledgers: update rows at its end, if they are.
 
         Args:
-            entries: By kernel call.
-            joined: What `join_pass` said when the lookup was made.
+            joined: What `join_pass` returned when the lookup was made.
         """
-        if joined is None or joined != self._queued_for:
-            self.begin_pass()
-        for found, entry in entries:
-            found.group.keep(entry, found.parameters)
-
-    def begin_pass(self) -> None:
-        """In backward, before gradients go to the ledgers: update rows at its end, if they are."""
-        self._begin(_current_graph_task_id())
+        if self.auto_apply and (joined is None or joined != self._queued_for):
+            self._begin(_current_graph_task_id())
 
     def _begin(self, backward_pass: int) -> None:
         if not self.auto_apply or self._queued_for == backward_pass:
             return
         self._clear_ledgers()
         self._queued_for = backward_pass
-        # Behind the whole pass: another lookup of it may add to the ledger.
+        # After the whole pass: another lookup of it may add to the ledger.
         Variable._execution_engine.queue_callback(self.update_rows)
 
     def update_rows(self) -> None:
@@ -145,9 +213,9 @@ class RowUpdater:
                 everything is still collected.
         """
         self._queued_for = None
-        with DisableTorchFunctionSubclass():  # it is us who read the tables
-            prepared: list[tuple[GroupUpdater, Update]] = []
-            update: Update | None = None
+        with DisableTorchFunctionSubclass():  # internal reads of tables
+            prepared: list[tuple[GroupUpdater, PreparedUpdate]] = []
+            update: PreparedUpdate | None = None
             try:
                 for group in self._groups:
                     update = group.prepare()
@@ -168,9 +236,9 @@ class RowUpdater:
 
     @contextmanager
     def moving_once(self) -> Iterator[None]:
-        """Where rows move at the end of each backward pass: behind the last one inside, for all.
+        """Where rows are updated at the end of each backward pass: after the last one inside, once.
 
-        Where an error is raised, none moves.
+        Where an error is raised, none is updated.
         """
         if not self.auto_apply:
             yield
@@ -185,7 +253,7 @@ class RowUpdater:
             self._clear_ledgers()
 
     def _clear_ledgers(self) -> None:
-        """What an earlier pass has left behind, ended by an error, is no part of the next one.
+        """Forget what an earlier pass has left that an error ended.
 
         `grad` stays: the next pass may have reached tables otherwise already.
         """
@@ -234,40 +302,27 @@ class RowUpdater:
         names: Mapping[nn.Parameter, str],
         device: torch.device | None,
     ) -> None:
-        tables = [group.group for group in self._groups]
-        for each in tables:
-            if each.kernels.errors is None:  # from a device, tables move to memory of their own
-                require_own_memory(each.names, each.weights())
-        sizes = [group.space_size() for group in self._groups]
         self._budget_bytes = parse_bytes(budget, "budget")
-        rows = [order_pinned(each.weights(), pinned) for each in tables]
         self._files = files
-        try:
-            slots = self._divide([len(each) + 1 for each in rows], may_stay=files is None)
-        except BudgetTooSmall:  # the plan was made for less state, or for more memory
-            slots = self._divide([1] * len(sizes), may_stay=files is None)
-        if slots is None:
-            resident = format_bytes(sum(size.resident_bytes for size in sizes))
+        divided = divide_first(self._groups, self._budget_bytes, pinned, may_stay=files is None)
+        if divided is None:
             warnings.warn(
-                f"budget={budget!r}: all {resident} of rows and state fit; no cold tier is needed",
+                f"budget={budget!r}: all {format_bytes(self.resident_bytes())} of rows and state "
+                "fit; no cold tier is needed",
                 stacklevel=5,
             )
             if device is not None:
                 for group in self._groups:
-                    group.move_tables(device)
+                    move_tables(group.group, device)
             return
         if files is not None:
             for group in self._groups:
                 group.use_files(files, names)
             _SYNCED_AT_EXIT.add(self)
-        for group, num_slots, its_rows in zip(self._groups, slots, rows, strict=True):
-            group.tier(num_slots, its_rows[: num_slots - 1], device)
+        for group, (num_slots, rows) in zip(self._groups, divided, strict=True):
+            group.tier(num_slots, rows, device)
         if files is not None:
             files.take_over()
-
-    def _divide(self, least: Sequence[int], *, may_stay: bool) -> list[int] | None:
-        sizes = [group.space_size() for group in self._groups]
-        return divide_budget(self._budget_bytes, sizes, least, may_stay=may_stay)
 
     def move_slots(self, device: torch.device) -> None:
         """Have the slots of all tables on another device from now on.
@@ -276,7 +331,7 @@ class RowUpdater:
             ValueError: slots are in use.
         """
         for group in self._groups:
-            group.move_slots(device)
+            move_slots(group.group, device)
 
     def sync(self) -> None:
         """Bring tables and state up to date, and to the disk where they are in files.
@@ -300,7 +355,7 @@ class RowUpdater:
 
     @property
     def num_tables(self) -> int:
-        """How many it moves the rows of."""
+        """How many it updates the rows of."""
         return sum(len(each.group.names) for each in self._groups)
 
     @property
@@ -311,40 +366,8 @@ class RowUpdater:
     def make_room(
         self, short: ref[Residency], num_needed: int, num_distinct: Mapping[TableGroup, int]
     ) -> None:
-        """Share out the budget anew, for a mini-batch that found too few slots of one row space.
-
-        Args:
-            short: Has too few.
-            num_needed: As many would do.
-            num_distinct: How many rows of each group the mini-batch needs.
-
-        Raises:
-            BudgetTooSmall: there is no room for all; or slots that would have to be given up are
-                needed by other mini-batches under way.
-        """
-        for each in self.tiers():
-            each.ahead.give_up_all()
-        needs = []
-        for group in self._groups:
-            tiers = group.group.tiers
-            assert tiers is not None
-            is_short = tiers.residency is short()
-            needs.append(num_needed if is_short else num_distinct.get(group.group, 0))
-        least = [
-            max(group.least_slots, need) for group, need in zip(self._groups, needs, strict=True)
-        ]
-        # Rows in slots stay in slots. A copy of a file tier has its tables in memory, and there the
-        # budget may be enough for all rows without slots, and too small for as many slots.
-        try:
-            slots = self._divide(least, may_stay=False)
-        except BudgetTooSmall:  # not for what others have needed before
-            least, slots = needs, self._divide(needs, may_stay=False)
-        assert slots is not None
-        divided = zip(self._groups, slots, least, strict=True)
-        # Those that give slots up come first, so that memory never exceeds the budget.
-        for group, num_slots, count in sorted(divided, key=lambda each: each[0].growth(each[1])):
-            group.resize(num_slots)
-            group.least_slots = count
+        """Share out the budget anew; arguments and errors as for `tiering.make_room`."""
+        make_room(self._groups, self._budget_bytes, short, num_needed, num_distinct)
 
     def follow_state(self) -> None:
         """Find state that others have put into the optimizer, by `load_state_dict`."""
@@ -352,12 +375,11 @@ class RowUpdater:
             group.follow_state()
 
     def require_param_groups(self) -> None:
-        """Refuse an optimizer that has put tables that are to move elsewhere, or away.
+        """Refuse an optimizer that has lost tables whose rows are to be updated.
 
         Raises:
             ValueError: it has.
         """
-        self.follow_tables()
         for group in self._groups:
             group.require_param_group()
 
@@ -367,67 +389,61 @@ class RowUpdater:
             tiers.flush()
 
     def forget(self) -> None:
-        """Forget the gradients collected since the last update; no row moves."""
-        for group in self._groups:
-            group.group.forget()
-
-    def follow_tables(self) -> None:
-        """Find tables that others have taken the place of: `load_state_dict(assign=True)` does it.
-
-        The optimizer's settings and state go along.
-        """
-        for group in self._groups:
-            group.follow_tables()
-
-    def state_of(self, group: TableGroup, table: int) -> dict[str, Any]:
-        """A table's state, for the module that takes it along."""
-        return self._of(group).state_of(table)
-
-    def take_in(
-        self, holder: nn.Module, group: TableGroup, table: int, state: dict[str, Any]
-    ) -> None:
-        """Let a module that was copied along bring its table, and the table's state."""
-        group.take_in(holder, table)
-        self._of(group).take_in(table, state)
-
-    def stand_ins(self) -> dict[Tensor, Tensor]:
-        """By table: what has its place in copies until its module takes it."""
-        return {table: each for group in self._groups for table, each in group.stand_ins().items()}
-
-    def _of(self, group: TableGroup) -> GroupUpdater:
-        [found] = [each for each in self._groups if each.group is group]
-        return found
+        """Forget the gradients collected since the last update; no row is updated."""
+        with DisableTorchFunctionSubclass():  # internal reads of tables
+            for group in self._groups:
+                group.group.forget()
 
     def prepare_release(self) -> None:
-        """Leave collected gradients at the tables, and the optimizer with those that are there.
+        """Leave collected gradients at the tables.
 
         Raises:
             RuntimeError: gradients were overwritten since; they are forgotten.
-            ValueError: a gradient is of rows that its table has no more, and stays collected; or
-                what has come in the place of a table is another's.
+            ValueError: a gradient is of rows that its table has no more, and stays collected.
         """
-        self.follow_tables()
         for group in self._groups:
             group.group.open_ledger()
 
     def release(self) -> None:
-        """Let go of the tables: they are plain parameters again, collected gradients their grad.
+        """Release the tables: they are plain Parameters again, collected gradients their `grad`.
 
-        So are gradients of lookups that were made before. What is in files stays there, mapped;
-        nobody can say any more whether it is whole.
+        So are gradients of lookups that were made before. What is in files stays there, mapped; it
+        counts as dirty, because later writes to it are not seen.
 
         Raises:
             RuntimeError: as `prepare_release`.
-            ValueError: as `prepare_release`; nothing is let go of.
+            ValueError: as `prepare_release`; nothing is released.
         """
         self.prepare_release()
         for group in self._groups:
-            group.group.unwatch()
-        self._groups = []  # a backward still under way, or the end of `moving_once`, moves no row
+            group.group.release()
+        self._groups = []  # a backward still under way, or the end of `moving_once`, updates no row
         if self._files is not None:
             self._files.mark_dirty()
             self._files = None
             _SYNCED_AT_EXIT.discard(self)
+
+
+class _Copied:
+    """What a copy of an updater waits with for the tables that modules bring.
+
+    Args:
+        groups: The updater's.
+        num_tables: Of each.
+        params: Of each param group of the optimizer: the number of each table's group, and of the
+            table there.
+    """
+
+    def __init__(
+        self,
+        groups: list[GroupUpdater],
+        num_tables: list[int],
+        params: list[list[tuple[int, int]]],
+    ) -> None:
+        self.groups, self.num_tables, self.params = groups, num_tables, params
+        # By group and number: the table and its state.
+        self.tables: dict[tuple[int, int], tuple[nn.Parameter, dict[str, Any]]] = {}
+        self.modules: list[tuple[AbstractTables, Places]] = []
 
 
 @atexit.register
@@ -437,7 +453,7 @@ def _sync_all() -> None:
     for updater in list(_SYNCED_AT_EXIT):
         try:
             updater.sync()
-        except Exception as error:  # the others' rows are none of its business
+        except Exception as error:  # the others are synced all the same
             errors.append(error)
     if errors:
         raise ExceptionGroup("files of rows were not synced, and are left as by a crash", errors)

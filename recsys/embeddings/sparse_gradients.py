@@ -1,7 +1,7 @@
 """What a ledger holds, as plain PyTorch would have it: a gradient per table, its `grad`.
 
 Sparse or dense as `sparse` of the module says. A dense one knows which rows were looked up: an
-update is about these, and about others that somebody has given a gradient.
+update is of these rows, and of others that a caller has given a gradient.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from recsys.embeddings.exchanged_tables import require_grad_of
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import compute_dtype
-from recsys.embeddings.table_parameter import plain_grad, set_plain_grad, tell_group
+from recsys.embeddings.table_parameter import plain_grad, set_plain_grad
 from recsys.embeddings.torch_kernels.bags import TorchBags, by_value
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.kernels.pooled_lookup import Bags
 
-__all__ = ["leave_grads", "of_tables", "rows_and_values", "sparse_gradients"]
+__all__ = ["leave_grads", "of_tables", "require_grad_of", "rows_and_values", "sparse_gradients"]
 
 _ROWS = "_rows_looked_up"  # an attribute of dense gradients
 
@@ -66,36 +65,41 @@ def sparse_gradients(
 
 
 def leave_grads(
-    ledger: Sequence[LedgerEntry],
-    weights: Sequence[Tensor],
-    tables: Container[int],
-    are_sparse: Sequence[bool],
-) -> list[LedgerEntry]:
-    """Turn what a ledger has of some tables into their `grad`, added to what is there.
+    ledger: Sequence[LedgerEntry], tables: Sequence[Tensor], are_sparse: Sequence[bool]
+) -> None:
+    """Turn a ledger into the `grad` of each table, added to what is there.
 
     Args:
         ledger: Of lookups in the tables.
-        weights: All of the group's.
-        tables: Numbers of those that get a gradient.
-        are_sparse: Of all tables: whether that is sparse.
-
-    Returns:
-        The rest of the ledger.
+        tables: All of the group's.
+        are_sparse: Of all tables: whether their gradient is sparse.
 
     Raises:
-        ValueError: a table has other rows than were looked up, or than its `grad` is of.
+        ValueError: a table has other rows than were looked up, or than its `grad` is of; no `grad`
+            has been changed.
     """
-    left = of_tables(ledger, tables)
-    for entry in left:
-        entry.require_rows_in(weights)
-        for table in entry.lookups.distinct_tables:
-            require_grad_of(weights[table])
-    found = sparse_gradients(weights, left, [True] * len(weights))
-    for weight, gradient, is_sparse in zip(weights, found, are_sparse, strict=True):
+    for entry in ledger:
+        entry.require_rows_in(tables)
+        for number in entry.lookups.distinct_tables:
+            require_grad_of(tables[number])
+    found = sparse_gradients(tables, ledger, [True] * len(tables))
+    for table, gradient, is_sparse in zip(tables, found, are_sparse, strict=True):
         if gradient is not None:
-            set_plain_grad(weight, _added(plain_grad(weight), gradient, is_sparse=is_sparse))
-            tell_group(weight)
-    return of_tables(ledger, {table for table in range(len(weights)) if table not in tables})
+            set_plain_grad(table, _added(plain_grad(table), gradient, is_sparse=is_sparse))
+
+
+def require_grad_of(table: Tensor) -> None:
+    """Refuse a `grad` that was left at a table before it got other rows.
+
+    Raises:
+        ValueError: it was.
+    """
+    gradient = plain_grad(table)
+    if gradient is not None and gradient.shape != table.shape:
+        raise ValueError(
+            f"the grad of a table of shape {tuple(table.shape)} is of shape "
+            f"{tuple(gradient.shape)}, of rows that it had before; set it to None"
+        )
 
 
 def of_tables(ledger: Sequence[LedgerEntry], tables: Container[int]) -> list[LedgerEntry]:
@@ -136,7 +140,7 @@ def _rows_in(gradient: Tensor) -> Tensor:
 
 
 def _added(known: Tensor | None, more: Tensor, *, is_sparse: bool) -> Tensor:
-    """A `grad` and a sparse gradient behind it; dense where one of them is."""
+    """A `grad` and a sparse gradient after it; dense where one of them is."""
     # In the dtype that is computed in: torch cannot add sparse tensors of float16.
     dtype = compute_dtype(more.dtype)
     if is_sparse and (known is None or known.is_sparse):

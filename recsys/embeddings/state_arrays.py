@@ -1,6 +1,6 @@
 """State of a group's tables as kernels take it: for each name an array per table, in a row space.
 
-Arrays are the optimizer's, by table; whoever loads a state puts others there.
+Arrays are the optimizer's, by table; loading a state puts others there.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class StateArrays(NamedTuple):
     """One state array of every table, as a row space."""
 
     name: str
-    found: list[Tensor | None]  # what the optimizer has; None of a table that never moved
-    is_whole: bool  # every table has moved
+    found: list[Tensor | None]  # what the optimizer has; None of a table never updated
+    is_whole: bool  # every table was updated
     arrays: list[Tensor]  # nothing in place of None
     space: RowSpace
 
@@ -32,12 +32,12 @@ class StateArrays(NamedTuple):
         pairs = zip(other.found, self.found, strict=True)
         return any(old is not None and new is not old for old, new in pairs)
 
-    def is_of(self, by_table: Sequence[dict[str, Any]], moved: Sequence[int]) -> bool:
-        """Whether the optimizer has these very arrays, and one of each table that moves."""
+    def is_of(self, by_table: Sequence[dict[str, Any]], updated: Sequence[int]) -> bool:
+        """Whether the optimizer has these very arrays, and one of each table that is updated."""
         found = [state.get(self.name) for state in by_table]
         return (
             all(map(is_, found, self.found))
-            and (self.is_whole or all(found[table] is not None for table in moved))
+            and (self.is_whole or all(found[table] is not None for table in updated))
             and self.space.holds(self.arrays)
         )
 
@@ -51,7 +51,7 @@ def require_state(
         name: The optimizer's.
         columns: What a row has of it, (D,) or ().
         weights: The tables.
-        arrays: Of each one; empty of one that never moved.
+        arrays: Of each one; empty of one never updated.
 
     Raises:
         ValueError: it is.

@@ -1,4 +1,4 @@
-"""What `HotColdEmbeddingBag` and `HotColdEmbedding` share: one table, and what moves its rows."""
+"""What `HotColdEmbeddingBag` and `HotColdEmbedding` share: one table, and what updates its rows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from recsys.embeddings.kernels.pooled_lookup import Lookups
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.row_space import require_device
 from recsys.embeddings.table_group import TableGroup
-from recsys.embeddings.table_parameter import make_plain, require_unmoved
+from recsys.embeddings.table_parameter import require_no_updater
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -29,11 +28,9 @@ if TYPE_CHECKING:
     from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.plan import HotPlan
-    from recsys.embeddings.row_updater import RowUpdater
+    from recsys.embeddings.row_updater import Places, RowUpdater
 
 __all__ = ["Rows", "TableModule", "find_rows", "is_left_to_torch", "require_plain"]
-
-_STATE = "_optimizer_state"  # in a pickle: of the table
 
 
 class Rows(NamedTuple):
@@ -69,7 +66,7 @@ def find_rows(
     Raises:
         ProfileError: the plan is of other tables.
         ColdTierError: the folder cannot be used, has another table, or there is no room.
-        ValueError: rows are such as an optimizer of ours cannot move.
+        ValueError: rows are such as a recsys optimizer cannot update.
     """
     if optimizer is None and (budget is not None or plan is not None):
         raise ValueError(NEEDS_OPTIMIZER)
@@ -86,17 +83,17 @@ def find_rows(
     if weight is not None or optimizer is None:
         return Rows(weight, False, plan, None)
     require_device(
-        device, "leave out optimizer=, and an optimizer of torch's moves rows on any device"
+        device, "leave out optimizer=, and an optimizer of torch's updates rows on any device"
     )
     rows = empty_rows(*shape, dtype=dtype, device=table_device(device, has_budget=has_budget))
     return Rows(rows, True, plan, None)
 
 
 class TableModule(AbstractTables):
-    """A module of torch's with one table, `weight`, whose rows an updater of ours may move.
+    """A module of torch's with one table, `weight`, whose rows a recsys optimizer may update.
 
     Attributes:
-        row_optimizer: `torch.optim`'s face of `optimizer`, for its `param_groups`; None without.
+        row_optimizer: `optimizer` as an optimizer of torch's, for its `param_groups`; None without.
     """
 
     # torch's names of them
@@ -109,47 +106,31 @@ class TableModule(AbstractTables):
     sparse: bool
 
     row_optimizer: FusedOptimizer | None
-    _group: TableGroup | None
-    _lookups: Lookups | None
+    _group: TableGroup | None = None
+    _lookups: Lookups | None = None
 
     def holders(self) -> list[nn.Module]:
         """The module itself."""
         return [self]
 
-    def attach(self, updater: RowUpdater, places: Sequence[tuple[TableGroup, int]]) -> None:
+    def attach(self, updater: RowUpdater, places: Places) -> None:
         """Hand gradients over from now on; see `AbstractTables`."""
-        [(group, table)] = places
-        self._updater, self._group = updater, group
-        self._lookups = Lookups.one(table, self.weight.shape[1])
+        super().attach(updater, places)
+        [(self._group, number)] = places
+        self._lookups = Lookups.one(number, self.weight.shape[1])
 
     def detach(self) -> None:
         """Leave gradients at `weight` again, as torch's module does."""
-        self._updater = self._group = self._lookups = None
-
-    def _table_groups(self) -> list[TableGroup]:
-        return [] if self._group is None else [self._group]
+        super().detach()
+        self._group = self._lookups = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the table, its state and what moves it, nothing else."""
-        if self._updater is None or self._group is None:
-            return self.__dict__.copy()
-        if not self._updater.goes_along:
-            return self.__dict__ | {"_updater": None, "_group": None, "_lookups": None}
-        return self.__dict__ | {_STATE: self._updater.state_of(self._group, self._number())}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give the copy's updater the copy's table."""
-        super().__setstate__({name: value for name, value in state.items() if name != _STATE})  # type: ignore[no-untyped-call]
-        if self._updater is None or self._group is None:
-            make_plain(cast("nn.Parameter", self.weight))
-        else:
-            self._updater.take_in(self, self._group, self._number(), state[_STATE])
-
-    def _number(self) -> int:
-        assert self._lookups is not None
-        return int(self._lookups.tables[0])
+        """For copies and pickles; see `AbstractTables`."""
+        return super().__getstate__() | {"_group": None, "_lookups": None}
 
     def _place(self) -> BagPlace:
+        if self._parameters.get("weight") is not self._tables_then[0]:
+            self._require_tables()
         assert self._group is not None
         assert self._lookups is not None
         return BagPlace(self._group, self._lookups, self._updater)
@@ -164,13 +145,15 @@ class TableModule(AbstractTables):
         padding_idx: int | None,
     ) -> Tensor | None:
         """Look up together with other calls of a step; see `BagCalls.look_up`."""
+        if self._parameters.get("weight") is not self._tables_then[0]:
+            self._require_tables()
         group, updater, lookups = self._group, self._updater, self._lookups
         assert group is not None
         assert updater is not None
         assert lookups is not None
         return group.calls(updater).look_up(
             lookups.distinct_tables[0],
-            cast("nn.Parameter", self._parameters["weight"]),
+            self._tables_then[0],
             lookups,
             ids,
             offsets,
@@ -178,11 +161,6 @@ class TableModule(AbstractTables):
             is_mean=is_mean,
             padding_idx=padding_idx,
         )
-
-    def _leave_to_torch(self) -> None:
-        """Begin: nothing of ours moves the rows."""
-        self.row_optimizer = None
-        self.detach()
 
     def _optimize(
         self,
@@ -196,12 +174,13 @@ class TableModule(AbstractTables):
         files: ColdFiles | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Move the rows by a formula from now on."""
-        group = TableGroup([self])
-        if not self.weight.is_meta:
-            group.space()  # refuses what cannot be moved
+        """Update the rows by a formula from now on."""
+        table = cast("nn.Parameter", self.weight)
+        group = TableGroup([table], [self.sparse])
+        if not table.is_meta:
+            group.space()  # refuses rows that kernels cannot work on
         self.row_optimizer = FusedOptimizer(
-            {"weight": (group.weights()[0], "")},
+            {"weight": (table, "")},
             [group],
             optimizer,
             auto_apply=auto_apply,
@@ -211,14 +190,15 @@ class TableModule(AbstractTables):
         self.attach(self.row_optimizer.updater, [(group, 0)])
         pinned = None
         if plan is not None:
-            pinned = dict(zip(group.weights(), plan.pinned_by_table(), strict=True))
+            [pinned_rows] = plan.pinned_by_table()
+            pinned = {table: pinned_rows}
             budget = plan.budget_bytes
         if budget is not None:
             self.row_optimizer.updater.tier(
                 budget,
                 pinned,
                 files=files,
-                names={group.weights()[0]: "weight"},
+                names={table: "weight"},
                 device=slot_device(device),
             )
 
@@ -236,7 +216,7 @@ class TableModule(AbstractTables):
             return
         if freeze:
             warnings.warn(
-                "from_pretrained freezes rows unless freeze=False is given: the optimizer moves "
+                "from_pretrained freezes rows unless freeze=False is given: the optimizer updates "
                 "none until weight.requires_grad is set",
                 stacklevel=3,
             )
@@ -250,7 +230,7 @@ class TableModule(AbstractTables):
     def _take_over(
         self, module: nn.Module, optimizer: RowOptimizer | None, *, auto_apply: bool
     ) -> None:
-        """The rest of `from_torch`: move the rows by a formula, or by that of marks."""
+        """The rest of `from_torch`: update the rows by a formula, or by that of marks."""
         weight = cast("nn.Parameter", self.weight)
         marks = read_marks([("weight", weight)], optimizer)
         formula = optimizer if marks is None else marks.formula
@@ -272,9 +252,9 @@ def is_left_to_torch(input: Tensor, weight: Tensor) -> bool:
 
 
 def require_plain(module: nn.Module) -> None:
-    """Refuse a module whose rows recsys moves already.
+    """Refuse a module whose rows a recsys optimizer updates already.
 
     Raises:
-        ValueError: it is such a one.
+        ValueError: one does.
     """
-    require_unmoved("table 'weight'", cast("nn.Parameter", module.weight))
+    require_no_updater("weight", cast("nn.Parameter", module.weight))

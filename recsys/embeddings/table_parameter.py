@@ -1,20 +1,18 @@
-"""Tables as their users see them: `Parameter`s that show what is kept of them elsewhere.
+"""Tables as their users see them: `Parameter`s that show what recsys keeps elsewhere.
 
-Their `grad` is what the ledger holds; their rows are those in the slots, where there are slots. It
-costs nothing as long as nobody looks. What becomes of them they tell their group, which would have
-to ask each of them several times a step.
+Their `grad` is what the ledger holds. Their rows are those in the slots, where there are slots. It
+costs nothing until a caller reads one of them.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,24 +23,22 @@ if TYPE_CHECKING:
 __all__ = [
     "LedgerParameter",
     "TieredParameter",
+    "bind_table",
     "make_plain",
     "move_table",
     "plain_grad",
-    "require_unmoved",
+    "require_no_updater",
     "requires_grad",
     "set_plain_grad",
-    "tell_group",
-    "unwatch",
-    "watch",
+    "unbind_table",
 ]
 
 
 class LedgerParameter(nn.Parameter):
     """A table whose `grad` is what the ledger of its group holds.
 
-    A `Parameter` becomes one by a change of class, so it stays the object that it was; pickles and
-    state dicts have plain ones. What is set by a function of torch's, and neither by an attribute
-    nor by a method (`torch.Tensor.requires_grad_(table, False)`), it is not told.
+    A `Parameter` becomes one by a change of class, so it stays the same object. Pickles and state
+    dicts have plain ones.
     """
 
     @property
@@ -57,34 +53,10 @@ class LedgerParameter(nn.Parameter):
         group = _group_of(self)
         if group is not None:
             group.forget_lookups_in(self)
-            group.ask_again()
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    @property
-    def requires_grad(self) -> bool:
-        """As of any tensor."""
-        return requires_grad(self)
-
-    @requires_grad.setter
-    def requires_grad(self, is_asked: bool) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # it tells nothing of the rows
-            _REQUIRES_GRAD.__set__(self, is_asked)
-        _listen(self)
-        tell_group(self)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As `torch.Tensor.requires_grad_`."""
-        self.requires_grad = requires_grad
-        return self
-
-    def detach_(self) -> Self:
-        """As `torch.Tensor.detach_`."""
-        super().detach_()
-        tell_group(self)
-        return self
 
     @property
     def data(self) -> Tensor:
@@ -209,64 +181,54 @@ _METHODS = (
 _BLIND = (
     {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()}
     | {getattr(torch.Tensor, name) for name in _METHODS.split()}
-    | {getattr(torch.Tensor, name).__set__ for name in ("grad",)}
+    | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")}
 )
 
 # Keyed by the table's identity: torch.save would pickle the group if it were an attribute. Groups
 # are in a plain dictionary because optimizers read every `grad` twice a step.
 _GROUPS: dict[int, tuple[ref[nn.Parameter], ref[TableGroup]]] = {}
-_HOOKS: Any = WeakIdKeyDictionary()
 
 
-def require_unmoved(place: str, weight: nn.Parameter, but_by: TableGroup | None = None) -> None:
-    """Refuse a table whose rows an optimizer of ours moves; two would move them twice.
+def require_no_updater(name: str, table: nn.Parameter, but_by: TableGroup | None = None) -> None:
+    """Refuse a table that a recsys optimizer updates: a second one would update its rows twice.
 
-    What one that is gone has left behind is a plain parameter again.
+    A table whose optimizer has been deleted becomes a plain Parameter again.
+
+    Args:
+        name: Of the table, for the error.
+        table: The Parameter.
+        but_by: The group that may have it.
 
     Raises:
-        ValueError: it is moved, and not by the group `but_by`.
+        ValueError: another group has it.
     """
-    if _group_of(weight) not in (None, but_by):
+    if _group_of(table) not in (None, but_by):
         gc.collect()  # modules and their optimizers refer to each other
-    if _group_of(weight) not in (None, but_by):
+    if _group_of(table) not in (None, but_by):
         raise ValueError(
-            f"{place}: an optimizer of recsys moves its rows already, and a second one would move "
-            "them twice; call recsys.accelerate on a model that has all modules of the table, or "
-            "let go of the module whose optimizer it is (recsys.restore, or del)"
+            f"table {name!r} is already updated by another recsys optimizer; accelerate all of its "
+            "modules in one call, or call recsys.restore on the other model (or delete it) first"
         )
-    make_plain(weight)
+    make_plain(table)
 
 
-def watch(weight: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> bool:
-    """Let a table show what its group holds of it.
-
-    Returns:
-        Whether it will tell the group what becomes of it: a parameter of another class will not.
-    """
-    if type(weight) is nn.Parameter:
-        _set_class(weight, LedgerParameter)
-    if isinstance(weight, LedgerParameter):
-        number = id(weight)
-        _GROUPS[number] = ref(weight, lambda _: _GROUPS.pop(number, None)), ref(group)
-        _listen(weight)
-        if is_tiered:
-            _set_class(weight, TieredParameter)
-    return isinstance(weight, LedgerParameter)
+def bind_table(table: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> None:
+    """Let a table show what its group has of it."""
+    number = id(table)
+    _GROUPS[number] = ref(table, lambda _: _GROUPS.pop(number, None)), ref(group)
+    _set_class(table, TieredParameter if is_tiered else LedgerParameter)
 
 
-def unwatch(weight: nn.Parameter, group: TableGroup | None) -> None:
-    """Make a plain parameter of a table that no group has, or but this one."""
-    if isinstance(weight, LedgerParameter) and _group_of(weight) in (None, group):
-        _GROUPS.pop(id(weight), None)
-        hook = _HOOKS.pop(weight, None)
-        if hook is not None:
-            hook.remove()
-        _set_class(weight, nn.Parameter)
+def unbind_table(table: nn.Parameter, group: TableGroup | None) -> None:
+    """Make a table of this group, or of none, a plain Parameter."""
+    if isinstance(table, LedgerParameter) and _group_of(table) in (None, group):
+        _GROUPS.pop(id(table), None)
+        _set_class(table, nn.Parameter)
 
 
-def make_plain(weight: nn.Parameter) -> None:
-    """Make a plain parameter of a table that no group has (any more)."""
-    unwatch(weight, None)
+def make_plain(table: nn.Parameter) -> None:
+    """Make a table that no group has a plain Parameter."""
+    unbind_table(table, None)
 
 
 def move_table(weight: nn.Parameter, device: torch.device) -> None:
@@ -300,24 +262,10 @@ def _forget_space_of(weight: LedgerParameter) -> None:
         group.forget_space()
 
 
-def tell_group(weight: Tensor) -> None:
-    """Let its group look anew for the `grad` of a table, and whether it asks for one."""
-    group = _group_of(weight)
-    if group is not None:
-        group.ask_again()
-
-
-def _listen(weight: nn.Parameter) -> None:
-    """Hear of a gradient that autograd leaves at a table, which asks no Python for it."""
-    if weight not in _HOOKS:
-        with torch._C.DisableTorchFunctionSubclass():  # it is us
-            if weight.requires_grad:
-                _HOOKS[weight] = weight.register_post_accumulate_grad_hook(tell_group)  # type: ignore[no-untyped-call]
-
-
-_REQUIRES_GRAD: Any = inspect.getattr_static(torch.Tensor, "requires_grad")
-requires_grad: Callable[[Tensor], bool] = _REQUIRES_GRAD.__get__
-# What autograd and users have left at a table, the ledger aside.
+requires_grad: Callable[[Tensor], bool] = inspect.getattr_static(
+    torch.Tensor, "requires_grad"
+).__get__
+# What autograd and users have left at a table, without the ledger.
 _GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
 _DATA: Any = inspect.getattr_static(torch.Tensor, "data")
 plain_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.optimizer import RowOptimizer
 
-__all__ = ["Settings", "SettingsReader", "Translation"]
+__all__ = ["Settings", "Translation"]
 
 
 class Settings(NamedTuple):
@@ -72,57 +68,3 @@ class Translation:
             frozenset(self.state_names.get(name, name) for name in rows),
             (float(rate), float(eps)),  # a tensor could be changed in place later
         )
-
-
-class SettingsReader:
-    """Reads the settings of a param group for the tables of one table group.
-
-    Every step reads them, so the result is cached until a setting is a different object.
-
-    Args:
-        translation: How settings are read.
-        dim: D.
-        num_tables: T.
-    """
-
-    def __init__(self, translation: Translation, dim: int, num_tables: int) -> None:
-        self._translation, self._dim, self._num_tables = translation, dim, num_tables
-        self._known: _Read | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the cache out of copies and pickles."""
-        return self.__dict__ | {"_known": None}
-
-    def read(self, settings: Mapping[str, Any]) -> tuple[Settings, NDArray[np.float64]]:
-        """The settings, and rate and eps of every table that counts no steps, (T, 2).
-
-        Args:
-            settings: The param group.
-        """
-        known, names, values = self._known, list(settings), list(settings.values())
-        if known is not None and known.names == names and all(map(is_, known.values, values)):
-            return known.found, known.rates
-        found = self._translation.read(settings, self._dim)
-        rates_T2 = np.tile(found.rate_and_eps, (self._num_tables, 1))
-        # A tensor may be changed in place and stay the same object, so it is never cached.
-        can_cache = all(_is_immutable(settings[name]) for name in names if name not in _IGNORED)
-        self._known = _Read(names, values, found, rates_T2) if can_cache else None
-        return found, rates_T2
-
-
-class _Read(NamedTuple):
-    """The settings when they were last read, and the result."""
-
-    names: list[str]
-    values: list[Any]
-    found: Settings
-    rates: NDArray[np.float64]  # shared with the caller, who must not write to it
-
-
-_IGNORED = ("params", "param_names")  # keys of a param group that do not affect the formula
-
-
-def _is_immutable(value: Any) -> bool:
-    """Whether a setting has the same value as long as it is the same object."""
-    values = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(each, int | float | str | None) for each in values)

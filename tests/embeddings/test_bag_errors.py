@@ -243,7 +243,7 @@ def test_a_gradient_of_weights_from_rows_that_moved_meanwhile_is_refused():
 
     module(ints(1), ints(0)).sum().backward()
 
-    with pytest.raises(RuntimeError, match="rows were moved between a lookup and its backward"):
+    with pytest.raises(RuntimeError, match="rows were updated between a lookup and its backward"):
         early.backward()
 
 

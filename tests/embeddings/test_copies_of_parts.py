@@ -1,8 +1,9 @@
-"""A copy or a pickle of a part is as large as the part, and trains on by itself."""
+"""A copy or a pickle of a whole model trains on as it does; one of a part has plain tables."""
 
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -60,6 +61,10 @@ def step(bags, optimizer):
         optimizer.step()
 
 
+PART = "a copy of a part of the tables that one recsys optimizer updates"
+updated_here = pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam"])
+
+
 @each_optimizer
 def test_a_bag_out_of_an_accelerated_model_is_pickled_alone(name):
     model, optimizer = accelerated(name)
@@ -70,21 +75,46 @@ def test_a_bag_out_of_an_accelerated_model_is_pickled_alone(name):
 
 
 @each_copy
-@each_optimizer
-def test_a_copied_bag_trains_on_by_itself_and_leaves_the_rest_alone(name, copied):
+@updated_here
+def test_a_copied_part_has_plain_tables_says_so_once_and_leaves_the_rest_alone(name, copied):
+    model, _ = accelerated(name)
+    step(model, None)
+
+    part = copied(nn.ModuleList(model[:3]))
+    before = [bag.weight.detach().clone() for bag in model]
+    own = torch.optim.SGD(part.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(part, own)
+
+    assert [PART in str(each.message) for each in caught] == [True] * 3
+    for bag, old in zip(model, before, strict=True):
+        assert torch.equal(bag.weight, old)
+    for number, bag in enumerate(part):
+        assert type(bag.weight) is nn.Parameter
+        assert bag.row_updater is None
+        plain = nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True, _weight=before[number])
+        theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for _ in range(2):
+            step([plain], theirs)
+        torch.testing.assert_close(bag.weight, plain.weight, rtol=1e-6, atol=1e-7)
+
+
+@each_copy
+@pytest.mark.parametrize("name", ["torch's SGD", "torch's Adagrad", "none"])
+def test_a_copied_bag_trains_on_by_torchs_optimizer(name, copied):
     model, optimizer = accelerated(name)
     step(model, optimizer)
 
     part = copied(model[3])
-    own = None
-    if optimizer is not None:
-        own = type(optimizer)(part.parameters(), lr=0.1)
-        own.load_state_dict(
-            {
-                "state": {0: copy.deepcopy(optimizer.state_dict()["state"].get(3, {}))},
-                "param_groups": own.state_dict()["param_groups"],
-            }
-        )
+    own = type(optimizer)(part.parameters(), lr=0.1)
+    own.load_state_dict(
+        {
+            "state": {0: copy.deepcopy(optimizer.state_dict()["state"].get(3, {}))},
+            "param_groups": own.state_dict()["param_groups"],
+        }
+    )
     before = [bag.weight.detach().clone() for bag in model]
     for _ in range(2):
         step([part], own)
@@ -94,6 +124,47 @@ def test_a_copied_bag_trains_on_by_itself_and_leaves_the_rest_alone(name, copied
 
     assert all(unmoved)
     torch.testing.assert_close(part.weight.detach(), model[3].weight.detach(), rtol=1e-6, atol=1e-7)
+
+
+@each_copy
+def test_a_part_is_looked_up_and_copied_on(copied):
+    model, _ = accelerated("SGD")
+
+    part = copied(copied(model[3]))
+
+    with pytest.warns(UserWarning, match=PART):
+        assert torch.equal(part(BAG_IDS), model[3](BAG_IDS))
+    assert torch.equal(copied(part)(BAG_IDS), model[3](BAG_IDS))
+
+
+@each_copy
+def test_a_collection_out_of_an_accelerated_model_says_that_it_is_a_part(copied):
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+
+    def build(kind, config, name):
+        return kind([config(name=name, num_embeddings=9, embedding_dim=4, feature_names=["f"])])
+
+    ids = torchrec.KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    model = nn.ModuleList(
+        [
+            build(torchrec.EmbeddingBagCollection, torchrec.EmbeddingBagConfig, "a"),
+            build(torchrec.EmbeddingCollection, torchrec.EmbeddingConfig, "b"),
+        ]
+    )
+    recsys.accelerate(model, optimizer=SGD(lr=0.1))
+
+    for number, module in enumerate(model):
+        part = copied(module)
+        with pytest.warns(UserWarning, match=PART):
+            found = part(ids)
+        expected = module(ids)
+        if number == 0:
+            assert torch.equal(found.values(), expected.values())
+        else:
+            assert torch.equal(found["f"].values(), expected["f"].values())
+        assert part.row_updater is None
+    whole = copied(model)
+    assert all(each.row_updater is not None for each in whole)
 
 
 @each_copy
@@ -148,7 +219,7 @@ def test_tied_bags_stay_tied_in_a_copy():
     for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     twin.load_state_dict(copy.deepcopy(twin.state_dict()), assign=True)
-    with pytest.raises(ValueError, match="was one Parameter of several modules"):
+    with pytest.raises(ValueError, match="its Parameter was replaced"):
         step(twin, None)
 
 
@@ -216,18 +287,16 @@ def test_a_torchrec_collection_out_of_an_accelerated_model_is_pickled_alone():
     ids = torchrec.KeyedJaggedTensor.from_lengths_sync(
         ["f"], torch.tensor([1, 2, 2]), torch.tensor([2, 1])
     )
-    for make in (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), lambda _: SGD(lr=0.1)):
-        model = nn.ModuleList([build("a"), build("b")])
-        optimizer = make(model)
-        recsys.accelerate(model, optimizer=optimizer)
+    model = nn.ModuleList([build("a"), build("b")])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=optimizer)
 
-        part = unpickled(model[1])
-        own = torch.optim.SGD(part.parameters(), lr=0.1) if make(model) != SGD(lr=0.1) else None
-        for module, stepped in ((model[1], optimizer), (part, own)):
-            module(ids).values().square().sum().backward()
-            if isinstance(stepped, torch.optim.Optimizer):
-                stepped.step()
+    part = unpickled(model[1])
+    own = torch.optim.SGD(part.parameters(), lr=0.1)
+    for module, stepped in ((model[1], optimizer), (part, own)):
+        module(ids).values().square().sum().backward()
+        stepped.step()
 
-        assert len(pickled(model[1])) < TABLE_BYTES + OVERHEAD_BYTES
-        [weight], [expected] = part.parameters(), model[1].parameters()
-        torch.testing.assert_close(weight.detach(), expected.detach())
+    assert len(pickled(model[1])) < TABLE_BYTES + OVERHEAD_BYTES
+    [weight], [expected] = part.parameters(), model[1].parameters()
+    torch.testing.assert_close(weight.detach(), expected.detach())

@@ -236,7 +236,7 @@ def test_a_module_of_torchs_is_taken_over_with_its_settings_and_parameter():
 
     assert own.weight is plain.weight
     assert repr(own) == "HotCold" + repr(plain)
-    with pytest.raises(ValueError, match="an optimizer of recsys moves its rows already"):
+    with pytest.raises(ValueError, match="already updated by another recsys optimizer"):
         HotColdEmbedding.from_torch(plain, optimizer=SGD(lr=1.0))
 
 

@@ -1,6 +1,4 @@
-"""Tables that get other memory, or less of the same, under the modules that look them up."""
-
-import copy
+"""Tables that get other memory, or less of the same; Parameters that replace them are refused."""
 
 import pytest
 import torch
@@ -51,8 +49,132 @@ def set_parameter(holder, rows):
     holder.weight = nn.Parameter(rows)
 
 
-WAYS = {"data": set_data, "set_": set_in_place, "parameter": set_parameter}
-each_way = pytest.mark.parametrize("exchange", WAYS.values(), ids=WAYS)
+KEEPING = {"data": set_data, "set_": set_in_place}
+each_way = pytest.mark.parametrize("exchange", KEEPING.values(), ids=KEEPING)
+replaced = pytest.mark.parametrize("way", ["attribute", "load_state_dict", "functional_call"])
+REFUSED = r"its Parameter was replaced.* call recsys\.restore\(model\) first"
+
+
+def use_replaced(module, way, *ids):
+    """Replace all Parameters, and look up."""
+    rows = {name: rows.clone() for name, rows in module.state_dict().items()}
+    if way == "functional_call":
+        return functional_call(module, rows, ids)
+    if way == "load_state_dict":
+        module.load_state_dict(rows, assign=True)
+    else:
+        for holder in module.modules():
+            if "weight" in holder._parameters:
+                holder.weight = nn.Parameter(holder.weight.detach().clone())
+    return module(*ids)
+
+
+def put_back(module, before):
+    for name, table in before.items():
+        holder, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(holder), attribute, table)
+
+
+@replaced
+@pytest.mark.parametrize("budget", [None, 3000], ids=["resident", "tiered"])
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_a_replaced_parameter_is_refused_by_name_until_it_is_put_back(way, budget, with_gradient):
+    bag = HotColdEmbeddingBag(500, 4, mode="sum", optimizer=SGD(lr=0.5), budget=budget)
+    tables = [
+        TableConfig(name=name, num_embeddings=500, embedding_dim=4, feature_names=("f",))
+        for name in "ab"
+    ]
+    whole = HotColdEmbeddingBagCollection(
+        tables, optimizer=SGD(lr=0.5), budget=budget and 2 * budget
+    )
+    features = JaggedIds.from_one_hot(["f"], torch.tensor([[4]]))
+    for module, name, ids in (
+        (bag, "weight", (torch.tensor([4]), OFFSETS)),
+        (whole, "a", (features,)),
+    ):
+        module(*ids)
+        before = dict(module.named_parameters())
+        rows = {key: table.detach().clone() for key, table in before.items()}
+
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"table '{name}': {REFUSED}"):  # noqa: SIM117
+                with torch.set_grad_enabled(with_gradient):
+                    use_replaced(module, way, *ids)
+        put_back(module, before)
+        pooled = module(*ids)
+        (pooled if module is bag else pooled.values()).sum().backward()
+
+        for key, table in module.named_parameters():
+            assert torch.equal(table[4], rows[key][4] - 0.5)
+            assert torch.equal(table[:4], rows[key][:4])
+
+
+@pytest.mark.parametrize("budget", [None, 5000], ids=["resident", "tiered"])
+def test_a_gradient_that_waits_updates_the_parameter_that_was_looked_up(budget):
+    """As in plain PyTorch, whose optimizer has that one."""
+    model = nn.ModuleList([nn.EmbeddingBag(500, 4, mode="sum", sparse=True)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer, budget=budget)
+    old = model[0].weight
+    before = old.detach().clone()
+    model[0](torch.tensor([4]), OFFSETS).sum().backward()
+
+    model[0].weight = nn.Parameter(before.clone())
+    optimizer.step()
+
+    assert torch.equal(model[0].weight, before)
+    assert torch.equal(old[4], before[4] - 0.5)
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("budget", [None, 5000], ids=["resident", "tiered"])
+def test_restore_then_exchange_then_accelerate_is_the_way(budget):
+    model = nn.ModuleList([nn.EmbeddingBag(500, 4, mode="sum", sparse=True)])
+    recsys.accelerate(model, optimizer=SGD(lr=0.5), budget=budget)
+    old = model[0].weight
+    before = old.detach().clone()
+    model[0](torch.tensor([4]), OFFSETS).sum().backward()
+    model[0].weight = nn.Parameter(torch.ones(500, 4))
+    with pytest.raises(ValueError, match=REFUSED):
+        model[0](torch.tensor([4]), OFFSETS)
+
+    recsys.restore(model)
+    recsys.accelerate(model, optimizer=SGD(lr=0.25), budget=budget)
+    model[0](torch.tensor([4]), OFFSETS).sum().backward()
+
+    assert torch.equal(old[4], before[4] - 0.5)
+    assert type(old) is nn.Parameter
+    assert model[0].weight[4].tolist() == [0.75] * 4
+
+
+def test_without_an_optimizer_of_recsys_a_parameter_may_be_replaced():
+    own = collection()
+    features = JaggedIds.from_one_hot(["f"], torch.tensor([[4]]))
+    own(features)
+
+    for rows in (ROWS + 1, torch.cat([ROWS, ROWS]), ROWS.double()):
+        for holder in own.embedding_bags.values():
+            set_parameter(holder, rows.clone())
+        pooled = own(features).values()
+        pooled.sum().backward()
+
+        assert torch.equal(pooled.detach(), rows[4].repeat(2).unsqueeze(0))
+        for weight in own.table_weights():
+            assert weight.grad.to_dense()[4].tolist() == [1.0] * 4
+
+
+def test_a_parameter_of_a_class_of_its_own_is_refused_with_an_optimizer():
+    class OfTheUser(nn.Parameter):
+        pass
+
+    bag = nn.EmbeddingBag(5, 4, mode="sum")
+    bag.weight = OfTheUser(ROWS.clone())
+    table = TableConfig(name="a", num_embeddings=5, embedding_dim=4)
+
+    with pytest.raises(ValueError, match=r"table 'a': weight must be a plain Parameter .* got Of"):
+        HotColdEmbeddingBagCollection(
+            [table], optimizer=SGD(lr=0.5), _bags=nn.ModuleDict({"a": bag})
+        )
 
 
 @each_way
@@ -189,19 +311,6 @@ def test_under_an_optimizer_of_torchs_a_shorter_tables_gradient_is_forgotten_and
     assert short.grad is None
 
 
-def test_a_frozen_table_that_another_bags_lookup_finds_in_a_tables_place_is_not_moved():
-    model, optimizer = accelerated(plain_bag(), plain_bag())
-    first, second = model
-    first(torch.tensor([4]), OFFSETS).sum().backward()
-
-    first.weight = nn.Parameter(ROWS.clone(), requires_grad=False)
-    second.weight.data = ROWS.clone()
-    second(torch.tensor([4]), OFFSETS)
-    optimizer.step()
-
-    assert torch.equal(first.weight, ROWS)
-
-
 def test_a_gradient_of_rows_that_a_table_had_is_refused():
     memory = ROWS.clone()
     own = bag(SGD(lr=0.5))
@@ -234,7 +343,7 @@ def test_rows_of_another_dim_are_refused(exchange, optimizer, dim):
         own(JaggedIds.from_one_hot(["f"], torch.tensor([[4]])))
 
 
-@pytest.mark.parametrize("exchange", [set_data, set_parameter], ids=["data", "parameter"])
+@pytest.mark.parametrize("exchange", [set_data], ids=["data"])
 @pytest.mark.parametrize("rows", [ROWS[:3], torch.zeros(7, 4), ROWS.double()])
 def test_a_tiered_table_is_exchanged_for_its_equal_alone(exchange, rows):
     own = HotColdEmbeddingBag(500, 4, optimizer=SGD(lr=0.5), budget=4096)
@@ -248,78 +357,17 @@ def test_a_tiered_table_is_exchanged_for_its_equal_alone(exchange, rows):
     assert own(torch.tensor([499]), OFFSETS).tolist() == [[0.0] * 4]
 
 
-def test_tables_that_take_each_others_places_keep_their_gradients_and_their_state():
-    """As in plain PyTorch; the names of the state are those of the places."""
-    own = collection(Adagrad(lr=0.1))
-    own.row_optimizer.updater.auto_apply = False
-    first, second = own.embedding_bags.values()
-    features = JaggedIds.from_one_hot(["f"], torch.tensor([[4]]))
-    for _ in range(2):
-        own(features).values().backward(torch.tensor([[1.0] * 4 + [2.0] * 4]))
-        if not own.row_optimizer.state[first.weight]:
-            own.row_optimizer.step()
-    states = own.row_optimizer.state_dict()["state"]
-    key_a, key_b = states
-    before = {key: {name: each.clone() for name, each in states[key].items()} for key in states}
-
-    first.weight, second.weight = second.weight, first.weight
-
-    now = own.row_optimizer.state_dict()["state"]
-    assert list(now) == [key_a, key_b]
-    for here, there in ((key_a, key_b), (key_b, key_a)):
-        values, known = now[here].values(), before[there].values()
-        for value, expected in zip(values, known, strict=True):
-            assert torch.equal(value, expected)
-    assert own.row_optimizer.param_groups[0]["params"] == [first.weight, second.weight]
-    own.row_optimizer.step()
-    sums = own.row_optimizer.state_dict()["state"]
-    assert [float(each[4, 0]) for by in sums.values() for each in by.values()] == [8.0, 2.0]
-
-
-def test_a_table_that_comes_in_two_places_is_refused_and_no_state_is_lost():
-    own = collection(Adagrad(lr=0.1))
-    first, second = own.embedding_bags.values()
-    features = JaggedIds.from_one_hot(["f"], torch.tensor([[4]]))
-    own(features).values().backward(torch.tensor([[1.0] * 4 + [2.0] * 4]))
-    before, mine = own.row_optimizer.state[second.weight]["momentum1"].clone(), first.weight
-
-    first.weight = second.weight
-
-    for use in (lambda: own(features), own.row_optimizer.state_dict, own.row_optimizer.step):
-        with pytest.raises(ValueError, match=r"\(5, 4\) was put in the place of another one too"):
-            use()
-    assert torch.equal(own.row_optimizer.state[second.weight]["momentum1"], before)
-    first.weight = mine
-    own(features)
-
-
-def test_tables_of_two_optimizers_groups_do_not_take_each_others_places():
-    first, second = plain_bag(), plain_bag()
-    groups = [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters()}]
-    optimizer = torch.optim.Adagrad(groups, lr=0.5)
-    model, _ = accelerated(first, second, optimizer=optimizer)
-    for factor, each in enumerate(model, start=1):
-        (factor * each(torch.tensor([4]), OFFSETS).sum()).backward()
-    optimizer.step()
-    before = {each.weight: optimizer.state[each.weight]["sum"].clone() for each in model}
-
-    model[0].weight, model[1].weight = model[1].weight, model[0].weight
-
-    for use in (lambda: model[0](torch.tensor([4]), OFFSETS), optimizer.step):
-        with pytest.raises(ValueError, match="an optimizer of recsys moves its rows already"):
-            use()
-    for weight, state in before.items():
-        assert torch.equal(optimizer.state[weight]["sum"], state)
-
-
-@each_way
+@pytest.mark.parametrize("exchange", [set_data, set_in_place, set_parameter])
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_without_an_optimizer_a_gradient_is_that_of_the_rows_that_were_looked_up(
     exchange, is_sparse
 ):
-    own = collection()
-    for holder in own.embedding_bags.values():
-        holder.sparse = is_sparse
+    bags = {name: nn.EmbeddingBag(5, 4, mode="sum", sparse=is_sparse) for name in "ab"}
+    tables = [
+        TableConfig(name=name, num_embeddings=5, embedding_dim=4, feature_names=("f",))
+        for name in "ab"
+    ]
+    own = HotColdEmbeddingBagCollection(tables, _bags=nn.ModuleDict(bags))
     before = own.embedding_bags["b"].weight
     pooled = own(JaggedIds.from_one_hot(["f"], torch.tensor([[4]]))).values()
 
@@ -406,81 +454,6 @@ def test_state_that_begins_between_two_numbers_is_refused():
         own(torch.tensor([4]), OFFSETS).sum().backward()
 
 
-@pytest.mark.parametrize("when", ["before backward", "before the step"])
-@pytest.mark.parametrize("rows", [ROWS, ROWS[:3]], ids=["as many rows", "fewer"])
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_gradient_stays_at_the_parameter_that_was_looked_up(when, rows, is_frozen):
-    model, optimizer = accelerated(plain_bag())
-    old, new = model[0].weight, nn.Parameter(rows.clone(), requires_grad=not is_frozen)
-    pooled = model[0](torch.tensor([4]), OFFSETS)
-
-    if when == "before backward":
-        model[0].weight = new
-    pooled.sum().backward()
-    if when == "before the step":
-        model[0].weight = new
-    optimizer.step()
-
-    assert torch.equal(new, rows)
-    assert torch.equal(old, ROWS)
-    assert new.grad is None
-    assert old.grad.to_dense().tolist() == [[0.0] * 4] * 4 + [[1.0] * 4]
-
-
-@pytest.mark.parametrize("budget", [None, 8192])
-def test_evaluating_other_rows_between_backward_and_step_loses_no_gradient(budget):
-    plain = nn.ModuleList([nn.EmbeddingBag(500, 4, mode="sum", sparse=True)])
-    model = copy.deepcopy(plain)
-    optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.5) for each in (plain, model)]
-    recsys.accelerate(model, optimizer=optimizers[1], budget=budget)
-    ids, others = torch.tensor([499, 7, 7]), torch.zeros(500, 4)
-
-    for each, optimizer in zip((plain, model), optimizers, strict=True):
-        for _ in range(2):
-            each[0](ids, OFFSETS).square().sum().backward()
-            with torch.no_grad():
-                functional_call(each[0], {"weight": others}, (ids, OFFSETS))
-            each[0](ids - 7, OFFSETS).square().sum().backward()
-            mine = each[0].weight
-            each[0].weight = nn.Parameter(others, requires_grad=False)
-            assert torch.equal(each[0](ids, OFFSETS), torch.zeros(1, 4))
-            each[0].weight = mine
-            optimizer.step()
-            optimizer.zero_grad()
-
-    torch.testing.assert_close(model[0].weight, plain[0].weight)
-    sums = [o.state[m[0].weight]["sum"] for m, o in zip((plain, model), optimizers, strict=True)]
-    torch.testing.assert_close(sums[1], sums[0])
-
-
-def test_gradients_are_forgotten_by_torchs_zero_grad_after_all_tables_were_exchanged():
-    model, optimizer = accelerated(plain_bag())
-    model[0](torch.tensor([4]), OFFSETS).sum().backward()
-
-    model.load_state_dict({"0.weight": ROWS.clone()}, assign=True)
-    optimizer.zero_grad()
-    model[0](torch.tensor([1]), OFFSETS).sum().backward()
-    optimizer.step()
-
-    assert torch.equal(model[0].weight[4], ROWS[4])
-    assert torch.equal(model[0].weight[1], ROWS[1] - 0.5)
-
-
-def test_a_gradient_of_an_exchanged_table_that_was_shortened_too_is_refused_and_can_be_forgotten():
-    model, optimizer = accelerated(plain_bag())
-    old = model[0].weight
-    model[0](torch.tensor([4]), OFFSETS).sum().backward()
-
-    model[0].weight = nn.Parameter(ROWS.clone())
-    old.data = old.data[:3]
-
-    with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
-        optimizer.step()
-    del old.grad
-    optimizer.step()
-    assert torch.equal(model[0].weight, ROWS)
-
-
 def test_a_grad_is_deleted_as_of_any_parameter():
     model, optimizer = accelerated(plain_bag())
     weight = model[0].weight
@@ -493,14 +466,13 @@ def test_a_grad_is_deleted_as_of_any_parameter():
     assert torch.equal(weight, ROWS)
 
 
-def test_a_gradient_that_was_overwritten_before_its_table_was_exchanged_is_said_once():
+def test_a_gradient_that_was_overwritten_is_said_once():
     model, optimizer = accelerated(plain_bag())
     ids, gradient = torch.tensor([4]), torch.ones(1, 4)
     model[0](ids, OFFSETS).backward(gradient)
 
     gradient.fill_(7)
     ids.fill_(1)
-    model[0].weight = nn.Parameter(ROWS.clone())
 
     with pytest.raises(RuntimeError, match="was overwritten after its backward"):
         optimizer.step()
@@ -509,17 +481,13 @@ def test_a_gradient_that_was_overwritten_before_its_table_was_exchanged_is_said_
     assert torch.equal(model[0].weight[[1, 4]], ROWS[[1, 4]] - torch.tensor([[0.5], [0.0]]))
 
 
-@pytest.mark.parametrize("is_exchanged", [False, True])
-def test_a_table_frozen_between_its_lookup_and_its_backward_gets_no_gradient(is_exchanged):
+def test_a_table_frozen_between_its_lookup_and_its_backward_gets_no_gradient():
     plain = nn.ModuleList([plain_bag(), plain_bag()])
     model, _ = accelerated(plain_bag(), plain_bag())
 
     for each in (plain, model):
         pooled = [bag(torch.tensor([4]), OFFSETS) for bag in each]
         weights = [bag.weight for bag in each]
-        if is_exchanged:
-            each[0].weight = nn.Parameter(ROWS.clone())
-            each[0](torch.tensor([4]), OFFSETS)
         weights[0].requires_grad = False
         sum(pooled).sum().backward()
         assert weights[0].grad is None

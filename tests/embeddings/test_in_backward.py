@@ -79,7 +79,7 @@ def test_accelerate_takes_marks_over_and_restore_gives_them_back(name):
     train(plain[0])
     train(model[0])
 
-    assert "rows move at the end of each backward" in repr(result)
+    assert "rows are updated at the end of each backward" in repr(result)
     torch.testing.assert_close(*during, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(model[0].weight, plain[0].weight, rtol=1e-6, atol=1e-7)
     assert type(model[0]) is nn.EmbeddingBag

@@ -222,17 +222,3 @@ def test_a_table_that_outlives_its_module_is_a_parameter_like_others():
     weight.square().sum().backward()
 
     torch.testing.assert_close(weight.grad, 2 * ROWS)
-
-
-def test_a_parameter_on_the_same_rows_shows_the_gradient_of_those_it_replaces():
-    own = build(SGD(lr=1.0))
-    backward(own)
-    own.row_optimizer.step()
-
-    own.weight = nn.Parameter(own.weight.detach())
-    backward(own)
-
-    assert own.weight.grad is not None
-    before = own.weight.detach().clone()
-    own.row_optimizer.step()
-    assert not torch.equal(own.weight, before)

@@ -1,6 +1,6 @@
-"""The ledger of one row space: what backward passes leave behind, as arrays for a kernel.
+"""The ledger of one row space: what backward passes leave, as arrays for a kernel.
 
-One entry is passed on as it is. Several are joined, in order: their ids are copied behind each
+One entry is passed on as it is. Several are joined, in order: their ids are copied one after the
 other, and their gradients stay where backward left them. A kernel sees all of these as one array
 that begins at the lowest address, as it sees tables.
 
@@ -19,7 +19,6 @@ from recsys.embeddings.kernels.pooled_lookup import Bags
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -31,14 +30,14 @@ __all__ = ["JoinedLedger", "LedgerEntry", "Segments", "join_ledger", "tables_in"
 
 
 class LedgerEntry(NamedTuple):
-    """What one backward pass leaves behind.
+    """What one backward pass leaves.
 
     Attributes:
         lookups: What was looked up where.
-        bags: The input. Unless rows are updated in the same backward, in memory of its own.
+        bags: The input, in memory of its own.
         gradient: Of the pooled rows, (B, W) or (B, F, W / F), in the dtype that rows are computed
-            in; each of the B contiguous, and behind the one before.
-        version: Of the gradient when backward handed it over; None where the gradient is our own.
+            in; each of the B contiguous, and after the one before.
+        version: Of the gradient when backward handed it over; None where no caller has it.
         tables: What was looked up in, as it was then; in two tiers, what the slots' rows are of.
         rows: The input by rows, where `bags` has slots of them.
         ticket: Has the slots.
@@ -54,23 +53,11 @@ class LedgerEntry(NamedTuple):
     ticket: Ticket | None = None
     claimed: Lookups | None = None
 
-    def require_unchanged(self) -> None:
-        """Refuse a gradient that was overwritten since.
-
-        Raises:
-            RuntimeError: it was.
-        """
-        if self.version is not None and self.gradient._version != self.version:
-            raise RuntimeError(
-                "the gradient of a lookup was overwritten after its backward, before its rows were "
-                "updated; step first, or overwrite a clone of it"
-            )
-
     def require_rows_in(self, tables: Sequence[Tensor]) -> None:
-        """Refuse tables that may lack rows which were looked up: they would be written to.
+        """Refuse tables that lack rows which were looked up: a kernel would write out of bounds.
 
         Raises:
-            ValueError: a table was exchanged for a shorter one, or one of another dim.
+            ValueError: a table has been given fewer rows (`weight.data = ...`), or another dim.
         """
         if self.tables is tables:
             return
@@ -86,8 +73,6 @@ class LedgerEntry(NamedTuple):
 
 def tables_in(ledger: Sequence[LedgerEntry]) -> Sequence[int]:
     """Numbers of the tables that were looked up, in order."""
-    if len(ledger) == 1:
-        return ledger[0].lookups.distinct_tables
     return sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
 
 
@@ -118,36 +103,34 @@ def join_ledger(ledger: Sequence[LedgerEntry], space: RowSpace) -> JoinedLedger:
         ledger: At least one entry.
         space: The tables.
     """
-    ledger = [_as_it_lies(entry, space.computed) for entry in ledger]
-    order_2T, segments_4S, entry_of_segment = _segments(tuple(map(_shape, ledger)), space.sizes_key)
-    gradients = [entry.gradient for entry in ledger]
-    addresses = [gradient.data_ptr() for gradient in gradients]
-    if len(ledger) == 1:
-        [entry], [address] = ledger, addresses
-        num_gradients = _span(entry)
-        return JoinedLedger(order_2T, segments_4S, entry.bags, gradients, address, num_gradients)
-    itemsize = space.computed.itemsize
+    dtype, entries, shapes, spans = space.computed, [], [], []
+    for entry in ledger:
+        gradient = entry.gradient
+        # Tables may have been given another dtype since; a tensor may say of its memory that it is
+        # the negative; and a view of bytes may begin anywhere.
+        if gradient.dtype is not dtype or gradient.is_neg():
+            gradient = gradient.to(dtype).resolve_neg().contiguous()
+        if gradient.data_ptr() % dtype.itemsize:
+            gradient = gradient.clone()
+        lookups, bags, stride = entry.lookups, entry.bags, gradient.stride(0)
+        num_bags = len(bags.values) if bags.offsets is None else len(bags.offsets) - 1
+        entries.append((bags, gradient, gradient.data_ptr()))
+        shapes.append((lookups, bags.batch_size, num_bags, stride))
+        # How many numbers the gradient has from the first to the last, with what lies between.
+        batch_size = gradient.shape[0]
+        spans.append((batch_size - 1) * stride + lookups.width if batch_size else 0)
+    order_2T, segments_4S, entry_of_segment = _segments(tuple(shapes), space.sizes_key)
+    inputs, gradients, addresses = zip(*entries, strict=True)
+    if len(entries) == 1:
+        [bags], [address], [span] = inputs, addresses, spans
+        return JoinedLedger(order_2T, segments_4S, bags, gradients, address, span)
     low = min(addresses)
-    begins = [(address - low) // itemsize for address in addresses]
+    begins = [(address - low) // dtype.itemsize for address in addresses]
     segments_4S = segments_4S.copy()
     segments_4S[_FIRST_GRADIENTS] += np.array(begins, np.uint64)[entry_of_segment]
-    num_gradients = max(begin + _span(entry) for begin, entry in zip(begins, ledger, strict=True))
-    bags = _join_bags([entry.bags for entry in ledger], space.compute_dtype)
+    num_gradients = max(begin + span for begin, span in zip(begins, spans, strict=True))
+    bags = _join_bags(inputs, space.compute_dtype)
     return JoinedLedger(order_2T, segments_4S, bags, gradients, low, num_gradients)
-
-
-def _as_it_lies(entry: LedgerEntry, dtype: torch.dtype) -> LedgerEntry:
-    """With a gradient that kernels may read from memory.
-
-    Tables may have become others of another dtype since; a tensor may say of its memory that it is
-    the negative; and a view of bytes may begin anywhere.
-    """
-    gradient = entry.gradient
-    if gradient.dtype is not dtype or gradient.is_neg():
-        gradient = gradient.to(dtype).resolve_neg().contiguous()
-    if gradient.data_ptr() % dtype.itemsize:
-        gradient = gradient.clone()
-    return entry if gradient is entry.gradient else entry._replace(gradient=gradient)
 
 
 class Segments(NamedTuple):
@@ -162,12 +145,6 @@ class Segments(NamedTuple):
 
 
 _FIRST_GRADIENTS = 2  # among the last four rows of `Segments`
-
-
-def _shape(entry: LedgerEntry) -> tuple[Lookups, int, int, int]:
-    """What its segments depend on."""
-    lookups, bags, gradient, *_ = entry
-    return lookups, bags.batch_size, _num_bags(bags), gradient.stride(0)
 
 
 @lru_cache(maxsize=64)
@@ -217,16 +194,6 @@ def _join_bags(bags: Sequence[Bags], dtype: np.dtype[Any]) -> Bags:
         sum(each.batch_size for each in bags),
         is_mean,
     )
-
-
-def _span(entry: LedgerEntry) -> int:
-    """How many numbers its gradient has from the first to the last, with what lies between."""
-    batch_size, stride = entry.gradient.shape[0], entry.gradient.stride(0)
-    return (batch_size - 1) * stride + entry.lookups.width if batch_size else 0
-
-
-def _num_bags(bags: Bags) -> int:
-    return len(bags.values) if bags.offsets is None else len(bags.offsets) - 1
 
 
 def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:

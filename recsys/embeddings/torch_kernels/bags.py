@@ -85,10 +85,6 @@ class TorchBags(NamedTuple):
             padding,
         )
 
-    def with_own_weights(self) -> TorchBags:
-        """As `Bags.with_own_weights`."""
-        return self if self.weights is None else self._replace(weights=self.weights.clone())
-
     def copied(self) -> TorchBags:
         """The same in memory of its own: the caller may refill that of the input at any time."""
         return self._replace(

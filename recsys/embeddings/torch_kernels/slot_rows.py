@@ -49,6 +49,7 @@ class SlotRows(TorchRows):
 
     Attributes:
         tables: The rows alone.
+        computed: The dtype that is computed in.
     """
 
     def __init__(self, rows: Tensor, slots: TorchSlots, numbers: RowNumbers) -> None:
@@ -57,7 +58,7 @@ class SlotRows(TorchRows):
         super().__init__(
             [0] * num_tables, [num_slots] * num_tables, num_slots, dim, rows.dtype, rows.device
         )
-        self.rows, self.tables = rows, [rows]
+        self.rows, self.tables, self.computed = rows, [rows], self.compute_dtype
         self._slots, self._numbers = slots, numbers
 
     def table_of(self, rows: Tensor) -> Tensor:
