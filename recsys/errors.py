@@ -13,7 +13,8 @@
     |                        RuntimeError)
     |-- BudgetTooSmall      (ValueError)       fast memory that cannot hold one mini-batch's rows
     |-- ColdTierError       (OSError)          files of rows that cannot be made, opened or moved
-    |   `-- ColdTierDirty                      files of rows that a crash has left in the middle
+    |   |-- ColdTierDirty                      files of rows that a crash has left in the middle
+    |   `-- TiersFailed                        rows that could not be moved between the tiers
     |-- ConflictingWrite    (RuntimeError)     a write to rows that are newer in fast memory
     |-- TrainingDiverged    (ArithmeticError)  a loss that is not a number any more
     |   `-- NonFiniteGradient                  a gradient of rows with nan or inf in it
@@ -38,6 +39,7 @@ __all__ = [
     "ProfileError",
     "RecsysError",
     "StoreError",
+    "TiersFailed",
     "TrainingDiverged",
     "WeightsError",
 ]
@@ -93,6 +95,10 @@ class ConflictingWrite(RecsysError, RuntimeError):
 
 class ColdTierDirty(ColdTierError):
     """Files of rows whose process ended while it moved them."""
+
+
+class TiersFailed(ColdTierError):
+    """Rows could not be moved between the tiers; every later use raises this, too."""
 
 
 class TrainingDiverged(RecsysError, ArithmeticError):

@@ -15,7 +15,7 @@ from recsys.curves import draw_run, draw_variations
 from recsys.errors import ConfigError
 from recsys.files import appearing_whole
 from recsys.pipeline.stalls import stage_seconds, stage_title
-from recsys.pipeline.ways_out import WayOut
+from recsys.pipeline.suggestions import Suggestion
 from recsys.report import (
     METRIC_NAMES,
     NO_METRICS,
@@ -102,7 +102,7 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
             "Where the time went",
             _stage_bar(record["stalls"]),
             # Records from before have none.
-            *_notes(map(WayOut.sentence, record["stalls"].get("predicted", ()))),
+            *_notes(map(Suggestion.sentence, record["stalls"].get("predicted", ()))),
         ),
         *_timeline(folder),
         _section("Configuration", _table(["key", "value"], _flat(record["config"]))),

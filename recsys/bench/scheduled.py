@@ -190,7 +190,7 @@ class ScheduledSteps:
     def rest(self) -> None:
         """Wait for transfers that are under way; the window keeps its claims."""
         for tiers in tiers_of(self._model):
-            tiers.residency.queue.settle(is_all=True)
+            tiers.residency.queue.settle()
 
     def leave(self) -> None:
         """Leave the model to others: no slot is claimed. The next turn begins by claiming anew."""

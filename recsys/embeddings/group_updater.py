@@ -161,7 +161,7 @@ class GroupUpdater:
             with interrupts_held_back():  # rows that are updated and not known to be would be lost
                 bad = row_update(hot.space, hot.state_spaces, *more)
                 increment_version(changed)
-                tiers.note_moved(update.ledger, update.moved)
+                tiers.mark_updated(update.ledger, update.moved)
         return None if bad is None else self._bad_gradient(bad)
 
     def _bad_gradient(self, bad: BadRow) -> NonFiniteGradient:
@@ -316,7 +316,7 @@ class GroupUpdater:
         for entry in ledger:
             entry.require_rows_in(space.tables)
         if self.group.tiers is not None:
-            self.group.tiers.heed_others(space)
+            self.group.tiers.reload_if_tables_changed(space)
         is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
         counts_steps = self._translation.counts_steps or is_by_chance
         if not (counts_steps or sizes):

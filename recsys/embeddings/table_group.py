@@ -202,15 +202,15 @@ class TableGroup:
                 Found(
                     self,
                     self.kernels,
-                    claimed.lookups,
+                    ticket.lookups,
                     rows,
                     self.tiers.hot.space,
-                    claimed.bags,
+                    ticket.bags,
                     space.tables,
                     self._watched,
-                    claimed.ticket,
+                    ticket,
                 )
-                for claimed in self.tiers.claim(space, lookups, rows)
+                for ticket in self.tiers.claim(space, lookups, rows)
             ]
         space = self.space(lookups, weights)
         watched = self._watched

@@ -8,7 +8,7 @@
     popular_split       Hotline's parts of a mini-batch; micro_batches: how it is taken apart;
                         loss_parts: how their losses make up the whole's
     stalls              where the time went; timeline: the same to be looked at
-    ways_out            what other settings would save of it
+    suggestions         settings that would shorten it
 
 No schedule changes a number. FAE changes the order of samples instead:
 

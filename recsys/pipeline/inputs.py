@@ -17,7 +17,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.device_tables import AbstractTables
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
-from recsys.embeddings.transfer_clock import MoveSeconds
+from recsys.embeddings.transfers import MoveSeconds
 from recsys.pipeline.stalls import Moved
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Inputs:
 
     Attributes:
         modules: Those modules, by the first of their names; none where every row is resident.
-        has_untold: Whether nothing tells what one of them is to look up.
+        has_unknown_inputs: Whether nothing tells what one of them is to look up.
     """
 
     def __init__(self, model: nn.Module, ids: Callable[[Any], Any] | None) -> None:
@@ -54,7 +54,7 @@ class Inputs:
             name: module for name, module in ours.items() if module not in parts and module.tiers()
         }
         self._has_warned = False
-        self.has_untold = False
+        self.has_unknown_inputs = False
         # Tiers that are made anew, with other slots, go on with the same clock.
         self._times = [tiers.residency.times for tiers in self.tiers()]
 
@@ -150,7 +150,7 @@ class Inputs:
         return module
 
     def _warn_of(self, unknown: Sequence[str]) -> None:
-        self.has_untold = bool(unknown)
+        self.has_unknown_inputs = bool(unknown)
         if not unknown or self._has_warned:
             return
         self._has_warned = True

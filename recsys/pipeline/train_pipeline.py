@@ -26,7 +26,7 @@ from recsys.pipeline.micro_batches import join_outputs
 from recsys.pipeline.popular_split import PopularSplit
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.stalls import StageClock
-from recsys.pipeline.ways_out import of_budget, of_schedule
+from recsys.pipeline.suggestions import forecast_budget, of_budget, of_schedule
 from recsys.pipeline.window import Windows
 from recsys.sizes import format_bytes
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from recsys.embeddings.ahead import Prefetched
     from recsys.pipeline.popular_split import MicroBatch
     from recsys.pipeline.schedule import Schedule
+    from recsys.pipeline.suggestions import Suggestion
     from recsys.pipeline.timeline import Timeline
-    from recsys.pipeline.ways_out import WayOut
     from recsys.pipeline.window import MiniBatch, Window
 
 __all__ = ["TrainPipeline"]
@@ -63,8 +63,8 @@ class TrainPipeline:
     does not count them: it says the next sample to be trained on.
 
     All of it runs in the thread that calls; rows are moved by one thread more for each table group,
-    in the order in which they were asked for. Whoever waits for it is `progress` itself, in the
-    forward of the mini-batch whose rows they are, and what has failed there is raised there.
+    in the order in which they were asked for. `progress` waits for rows in the forward of the
+    mini-batch that needs them. After a transfer has failed, every `progress` raises `TiersFailed`.
 
     Args:
         model: Maps a mini-batch to (loss, output), as TorchRec's train models do.
@@ -136,8 +136,15 @@ class TrainPipeline:
         """Mini-batches ahead whose rows had slots, on average over the steps so far."""
         return self._num_ahead / max(1, self._num_steps)
 
-    def ways_out(self) -> list[WayOut | None]:
-        """What would loosen waiting for rows; None for what is not known, or not to be had."""
+    def forecast_budget(self) -> None:
+        """Count from now on the rows that twice the budget would fetch, for `suggestions`."""
+        forecast_budget(self._inputs.tiers())
+
+    def suggestions(self) -> list[Suggestion | None]:
+        """Settings that would shorten the waiting for rows; None for one that is unknown.
+
+        A larger budget is suggested after `forecast_budget`, or if all rows would fit.
+        """
         tiers = self._inputs.tiers()
         return [
             of_budget(self.clock, tiers),
@@ -161,12 +168,14 @@ class TrainPipeline:
 
         Raises:
             StopIteration: there is no mini-batch left.
+            TiersFailed: rows could not be moved between the tiers, now or before; build the model
+                anew and load a checkpoint.
             TrainingDiverged: the loss, on the CPU, has nan or inf in it, and no parameter was
                 updated; or the gradient of a row has (`NonFiniteGradient`), and nothing but the
                 other rows was.
             ValueError: the schedule looks ahead, and the iterator must not be read ahead (that of a
                 `HotColdLoader` with `FAE(is_adaptive=True)`).
-            Exception: of the iterator, the model, an optimizer, or a transfer of rows.
+            Exception: of the iterator, the model or an optimizer.
         """
         self.clock.mark("other")
         begin = perf_counter()
@@ -291,7 +300,7 @@ class TrainPipeline:
         if self.popular_split is None:
             return []
         # Rows that are not claimed would need slots while those of the first part are held.
-        claims = None if self._inputs.has_untold else current.claims
+        claims = None if self._inputs.has_unknown_inputs else current.claims
         sides = self.popular_split.choose(current.batch, claims, self._model, self._compute)
         if not sides or claims is None:
             return []
