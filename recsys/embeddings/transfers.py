@@ -50,7 +50,8 @@ class TransferQueue:
     @property
     def last(self) -> int:
         """The number of the transfer last put in; 0 if none is under way."""
-        return self._num_put if self._num_done < self._num_put else 0
+        is_under_way = self._num_done < self._num_put and not self._failure
+        return self._num_put if is_under_way else 0
 
     def is_done(self, number: int) -> bool:
         """Whether a transfer and all before it have run."""
