@@ -149,7 +149,7 @@ class TransferQueue:
                 self._cause = failure
                 self._queued.clear()
             self._changed.notify_all()
-        failure = None  # or it would keep this frame, and the callers' with their tickets
+        failure = None  # or it would keep this frame, and the frames of its callers, with tickets
 
     def _tell(self, what: str, begin: float) -> None:
         if self.on_span is not None:
@@ -158,11 +158,11 @@ class TransferQueue:
 
 @dataclass(slots=True)  # not frozen: every step makes some, and that would take three times as long
 class MoveSeconds:
-    """Seconds spent on moving rows, or on waiting for it; a value, not to be changed.
+    """Seconds spent on moving rows, or on waiting for that. An immutable value by convention.
 
     Attributes:
-        fetch: On rows that are fetched.
-        write_back: On rows that are written back.
+        fetch: From the cold tier to the hot tier.
+        write_back: From the hot tier to the cold tier.
     """
 
     fetch: float = 0.0
@@ -173,49 +173,51 @@ class MoveSeconds:
         return MoveSeconds(self.fetch + other.fetch, self.write_back + other.write_back)
 
     def __sub__(self, other: MoveSeconds) -> MoveSeconds:
-        """The seconds since an earlier count."""
+        """What was added since an earlier count."""
         return MoveSeconds(self.fetch - other.fetch, self.write_back - other.write_back)
 
     @property
     def total(self) -> float:
-        """Fetch and write-back together."""
+        """Fetches and write-backs together."""
         return self.fetch + self.write_back
 
 
 class TransferClock:
-    """Counts how long the transfers of one row space take, and how long they are waited for.
+    """Measures how long the transfers of one row space take, and how long they are waited for.
 
-    Of a wait, the time in which rows were written back counts as such, and the rest as waiting for
-    rows to be fetched. Transfers run one after the other, so one thread at a time calls
-    `wrote_back` and `fetched`; only the owner of the queue waits.
+    Of the time waited, the part during write-backs counts as such, and the rest as waiting for
+    fetches.
+
+    Transfers run one after the other, so only one thread at a time calls `wrote_back` and
+    `fetched`. Only the thread that owns the queue calls `waiting`.
 
     Attributes:
-        busy: The time that all transfers took, in whatever thread.
-        exposed: How long the owner has waited for them.
+        busy: Seconds that all transfers took, in any thread.
+        exposed: Seconds that the owner of the queue waited for them.
     """
 
     def __init__(self) -> None:
         self.busy = self.exposed = MoveSeconds()
-        self._written: deque[tuple[float, float]] = deque()  # since the last wait
+        self._write_backs: deque[tuple[float, float]] = deque()  # since the last wait
 
     def wrote_back(self, begin: float, end: float) -> None:
-        """Rows were written back between these times, by `perf_counter`."""
+        """Record a write-back from `begin` to `end`, both by `perf_counter`."""
         self.busy += MoveSeconds(write_back=end - begin)
-        self._written.append((begin, end))
+        self._write_backs.append((begin, end))
 
     def fetched(self, begin: float, end: float) -> None:
-        """Rows were fetched between these times."""
+        """Record a fetch from `begin` to `end`, both by `perf_counter`."""
         self.busy += MoveSeconds(fetch=end - begin)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time spent inside as waiting for rows."""
+        """Count the time spent in this context as waiting for rows."""
         begin = perf_counter()
         try:
             yield
         finally:
             end, write_back = perf_counter(), 0.0
-            while self._written:  # all noted write-backs have ended, and concern no later wait
-                first, last = self._written.popleft()
+            while self._write_backs:  # all have ended, so no later wait overlaps them
+                first, last = self._write_backs.popleft()
                 write_back += max(0.0, min(last, end) - max(first, begin))
             self.exposed += MoveSeconds(end - begin - write_back, write_back)

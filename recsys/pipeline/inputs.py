@@ -42,7 +42,7 @@ class Inputs:
 
     Attributes:
         modules: Those modules, by the first of their names; none where every row is resident.
-        has_unknown_inputs: Whether nothing tells what one of them is to look up.
+        has_untold: Whether nothing tells what one of them is to look up.
     """
 
     def __init__(self, model: nn.Module, ids: Callable[[Any], Any] | None) -> None:
@@ -54,7 +54,7 @@ class Inputs:
             name: module for name, module in ours.items() if module not in parts and module.tiers()
         }
         self._has_warned = False
-        self.has_unknown_inputs = False
+        self.has_untold = False
         # Tiers that are made anew, with other slots, go on with the same clock.
         self._times = [tiers.residency.times for tiers in self.tiers()]
 
@@ -150,7 +150,7 @@ class Inputs:
         return module
 
     def _warn_of(self, unknown: Sequence[str]) -> None:
-        self.has_unknown_inputs = bool(unknown)
+        self.has_untold = bool(unknown)
         if not unknown or self._has_warned:
             return
         self._has_warned = True

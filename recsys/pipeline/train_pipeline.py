@@ -63,8 +63,8 @@ class TrainPipeline:
     does not count them: it says the next sample to be trained on.
 
     All of it runs in the thread that calls; rows are moved by one thread more for each table group,
-    in the order in which they were asked for. `progress` waits for rows in the forward of the
-    mini-batch that needs them. After a transfer has failed, every `progress` raises `TiersFailed`.
+    in the order in which they were asked for. Whoever waits for it is `progress` itself, in the
+    forward of the mini-batch whose rows they are, and what has failed there is raised there.
 
     Args:
         model: Maps a mini-batch to (loss, output), as TorchRec's train models do.
@@ -168,14 +168,12 @@ class TrainPipeline:
 
         Raises:
             StopIteration: there is no mini-batch left.
-            TiersFailed: rows could not be moved between the tiers, now or before; build the model
-                anew and load a checkpoint.
             TrainingDiverged: the loss, on the CPU, has nan or inf in it, and no parameter was
                 updated; or the gradient of a row has (`NonFiniteGradient`), and nothing but the
                 other rows was.
             ValueError: the schedule looks ahead, and the iterator must not be read ahead (that of a
                 `HotColdLoader` with `FAE(is_adaptive=True)`).
-            Exception: of the iterator, the model or an optimizer.
+            Exception: of the iterator, the model, an optimizer, or a transfer of rows.
         """
         self.clock.mark("other")
         begin = perf_counter()
@@ -300,7 +298,7 @@ class TrainPipeline:
         if self.popular_split is None:
             return []
         # Rows that are not claimed would need slots while those of the first part are held.
-        claims = None if self._inputs.has_unknown_inputs else current.claims
+        claims = None if self._inputs.has_untold else current.claims
         sides = self.popular_split.choose(current.batch, claims, self._model, self._compute)
         if not sides or claims is None:
             return []

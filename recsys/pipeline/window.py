@@ -30,9 +30,9 @@ class MiniBatch:
     """A mini-batch on its way to its step.
 
     Attributes:
-        batch: From the iterator, moved to its device.
-        claims: The slots claimed for it; None for none.
-        has_failed: Whether claiming has raised an error, which its own step will raise again.
+        batch: As the iterator gave it, or as it was moved.
+        claims: What is claimed for it; None where nothing is.
+        has_failed: Whether claiming has raised something, which its own step is to raise.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -42,7 +42,7 @@ class MiniBatch:
         self.has_failed = False
 
     def move(self, device: torch.device | None) -> None:
-        """Move it to a device, once; None leaves it where it is."""
+        """Bring it to a device, unless it was; None leaves it where it is."""
         if not self._is_moved:
             self.batch, self._is_moved = _to(self.batch, device), True
 
@@ -50,16 +50,16 @@ class MiniBatch:
         """Claim slots for it, unless it has them.
 
         Args:
-            inputs: Says which ids it will look up.
-            may_claim: Whether there may be room. If not, it only gives back the rest of a claim
-                that has lost slots to another lookup.
+            inputs: What it will look up.
+            may_claim: Whether there may be room; if not, it only gives back what is left where
+                slots were needed for another lookup.
         """
         if any(claim.is_given_up for claim in self.claims or ()):
             self.give_back()
         elif self.claims is None and may_claim and not self.has_failed:
             try:
                 self.claims = inputs.prefetch(self.batch)
-            except Exception:  # its own step will raise it again
+            except Exception:  # its own step will find it, too, and raise it
                 self.has_failed = True
 
     def give_back(self) -> None:
@@ -72,16 +72,16 @@ class Window:
     """The mini-batches that were taken from one iterator and not yet used.
 
     Attributes:
-        batches: Oldest first.
+        batches: These, oldest first.
     """
 
     def __init__(self) -> None:
         self.batches: deque[MiniBatch] = deque()
         self._has_ended = False
-        self._error: Exception | None = None  # of the iterator, raised in its turn
+        self._error: Exception | None = None  # of the iterator, to be raised in its turn
 
     def __bool__(self) -> bool:
-        """Whether a mini-batch or an error is left."""
+        """Whether something is left to be used or raised."""
         return bool(self.batches) or self._error is not None
 
     def fill(self, iterator: Iterator[Any], depth: int, device: torch.device | None) -> None:
@@ -90,7 +90,7 @@ class Window:
         Args:
             iterator: The window's own.
             depth: Mini-batches ahead of the next one.
-            device: Where they are moved; None leaves them where they are.
+            device: Where they are brought; None leaves them where they are.
         """
         while len(self.batches) <= depth and not self._has_ended and self._error is None:
             try:
@@ -100,8 +100,8 @@ class Window:
             except Exception as error:
                 self._error = error
             else:
-                self._report_count(iterator)
-                with suppress(Exception):  # its own step will raise it again
+                self._tell(iterator)
+                with suppress(Exception):  # one that cannot be moved is an error in its turn
                     self.batches[-1].move(device)
 
     def pop(self, iterator: Iterator[Any], device: torch.device | None) -> MiniBatch:
@@ -117,7 +117,7 @@ class Window:
         """
         if self.batches:
             current = self.batches.popleft()
-            self._report_count(iterator)
+            self._tell(iterator)
             current.move(device)
             return current
         if self._error is None:
@@ -129,12 +129,12 @@ class Window:
             del error  # it has this frame
 
     def give_back(self) -> None:
-        """Give back every claim; mini-batches stay."""
+        """Give up every claim; mini-batches stay."""
         for each in self.batches:
             each.give_back()
 
-    def _report_count(self, iterator: Any) -> None:
-        """Tell an iterator that counts them how many mini-batches wait here."""
+    def _tell(self, iterator: Any) -> None:
+        """Tell an iterator that keeps count of it how many mini-batches wait here."""
         if hasattr(iterator, "num_waiting"):
             iterator.num_waiting = len(self.batches)
 
@@ -142,8 +142,8 @@ class Window:
 class Windows:
     """The windows that are not empty, by iterator.
 
-    A window is dropped with its iterator. An iterator that takes no weak reference (a list's, say)
-    is kept as long as its window.
+    A window goes when its iterator does. An iterator that takes no weak reference (one of a list,
+    say) is kept as long as its window.
     """
 
     def __init__(self) -> None:
@@ -170,14 +170,14 @@ class Windows:
             _drop(self._windows, self._owners, key)
 
     def give_back(self, but: Window | None = None) -> None:
-        """Give back every claim, or all but those of one window; mini-batches stay."""
+        """Give up every claim, or all but those of one window; mini-batches stay."""
         for window in list(self._windows.values()):
             if window is not but:
                 window.give_back()
 
 
 def _drop(windows: dict[int, Window], owners: dict[int, Any], key: int, _: object = None) -> None:
-    """Drop a window; a weak reference to its iterator calls this with itself as last argument."""
+    """Drop a window; also the callback of its iterator's weak reference, which is given last."""
     window = windows.pop(key, None)
     owners.pop(key, None)
     if window is not None:
@@ -185,7 +185,7 @@ def _drop(windows: dict[int, Window], owners: dict[int, Any], key: int, _: objec
 
 
 def _to(batch: Any, device: torch.device | None) -> Any:
-    """A mini-batch on a device: objects with `to`, alone or in Python's containers."""
+    """A mini-batch on a device: whatever has `to`, alone or in what Python has for several."""
     if device is None:
         return batch
     if hasattr(batch, "to"):
