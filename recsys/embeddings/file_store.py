@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.cold_store import RowMemory
     from recsys.embeddings.row_space import RowSpace
 
-__all__ = ["FileStore"]
+__all__ = ["FileStore", "arrays_of"]
 
 NUM_THREADS = 4  # a disk that knows the reads beforehand is no faster with more
 _LEAST_SHARE = 16  # rows; waking a thread takes as long as reading some
@@ -67,18 +67,8 @@ class FileStore:
         order = np.argsort(rows)  # so one thread reads the rows of one page, one after the other
         rows, slots = rows[order], slots[order]
         for space, memory in zip(self._spaces(), hot.arrays, strict=False):
-            arrays = [self._array_of(table) if len(table) else None for table in space.tables]
+            arrays = arrays_of(self._files, space.tables)
             self._move_array(arrays, hot.first_rows, rows, slots, memory, is_fetch=is_fetch)
-
-    def _array_of(self, table: Tensor) -> OpenArray:
-        found = self._files.find(table)
-        if found is None:
-            raise ColdTierError(
-                f"{self._files.folder}: a table or state of shape {tuple(table.shape)} is not in "
-                "its file any more, because a tensor in memory has replaced it; copy values "
-                "instead (weight.data.copy_, load_state_dict without assign=True)"
-            )
-        return found
 
     def _move_array(
         self,
@@ -132,6 +122,29 @@ class FileStore:
             except BaseException as error:
                 done.set_exception(error)
             return done
+
+
+def arrays_of(files: ColdFiles, tables: Sequence[Tensor]) -> list[OpenArray | None]:
+    """The files of tables or states; None for one without rows.
+
+    Args:
+        files: Has them.
+        tables: The mapped tensors.
+
+    Raises:
+        ColdTierError: a tensor in memory has replaced one of them.
+    """
+    found = []
+    for table in tables:
+        array = files.find(table) if len(table) else None
+        if array is None and len(table):
+            raise ColdTierError(
+                f"{files.folder}: a table or state of shape {tuple(table.shape)} is not in its "
+                "file any more, because a tensor in memory has replaced it; copy values instead "
+                "(weight.data.copy_, load_state_dict without assign=True)"
+            )
+        found.append(array)
+    return found
 
 
 def _move_row(array: OpenArray, row: int, memory: NDArray[np.uint8], *, is_fetch: bool) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from recsys.embeddings.ahead import AheadQueue, InputIds
 from recsys.embeddings.cold_store import HostStore
-from recsys.embeddings.file_store import FileStore
+from recsys.embeddings.file_store import FileStore, arrays_of
 from recsys.embeddings.interrupts import interrupts_held_back
 from recsys.embeddings.residency import NotEnoughSlots, Residency
 from recsys.embeddings.row_space import RowSpace
@@ -279,6 +279,7 @@ class Tiers:
             tables: Where they lie now.
 
         Raises:
+            ColdTierError: a table is not in its file any more.
             ConflictingWrite: rows in slots were updated and not written back before that write.
             TiersFailed: a transfer has failed.
         """
@@ -286,6 +287,8 @@ class Tiers:
         is_same = tables is self._tables
         if is_same and not self.is_exposed and not self._versions.have_changed():
             return
+        if self.files is not None and not is_same:
+            arrays_of(self.files, tables.tables)  # refused before a transfer would fail
         if self._tables is not None:
             self.flush()
             self.is_exposed = True  # until the reload has succeeded

@@ -547,10 +547,14 @@ def test_a_file_cut_off_in_use_is_an_error_that_names_it(tmp_path):
 
 def test_a_table_exchanged_for_one_in_memory_is_refused(tmp_path):
     bag = bag_in_files(tmp_path, optimizer=SGD(lr=1.0))
+    in_file = bag.weight.data
     bag.weight.data = torch.zeros(NUM_ROWS, DIM)
 
     with pytest.raises(ColdTierError, match=r"shape \(400, 8\) is not in its file any more"):
         bag(torch.tensor([[1]]))
+
+    bag.weight.data = in_file  # no transfer has failed
+    bag(torch.tensor([[1]])).sum().backward()
 
 
 @pytest.mark.parametrize(
