@@ -105,7 +105,7 @@ def test_a_lookup_takes_the_claim_of_its_ids_and_fetches_nothing():
     require_equal(*modules)
 
 
-def test_a_row_that_is_moved_after_it_was_claimed_is_the_newest_when_its_lookup_comes():
+def test_a_row_that_is_updated_after_it_was_claimed_is_the_newest_when_its_lookup_comes():
     modules = pair(Adagrad(lr=0.5))
     ids = some_ids(1)
     claims = [modules[1].prefetch(ids) for _ in range(3)]  # of one slot each row has one
@@ -235,7 +235,7 @@ def test_whatever_is_done_while_claims_are_held_the_two_stay_equal(data, optimiz
                 both(lambda module: module.table_weights()[0].mul_(0.5))
         elif what == "write unseen":
             both(lambda module: module.table_weights()[1].detach().numpy().__imul__(0.5))
-        elif what == "write unseen later":  # behind a claim, and before any lookup
+        elif what == "write unseen later":  # after a claim, and before any lookup
             handed_out = both(lambda module: module.table_weights()[1].detach().numpy())
             modules[1].prefetch(ids)
             for table in handed_out:
@@ -449,7 +449,7 @@ def test_a_mini_batch_that_does_not_fit_alone_is_refused_when_its_lookup_comes()
         module(ids)
 
 
-def test_claims_give_way_where_the_budget_has_to_be_shared_anew():
+def test_claims_give_way_where_the_budget_has_to_be_shared_again():
     tables = [
         TableConfig(name="small", num_embeddings=100, embedding_dim=4),
         TableConfig(name="large", num_embeddings=3000, embedding_dim=8),

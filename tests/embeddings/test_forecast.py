@@ -127,7 +127,7 @@ def test_pinned_rows_are_not_followed_for_they_never_go():
     assert slots.forecast.fetched == (10, 10)
 
 
-def test_rows_that_are_read_anew_are_fetched_anew_with_more_slots_too():
+def test_rows_that_are_read_again_are_fetched_again_with_more_slots_too():
     slots = Claims(100, 20)
     slots.claim(range(10))
     slots.release()

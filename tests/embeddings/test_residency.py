@@ -70,7 +70,7 @@ class FaultyStore:
 
 
 class OpeningQueue(TransferQueue):
-    """Opens the gate when somebody waits."""
+    """Opens the gate when a caller waits."""
 
     def __init__(self, gate):
         super().__init__()
@@ -123,7 +123,7 @@ class World:
         self.residency.queue = OpeningQueue(self.store.gate)
 
     def write(self, table, row, value):
-        """As somebody else does."""
+        """As code outside of the module does."""
         self.tables[table][row] = value
         self.state[table][row] = -value
         self.expected[table, row] = value
@@ -290,7 +290,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert slots.num_claims.tolist() == num_claimed
 
     @rule(table_and_row=st.sampled_from(EVERYTHING))
-    def somebody_else_writes(self, table_and_row):
+    def a_write_from_outside(self, table_and_row):
         self.world.residency.flush()
         self.world.write(*table_and_row, 1000.0)
         self.world.residency.reload()
@@ -462,7 +462,7 @@ def test_rows_used_often_stay_without_a_plan():
     assert world.residency.counts.num_fetched < 300 * 9 / 11
 
 
-def test_slots_of_a_ticket_that_nobody_has_any_more_are_free():
+def test_slots_of_a_ticket_that_was_dropped_are_free():
     world = World(num_slots=2)
     ticket, _ = world.claim([(0, 0), (0, 1)])
 

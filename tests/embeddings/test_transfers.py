@@ -19,7 +19,7 @@ def now(monkeypatch):
 
 def test_of_a_wait_the_part_that_rows_were_written_back_in_is_booked_as_such(now):
     clock = TransferClock()
-    clock.wrote_back(49.0, 53.0)  # begun a second before somebody waits
+    clock.wrote_back(49.0, 53.0)  # begun a second before the wait
 
     with clock.waiting():
         clock.fetched(53.0, 58.0)
@@ -30,7 +30,7 @@ def test_of_a_wait_the_part_that_rows_were_written_back_in_is_booked_as_such(now
     assert clock.busy == MoveSeconds(fetch=5.0, write_back=5.0)
 
 
-def test_what_was_written_back_while_nobody_waited_is_nobodys_wait(now):
+def test_what_was_written_back_before_a_wait_is_no_part_of_it(now):
     clock = TransferClock()
     clock.wrote_back(45.0, 49.0)
 

@@ -73,7 +73,7 @@ def train(small, now, budget, exponent, num_steps=250, *, has_forecast=True):
 
 @pytest.mark.parametrize("exponent", [0.8, 1.0, 1.2])
 @pytest.mark.parametrize("budget", [75_000, 100_000])
-def test_what_twice_the_budget_saves_is_foretold_within_15_percent(small, now, budget, exponent):
+def test_what_twice_the_budget_saves_is_forecast_within_15_percent(small, now, budget, exponent):
     pipeline = train(small, now, budget, exponent)
     before = pipeline.clock
 
@@ -167,7 +167,7 @@ def test_looking_ahead_hides_no_more_than_there_is_to_hide_it_behind(
     assert of_schedule(clock, [Tiered(6)], schedule, mean_depth).saved_seconds == 6
 
 
-def test_where_slots_are_too_few_to_look_ahead_farther_that_is_no_way_out(clock):
+def test_where_slots_are_too_few_to_look_ahead_farther_that_is_not_suggested(clock):
     clock.step(compute=4, waited=6, busy=6)
 
     assert of_schedule(clock, [Tiered(6)], LookAhead(4), 2.5) is None

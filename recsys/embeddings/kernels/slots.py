@@ -293,7 +293,7 @@ class SlotMap:
 
     def mark_dirty(self, slots: Any) -> None:
         """Note that rows in these slots, (M,), are newer than in the cold store."""
-        self.arrays.flags[slots] |= np.uint8(DIRTY)
+        self.arrays.flags[np.asarray(slots)] |= np.uint8(DIRTY)
 
     def recount(self) -> None:
         """Count idle slots again after slots were pinned or unpinned."""

@@ -23,7 +23,7 @@ NUM_ROWS = 14
 batches = st.lists(
     st.tuples(
         st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=7),
-        st.booleans(),  # whether its rows are moved
+        st.booleans(),  # whether its rows are updated
         st.integers(0, 2),  # how many later batches it is held for
     ),
     max_size=12,
@@ -87,11 +87,11 @@ def test_slots_are_taken_as_by_the_kernels_for_the_cpu(batches, num_slots, num_p
     both = BothSlots(num_slots, min(num_pinned, num_slots))
     held = []
 
-    for rows, is_moved, _ in batches:
+    for rows, is_updated, _ in batches:
         slot_U, transfer = both.claim(rows)
         both.require_same()
         held.append(slot_U)
-        if is_moved and transfer.is_enough:
+        if is_updated and transfer.is_enough:
             mark_dirty(both.ours, slot_U)
             both.theirs.mark_dirty(slot_U[slot_U != NOWHERE].numpy())
         if len(held) > 1:
@@ -120,7 +120,7 @@ def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(
     hot = torch.full((num_slots, 1), torch.nan, dtype=torch.float64)
     expected, held, places = dict(enumerate(cold.flatten().tolist())), [], []
 
-    for number, (rows, is_moved, length) in enumerate(batches):
+    for number, (rows, is_updated, length) in enumerate(batches):
         for end, slot_U in [each for each in held if each[0] <= number]:
             held.remove((end, slot_U))
             release(slots, slot_U)
@@ -143,10 +143,10 @@ def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(
         places = dict(zip(rows_U.tolist(), slot_U.tolist(), strict=True))
         for row in set(rows):
             assert hot[places[row]].item() == expected[row]
-            if is_moved:
+            if is_updated:
                 expected[row] += 100
                 hot[places[row]] += 100
-        if is_moved:
+        if is_updated:
             mark_dirty(slots, slot_U)
 
     for row, value in expected.items():
