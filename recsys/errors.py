@@ -13,7 +13,8 @@
     |                        RuntimeError)
     |-- BudgetTooSmall      (ValueError)       fast memory that cannot hold one mini-batch's rows
     |-- ColdTierError       (OSError)          row files that cannot be made, opened, read, written
-    |   `-- ColdTierDirty                      row files that a crash left inconsistent
+    |   |-- ColdTierDirty                      row files that a crash left inconsistent
+    |   `-- TiersFailed                        rows that could not be moved between the tiers
     |-- ConflictingWrite    (RuntimeError)     a write to rows that are newer in fast memory
     |-- TrainingDiverged    (ArithmeticError)  a loss that is nan or inf
     |   `-- NonFiniteGradient                  a row gradient that has nan or inf in it
@@ -38,6 +39,7 @@ __all__ = [
     "ProfileError",
     "RecsysError",
     "StoreError",
+    "TiersFailed",
     "TrainingDiverged",
     "WeightsError",
 ]
@@ -96,6 +98,10 @@ class ConflictingWrite(RecsysError, RuntimeError):
 
 class ColdTierDirty(ColdTierError):
     """Row files whose process ended while it was writing them."""
+
+
+class TiersFailed(ColdTierError):
+    """Rows could not be moved between the tiers; every later use raises this, too."""
 
 
 class TrainingDiverged(RecsysError, ArithmeticError):

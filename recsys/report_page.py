@@ -17,7 +17,7 @@ from recsys.curves import draw_run, draw_variations
 from recsys.errors import ConfigError
 from recsys.files import appearing_whole
 from recsys.pipeline.stalls import stage_seconds, stage_title
-from recsys.pipeline.ways_out import WayOut
+from recsys.pipeline.suggestions import Suggestion
 from recsys.report import (
     METRIC_NAMES,
     NO_METRICS,
@@ -109,7 +109,7 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
         curves=_as_base64(draw_run(folder.read_history(), record["config"]["eval"]["split"])),
         stages=_stages(record["stalls"]),
         # Records of older versions have no predictions.
-        predicted=[WayOut.sentence(each) for each in record["stalls"].get("predicted", ())],
+        predicted=[Suggestion.sentence(each) for each in record["stalls"].get("predicted", ())],
         timeline=_as_base64(timeline.read_bytes() if timeline.is_file() else None),
     )
 

@@ -42,8 +42,8 @@ from recsys.machine import describe_environment, set_num_threads, tune_allocator
 from recsys.metrics import Metrics, MetricsAccumulator
 from recsys.pipeline.hot_cold_loader import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
+from recsys.pipeline.suggestions import of_load
 from recsys.pipeline.timeline import Timeline
-from recsys.pipeline.ways_out import of_load
 from recsys.progress import Progress
 from recsys.run_folder import RunFolder
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
     from recsys.pipeline import TrainPipeline
-    from recsys.pipeline.ways_out import WayOut
+    from recsys.pipeline.suggestions import Suggestion
 
 __all__ = ["evaluate_run", "evaluate_split", "train"]
 
@@ -106,6 +106,7 @@ def _train(
     folder = RunFolder.create(run_dir, config)
     clock = StageClock()
     pipeline = build_pipeline(model, optimizers, config, clock, config.epochs * len(loader))
+    pipeline.forecast_budget()
     timeline = Timeline() if config.timeline_steps else None
     pipeline.record(timeline)
     num_samples = config.epochs * len(source.splits["train"])
@@ -146,7 +147,7 @@ def _train(
     finally:
         record |= {
             "throughput": progress.throughput(),
-            "stalls": describe_stalls(clock, _ways_out(pipeline, config)),
+            "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
             "schedule": describe_schedule(pipeline, loader),
             "tiers": describe_tiers(model),
             "skipped": None,
@@ -227,10 +228,10 @@ def _steps(
         raise TrainingDiverged(f"step {progress.num_steps + 1}: {error}; {_LOWER_LR}") from error
 
 
-def _ways_out(pipeline: TrainPipeline, config: TrainConfig) -> list[WayOut | None]:
+def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[Suggestion | None]:
     """What would loosen the run's stalls; with FAE's schedule, no other one."""
     num_ahead = num_read_ahead(config.prefetch, config.batch_size)
-    found = [of_load(pipeline.clock, num_ahead), *pipeline.ways_out()]
+    found = [of_load(pipeline.clock, num_ahead), *pipeline.suggestions()]
     is_kept = config.schedule.name == "fae"
     return [each for each in found if not (each and is_kept and each.key.startswith("schedule"))]
 

@@ -23,9 +23,9 @@ from recsys.build import (
     open_source,
 )
 from recsys.config import ScheduleConfig
-from recsys.embeddings.hot_tier import floor_bytes, row_bytes, slot_bytes
 from recsys.embeddings.plan import HotPlan
 from recsys.embeddings.providers import row_optimizer
+from recsys.embeddings.slots import floor_bytes, row_bytes, slot_bytes
 from recsys.embeddings.tier_report import describe_tiers
 from recsys.errors import ConfigError
 from recsys.machine import set_num_threads

@@ -188,8 +188,8 @@ def test_a_thread_that_works_alone_runs_kernels_by_itself(monkeypatch):
 def test_what_is_transferred_in_the_background_is_moved_by_one_thread():
     queue, found = TransferQueue(), []
     for in_background in (False, True):
-        queue.put(lambda: found.append(jit._thread.works_alone), int, in_background=in_background)
-        queue.settle(is_all=True)
+        queue.put(lambda: found.append(jit._thread.works_alone), in_background=in_background)
+        queue.settle()
 
     assert found == [False, True]
 

@@ -11,7 +11,7 @@ from recsys.ablate_table import format_ablation
 from recsys.cli import main
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import STAGES, stage_seconds, stage_title
-from recsys.pipeline.ways_out import WayOut
+from recsys.pipeline.suggestions import Suggestion
 from recsys.report import format_metrics
 from recsys.report_page import write_report
 from recsys.run_folder import RunFolder
@@ -250,7 +250,7 @@ def test_a_page_has_what_other_settings_would_save_and_the_timeline_of_a_run_tha
 
     assert page.count('<img alt="timeline" src="data:image/png;base64,') == 1
     for each in record["stalls"]["predicted"]:
-        assert WayOut.sentence(each) in page
+        assert Suggestion.sentence(each) in page
     file = tmp_path / "run" / "run.json"
     del record["stalls"]["predicted"], record["stalls"]["binding"]
     file.write_text(json.dumps(record))

@@ -25,8 +25,8 @@ import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.hot_tier import floor_bytes, slot_bytes
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.slots import floor_bytes, slot_bytes
 from recsys.embeddings.table import TableConfig
 from recsys.errors import (
     BudgetTooSmall,

@@ -191,7 +191,7 @@ class ScheduledSteps:
     def rest(self) -> None:
         """Wait for all transfers; the window keeps its claims."""
         for tiers in tiers_of(self._model):
-            tiers.residency.queue.settle(is_all=True)
+            tiers.residency.queue.settle()
 
     def leave(self) -> None:
         """Release all claims, so that others can use the model; the next turn claims again."""

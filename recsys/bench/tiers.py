@@ -38,7 +38,7 @@ from recsys.bench.worker import Worker, end_turn, freeze_garbage, settle
 from recsys.build import build_model
 from recsys.config import ModelConfig, OptimizerConfig, SyntheticConfig, TrainConfig
 from recsys.datasets.synthetic import SyntheticCriteo
-from recsys.embeddings.hot_tier import floor_bytes, row_bytes, slot_bytes
+from recsys.embeddings.slots import floor_bytes, row_bytes, slot_bytes
 from recsys.embeddings.tier_report import describe_tiers
 from recsys.machine import peak_memory_bytes, set_num_threads, tune_allocator
 

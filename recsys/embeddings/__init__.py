@@ -9,12 +9,13 @@
                      by sparse_gradients
     an update        fused_optimizer, or torch's by translate and in_backward
                      -> row_updater -> group_updater (state_arrays) -> kernels/row_update
-    two tiers        budget, tiering -> tiers -> residency: rows in slots (hot_tier, kernels/slots),
-                     to and from the cold_store by the queue of transfers (kernels/row_moves), or
-                     from the file_store, which has them in cold_files (kernels/file_moves);
-                     evaluation reads them where they are (kernels/tiered_lookup); ahead: what is
-                     fetched for lookups to come; interrupts: Ctrl-C kept out of what belongs
-                     together
+    two tiers        budget, tiering -> tiers -> residency: tickets keep rows in slots
+                     (kernels/slots); transfers: the queue of moves between slots and cold_store or
+                     the file_store (kernels/file_moves), with its files in cold_files; staging:
+                     their way to a device; ahead: tickets for later lookups; evaluation reads rows
+                     where they are (kernels/tiered_lookup);
+                     table_versions: writes from outside; forecast: what a larger budget would save;
+                     interrupts: Ctrl-C held back while several lines must run together
     popularity       popularity (row_counts, lookup_blocks, coverage, rand_em, profile_file)
                      -> plan: which rows stay hot; model_plan: by which names
     memory           row_space: tables as kernels see them; memory: huge pages

@@ -1,175 +1,151 @@
-"""Claims made ahead: rows of mini-batches to come are fetched while others are computed on.
+"""Tickets made ahead: rows of later mini-batches are fetched while earlier ones are computed.
 
-    prefetch   -> a claim, whose rows come in the background
-    forward    <- the claim of the very same ids, if there is one; any other is left alone
-    split      -> claims of some of its samples each, for the forwards of these alone
-    pressure   -> claims are given up, the last one first, before a lookup is refused
+    prefetch   -> a ticket, whose rows are fetched in the background, queued with its ids
+    forward    <- the ticket of exactly these ids, if there is one; other tickets stay queued
+    split      -> tickets for some of its samples each, for the lookups of these samples alone
+    pressure   -> tickets are released, the last one first, before a lookup is refused
 
-A claim is a ticket like any other, so it holds slots, never copies of rows: a row that is moved by
-the mini-batches before is the newest when its own comes (C1).
+A ticket made ahead holds slots as any other does, never copies of rows. So a row that an earlier
+mini-batch updates has its newest value when the later lookup comes (C1).
+
+Letters: B samples, F features, N values; M samples chosen.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
+
+from recsys.batch import places_of_samples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
 
-    from recsys.embeddings.claimed_ids import ClaimedIds
     from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
     from recsys.embeddings.residency import Ticket
 
-__all__ = ["AheadClaim", "AheadClaims", "Prefetched"]
+__all__ = ["AheadQueue", "InputIds", "Prefetched"]
 
 
-class AheadClaim:
-    """What will be looked up in the tables of one group, and its slots.
-
-    Args:
-        lookups: What is looked up where.
-        ids: The input.
-        layers: The lookups of each ticket.
-        tickets: Have the slots.
-        kept_in: Those of the group, which it is one of.
+class InputIds(NamedTuple):
+    """The ids of a lookup, in memory of their own: the caller may overwrite its input.
 
     Attributes:
-        is_taken: Whether its lookup has come.
-        bags_per_sample: How many bags are of one sample: more than one of sequences of ids.
+        values: Rows, (N,).
+        offsets: Where bags begin, (F * B + 1,); None where bag i is value i.
+        batch_size: B, in bags of a feature.
     """
 
-    def __init__(
-        self,
-        lookups: Lookups,
-        ids: ClaimedIds,
-        layers: Sequence[Lookups],
-        tickets: Sequence[Ticket],
-        kept_in: AheadClaims,
-    ) -> None:
-        self._lookups, self._ids, self._layers = lookups, ids, layers
-        self._tickets: Sequence[Ticket] | None = tickets
-        self._kept_in = kept_in
-        self.is_taken = False
-        self.bags_per_sample = 1
+    values: Tensor
+    offsets: Tensor | None
+    batch_size: int
 
-    @property
-    def batch_size(self) -> int:
-        """B."""
-        return self._ids.batch_size // self.bags_per_sample
+    @classmethod
+    def copy(cls, bags: Bags) -> InputIds:
+        """Copy those of a module's input."""
+        offsets = None if bags.offsets is None else torch.as_tensor(bags.offsets).clone()
+        return cls(torch.as_tensor(bags.values).clone(), offsets, bags.batch_size)
 
-    @property
-    def is_held(self) -> bool:
-        """Whether it has its slots still."""
-        return self._tickets is not None
+    def are_of(self, bags: Bags) -> bool:
+        """Whether these are the ids of this input; the host waits for a device."""
+        if self.batch_size != bags.batch_size:
+            return False
+        if not torch.equal(self.values, torch.as_tensor(bags.values)):
+            return False
+        offsets = None if bags.offsets is None else torch.as_tensor(bags.offsets)
+        if self.offsets is not None and offsets is not None:
+            return torch.equal(self.offsets, offsets)
+        known = self.offsets if offsets is None else offsets
+        # Offsets may be given although bag i is value i.
+        return known is None or torch.equal(known, torch.arange(len(known)).to(known))
 
-    def is_of(self, lookups: Lookups, bags: Bags) -> bool:
-        """Whether these are the very same ids, looked up in the same tables."""
-        return (
-            np.array_equal(self._lookups.tables, lookups.tables)
-            and np.array_equal(self._lookups.positions, lookups.positions)
-            and self._ids.are_of(bags)
-        )
-
-    @property
-    def is_here(self) -> bool:
-        """Whether all of its rows have come."""
-        return all(ticket.is_here for ticket in self._tickets or ())
-
-    def missing_samples(self) -> Tensor:
-        """Which samples had a row to be fetched when it was made, (B,) bool, on the CPU."""
-        found = torch.zeros(self._ids.batch_size, dtype=torch.bool)
-        for layer, ticket in zip(self._layers, self._tickets or (), strict=True):
-            found |= self._ids.samples_with(ticket.was_missing(), layer.positions.tolist()).cpu()
-        return found.view(-1, self.bags_per_sample).any(1)
-
-    def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[AheadClaim]:
-        """Claims of some of its samples each, in its place.
+    def samples_with(self, is_meant: Tensor, positions: Sequence[int]) -> Tensor:
+        """Which samples have a value that is meant.
 
         Args:
-            parts: Samples, (M,) int64 on the CPU, and whether some of them are `missing_samples`.
+            is_meant: For every value.
+            positions: Of the features that count.
+
+        Shape:
+            is_meant (N,) bool, where the values are; result (B,) bool.
         """
-        tickets, claims = self.take(), []
-        for samples, was_missing in parts:
-            first_bags = samples.unsqueeze(1) * self.bags_per_sample
-            bags = (first_bags + torch.arange(self.bags_per_sample)).flatten()
-            places, ids = self._ids.select(bags)
-            own = [ticket.share(places, was_missing=was_missing) for ticket in tickets]
-            claims.append(AheadClaim(self._lookups, ids, self._layers, own, self._kept_in))
-            claims[-1].bags_per_sample = self.bags_per_sample
-        self._kept_in.replace(self, claims)
-        return claims
+        if not positions or not self.batch_size:
+            return is_meant.new_zeros(self.batch_size)
+        if self.offsets is None:
+            return is_meant.view(-1, self.batch_size)[positions].any(0)
+        num_before = torch.nn.functional.pad(is_meant.long().cumsum(0), (1, 0))
+        of_bags = num_before[self.offsets.long()].diff()
+        return (of_bags.view(-1, self.batch_size)[positions] > 0).any(0)
 
-    def take(self) -> Sequence[Ticket]:
-        """Its tickets, which are the caller's from now on."""
-        tickets, self._tickets = self._tickets, None
-        assert tickets is not None
-        self.is_taken = True
-        return tickets
+    def select(self, samples: Tensor) -> tuple[Tensor, InputIds]:
+        """The places of some samples' values, and the ids of these samples alone.
 
-    def give_up(self) -> None:
-        """Give the slots back; a second time does nothing."""
-        tickets, self._tickets = self._tickets, None
-        for ticket in tickets or ():
-            ticket.release()
+        Shape:
+            samples (M,) int64; places as many as there are values, int64, where these are.
+        """
+        samples = samples.to(self.values.device)
+        offsets = None
+        if self.offsets is None:
+            numbers = torch.arange(len(self.values), device=samples.device)
+            places = numbers.view(-1, self.batch_size)[:, samples].flatten()
+        else:
+            places, offsets = places_of_samples(self.offsets, self.batch_size, samples)
+        return places, InputIds(self.values[places], offsets, len(samples))
 
 
-class AheadClaims:
-    """Those of one table group, in the order in which they were made."""
+class AheadQueue:
+    """The tickets of one table group that wait for their lookups, in the order they were made.
+
+    Attributes:
+        waiting: These; some may have been released meanwhile.
+    """
 
     def __init__(self) -> None:
-        self._claims: list[AheadClaim] = []
+        self.waiting: list[Ticket] = []
 
     def __bool__(self) -> bool:
         """Whether there is one."""
-        self._claims = [claim for claim in self._claims if claim.is_held]
-        return bool(self._claims)
+        self.waiting = [ticket for ticket in self.waiting if ticket.is_held]
+        return bool(self.waiting)
 
-    def add(
-        self,
-        lookups: Lookups,
-        ids: ClaimedIds,
-        layers: Sequence[Lookups],
-        tickets: Sequence[Ticket],
-    ) -> AheadClaim:
-        """Make a claim, and keep it until its lookup comes; arguments as for `AheadClaim`."""
-        claim = AheadClaim(lookups, ids, layers, tickets, self)
-        if self:  # forgets those that were given up
-            self._claims.append(claim)
+    def add(self, tickets: Sequence[Ticket], ids: InputIds) -> None:
+        """Queue tickets until the lookup of these ids comes."""
+        for ticket in tickets:
+            ticket.ids, ticket.queue = ids, self
+        if self:  # drops those that were released
+            self.waiting += tickets
         else:
-            self._claims = [claim]
-        return claim
+            self.waiting = list(tickets)
 
-    def replace(self, claim: AheadClaim, parts: Sequence[AheadClaim]) -> None:
-        """Keep parts in the place of a claim, whose tickets they have."""
-        place = self._claims.index(claim)
-        self._claims[place : place + 1] = parts
+    def replace(self, whole: Ticket, parts: Sequence[Ticket]) -> None:
+        """Queue the parts of a ticket in its place."""
+        place = self.waiting.index(whole)
+        self.waiting[place : place + 1] = parts
 
-    def take(self, lookups: Lookups, bags: Bags) -> Sequence[Ticket] | None:
-        """The tickets of a lookup; None where nobody has claimed them ahead.
+    def take(self, lookups: Lookups, bags: Bags) -> Ticket | None:
+        """A ticket for a lookup that has come; None if none was made ahead.
 
         Args:
             lookups: What is looked up where.
             bags: The input.
         """
-        for claim in self._claims:
-            if claim.is_held and claim.is_of(lookups, bags):
-                return claim.take()
+        for ticket in self.waiting:
+            if ticket.is_held and ticket.is_for(lookups, bags):
+                return ticket.take(bags)
         return None
 
     def give_up_last(self) -> bool:
-        """Give up the claim made last; whether there was one."""
+        """Release the ticket made last; whether there was one."""
         if not self:
             return False
-        self._claims.pop().give_up()
+        self.waiting.pop().release()
         return True
 
     def give_up_all(self) -> None:
-        """Give up every claim."""
+        """Release every ticket."""
         while self.give_up_last():
             pass
 
@@ -177,11 +153,11 @@ class AheadClaims:
 class Prefetched:
     """What `prefetch` of a module has claimed for one lookup.
 
-    It need not be kept: the module keeps the claim until the lookup comes, or slots are needed for
-    another.
+    You need not keep it: the module keeps the tickets until the lookup comes, or another lookup
+    needs the slots.
 
     Args:
-        claims: Of each table group; none where every row is resident.
+        tickets: What was claimed; none where every row is resident.
         has_room: Whether there were slots for it.
 
     Attributes:
@@ -189,34 +165,35 @@ class Prefetched:
         can_split: Whether `split` may be called: not for a lookup that needs the whole mini-batch.
     """
 
-    def __init__(self, claims: Iterable[AheadClaim], *, has_room: bool = True) -> None:
-        self._claims = list(claims)
+    def __init__(self, tickets: Iterable[Ticket], *, has_room: bool = True) -> None:
+        self._tickets = list(tickets)
         self.has_room = has_room
         self.can_split = True
+        self._bags_per_sample = 1
 
     @property
     def is_held(self) -> bool:
         """Whether slots are kept for the lookup."""
-        return any(claim.is_held for claim in self._claims)
+        return any(ticket.is_held for ticket in self._tickets)
 
     @property
     def is_given_up(self) -> bool:
-        """Whether slots were needed for another lookup, or `cancel` was called."""
-        return any(not claim.is_held and not claim.is_taken for claim in self._claims)
+        """Whether another lookup needed the slots, or `cancel` was called."""
+        return any(not ticket.is_held and not ticket.is_taken for ticket in self._tickets)
 
     @property
     def is_here(self) -> bool:
-        """Whether all rows have come."""
-        return all(claim.is_here for claim in self._claims)
+        """Whether all rows were fetched."""
+        return all(ticket.is_here for ticket in self._tickets)
 
     def cancel(self) -> None:
-        """Give the slots back, if the lookup has not come; it is computed right all the same."""
-        for claim in self._claims:
-            claim.give_up()
+        """Give the slots back, unless the lookup has come; it then claims slots of its own."""
+        for ticket in self._tickets:
+            ticket.release()
 
     @classmethod
     def all_of(cls, claims: Sequence[Prefetched]) -> Prefetched:
-        """What is claimed for several lookups of one mini-batch, as one: all of it, or nothing.
+        """Join what was claimed for several lookups of one mini-batch: all of it, or nothing.
 
         Bags of the lookups are no samples, so it cannot be split.
         """
@@ -224,35 +201,35 @@ class Prefetched:
         if not has_room:
             for each in claims:
                 each.cancel()
-        kept = [part for each in claims for part in each._claims] if has_room else []
+        kept = [part for each in claims for part in each._tickets] if has_room else []
         found = cls(kept, has_room=has_room)
         found.can_split = False
         return found
 
     def make_samples_of(self, num_bags: int) -> None:
-        """Take so many bags, one behind the other, for one sample from now on."""
-        for claim in self._claims:
-            claim.bags_per_sample = num_bags
+        """Count so many bags, one after the other, as one sample from now on."""
+        self._bags_per_sample = num_bags
 
     def batch_sizes(self) -> set[int]:
-        """B of every claim: more than one where not all of them are of the same samples.
+        """B of every ticket: more than one value where tickets are for different samples.
 
         It has no meaning without `can_split`.
         """
-        return {claim.batch_size for claim in self._claims}
+        return {ticket.batch_size // self._bags_per_sample for ticket in self._tickets}
 
     def missing_samples(self) -> list[Tensor]:
-        """By claim: which samples had a row to be fetched when it was made, (B,) bool."""
-        return [claim.missing_samples() for claim in self._claims]
+        """For each ticket: which samples had a row to be fetched when it was made, (B,) bool."""
+        num_bags = self._bags_per_sample
+        return [ticket.missing_samples().view(-1, num_bags).any(1) for ticket in self._tickets]
 
     def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[Prefetched]:
-        """What is claimed for the lookups of some samples each, in place of the whole.
+        """Claims for the lookups of some samples each, in place of the whole.
 
         A part whose rows were all in slots does not wait for those of the others. All slots stay
-        claimed until the last of them is given back.
+        claimed until the last part gives them back.
 
         Args:
-            parts: As for `AheadClaim.split`.
+            parts: Samples, (M,) int64 on the CPU, and whether some of them are `missing_samples`.
 
         Raises:
             ValueError: `can_split` is off.
@@ -262,11 +239,16 @@ class Prefetched:
                 "a claim for mode='max' or scale_grad_by_freq=True is for the distinct rows of a "
                 "whole mini-batch and cannot be split; look up the whole mini-batch"
             )
-        found: list[list[AheadClaim]] = []
+        bags = torch.arange(self._bags_per_sample)
+        of_bags = [
+            ((samples.unsqueeze(1) * len(bags) + bags).flatten(), was_missing)
+            for samples, was_missing in parts
+        ]
+        found: list[list[Ticket]] = []
         try:
-            found.extend(claim.split(parts) for claim in self._claims)  # some, of an error
+            found.extend(ticket.split(of_bags) for ticket in self._tickets)  # some, if one fails
         except BaseException:
-            for claim in (part for claims in found for part in claims):
-                claim.give_up()
+            for part in (part for tickets in found for part in tickets):
+                part.release()
             raise
-        return [Prefetched(claims[number] for claims in found) for number in range(len(parts))]
+        return [Prefetched(tickets[number] for tickets in found) for number in range(len(parts))]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from recsys.embeddings.hot_tier import floor_bytes, map_bytes, row_bytes, slot_bytes
+from recsys.embeddings.slots import floor_bytes, map_bytes, row_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""The cold tier on disk: rows and state in files, announced, then read and written by some threads.
+"""The cold tier on disk: some threads announce rows to the system, then read or write them.
 
-The system's page cache stands between: rows that lie in it come at the speed of memory, and writing
-returns before the disk has written. Files may be larger than memory all the same, for the cache
-gives way to everything else.
+The system's page cache lies in between: rows in it are read at the speed of memory, and a write
+returns before the disk has written. Files may still be larger than memory, because the cache gives
+way to everything else.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from recsys.embeddings.cold_store import RowMemory
     from recsys.embeddings.row_space import RowSpace
 
-__all__ = ["FileStore"]
+__all__ = ["FileStore", "arrays_of"]
 
-NUM_THREADS = 4  # more would ask no more of a disk that is told beforehand what they will read
-_LEAST_SHARE = 16  # rows; to wake a thread takes as long as to read some
+NUM_THREADS = 4  # a disk that knows the reads beforehand is no faster with more
+_LEAST_SHARE = 16  # rows; waking a thread takes as long as reading some
 
 
 class FileStore:
@@ -39,8 +39,8 @@ class FileStore:
 
     Args:
         files: Has them.
-        spaces: Tells which they are: the tables, then each state array. A state array of no rows is
-            that of a table whose rows have never moved: its state is zeros.
+        spaces: Says which they are: the tables, then each state array. A table whose rows were
+            never updated has a state array of no rows: its state is zeros.
     """
 
     def __init__(self, files: ColdFiles, spaces: Callable[[], Sequence[RowSpace]]) -> None:
@@ -64,21 +64,11 @@ class FileStore:
         *,
         is_fetch: bool,
     ) -> None:
-        order = np.argsort(rows)  # rows of one page are read by one thread, one after the other
+        order = np.argsort(rows)  # so one thread reads the rows of one page, one after the other
         rows, slots = rows[order], slots[order]
         for space, memory in zip(self._spaces(), hot.arrays, strict=False):
-            arrays = [self._array_of(table) if len(table) else None for table in space.tables]
+            arrays = arrays_of(self._files, space.tables)
             self._move_array(arrays, hot.first_rows, rows, slots, memory, is_fetch=is_fetch)
-
-    def _array_of(self, table: Tensor) -> OpenArray:
-        found = self._files.find(table)
-        if found is None:
-            raise ColdTierError(
-                f"{self._files.folder}: a table or state of shape {tuple(table.shape)} is not in "
-                "its file any more, because it was exchanged for one in memory; copy values "
-                "instead (weight.data.copy_, load_state_dict without assign=True)"
-            )
-        return found
 
     def _move_array(
         self,
@@ -112,7 +102,7 @@ class FileStore:
                     descriptors, first_rows, rows, slots, hot, stopped + 1, end, is_fetch
                 )
 
-        with interrupts_held_back():  # none may go on behind an error
+        with interrupts_held_back():  # no thread may go on after an error
             others = [self._start(move, share) for share in range(1, num_shares)]
             try:
                 move(0)
@@ -124,7 +114,7 @@ class FileStore:
     def _start(self, move: Callable[[int], None], share: int) -> Future[None]:
         try:
             return self._threads.submit(move, share)
-        except RuntimeError:  # the process is ending, and wants no thread any more
+        except RuntimeError:  # the process is ending, and starts no thread any more
             done: Future[None] = Future()
             try:
                 move(share)
@@ -134,8 +124,31 @@ class FileStore:
             return done
 
 
+def arrays_of(files: ColdFiles, tables: Sequence[Tensor]) -> list[OpenArray | None]:
+    """The files of tables or states; None for one without rows.
+
+    Args:
+        files: Has them.
+        tables: The mapped tensors.
+
+    Raises:
+        ColdTierError: a tensor in memory has replaced one of them.
+    """
+    found = []
+    for table in tables:
+        array = files.find(table) if len(table) else None
+        if array is None and len(table):
+            raise ColdTierError(
+                f"{files.folder}: a table or state of shape {tuple(table.shape)} is not in its "
+                "file any more, because a tensor in memory has replaced it; copy values instead "
+                "(weight.data.copy_, load_state_dict without assign=True)"
+            )
+        found.append(array)
+    return found
+
+
 def _move_row(array: OpenArray, row: int, memory: NDArray[np.uint8], *, is_fetch: bool) -> None:
-    """Move a row that the system did not move before, or say why it cannot be."""
+    """Move a row that a kernel could not move, or say why it cannot be moved."""
     place = row * len(memory)
     try:
         if is_fetch:
@@ -148,11 +161,11 @@ def _move_row(array: OpenArray, row: int, memory: NDArray[np.uint8], *, is_fetch
         verb = "read" if is_fetch else "written"
         raise ColdTierError(
             error.errno,
-            f"{array.path}: row {row} cannot be {verb} ({error.strerror}); rows in fast memory are "
-            "still there: free the disk, or save them elsewhere",
+            f"{array.path}: row {row} cannot be {verb} ({error.strerror}); load a checkpoint into "
+            "new tables",
         ) from error
     if moved < len(memory):
         raise ColdTierError(
             f"{array.path}: row {row} ends at byte {place + len(memory)}, and the file at "
-            f"{place + moved}: somebody has cut it off; load a checkpoint into new tables"
+            f"{place + moved}: the file was cut off; load a checkpoint into new tables"
         )

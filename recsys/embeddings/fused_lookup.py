@@ -19,16 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 from recsys.embeddings.ahead import Prefetched
 from recsys.embeddings.kernels.ledger import LedgerEntry
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+from recsys.embeddings.kernels.slots import NoSuchRow
 from recsys.embeddings.memory import empty_rows
 from recsys.embeddings.residency import NotEnoughSlots
 from recsys.embeddings.row_space import compute_dtype
-from recsys.embeddings.slot_map import NoSuchRow
 from recsys.embeddings.sparse_gradients import sparse_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from recsys.embeddings.ahead import AheadClaim
+    from recsys.embeddings.residency import Ticket
     from recsys.embeddings.row_updater import RowUpdater
     from recsys.embeddings.table_group import ResolvedLookup, TableGroup
 
@@ -142,7 +142,7 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
         What was claimed: all of it, or nothing where there are too few slots; nothing, either,
         where no table requires a gradient, since rows are then read where they are.
     """
-    claims: list[AheadClaim] = []
+    tickets: list[Ticket] = []
     with DisableTorchFunctionSubclass():  # internal reads of tables
         if not any(
             part.group.lookups_requiring_grad(part.lookups).distinct_tables for part in parts
@@ -151,16 +151,16 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
         try:
             for group, lookups, bags in parts:
                 assert group.tiers is not None
-                claims.append(group.tiers.claim_ahead(group.space(), lookups, bags))
+                tickets += group.tiers.claim_ahead(group.space(), lookups, bags)
         except BaseException as error:
-            for claim in claims:
-                claim.give_up()
+            for ticket in tickets:
+                ticket.release()
             if isinstance(error, NoSuchRow):
                 raise explain(error.position) from None
             if not isinstance(error, NotEnoughSlots):
                 raise
             return Prefetched((), has_room=False)
-    return Prefetched(claims)
+    return Prefetched(tickets)
 
 
 _NOTHING = Lookups.nothing()

@@ -153,7 +153,7 @@ class GroupUpdater:
                 if entry.tables is not space.tables:
                     entry.require_rows_in(space.tables)
             if self.group.tiers is not None:
-                self.group.tiers.heed_others(space)
+                self.group.tiers.reload_if_tables_changed(space)
             settings = self._optimizer.param_groups[self._number]
             is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
             counts_steps = self._translation.counts_steps or is_by_chance
@@ -205,7 +205,7 @@ class GroupUpdater:
             with interrupts_held_back():  # rows that are updated and not known to be would be lost
                 bad = row_update(hot.space, hot.state_spaces, *more)
                 increment_version(changed)
-                tiers.note_moved(update.ledger, update.updated)
+                tiers.mark_updated(update.ledger, update.updated)
         return None if bad is None else self._bad_gradient(bad)
 
     def _bad_gradient(self, bad: BadRow) -> NonFiniteGradient:

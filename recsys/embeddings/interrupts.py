@@ -1,6 +1,7 @@
-"""Ctrl-C, which may come between any two lines, kept out of those that belong together.
+"""Hold Ctrl-C back while several lines must run together.
 
-Python runs a signal's handler in the main thread, so only what that does can be cut in two.
+Python runs the handler of a signal in the main thread, between any two lines. So Ctrl-C can cut in
+two what the main thread does, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ __all__ = ["interrupts_held_back"]
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """While it lasts, Ctrl-C is only noted; at the end it does what it would have done."""
+    """A context in which Ctrl-C is only noted; its handler runs at the end."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # signals are the main thread's business, and a handler of C's asks nobody
+        yield  # other threads run no handlers, and one written in C cannot be replaced here
         return
     noted: list[tuple[Any, ...]] = []
     signal.signal(signal.SIGINT, lambda *arguments: noted.append(arguments))

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import numpy as np
 import torch
 
-from recsys.embeddings.hot_tier import floor_bytes, map_bytes, slot_bytes
 from recsys.embeddings.popularity import PopularityProfile
 from recsys.embeddings.profile_file import read_profile, write_profile
+from recsys.embeddings.slots import floor_bytes, map_bytes, slot_bytes
 from recsys.embeddings.table import DATA_TYPES, TableConfig, data_type_of
 from recsys.errors import BudgetTooSmall, ConfigError, ProfileError
 from recsys.sizes import format_bytes, parse_bytes

@@ -14,6 +14,7 @@ from recsys.embeddings.baselines import (
     require_torch_optimizer,
 )
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.forecast import Forecast
 from recsys.embeddings.kernels.pooled_lookup import MIN_SHARED_BYTES
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
@@ -112,10 +113,12 @@ def _compile_kernels(dims: set[int], optimizer: RowOptimizer, *, is_tiered: bool
             module = HotColdEmbeddingBagCollection(
                 tables, optimizer=optimizer, budget=budget if is_tiered else None
             )
+        for tiers in module.tiers():
+            tiers.observe(Forecast.of)  # training does
         for batch_size in (1, large):
             ids = JaggedIds.from_one_hot(["table"], torch.zeros(1, batch_size, dtype=torch.int64))
             module(ids).values().sum().backward()
-        # Background fetches use the single-threaded kernels.
+        # A thread that works alone fetches rows in the background.
         ids = JaggedIds.from_one_hot(["table"], torch.ones(1, 1, dtype=torch.int64))
         module.prefetch(ids)
         module(ids).values().sum().backward()

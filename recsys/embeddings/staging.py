@@ -1,8 +1,8 @@
-"""Rows on their way between a cold store and slots on a device: some memory of the host's.
+"""Staging: host memory that rows pass through between a cold store and slots on a device.
 
-A store reads and writes the host's memory, many small places of it; a device copies one large piece
-from there, or to it, fastest where the system cannot move it away (pinned). So rows are gathered
-here, piece by piece.
+A store reads and writes many small places of the host's memory. A device copies one large piece
+fastest, in memory that the system cannot swap out (pinned). So rows are gathered here, piece by
+piece.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Staging:
     """Places for some rows, and their state, in the host's memory.
 
     Args:
-        memories: What is on the device: rows, then each state array, (S, D) and (S, size).
+        memories: The slots on the device: rows, (S, D), then each state array, (S, size).
         first_rows: Where each table's rows begin among all, (T + 1,).
 
     Attributes:
-        arrays: The places as a store takes them: of rows, and each state.
+        arrays: The places as a store takes them: for rows, then for each state.
         first_rows: As given.
         num_places: How many there are.
     """
@@ -62,7 +62,7 @@ class Staging:
         for rows_P, places_P, slots_P in self._pieces(rows, slots):
             cold.fetch(self, rows_P, places_P)
             for buffer, memory in zip(self._buffers, self._memories, strict=True):
-                # A copy that the host waits for: the places are used again at once.
+                # The host waits for this copy, because it uses the places again at once.
                 memory.index_copy_(0, slots_P, buffer[: len(rows_P)].to(memory.device))
 
     def write_back(
@@ -75,7 +75,7 @@ class Staging:
             cold.write_back(self, rows_P, places_P)
 
     def read(self, cold: ColdStore, rows: NDArray[np.int32]) -> Tensor:
-        """Copies of rows, without their state, on the device, (M, D); no slot has to do with it."""
+        """Copies of rows, without their state, on the device, (M, D); no slot changes."""
         buffer, device = self._buffers[0], self._memories[0].device
         copies = torch.empty(len(rows), buffer.shape[1], dtype=buffer.dtype, device=device)
         memory = _RowsAlone(self.arrays[:1], self.first_rows)
@@ -88,7 +88,7 @@ class Staging:
     def _pieces(
         self, rows: NDArray[np.int32], slots: NDArray[np.int32]
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32], Tensor]]:
-        """As many rows as there are places: the rows, their places, and their slots."""
+        """Pieces of as many rows as there are places: the rows, their places, and their slots."""
         device = self._memories[0].device
         for begin in range(0, len(rows), self.num_places):
             rows_P, slots_P = (each[begin : begin + self.num_places] for each in (rows, slots))
@@ -104,18 +104,18 @@ class _RowsAlone(NamedTuple):
 
 
 class TransferStream:
-    """The CUDA stream on which one hot tier makes its transfers, beside what is computed.
+    """The CUDA stream on which one hot tier runs its transfers, while others compute.
 
-    The hot tier owns it. One transfer is made at a time, in the order in which they were put in.
+    The hot tier owns it. Transfers run one at a time, in the order in which they were put in.
 
     put in     `transfer` records an event on the caller's stream
     transfer   this stream waits for that event, copies rows, and records an event of its own
-    use        `wait` has the caller's stream wait for the event of the transfer made last
+    use        `wait` has the caller's stream wait for the event of the last transfer
 
-    So a transfer comes after everything that the caller had queued when it was put in: the last
-    use of the slots that it empties. What the caller computes on rows comes after their transfer.
-    What a transfer allocates belongs to this stream; the slots are recorded as used by it, so their
-    memory is not used again before the transfers are done.
+    So a transfer runs after everything that the caller had queued when it was put in: the last
+    use of the slots that it evicts. Computing on rows runs after their transfer. Memory that a
+    transfer allocates belongs to this stream. The slots are recorded as used by it, so their memory
+    is not reused before the transfers are done.
 
     Args:
         memories: The slots, on one CUDA device: rows, and each state array.
@@ -143,7 +143,7 @@ class TransferStream:
                 self._done = self._stream.record_event()
 
     def wait(self) -> None:
-        """Have the caller's stream wait for the transfers made; the host does not wait."""
-        done = self._done  # the queue's thread may replace it by a later one
+        """Have the caller's stream wait for the transfers so far; the host does not wait."""
+        done = self._done  # the queue's thread may replace it meanwhile
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)

@@ -186,14 +186,14 @@ class TableGroup:
             ResolvedLookup(
                 self,
                 kernels,
-                claimed.lookups,
+                ticket.lookups,
                 rows,
                 tiers.hot.space,
-                claimed.bags,
+                ticket.bags,
                 space.tables,
-                claimed.ticket,
+                ticket,
             )
-            for claimed in tiers.claim(space, lookups, rows)
+            for ticket in tiers.claim(space, lookups, rows)
         ]
 
     def forget_space(self) -> None:

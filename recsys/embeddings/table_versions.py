@@ -1,8 +1,8 @@
-"""What was written to the memory of tables and their state, as far as torch tells.
+"""Detects writes to the memory of tables and their state by the versions of tensors.
 
 Each tensor has a version that every in-place operation of torch raises. Views share it (`detach()`,
-slices, what `state_dict()` returns); `Tensor.data` does not, so all that `data` of one table hands
-out here shares a second version. Writes through numpy, DLPack or a pointer raise none.
+slices, the tensors of `state_dict()`). `Tensor.data` does not, so all tensors that `data` of one
+table hands out here share a second version. Writes through numpy, DLPack or a pointer raise none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Written(NamedTuple):
 
 
 class TableVersions:
-    """The versions of tables, and of their state, when they were last looked at."""
+    """The versions of tables, and of their state, at the last check."""
 
     def __init__(self) -> None:
         self._data: dict[int, Tensor] = {}
@@ -41,7 +41,7 @@ class TableVersions:
         self._known: list[int] = []
 
     def watch(self, tables: RowSpace, states: Mapping[str, RowSpace]) -> None:
-        """Look at these from now on, and take them as they are.
+        """Watch these from now on, and accept their present versions.
 
         Args:
             tables: The tables.
@@ -57,23 +57,23 @@ class TableVersions:
         for number, data in list(self._data.items()):
             if data.data_ptr() == tables.tables[number].data_ptr():
                 found.append((Written(number, None), data))
-            else:  # of memory that the table has no more
+            else:  # of memory that the table no longer has
                 del self._data[number]
         self._places = [place for place, _ in found]
         self._tensors = [tensor for _, tensor in found]
         self.accept()
 
     def have_changed(self) -> bool:
-        """Whether one of them was written to since."""
+        """Whether one of them was written to since the last check."""
         return self._now() != self._known
 
     def written(self) -> list[Written]:
-        """What was written to since."""
+        """Tables and states that were written to since the last check."""
         pairs = zip(self._places, self._known, self._now(), strict=True)
         return list(dict.fromkeys(place for place, before, now in pairs if before != now))
 
     def accept(self, tables: Collection[int] | None = None) -> None:
-        """Take the rows of some tables as they are now; None takes everything.
+        """Accept the present versions of some tables' rows; None accepts everything.
 
         Args:
             tables: Their numbers.
@@ -89,7 +89,7 @@ class TableVersions:
         )
 
     def data_of(self, weight: Tensor, table: int) -> Tensor:
-        """What `weight.data` hands out: writes to it are seen here.
+        """The tensor that `weight.data` hands out: writes to it are detected here.
 
         Args:
             weight: The table.

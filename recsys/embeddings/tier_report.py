@@ -1,4 +1,4 @@
-"""What a run record says of the tiers of a model."""
+"""The part of a run record that describes the tiers of a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["describe_tiers", "tiers_of"]
 
 
 def tiers_of(model: nn.Module) -> list[Tiers]:
-    """Those of all modules of ours in a model, each once; none where every row is resident."""
+    """The tiers of a model's modules of recsys, each once; none where every row is resident."""
     found: dict[Tiers, None] = {}
     for module in model.modules():
         if isinstance(module, AbstractTables):
@@ -26,9 +26,9 @@ def tiers_of(model: nn.Module) -> list[Tiers]:
 def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
     """Hit rates since the tiers were made, bytes moved, memory; None where all rows are resident.
 
-    A lookup hits if its row was in fast memory when its mini-batch came; `unique_hit_rate` counts
-    each row once per mini-batch. `exposed_fetch_seconds` is the time in which nothing was done but
-    waiting for rows, those that come and those that have to go for them.
+    A lookup hits if its row was in fast memory when its mini-batch claimed slots;
+    `unique_hit_rate` counts each row once per mini-batch. `exposed_fetch_seconds` is the time spent
+    waiting for transfers, of rows fetched and of rows written back.
     """
     tiers = tiers_of(model)
     if not tiers:

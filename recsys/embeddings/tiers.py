@@ -1,16 +1,18 @@
 """The tiers of a table group: which rows of which tables are in which slots, as lookups see it.
 
-A lookup that backward may come back to gets a ticket: its ids become slot numbers, and the kernels
-work on the slots as they work on resident tables. Any other (evaluation) claims no slots: it reads
+A lookup that has a backward gets a ticket: its ids become slot numbers, and kernels work on the
+slots as they do on resident tables. A lookup without one (evaluation) claims no slots: it reads
 each row where it is.
 
 `weight` and the optimizer's state are the cold store, in memory or mapped from files. A read
 through `weight` finds every row's newest value, because `TieredParameter` writes rows back first. A
-write through it counts, because the next lookup takes rows anew.
+write through it counts, because the next lookup fetches rows again.
 
 A write through another tensor on the same memory (a `detach()` that was kept, an optimizer's state
-array) shows in that memory's version. If every row was written back before, the next lookup takes
-rows anew. If rows were updated since, one of the two would be lost: that is an error.
+array) raises that memory's version. If every row was written back before, the next lookup fetches
+rows again. If rows were updated since, one of the two would be lost: that is an error.
+
+A failed transfer ends the use of the tiers: every later use raises `TiersFailed`.
 """
 
 from __future__ import annotations
@@ -20,52 +22,34 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from recsys.embeddings.ahead import AheadClaims
-from recsys.embeddings.claimed_ids import ClaimedIds
+from recsys.embeddings.ahead import AheadQueue, InputIds
 from recsys.embeddings.cold_store import HostStore
-from recsys.embeddings.device_slots import DeviceHotTier
-from recsys.embeddings.file_store import FileStore
-from recsys.embeddings.hot_tier import HotTier
+from recsys.embeddings.file_store import FileStore, arrays_of
 from recsys.embeddings.interrupts import interrupts_held_back
-from recsys.embeddings.kernel_choice import kernels_on
 from recsys.embeddings.residency import NotEnoughSlots, Residency
 from recsys.embeddings.row_space import RowSpace
+from recsys.embeddings.slots import Slots
 from recsys.embeddings.table_versions import TableVersions, Written
 from recsys.errors import ConflictingWrite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from recsys.embeddings.ahead import AheadClaim
     from recsys.embeddings.cold_files import ColdFiles
-    from recsys.embeddings.hot_tier import AbstractHotTier
     from recsys.embeddings.kernels.ledger import LedgerEntry
     from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
     from recsys.embeddings.residency import Ticket
+    from recsys.embeddings.slots import ClaimObserver
 
-__all__ = ["Claimed", "Tiers"]
-
-
-class Claimed(NamedTuple):
-    """One kernel call's lookups, by slots.
-
-    Attributes:
-        lookups: What is looked up where.
-        bags: The input, slots in place of rows.
-        ticket: Has the slots.
-    """
-
-    lookups: Lookups
-    bags: Bags
-    ticket: Ticket
+__all__ = ["Tiers"]
 
 
 class _Recipe(NamedTuple):
-    """What tiers are made of; arguments as for `Tiers`."""
+    """The arguments of `Tiers`, without `files`."""
 
     names: Sequence[str]
     sizes: Sequence[int]
@@ -88,18 +72,18 @@ class Tiers:
         state_sizes: Numbers per row of every state array, by name.
         num_slots: S.
         pinned: Rows with a slot of their own, counted over all tables, the most popular first.
-        device: Where slots are, and rows are looked up. All rows wait in the host's memory, or in
-            files, wherever that is.
-        files: Have tables and state, if files do; copies have theirs in memory.
+        device: Where the slots are, and where rows are looked up. All rows wait in the host's
+            memory, or in files.
+        files: Where tables and state are, if they are in files. Copies have theirs in memory.
 
     Attributes:
         files: As given, and so are `sizes` and `dtype`.
         device: Where the slots are.
         hot: The slots.
-        residency: What moves rows between them and the cold store.
-        ahead: Claims of lookups to come.
-        is_exposed: Whether the tables may be written to unseen, so that the next lookup takes rows
-            anew.
+        residency: Moves rows between them and the cold store.
+        ahead: Tickets that wait for their lookups.
+        is_exposed: Whether the tables may be written to in a way that raises no version, so that
+            the next lookup fetches rows again.
     """
 
     def __init__(
@@ -115,7 +99,8 @@ class Tiers:
         files: ColdFiles | None = None,
     ) -> None:
         self.files, self.sizes, self.dtype = files, sizes, dtype
-        self.ahead = AheadClaims()
+        self.ahead = AheadQueue()
+        self._make_observer: Callable[[Slots], ClaimObserver | None] | None = None
         self._make(_Recipe(names, sizes, dim, dtype, state_sizes, num_slots, pinned, device))
         self._tables: RowSpace | None = None
         self._states: Sequence[RowSpace] = [
@@ -134,9 +119,11 @@ class Tiers:
             kept: Counts, times and `on_span` to go on with.
         """
         self._made_of = made_of
-        self.hot = _make_hot_tier(made_of)
+        self.hot = Slots(*made_of[1:6], made_of.device)
         self.device = self.hot.rows.device
         self.hot.pin(made_of.pinned)
+        if self._make_observer is not None:
+            self.hot.observer = self._make_observer(self.hot)
         cold = (
             HostStore(self._spaces) if self.files is None else FileStore(self.files, self._spaces)
         )
@@ -152,7 +139,17 @@ class Tiers:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*state["_made_of"])  # type: ignore[misc]
 
-    def claim(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> list[Claimed]:
+    def observe(self, make_observer: Callable[[Slots], ClaimObserver | None]) -> None:
+        """Tell an observer of every claim from now on, for advice; claims do no work without one.
+
+        Args:
+            make_observer: Makes one for the slots, now and whenever there are others; None for
+                slots that cannot be observed.
+        """
+        self._make_observer = make_observer
+        self.hot.observer = make_observer(self.hot)
+
+    def claim(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> list[Ticket]:
         """Claim slots for everything that is looked up, and wait until the rows are there.
 
         Args:
@@ -161,73 +158,74 @@ class Tiers:
             bags: The input.
 
         Returns:
-            As many calls as a feature is looked up in different tables: nearly always one.
+            As many tickets as a feature is looked up in different tables: nearly always one.
 
         Raises:
-            ConflictingWrite: as for `heed_others`.
+            ConflictingWrite: as for `reload_if_tables_changed`.
             NoSuchRow: a value is no row of its table.
             NotEnoughSlots: there are not.
+            TiersFailed: a transfer has failed.
         """
         with interrupts_held_back():
-            self.heed_others(tables)
-            tickets = self.ahead.take(lookups, bags)
-            if tickets is None:
-                tickets = self._claim_now(lookups, bags)
+            self.reload_if_tables_changed(tables)
+            tickets = []
+            for layer in self._layers_of(lookups):
+                taken = self.ahead.take(layer, bags) if self.ahead.waiting else None
+                tickets.append(taken or self._claim_now(layer, bags))
         for ticket in tickets:
             ticket.wait()
-        return [
-            Claimed(layer, bags.at_slots(ticket.slot_of_value), ticket)
-            for layer, ticket in zip(self._layers_of(lookups), tickets, strict=True)
-        ]
+        return tickets
 
-    def claim_ahead(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> AheadClaim:
-        """Claim slots for what will be looked up, and have the rows come in the background.
+    def claim_ahead(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> list[Ticket]:
+        """Claim slots for a later lookup, and have its rows fetched in the background.
 
-        `claim` of the very same ids takes the claim; other lookups do not.
+        `claim` of exactly the same ids takes these tickets; other lookups do not.
 
         Args:
             tables: As for `claim`, and so are the others.
-            lookups: Likewise.
-            bags: Likewise.
+            lookups: See `tables`.
+            bags: See `tables`.
 
         Raises:
+            ConflictingWrite: as for `reload_if_tables_changed`.
             NoSuchRow: a value is no row of its table.
             NotEnoughSlots: there are not; no row of a plan has been given up.
+            TiersFailed: a transfer has failed.
         """
         with interrupts_held_back():
             is_exposed = self.is_exposed
-            self.heed_others(tables)
-            # Whoever has looked at the tables may write to them until the lookup comes.
+            self.reload_if_tables_changed(tables)
+            # Code that was handed the tables may still write to them before the lookup comes.
             self.is_exposed = is_exposed
-            layers = self._layers_of(lookups)
             tickets = [
-                self.residency.prefetch(layer, bags, in_background=True, may_unpin=False)
-                for layer in layers
+                self.residency.claim(layer, bags, in_background=True, may_unpin=False)
+                for layer in self._layers_of(lookups)
             ]
-            return self.ahead.add(lookups, ClaimedIds.copy(bags), layers, tickets)
+            self.ahead.add(tickets, InputIds.copy(bags))
+            return tickets
 
     def settle(self) -> None:
-        """Leave nothing under way: claims made ahead are given up, transfers waited for."""
+        """Leave nothing under way: tickets made ahead are released, transfers waited for."""
         self.ahead.give_up_all()
         self.residency.settle()
 
-    def _claim_now(self, lookups: Lookups, bags: Bags) -> Sequence[Ticket]:
-        """Claim slots, if need be those of lookups to come, then those of a plan's rows."""
+    def _claim_now(self, lookups: Lookups, bags: Bags) -> Ticket:
+        """Claim slots, if need be those of later lookups, then those of a plan's rows."""
         while True:
-            has_others = bool(self.ahead)
+            has_others = bool(self.ahead.waiting)
             try:
-                return [
-                    self.residency.prefetch(layer, bags, may_unpin=not has_others)
-                    for layer in self._layers_of(lookups)
-                ]
+                ticket = self.residency.claim(lookups, bags, may_unpin=not has_others)
             except NotEnoughSlots:
                 if not has_others:
                     raise
+            else:
+                ticket.bags = bags.at_slots(ticket.slot_of_value)
+                return ticket
             self.ahead.give_up_last()
 
     def look_up(self, tables: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
-        """Pool rows where they are; arguments and what is returned as for `Residency.look_up`."""
-        self.heed_others(tables)
+        """Pool rows from wherever each one is; arguments and result as for `Residency.look_up`."""
+        self.reload_if_tables_changed(tables)
         if self.files is not None:
             self.files.expect(lookups=True)
         return self.residency.look_up(tables, lookups, bags, result)
@@ -244,7 +242,7 @@ class Tiers:
             max_norm: At most.
             norm_type: The p of that norm.
         """
-        self.heed_others(tables)
+        self.reload_if_tables_changed(tables)
         if self.files is not None:
             self.files.mark_dirty()
         self._updated.add(table)
@@ -254,15 +252,15 @@ class Tiers:
         self._versions.accept()
 
     def resize(self, num_slots: int) -> None:
-        """Go on with another number of slots, which are empty; no ticket may be held."""
+        """Replace the slots by another number of empty ones; no ticket may be held."""
         self._remake(self._made_of._replace(num_slots=num_slots))
 
     def move_to(self, device: torch.device) -> None:
-        """Go on with slots on another device, which are empty; no ticket may be held."""
+        """Replace the slots by empty ones on another device; no ticket may be held."""
         self._remake(self._made_of._replace(device=device))
 
     def _remake(self, made_of: _Recipe) -> None:
-        """Let the slots go, then make others: at no time are there both (C3)."""
+        """Drop the slots, then make others: at no time are there both (C3)."""
         assert not self.ahead
         self.flush()
         before, old = self._made_of, self.residency
@@ -274,31 +272,35 @@ class Tiers:
             self._make(before, kept)
             raise
 
-    def heed_others(self, tables: RowSpace) -> None:
-        """Take rows anew if the tables or their state may have been written to by others.
+    def reload_if_tables_changed(self, tables: RowSpace) -> None:
+        """Fetch rows again if the tables or their state may have been written to from outside.
 
         Args:
             tables: Where they lie now.
 
         Raises:
-            ConflictingWrite: rows in slots have been updated that were not written back before.
+            ColdTierError: a table is not in its file any more.
+            ConflictingWrite: rows in slots were updated and not written back before that write.
+            TiersFailed: a transfer has failed.
         """
+        self.residency.queue.require_intact()
         is_same = tables is self._tables
         if is_same and not self.is_exposed and not self._versions.have_changed():
             return
+        if self.files is not None and not is_same:
+            arrays_of(self.files, tables.tables)  # refused before a transfer would fail
         if self._tables is not None:
             self.flush()
-            self.is_exposed = True  # until it has been done
+            self.is_exposed = True  # until the reload has succeeded
             with interrupts_held_back():
-                # What is under way goes to and comes from the tables that were.
-                self.residency.settle()
+                self.residency.settle()  # transfers under way are of the old tables
                 self._tables = tables
                 self.residency.reload()
         self._tables, self.is_exposed = tables, False
         self._versions.watch(tables, self._named_states())
 
-    def note_moved(self, ledger: Iterable[LedgerEntry], tables: Iterable[int]) -> None:
-        """Rows of a ledger have been updated, and their tables' versions raised, by us.
+    def mark_updated(self, ledger: Iterable[LedgerEntry], tables: Iterable[int]) -> None:
+        """Note that our optimizer has updated the rows of a ledger, and raised tables' versions.
 
         Args:
             ledger: Its tickets have the rows.
@@ -310,9 +312,9 @@ class Tiers:
             assert ticket is not None
             assert claimed is not None
             is_whole = updated is claimed or updated.distinct_tables == claimed.distinct_tables
-            # Slots of a frozen table are as the cold store: written back, they would undo what
-            # others have written there.
-            self.residency.mark_moved(
+            # Slots of a frozen table equal the cold store. Writing them back would undo writes
+            # to the table from outside.
+            self.residency.mark_updated(
                 ticket, None if is_whole else self._ranges_of(updated.distinct_tables)
             )
         self._versions.accept()
@@ -322,7 +324,7 @@ class Tiers:
 
         Args:
             states: Each state array, by table.
-            are_others: Whether arrays have come in the place of others; then their values count.
+            are_others: Whether arrays have replaced others; then the values of the new ones count.
         """
         if are_others:
             self.flush()
@@ -332,15 +334,17 @@ class Tiers:
         if are_others:
             self.residency.reload()
         if self._versions.have_changed():
-            self.is_exposed = True  # the next lookup takes what was written
+            self.is_exposed = True  # the next lookup fetches rows again
         self._versions.watch(self._tables, self._named_states())
 
     def flush(self) -> None:
-        """Write back every row that has been updated.
+        """Write back every row that was updated.
 
         Raises:
-            ConflictingWrite: a table, or its state, was written to that has updated rows in slots.
+            ConflictingWrite: a table that has updated rows in slots, or its state, was written to.
+            TiersFailed: a transfer has failed.
         """
+        self.residency.queue.require_intact()
         if not self._updated:
             return
         for conflict in self._conflicts():
@@ -349,14 +353,18 @@ class Tiers:
         self._updated.clear()
 
     def expose(self, overwritten: int | None = None) -> None:
-        """Write rows back before the tables' memory is handed out; the next lookup takes them anew.
+        """Write rows back before the tables' memory is handed out.
+
+        The next lookup fetches rows again.
 
         Args:
-            overwritten: The number of a table that is overwritten as a whole: what was written to
-                its rows before is void. So a checkpoint can be loaded after a `ConflictingWrite`.
+            overwritten: The number of a table that is overwritten as a whole, so that earlier
+                writes to its rows do not count. So a checkpoint can be loaded after a
+                `ConflictingWrite`.
 
         Raises:
             ConflictingWrite: as for `flush`.
+            TiersFailed: as for `flush`.
         """
         conflicts = self._conflicts()
         if overwritten is None or not conflicts:
@@ -374,7 +382,7 @@ class Tiers:
         self.is_exposed = True
 
     def data_of(self, weight: Tensor, table: int) -> Tensor:
-        """What `weight.data` hands out, so that writes to it are seen.
+        """The tensor that `weight.data` hands out, so that writes to it raise a version.
 
         Args:
             weight: A table.
@@ -384,7 +392,7 @@ class Tiers:
 
     @contextmanager
     def only_read(self) -> Iterator[None]:
-        """Where tables are read, and none of what is handed out is written to unseen."""
+        """A context in which tables are handed out for reading alone."""
         self.flush()
         was_exposed = self.is_exposed
         yield
@@ -396,7 +404,7 @@ class Tiers:
         return [range(first_rows[table], first_rows[table + 1]) for table in tables]
 
     def _conflicts(self) -> list[Written]:
-        """What was written to although rows updated since are in slots alone."""
+        """Tables and states that were written to although slots have newer rows."""
         if not self._updated:
             return []
         return [each for each in self._versions.written() if each.table in self._updated]
@@ -426,9 +434,9 @@ class Tiers:
         return [self._tables, *self._states]
 
     def _layers_of(self, lookups: Lookups) -> list[Lookups]:
-        """Lookups in groups in which every feature is looked up once: a value has one slot then.
+        """Lookups in groups in which every feature is looked up once, so that a value has one slot.
 
-        All lookups of a table are in one of them, so that their order stays.
+        All lookups of a table are in one group, which keeps their order.
         """
         if lookups not in self._layers:
             features_of: dict[int, set[int]] = {}
@@ -453,10 +461,3 @@ class Tiers:
 
 
 _MOST_KEPT = 64
-
-
-def _make_hot_tier(made_of: _Recipe) -> AbstractHotTier:
-    _, sizes, dim, dtype, state_sizes, num_slots, _, device = made_of
-    if kernels_on(device).errors is None:
-        return HotTier(sizes, dim, dtype, state_sizes, num_slots)
-    return DeviceHotTier(sizes, dim, dtype, state_sizes, num_slots, device)

@@ -9,7 +9,7 @@
     micro_batches       selects samples of a mini-batch, joins the outputs of parts
     loss_parts          whether the loss of a mini-batch is the mean or the sum of its parts' losses
     stalls              where the time went, stage by stage; timeline: the same as a trace
-    ways_out            which settings would reduce waiting, and by how much
+    suggestions         which settings would reduce waiting, and by how much
 
 Results are the same under each schedule (Hotline: up to float summation order). FAE, in contrast,
 changes the order of samples:

@@ -17,7 +17,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.device_tables import AbstractTables
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
-from recsys.embeddings.transfer_clock import MoveSeconds
+from recsys.embeddings.transfers import MoveSeconds
 from recsys.pipeline.stalls import Moved
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recsys.embeddings.transfer_clock import MoveSeconds
-from recsys.pipeline.ways_out import WayOut
+from recsys.embeddings.transfers import MoveSeconds
+from recsys.pipeline.suggestions import Suggestion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -159,12 +159,12 @@ def stage_seconds(stalls: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def describe_stalls(clock: StageClock, ways_out: Iterable[WayOut | None]) -> dict[str, Any]:
+def describe_stalls(clock: StageClock, suggestions: Iterable[Suggestion | None]) -> dict[str, Any]:
     """The stalls of a run, for its record.
 
     Args:
         clock: The run's clock.
-        ways_out: Some may be none.
+        suggestions: Some may be None.
 
     Returns:
         `<stage>_seconds`; `binding`, the stage that takes the most time of training, None before
@@ -172,7 +172,7 @@ def describe_stalls(clock: StageClock, ways_out: Iterable[WayOut | None]) -> dic
         `key`, `value`, `saved_seconds`, `saved_share` of training, `speedup`, `is_upper_bound`.
     """
     total = clock.train_seconds
-    found = [each.describe(total) for each in ways_out if each is not None] if total else []
+    found = [each.describe(total) for each in suggestions if each is not None] if total else []
     training = {stage: spent for stage, spent in clock.seconds.items() if stage != "evaluate"}
     return {
         **{f"{stage}_seconds": spent for stage, spent in clock.seconds.items()},
@@ -201,6 +201,8 @@ def format_stalls(stalls: Mapping[str, Any]) -> str:
     remedy = _REMEDIES.get(binding, _COMPUTE_FASTER)
     lines.append(f"{stage_title(binding)} takes the most time; to shorten it, {remedy}")
     lines += [
-        WayOut.sentence(each) for each in stalls["predicted"] if each["saved_share"] >= _LEAST_SHARE
+        Suggestion.sentence(each)
+        for each in stalls["predicted"]
+        if each["saved_share"] >= _LEAST_SHARE
     ]
     return "\n".join(lines)

@@ -26,7 +26,7 @@ from recsys.pipeline.micro_batches import join_outputs
 from recsys.pipeline.popular_split import PopularSplit
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.stalls import StageClock
-from recsys.pipeline.ways_out import of_budget, of_schedule
+from recsys.pipeline.suggestions import forecast_budget, of_budget, of_schedule
 from recsys.pipeline.window import Windows
 from recsys.sizes import format_bytes
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from recsys.embeddings.ahead import Prefetched
     from recsys.pipeline.popular_split import MicroBatch
     from recsys.pipeline.schedule import Schedule
+    from recsys.pipeline.suggestions import Suggestion
     from recsys.pipeline.timeline import Timeline
-    from recsys.pipeline.ways_out import WayOut
     from recsys.pipeline.window import MiniBatch, Window
 
 __all__ = ["TrainPipeline"]
@@ -136,8 +136,15 @@ class TrainPipeline:
         """Mini-batches ahead whose rows had slots, on average over the steps so far."""
         return self._num_ahead / max(1, self._num_steps)
 
-    def ways_out(self) -> list[WayOut | None]:
-        """What would loosen waiting for rows; None for what is not known, or not to be had."""
+    def forecast_budget(self) -> None:
+        """Count from now on the rows that twice the budget would fetch, for `suggestions`."""
+        forecast_budget(self._inputs.tiers())
+
+    def suggestions(self) -> list[Suggestion | None]:
+        """Settings that would shorten the waiting for rows; None for one that is unknown.
+
+        A larger budget is suggested after `forecast_budget`, or if all rows would fit.
+        """
         tiers = self._inputs.tiers()
         return [
             of_budget(self.clock, tiers),

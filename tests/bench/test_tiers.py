@@ -6,7 +6,7 @@ import torch
 from recsys.bench.harness import rows_by_provider, write_rows
 from recsys.bench.tiers import bench_tiers
 from recsys.bench.tiers_curve import curve_file, write_curve
-from recsys.embeddings.hot_tier import map_bytes, row_bytes, slot_bytes
+from recsys.embeddings.slots import map_bytes, row_bytes, slot_bytes
 from recsys.errors import ConfigError
 
 

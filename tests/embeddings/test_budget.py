@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 from recsys.batch import JaggedIds
 from recsys.embeddings.budget import SpaceSize, divide_budget
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.hot_tier import HotTier
 from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.slots import Slots
 from recsys.embeddings.table import TableConfig
 from recsys.errors import BudgetTooSmall
+
+CPU = torch.device("cpu")
 
 
 def space(num_rows, dim, *state):
@@ -35,7 +37,7 @@ def test_slots_and_row_maps_stay_within_the_budget(sizes, budget_bytes):
         assert sum(size.resident_bytes for size in sizes) <= budget_bytes
         return
     tiers = [
-        HotTier([size.num_rows], size.dim, size.dtype, size.state_sizes, num_slots)
+        Slots([size.num_rows], size.dim, size.dtype, size.state_sizes, num_slots, CPU)
         for size, num_slots in zip(sizes, slots, strict=True)
     ]
     assert all(

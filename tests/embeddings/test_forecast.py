@@ -1,4 +1,4 @@
-"""What more slots would fetch, foretold from a sample of rows, beside slots that are there."""
+"""What more slots would fetch, forecast from a sample of rows, beside slots that are there."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.embeddings.device_slots import DeviceHotTier
+from recsys.embeddings import HotColdEmbeddingBag, kernel_choice
 from recsys.embeddings.forecast import Forecast
-from recsys.embeddings.hot_tier import HotTier
 from recsys.embeddings.kernels.miniature import Miniature
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.slots import Slots
 
 ONE_TABLE = Lookups(
     tables=np.zeros(1, np.uint64),
@@ -20,24 +21,34 @@ ONE_TABLE = Lookups(
 )
 
 
-class Slots:
+CPU = torch.device("cpu")
+
+
+class Claims:
     """Slots of one table, claimed by one mini-batch after the other, and what became of them."""
 
     def __init__(self, num_rows, num_slots, pinned=()):
-        self.hot = HotTier([num_rows], 1, torch.float32, {}, num_slots)
+        self.hot = Slots([num_rows], 1, torch.float32, {}, num_slots, CPU)
         self.hot.pin(np.array(pinned, np.int32))
-        self.map = self.hot.make_map()
+        self.forecast = self.hot.observer = Forecast.of(self.hot)
         self.num_fetched = self.num_evicted = 0
         self._window = []
+
+    def observe(self, num_slots, num_more):
+        self.forecast = self.hot.observer = Forecast(self.hot.map, num_slots, num_more, rate=1)
+
+    def release(self):
+        self.hot.map.release(self._window.pop(0))
 
     def claim(self, rows, num_held=1):
         """Claim rows; the claims of the last `num_held` mini-batches are held on to."""
         while len(self._window) >= num_held:
-            self.map.release(self._window.pop(0))
+            self.release()
         bags = Bags(np.array(rows), None, None, len(rows), is_mean=False)
-        before = self.hot.slots.row_of_slot.copy()
-        claim = self.map.claim(ONE_TABLE, bags)
-        self.num_evicted += int(((before >= 0) & (self.hot.slots.row_of_slot != before)).sum())
+        row_of_slot = self.hot.map.row_of_slot
+        before = row_of_slot.clone()
+        claim = self.hot.claim(ONE_TABLE, bags)
+        self.num_evicted += int(((before >= 0) & (row_of_slot != before)).sum())
         self.num_fetched += len(claim.moves.fetched_rows)
         self._window.append(claim.held)
 
@@ -51,17 +62,17 @@ mini_batches = st.lists(
 def test_with_every_row_followed_it_counts_what_slots_of_that_number_fetch(
     mini_batches, num_slots, num_held
 ):
-    now, more = Slots(40, num_slots), Slots(40, num_slots + 7)
-    now.map.forecast = Forecast(now.hot.slots, num_slots, num_slots + 7, rate=1)
+    now, more = Claims(40, num_slots), Claims(40, num_slots + 7)
+    now.observe(num_slots, num_slots + 7)
 
     for rows in mini_batches:
         now.claim(rows, num_held)
         more.claim(rows, num_held)
 
-    assert now.map.forecast.fetched[0] == now.num_fetched
-    assert now.map.forecast.evicted[0] == now.num_evicted
+    assert now.forecast.fetched[0] == now.num_fetched
+    assert now.forecast.evicted[0] == now.num_evicted
     # Which of several rows that miss gets which slot is not the same with more slots.
-    assert now.map.forecast.fetched[1] == pytest.approx(more.num_fetched, abs=3)
+    assert now.forecast.fetched[1] == pytest.approx(more.num_fetched, abs=3)
 
 
 def zipf(num_rows, num_lookups, num_steps, exponent, seed):
@@ -75,11 +86,11 @@ def zipf(num_rows, num_lookups, num_steps, exponent, seed):
 
 @pytest.mark.parametrize("exponent", [0.8, 0.95, 1.1])
 @pytest.mark.parametrize("num_slots", [1500, 12_000])
-def test_what_twice_the_budget_saves_is_foretold_within_15_percent(exponent, num_slots):
-    now = Slots(200_000, num_slots)
-    forecast = now.map.forecast
+def test_what_twice_the_budget_saves_is_forecast_within_15_percent(exponent, num_slots):
+    now = Claims(200_000, num_slots)
+    forecast = now.forecast
     num_more = now.hot.slots_with(2 * now.hot.num_bytes)
-    more = Slots(200_000, num_more)
+    more = Claims(200_000, num_more)
     assert more.hot.num_bytes <= 2 * now.hot.num_bytes < more.hot.bytes_with(num_more + 1)
 
     for rows in zipf(200_000, 500, 400, exponent, seed=3):
@@ -95,7 +106,7 @@ def test_what_twice_the_budget_saves_is_foretold_within_15_percent(exponent, num
 
 
 def test_what_is_followed_stays_few_however_many_rows_and_slots_there_are():
-    slots = HotTier([10], 1, torch.float32, {}, 10).slots
+    slots = Slots([10], 1, torch.float32, {}, 10, CPU).map
 
     forecasts = [Forecast(slots, count, 2 * count) for count in (1, 500, 20_000, 10**6, 10**9)]
 
@@ -107,37 +118,36 @@ def test_what_is_followed_stays_few_however_many_rows_and_slots_there_are():
 
 
 def test_pinned_rows_are_not_followed_for_they_never_go():
-    slots = Slots(100, 20, pinned=range(10))
+    slots = Claims(100, 20, pinned=range(10))
 
     for first in (0, 10, 5):
         slots.claim(range(first, first + 10))
 
-    assert slots.map.forecast.rate == 1
-    assert slots.map.forecast.fetched == (10, 10)
+    assert slots.forecast.rate == 1
+    assert slots.forecast.fetched == (10, 10)
 
 
-def test_rows_that_are_read_anew_are_fetched_anew_with_more_slots_too():
-    slots = Slots(100, 20)
+def test_rows_that_are_read_again_are_fetched_again_with_more_slots_too():
+    slots = Claims(100, 20)
     slots.claim(range(10))
-    slots.map.release(slots._window.pop())
-    assert slots.map.forecast.fetched == (10, 10)
+    slots.release()
+    assert slots.forecast.fetched == (10, 10)
 
-    slots.map.forget_others()
+    slots.hot.drop_unclaimed()
     slots.claim(range(10))
 
-    assert slots.map.forecast.fetched == (20, 20)
+    assert slots.forecast.fetched == (20, 20)
 
 
 def test_more_rows_at_once_than_a_miniature_has_slots_for_are_all_fetched():
-    slots = Slots(100, 40)
-    forecast = Forecast(slots.hot.slots, 4, 8, rate=1)
-    slots.map.forecast = forecast
+    slots = Claims(100, 40)
+    slots.observe(4, 8)
 
     slots.claim(range(20))
     slots.claim(range(20))
 
-    assert forecast.fetched == (36, 32)
-    assert forecast.evicted == (0, 0)
+    assert slots.forecast.fetched == (36, 32)
+    assert slots.forecast.evicted == (0, 0)
 
 
 def test_an_empty_miniature_has_room_in_its_hash_table():
@@ -145,7 +155,33 @@ def test_an_empty_miniature_has_room_in_its_hash_table():
         assert len(Miniature.of_size(num_slots).keys) >= 2 * num_slots
 
 
-def test_on_a_device_nothing_is_foretold():
-    hot = DeviceHotTier([10], 1, torch.float32, {}, 4, torch.device("cpu"))
+def test_on_a_device_nothing_is_forecast(monkeypatch):
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cpu"})
 
-    assert hot.make_map().forecast is None
+    assert Forecast.of(Slots([10], 1, torch.float32, {}, 4, CPU)) is None
+
+
+def test_claims_are_followed_only_while_an_observer_is_attached_and_by_later_slots_too():
+    bag = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=0.5), budget=3000)
+    [tiers] = bag.tiers()
+    bag(torch.arange(20).view(2, 10)).sum().backward()
+    assert tiers.hot.observer is None
+
+    tiers.observe(Forecast.of)
+    bag(torch.arange(30, 50).view(2, 10)).sum().backward()
+    first = tiers.hot.observer
+    tiers.resize(60)
+
+    assert first.fetched[0] == 20
+    assert isinstance(tiers.hot.observer, Forecast)
+    assert tiers.hot.observer is not first
+
+
+def test_rows_pinned_for_their_uses_end_a_forecast():
+    slots = Claims(100, 20)
+    for _ in range(3):
+        slots.claim(range(5))
+
+    slots.hot.pin_popular(10)
+
+    assert slots.hot.observer is None

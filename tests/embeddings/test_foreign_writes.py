@@ -329,15 +329,15 @@ def test_a_budget_divided_anew_never_has_old_and_new_slots_at_once(monkeypatch):
     tiered = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.5), budget=12_000)
     hot = [weakref.ref(each.hot) for each in tiered.tiers()]
     budget = sum(ref().num_bytes for ref in hot)
-    make, peaks = tiers_module._make_hot_tier, []
+    make, peaks = tiers_module.Slots, []
 
-    def spy(made_of):
-        found = make(made_of)
+    def spy(*arguments):
+        found = make(*arguments)
         hot.append(weakref.ref(found))
         peaks.append(sum(ref().num_bytes for ref in hot if ref() is not None))
         return found
 
-    monkeypatch.setattr(tiers_module, "_make_hot_tier", spy)
+    monkeypatch.setattr(tiers_module, "Slots", spy)
     ids = JaggedIds(["users", "goods"], torch.arange(200), torch.tensor([0, 180, 200]))
     tiered(ids).values().sum().backward()
     other = JaggedIds(["users", "goods"], torch.arange(130), torch.tensor([0, 20, 130]))

@@ -37,8 +37,8 @@ def bags(*sizes, dim=4, **options):
 
 def pinned_rows(tiers):
     """Numbered over all tables of the tier, the first slot's first."""
-    is_pinned = (tiers.hot.slots.flags & 1) > 0
-    return tiers.hot.slots.row_of_slot[is_pinned].tolist()
+    is_pinned = (tiers.hot.map.flags & 1) > 0
+    return tiers.hot.map.row_of_slot[is_pinned].tolist()
 
 
 def room_for(num_rows, num_slots, row_bytes):

@@ -5,6 +5,7 @@ import tempfile
 import threading
 import tracemalloc
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,18 +13,18 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from recsys.embeddings import kernel_choice
 from recsys.embeddings.cold_files import ColdFiles
 from recsys.embeddings.cold_store import HostStore
-from recsys.embeddings.device_slots import DeviceHotTier
 from recsys.embeddings.file_store import FileStore
-from recsys.embeddings.hot_tier import HotTier
 from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
-from recsys.embeddings.kernels.slots import DIRTY, PINNED, POPULAR
+from recsys.embeddings.kernels.slots import DIRTY, PINNED, POPULAR, NoSuchRow
 from recsys.embeddings.residency import NotEnoughSlots, Residency
 from recsys.embeddings.row_space import RowSpace
-from recsys.embeddings.slot_map import NoSuchRow
+from recsys.embeddings.slots import Slots
 from recsys.embeddings.torch_kernels.bags import TorchBags
 from recsys.embeddings.transfers import TransferQueue
+from recsys.errors import TiersFailed
 
 DIM = 3
 SIZES = (13, 1, 7)
@@ -38,7 +39,7 @@ EVERYTHING = [(table, row) for table, size in enumerate(SIZES) for row in range(
 
 
 class FaultyStore:
-    """A cold store whose next transfers fail in the middle when told so.
+    """A cold store whose next transfers fail in the middle when told so, and that counts them.
 
     Attributes:
         gate: Closed, transfers wait: so a test, not chance, says when those in background are made.
@@ -47,6 +48,7 @@ class FaultyStore:
     def __init__(self, store):
         self._store = store
         self.faults = {"fetch": 0, "write_back": 0}
+        self.num_moves = 0
         self.gate = threading.Event()
         self.gate.set()
 
@@ -58,6 +60,7 @@ class FaultyStore:
 
     def _move(self, name, hot, rows, slots):
         self.gate.wait()
+        self.num_moves += 1
         move, is_faulty = getattr(self._store, name), self.faults[name] > 0
         count = len(rows) // 2 if is_faulty else len(rows)
         move(hot, rows[:count], slots[:count])
@@ -67,25 +70,24 @@ class FaultyStore:
 
 
 class OpeningQueue(TransferQueue):
-    """Opens the gate when somebody waits."""
+    """Opens the gate when a caller waits."""
 
     def __init__(self, gate):
         super().__init__()
         self._gate = gate
 
-    def put(self, run, undo, *, in_background):
+    def put(self, run, *, in_background):
         if not in_background and self._num_done == self._num_put:
-            self._gate.set()  # made at once, by the caller
-        super().put(run, undo, in_background=in_background)
+            self._gate.set()  # the caller runs it at once
+        super().put(run, in_background=in_background)
 
     def wait(self, number):
         self._gate.set()
         super().wait(number)
 
-    def settle(self, *, is_all=False):
-        if is_all:
-            self._gate.set()
-        super().settle(is_all=is_all)
+    def settle(self):
+        self._gate.set()
+        super().settle()
 
 
 class World:
@@ -109,9 +111,10 @@ class World:
             self.write(table, row, float(100 * table + row))
         spaces = [RowSpace(self.tables), RowSpace(self.state)]
         self.space = spaces[0]
-        kind = SIZES, DIM, torch.float32, STATE, num_slots
         self.is_on_device = is_on_device
-        hot = DeviceHotTier(*kind, torch.device("cpu")) if is_on_device else HotTier(*kind)
+        by_torch = {"cpu"} if is_on_device else set()
+        with mock.patch.object(kernel_choice, "_BY_TORCH", by_torch):
+            hot = Slots(SIZES, DIM, torch.float32, STATE, num_slots, torch.device("cpu"))
         hot.rows.fill_(float("nan"))  # what was never fetched is never right
         hot.pin(np.array(pinned, np.int32))
         store = HostStore(lambda: spaces) if files is None else FileStore(files, lambda: spaces)
@@ -120,19 +123,22 @@ class World:
         self.residency.queue = OpeningQueue(self.store.gate)
 
     def write(self, table, row, value):
-        """As somebody else does."""
+        """As code outside of the module does."""
         self.tables[table][row] = value
         self.state[table][row] = -value
         self.expected[table, row] = value
 
-    def prefetch(self, wanted, **options):
-        """A ticket of rows of tables, and these."""
+    def claim(self, wanted, *, in_background=False, **options):
+        """A ticket of rows of tables, and these; waited for, unless in the background."""
         wanted = sorted(wanted, key=lambda pair: pair[0])  # runs of a table are one run
         tables = np.array([table for table, _ in wanted])
         offsets = np.searchsorted(tables, np.arange(len(SIZES) + 1))
         values = np.array([row for _, row in wanted], np.int64)
         bags = self.bags(values, offsets, 1)
-        return self.residency.prefetch(LOOKUPS, bags, **options), wanted
+        ticket = self.residency.claim(LOOKUPS, bags, in_background=in_background, **options)
+        if not in_background:
+            ticket.wait()
+        return ticket, wanted
 
     def bags(self, values, offsets, batch_size):
         if self.is_on_device:
@@ -145,7 +151,7 @@ class World:
         self.store.gate.set()
         queue = self.residency.queue
         with queue._changed:
-            while queue._num_done < queue._num_put and queue._error is None:
+            while queue._num_done < queue._num_put and not queue._failure:
                 queue._changed.wait()
 
     def require_here(self, ticket, wanted):
@@ -154,14 +160,14 @@ class World:
             assert hot.rows[slot].tolist() == [self.expected[table, row]] * DIM
             assert hot.states[0][slot].item() == -self.expected[table, row]
 
-    def move(self, ticket, wanted):
+    def update(self, ticket, wanted):
         hot = self.residency.hot
         slots = dict(zip(wanted, ticket.slot_of_value.tolist(), strict=True))
         for (table, row), slot in slots.items():
             self.expected[table, row] += 0.5
             hot.rows[slot] += 0.5
             hot.states[0][slot] -= 0.5
-        self.residency.mark_moved(ticket)
+        self.residency.mark_updated(ticket)
 
     def look_up_everything(self):
         """Every row of every table, without claims: bag r of a feature is row r of its table."""
@@ -193,8 +199,6 @@ wanted_rows = st.lists(st.sampled_from(EVERYTHING), min_size=1, max_size=12)
 class ResidencyMachine(RuleBasedStateMachine):
     """Whatever is done in whatever order, a waited ticket has the newest rows."""
 
-    has_failed = False  # then tickets may claim slots whose rows never came
-
     @initialize(
         num_slots=st.integers(1, 24),
         pinned=st.lists(st.integers(0, 20), unique=True, max_size=6),
@@ -209,15 +213,13 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.rows_of = {}  # by what has the slots, which several tickets may share
 
     @rule(wanted=wanted_rows, in_background=st.booleans())
-    def prefetch(self, wanted, in_background):
+    def claim(self, wanted, in_background):
         self.world.store.gate.clear()
         try:
-            ticket, wanted = self.world.prefetch(wanted, in_background=in_background)
+            ticket, wanted = self.world.claim(wanted, in_background=in_background)
         except NotEnoughSlots:
             others = {row for other, _ in self.tickets for row in self.rows_of[id(other._hold)]}
-            assert self.has_failed or len(others | set(wanted)) > self.world.residency.hot.num_slots
-        except OSError:
-            pass
+            assert len(others | set(wanted)) > self.world.residency.hot.num_slots
         else:
             if not in_background:
                 self.world.require_here(ticket, wanted)
@@ -229,50 +231,42 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.world.let_transfers_run()
 
     @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), moves=st.booleans(), keeps=st.booleans())
-    def compute(self, data, moves, keeps):
+    @rule(data=st.data(), updates=st.booleans(), keeps=st.booleans())
+    def compute(self, data, updates, keeps):
         place = data.draw(st.integers(0, len(self.tickets) - 1))
         ticket, wanted = self.tickets[place] if keeps else self.tickets.pop(place)
         self.world.let_transfers_run()
-        try:
-            ticket.wait()
-        except OSError:
-            self.tickets = [other for other in self.tickets if other[0] is not ticket]
-            return
+        ticket.wait()
         self.world.require_here(ticket, wanted)
-        if moves:
-            self.world.move(ticket, wanted)
+        if updates:
+            self.world.update(ticket, wanted)
         self.world.require_here(ticket, wanted)
         if not keeps:
             ticket.release()
 
     @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), moves=st.booleans())
-    def split(self, data, moves):
-        """What had come before a ticket was claimed may be computed on, whatever becomes of it."""
+    @rule(data=st.data(), updates=st.booleans())
+    def split(self, data, updates):
+        """What had come before a ticket was claimed may be computed on before the rest has."""
         ticket, wanted = self.tickets.pop(data.draw(st.integers(0, len(self.tickets) - 1)))
-        is_missing = ticket.was_missing()
+        is_missing = self.world.residency.hot.are_among(ticket.slot_of_value, ticket._fetched)
         sides = []
         for mask in (~is_missing, is_missing):
             places = mask.nonzero().flatten()
-            part = ticket.share(places, was_missing=mask is is_missing)
+            part = ticket._part(places, None, was_missing=mask is is_missing)
             sides.append((part, [wanted[place] for place in places.tolist()]))
         del ticket
-        self.world.let_transfers_run()
         here, coming = sides
-        try:
-            here[0].wait()
-        except OSError:
-            return
+        here[0].wait()
         self.world.require_here(*here)
-        if moves:
-            self.world.move(*here)
-        self.tickets += [here, coming] if moves else [coming]
+        if updates:
+            self.world.update(*here)
+        self.tickets += [here, coming] if updates else [coming]
 
     @rule(share=st.sampled_from([0, 0.3, 1]), num_left=st.integers(0, 20))
     def pin_popular(self, share, num_left):
         self.world.residency.pin_popular(share, num_left)
-        flags = torch.as_tensor(self.world.residency.hot.slots.flags)
+        flags = self.world.residency.hot.map.flags
         num_popular = int(((flags & POPULAR) > 0).sum())
         assert num_popular <= share * self.world.residency.hot.num_slots
         assert not ((flags & POPULAR) > 0)[(flags & PINNED) == 0].any()
@@ -284,46 +278,28 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
-        self.world.let_transfers_run()
-        try:
-            self.world.residency.flush()
-        except OSError:
-            return
+        self.world.residency.flush()
         self.world.require_cold()
 
     @rule()
     def evaluate(self):
-        slots = self.world.residency.hot.slots
+        slots = self.world.residency.hot.map
         counts, num_claimed = self.world.residency.counts, slots.num_claims.tolist()
-        try:
-            self.world.require_readable()
-        except OSError:  # on a device, rows are copied from the cold store to be read
-            assert self.world.is_on_device
+        self.world.require_readable()
         assert self.world.residency.counts == counts
         assert slots.num_claims.tolist() == num_claimed
 
     @rule(table_and_row=st.sampled_from(EVERYTHING))
-    def somebody_else_writes(self, table_and_row):
-        self.world.let_transfers_run()
-        self.world.store.faults["write_back"] = 0
+    def a_write_from_outside(self, table_and_row):
         self.world.residency.flush()
         self.world.write(*table_and_row, 1000.0)
-        try:
-            self.world.residency.reload()
-        except OSError:
-            self.world.store.faults["fetch"] = 0
-            self.world.residency.reload()
-
-    @rule(what=st.sampled_from(["fetch", "write_back"]))
-    def next_transfer_fails(self, what):
-        self.has_failed = True
-        self.world.store.faults[what] += 1
+        self.world.residency.reload()
 
     @invariant()
     def slots_and_rows_agree(self):
         if not hasattr(self, "world"):
             return
-        slots = self.world.residency.hot.slots
+        slots = self.world.residency.hot.map
         for slot, row in enumerate(slots.row_of_slot.tolist()):
             if row >= 0:
                 assert int(slots.slot_of_row[row]) & ~(1 << 30) == slot
@@ -331,12 +307,10 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert len(held) == int((slots.row_of_slot >= 0).sum())
         if not self.world.is_on_device:
             is_idle = (slots.num_claims == 0) & ((slots.flags & PINNED) == 0)
-            assert self.world.residency.map._num_idle == is_idle.sum()
+            assert slots._num_idle == is_idle.sum()
 
     def teardown(self):
         if hasattr(self, "world"):
-            self.world.let_transfers_run()
-            self.world.store.faults = {"fetch": 0, "write_back": 0}
             self.world.residency.flush()
             self.world.require_cold()
 
@@ -344,121 +318,124 @@ class ResidencyMachine(RuleBasedStateMachine):
 TestResidency = pytest.mark.filterwarnings("ignore:the budget's")(ResidencyMachine.TestCase)
 
 
-def moved(world, wanted):
-    """Rows that were moved in their slots and are needed by nobody now."""
-    ticket, wanted = world.prefetch(wanted)
-    world.move(ticket, wanted)
+def updated(world, wanted):
+    """Rows that were updated in their slots and that no ticket needs now."""
+    ticket, wanted = world.claim(wanted)
+    world.update(ticket, wanted)
     ticket.release()
 
 
+LATER_USES = {
+    "claim": lambda world: world.claim([(0, 0)]),
+    "claim ahead": lambda world: world.claim([(2, 0)], in_background=True),
+    "flush": lambda world: world.residency.flush(),
+    "reload": lambda world: world.residency.reload(),
+    "look up": lambda world: world.look_up_everything(),
+    "renormalize": lambda world: world.residency.renormalize(
+        world.tables[0], 0, torch.arange(3), 1.0, 2.0
+    ),
+}
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
 @pytest.mark.parametrize("in_background", [False, True])
-def test_a_row_that_cannot_be_written_back_stays_where_it_is(in_background):
-    world = World(num_slots=2)
-    moved(world, [(0, 0), (0, 1)])
-    world.store.faults["write_back"] = 1
+@pytest.mark.parametrize("what", ["fetch", "write_back"])
+def test_after_a_failed_transfer_every_use_raises_the_named_error(
+    what, in_background, is_on_device
+):
+    world = World(num_slots=2, is_on_device=is_on_device)
+    updated(world, [(0, 0), (0, 1)])
+    world.store.faults[what] = 1
 
-    with pytest.raises(OSError, match="write_back failed"):
-        world.prefetch([(0, 2), (0, 3)], in_background=in_background)[0].wait()
+    with pytest.raises(TiersFailed, match=rf"OSError: {what} failed.*load a checkpoint") as raised:
+        world.claim([(0, 2), (0, 3)], in_background=in_background)[0].wait()
 
-    ticket, wanted = world.prefetch([(0, 0), (0, 1)])
-    world.require_here(ticket, wanted)
-    assert world.residency.counts.num_hits == 2
-    ticket.release()
-    world.residency.flush()
-    world.require_cold()
+    assert isinstance(raised.value.__cause__, OSError)
+    for use in LATER_USES.values():
+        with pytest.raises(TiersFailed, match=f"OSError: {what} failed"):
+            use(world)
+    world.residency.settle()
+    del raised
+    assert world.residency.num_claimed == 0
 
 
-def test_what_was_queued_behind_a_failure_fails_too_and_can_be_asked_for_again():
+def test_transfers_queued_after_a_failed_one_do_not_run_and_their_tickets_raise():
     world = World(num_slots=6)
+    here, _ = world.claim([(2, 3)])
     world.store.gate.clear()
     world.store.faults["fetch"] = 1
-    first, _ = world.prefetch([(0, 0)], in_background=True)
-    second, _ = world.prefetch([(0, 0), (0, 1)], in_background=True)
+    first, _ = world.claim([(0, 0)], in_background=True)
+    second, _ = world.claim([(0, 0), (0, 1)], in_background=True)
+    num_moves = world.store.num_moves
 
-    for ticket in (second, first):
-        with pytest.raises(OSError, match="fetch failed"):
+    for ticket in (second, first, here):
+        with pytest.raises(TiersFailed, match="fetch failed"):
             ticket.wait()
 
-    first.release()
-    second.release()
-    ticket, wanted = world.prefetch([(0, 0), (0, 1)])
-    world.require_here(ticket, wanted)
+    assert world.store.num_moves == num_moves + 1
 
 
-def test_a_failed_flush_forgets_nothing():
+def test_a_flush_that_fails_is_a_failed_transfer():
     world = World(num_slots=4)
-    moved(world, [(0, 0), (2, 1)])
+    updated(world, [(0, 0), (2, 1)])
     world.store.faults["write_back"] = 1
 
-    with pytest.raises(OSError, match="write_back failed"):
-        world.residency.flush()
-    world.residency.flush()
-
-    world.require_cold()
+    for _ in range(2):
+        with pytest.raises(TiersFailed, match="write_back failed"):
+            world.residency.flush()
 
 
-def test_rows_that_were_moved_are_read_from_their_slots_and_stay_there():
+def test_rows_that_were_updated_are_read_from_their_slots_and_stay_there():
     world = World(num_slots=4, pinned=[4, 12])  # of which one has come
-    moved(world, [(0, 0), (0, 12), (2, 1)])
+    updated(world, [(0, 0), (0, 12), (2, 1)])
 
     world.require_readable()
 
     assert world.residency.counts.num_written_back == 0
-    assert (world.residency.hot.slots.flags & DIRTY).sum() == 3 * DIRTY
+    assert (world.residency.hot.map.flags & DIRTY).sum() == 3 * DIRTY
     assert world.tables[0][0].tolist() != [world.expected[0, 0]] * DIM
 
 
-def test_reading_waits_for_rows_under_way_and_takes_back_those_that_fail():
+def test_reading_waits_for_rows_under_way():
     world = World(num_slots=4)
-    moved(world, [(0, 0), (0, 1), (0, 2), (0, 3)])
+    updated(world, [(0, 0), (0, 1), (0, 2), (0, 3)])
     world.store.gate.clear()
-    coming, wanted = world.prefetch([(0, 4), (0, 5)], in_background=True)
+    coming, wanted = world.claim([(0, 4), (0, 5)], in_background=True)
 
     world.require_readable()
 
     world.require_here(coming, wanted)
-    coming.release()
-    world.store.gate.clear()
-    world.store.faults["write_back"] = 1
-    failing, _ = world.prefetch([(0, 6), (0, 7), (0, 8), (0, 9)], in_background=True)
-
-    world.require_readable()
-
-    with pytest.raises(OSError, match="write_back failed"):
-        failing.wait()
-    assert world.residency.num_claimed == 4
-    world.require_readable()
 
 
 def test_with_too_few_slots_nothing_is_claimed_and_what_would_do_is_told():
     world = World(num_slots=3)
-    kept, wanted = world.prefetch([(0, 0), (0, 1)])
+    kept, wanted = world.claim([(0, 0), (0, 1)])
 
     with pytest.raises(NotEnoughSlots, match="4"):
-        world.prefetch([(0, 5), (0, 6)])
+        world.claim([(0, 5), (0, 6)])
 
     assert world.residency.num_claimed == 2
     world.require_here(kept, wanted)
     kept.release()
-    world.require_here(*world.prefetch([(0, 5), (0, 6)]))
+    world.require_here(*world.claim([(0, 5), (0, 6)]))
 
 
 def test_a_value_that_is_no_row_is_named_and_nothing_is_claimed():
     world = World(num_slots=2)
 
     with pytest.raises(NoSuchRow, match="1"):
-        world.prefetch([(0, 0), (0, 13)])
+        world.claim([(0, 0), (0, 13)])
 
-    assert world.residency.hot.slots.num_claims.tolist() == [0, 0]
-    world.require_here(*world.prefetch([(0, 0), (0, 12)]))
+    assert world.residency.hot.map.num_claims.tolist() == [0, 0]
+    world.require_here(*world.claim([(0, 0), (0, 12)]))
 
 
 def test_pinned_rows_stay_whatever_else_is_used():
     world = World(num_slots=4, pinned=[0, 1])
     for row in range(2, 13):
         for _ in range(3):
-            world.prefetch([(0, row)])
-        world.prefetch([(0, 0), (0, 1)])
+            world.claim([(0, row)])
+        world.claim([(0, 0), (0, 1)])
 
     counts = world.residency.counts
 
@@ -467,12 +444,12 @@ def test_pinned_rows_stay_whatever_else_is_used():
 
 def test_rows_of_a_plan_give_way_to_a_mini_batch_the_least_popular_first():
     world = World(num_slots=4, pinned=[4, 3, 2, 1])
-    world.prefetch([(0, row) for row in (1, 2, 3, 4)])
+    world.claim([(0, row) for row in (1, 2, 3, 4)])
 
     with pytest.warns(UserWarning, match="2 of the plan's are not kept"):
-        world.require_here(*world.prefetch([(0, 7), (0, 8)]))
+        world.require_here(*world.claim([(0, 7), (0, 8)]))
 
-    world.prefetch([(0, 3), (0, 4)])
+    world.claim([(0, 3), (0, 4)])
     assert world.residency.counts.num_fetched == 6
 
 
@@ -480,32 +457,32 @@ def test_rows_used_often_stay_without_a_plan():
     world = World(num_slots=6)
     rng = np.random.default_rng(0)
     for _ in range(300):
-        world.prefetch([(0, 0), (0, 1), (0, int(rng.integers(2, 13)))])
+        world.claim([(0, 0), (0, 1), (0, int(rng.integers(2, 13)))])
 
     assert world.residency.counts.num_fetched < 300 * 9 / 11
 
 
-def test_slots_of_a_ticket_that_nobody_has_any_more_are_free():
+def test_slots_of_a_ticket_that_was_dropped_are_free():
     world = World(num_slots=2)
-    ticket, _ = world.prefetch([(0, 0), (0, 1)])
+    ticket, _ = world.claim([(0, 0), (0, 1)])
 
     del ticket
 
-    world.require_here(*world.prefetch([(0, 5), (0, 6)]))
+    world.require_here(*world.claim([(0, 5), (0, 6)]))
 
 
 def test_claiming_takes_what_was_said_beside_the_slots():
     num_lookups, num_rows = 40_000, 10_000
-    hot = HotTier([30_000], 1, torch.float32, {}, num_rows)
+    hot = Slots([30_000], 1, torch.float32, {}, num_rows, torch.device("cpu"))
     space = RowSpace([torch.zeros(30_000, 1)])
     residency = Residency(hot, HostStore(lambda: [space]))
     lookups = LOOKUPS.of_tables({0})
 
-    def prefetch(values):
+    def claim(values):
         bags = Bags(values, None, None, num_lookups, is_mean=False)
-        return residency.prefetch(lookups, bags)
+        return residency.claim(lookups, bags)
 
-    prefetch(np.zeros(num_lookups, np.int64))  # compiles, or loads, kernels
+    claim(np.zeros(num_lookups, np.int64))  # compiles, or loads, kernels
     tickets, peaks = [], []
     tracemalloc.start()
     try:
@@ -513,9 +490,9 @@ def test_claiming_takes_what_was_said_beside_the_slots():
             values = np.arange(num_lookups) % num_rows + first
             before, _ = tracemalloc.get_traced_memory()
             tracemalloc.reset_peak()
-            tickets.append(prefetch(values))
+            tickets.append(claim(values))
             peaks.append(tracemalloc.get_traced_memory()[1] - before)
-            residency.mark_moved(tickets[-1])
+            residency.mark_updated(tickets[-1])
             tickets[-1].release()
     finally:
         tracemalloc.stop()
@@ -528,26 +505,6 @@ def test_claiming_takes_what_was_said_beside_the_slots():
 def test_memory_is_what_was_said():
     hot = World(num_slots=5).residency.hot
 
-    arrays = [*hot.slots, *hot.arrays]
+    arrays = [*hot.map.arrays, *hot.arrays]
 
     assert hot.num_bytes == sum(array.nbytes for array in arrays)
-
-
-@pytest.mark.parametrize("is_on_device", [False, True])
-def test_a_row_that_has_not_come_yet_is_not_kept_for_its_uses(is_on_device):
-    """Pinned, it would keep the slot of a row that could not be written back."""
-    world = World(num_slots=2, is_on_device=is_on_device)
-    moved(world, [(0, 0), (0, 1)])
-    world.store.gate.clear()
-    world.store.faults["write_back"] = 1
-    first, _ = world.prefetch([(0, 2)], in_background=True)
-    second, _ = world.prefetch([(0, 2)], in_background=True)  # used twice: popular
-
-    world.residency.pin_popular(1.0, 0)
-
-    for ticket in (first, second):
-        with pytest.raises(OSError, match="write_back failed"):
-            ticket.wait()
-        ticket.release()
-    world.require_here(*world.prefetch([(0, 0), (0, 1)]))
-    world.require_readable()

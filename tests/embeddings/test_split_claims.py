@@ -70,7 +70,7 @@ def require_split(device, is_one_hot):
         assert not part.is_held  # it was taken
         pooled.square().sum().backward()
         expected.square().sum().backward()
-    assert (num_claimed(tiered), num_rows(tiered)) == claimed  # nothing was claimed anew
+    assert (num_claimed(tiered), num_rows(tiered)) == claimed  # nothing was claimed again
     for module in (plain, tiered):
         module.row_optimizer.step()
     del pooled

@@ -244,7 +244,7 @@ def test_a_dropped_graph_gives_its_slots_back():
     for _ in range(100):
         tiered(batch(generator))
 
-    assert all(tiers.hot.slots.num_claims.max() <= 1 for tiers in tiers_of(tiered))
+    assert all(tiers.hot.map.num_claims.max() <= 1 for tiers in tiers_of(tiered))
 
 
 def test_a_loss_that_is_kept_keeps_no_slots_after_backward():
@@ -256,7 +256,7 @@ def test_a_loss_that_is_kept_keeps_no_slots_after_backward():
         loss.backward()
         kept.append(loss)
 
-    assert all(tiers.hot.slots.num_claims.max() <= 1 for tiers in tiers_of(tiered))
+    assert all(tiers.hot.map.num_claims.max() <= 1 for tiers in tiers_of(tiered))
 
 
 def test_more_lookups_at_once_than_a_slot_can_count_are_refused_by_name(monkeypatch):
@@ -271,14 +271,14 @@ def test_more_lookups_at_once_than_a_slot_can_count_are_refused_by_name(monkeypa
             use(ids)
 
     [tiers] = tiered.tiers()
-    assert tiers.hot.slots.num_claims.max() == 5
+    assert tiers.hot.map.num_claims.max() == 5
     kept.clear()
     tiered(ids).sum().backward()
     assert tiers.residency.num_claimed == 0
 
 
 def num_dirty(tiers):
-    return int(((tiers.hot.slots.flags & DIRTY) > 0).sum())
+    return int(((tiers.hot.map.flags & DIRTY) > 0).sum())
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])

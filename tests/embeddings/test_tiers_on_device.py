@@ -15,10 +15,10 @@ from torch import nn
 import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBag, HotColdEmbeddingBagCollection, TableConfig
-from recsys.embeddings.device_slots import DeviceHotTier
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.plan import plan_hot_rows
 from recsys.embeddings.popularity import PopularityProfile
+from recsys.embeddings.torch_kernels.slots import TorchSlotMap
 from recsys.errors import BudgetTooSmall, IdOutOfRange
 
 # A feature looked up in three tables, a table by two features; two dims.
@@ -43,7 +43,7 @@ def pair(device, optimizer, tables=TABLES, budget=BUDGET, **options):
         for each in (None, budget)
     ]
     modules[1].load_state_dict(modules[0].state_dict())
-    assert all(isinstance(tiers.hot, DeviceHotTier) for tiers in modules[1].tiers())
+    assert all(isinstance(tiers.hot.map, TorchSlotMap) for tiers in modules[1].tiers())
     assert all(table.device.type == "cpu" for table in modules[1].table_weights())
     assert {module.device for module in modules} == {device}
     return modules
@@ -148,14 +148,14 @@ def test_evaluation_claims_no_slots_and_writes_nothing_back(device):
     modules = pair(device, SGD(lr=0.5))
     train(modules, device)
     before = [each.residency.counts for each in modules[1].tiers()]
-    dirty = [each.residency.map.dirty()[0].tolist() for each in modules[1].tiers()]
+    dirty = [each.hot.dirty()[0].tolist() for each in modules[1].tiers()]
     ids = JaggedIds.from_one_hot(FEATURES, torch.arange(250).repeat(3, 1).to(device))
 
     with torch.no_grad():  # of more rows than there are slots
         assert torch.equal(*(module(ids).values() for module in modules))
 
     assert [each.residency.counts for each in modules[1].tiers()] == before
-    assert [each.residency.map.dirty()[0].tolist() for each in modules[1].tiers()] == dirty
+    assert [each.hot.dirty()[0].tolist() for each in modules[1].tiers()] == dirty
     assert any(dirty)
     train(modules, device, seed=1)
     require_equal(*modules)
@@ -405,7 +405,7 @@ def test_slots_of_a_frozen_table_are_not_written_back(device):
     tiered(ids).values().sum().backward()
 
     tiers, _ = tiered.tiers()  # of users, goods and likes
-    rows, _ = tiers.residency.map.dirty()
+    rows, _ = tiers.hot.dirty()
     first, end = tiers.hot.first_rows[1:3].tolist()
     assert len(rows)
     assert not ((rows >= first) & (rows < end)).any()

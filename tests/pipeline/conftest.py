@@ -11,7 +11,7 @@ from torch import nn
 
 from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.hot_tier import floor_bytes, slot_bytes
+from recsys.embeddings.slots import floor_bytes, slot_bytes
 from recsys.embeddings.table import TableConfig
 
 

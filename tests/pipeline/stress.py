@@ -5,7 +5,8 @@ evaluations, writes to tables, loading of tables, another budget or plan, pinnin
 transfers that fail, graphs that are kept and dropped, claims that no lookup uses, and claims that
 are split. After every step a row must be in at most one slot, the counts of slots must equal the
 tickets that hold them, and losses must equal the twin's. Every few steps all rows must be equal
-too, and at the end also the optimizer state. Plans and budgets change by rebuilding the module.
+too, and at the end also the optimizer state. Plans and budgets change by rebuilding the module. So
+does a run in which a transfer has failed: the twin's state is its checkpoint.
 """
 
 import random
@@ -13,14 +14,15 @@ import warnings
 from weakref import WeakSet
 
 import numpy as np
+import pytest
 import torch
 
 from recsys.embeddings.kernels.slots import AWAITED, PINNED
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.plan import plan_hot_rows
 from recsys.embeddings.popularity import PopularityProfile
-from recsys.embeddings.residency import Ticket
-from recsys.errors import BudgetTooSmall
+from recsys.embeddings.residency import _Hold
+from recsys.errors import BudgetTooSmall, TiersFailed
 from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.micro_batches import select_samples
 
@@ -64,15 +66,15 @@ class FaultyStore:
 
 
 def watch_tickets(monkeypatch):
-    """Every ticket that is alive, of whatever residency."""
-    tickets, make = WeakSet(), Ticket.__init__
+    """What has the slots of every ticket that is alive, of whatever residency."""
+    holds, make = WeakSet(), _Hold.__init__
 
-    def watched(ticket, *arguments, **options):
-        make(ticket, *arguments, **options)
-        tickets.add(ticket)
+    def watched(hold, *arguments):
+        make(hold, *arguments)
+        holds.add(hold)
 
-    monkeypatch.setattr(Ticket, "__init__", watched)
-    return tickets
+    monkeypatch.setattr(_Hold, "__init__", watched)
+    return holds
 
 
 class Stream:
@@ -96,7 +98,7 @@ class Run:
     Args:
         small: What tests of pipelines share.
         seed: Says everything.
-        tickets: Those that are alive.
+        tickets: What has the slots of those that are alive.
         folder: For rows in files.
     """
 
@@ -143,12 +145,15 @@ class Run:
         while self._step():
             self._require_slots()
             for act in self._random.choices(names, weights, k=self._random.randint(0, 2)):
-                act()
+                try:
+                    act()
+                except TiersFailed as error:
+                    self._go_on_from_the_twin(error)
                 self._require_slots()
             if self._random.random() < 0.3:
                 self._require_rows()
         self._graphs.clear()
-        self._faults.left |= {"fetch": 0, "write_back": 0}
+        self._leave_a_broken_model()
         self._small.require_equal(self._twin, self._model)
         self._pipeline.detach()
         assert self._small.num_claimed(self._model) == 0
@@ -165,7 +170,9 @@ class Run:
             loss, _ = self._pipeline.progress(self._iterator)
         except StopIteration:
             return False
-        except (OSError, BudgetTooSmall) as error:
+        except TiersFailed as error:
+            self._go_on_from_the_twin(error)
+        except BudgetTooSmall as error:
             self._require_known(error)
             self._given.pop(0)
             self._graphs.clear()
@@ -178,15 +185,41 @@ class Run:
 
     def _build(self):
         """The model anew, at another budget, with another plan or none, in memory or in files."""
-        chance, small = self._random, self._small
         if self._model is not None:
             self._iterator.is_paused = True  # what was taken from it is the old pipeline's
             while self._given:
                 self._step()
             self._iterator.is_paused = False
             self._graphs.clear()
-            self._faults.left |= {"fetch": 0, "write_back": 0}
-            small.require_equal(self._twin, self._model)
+            self._leave_a_broken_model()
+            self._small.require_equal(self._twin, self._model)
+        self._build_from_the_twin()
+
+    def _leave_a_broken_model(self):
+        """No transfer fails from now on; if one has, go on from the twin."""
+        self._faults.left |= {"fetch": 0, "write_back": 0}
+        for tiers in self._model.embeddings.tiers():
+            tiers.residency.settle()
+        try:
+            self._model.embeddings.table_weights()[0].norm()
+            self._model.state_dict()
+        except TiersFailed as error:
+            self._go_on_from_the_twin(error)
+
+    def _go_on_from_the_twin(self, error):
+        """After a failed transfer every use of the tables raises; the twin is a checkpoint."""
+        self._require_known(error)
+        with pytest.raises(TiersFailed, match=BROKEN):
+            self._model.state_dict()
+        with torch.no_grad(), pytest.raises(TiersFailed, match=BROKEN):
+            self._model(self._batches[0])
+        self._given.clear()
+        self._graphs.clear()
+        self._faults.left |= {"fetch": 0, "write_back": 0}
+        self._build_from_the_twin()
+
+    def _build_from_the_twin(self):
+        chance, small = self._random, self._small
         more = chance.choice([60, 20, 8, 3, 0])
         budget = small.budget_for(self._tables, self._optimizer, self._batches, more)
         options = {"budget": budget}
@@ -226,11 +259,8 @@ class Run:
     def _evaluate(self):
         batch = self._random.choice(self._batches)
         with torch.no_grad():
-            try:
-                expected, found = (model(batch)[0] for model in self._models())
-                assert torch.equal(expected, found)
-            except OSError as error:  # rows that tickets need are read again after a write
-                self._require_known(error)
+            expected, found = (model(batch)[0] for model in self._models())
+            assert torch.equal(expected, found)
 
     def _evaluate_by_the_pipeline(self):
         """Evaluate on a separate iterator, which may be left before its end."""
@@ -251,21 +281,16 @@ class Run:
         try:
             with torch.no_grad():
                 assert torch.equal(self._pipeline.progress(iterator)[0], self._twin(batch)[0])
-        except OSError as error:
-            self._require_known(error)
-        for model in self._models():
-            model.train()
+        finally:
+            for model in self._models():
+                model.train()
 
     def _look(self):
         number = self._random.randrange(len(self._tables))
-        try:
-            expected, found = (each.embeddings.table_weights()[number] for each in self._models())
-            assert torch.equal(expected, found)
-        except OSError as error:
-            self._require_known(error)
+        expected, found = (each.embeddings.table_weights()[number] for each in self._models())
+        assert torch.equal(expected, found)
 
     def _write(self):
-        self._faults.left["write_back"] = 0  # what the tables have is written over
         number, factor = self._random.randrange(len(self._tables)), self._random.choice([0.5, -1])
         first = self._random.randrange(50)
         with torch.no_grad():
@@ -273,7 +298,6 @@ class Run:
                 model.embeddings.table_weights()[number][first:] *= factor
 
     def _load(self):
-        self._faults.left |= {"fetch": 0, "write_back": 0}
         for model in self._models():
             halved = {name: each * 0.5 for name, each in model.state_dict().items()}
             model.load_state_dict(halved)
@@ -287,7 +311,7 @@ class Run:
         """A forward that no backward comes back to, yet: its rows keep their slots."""
         try:
             self._graphs.append(self._model(self._random.choice(self._batches))[0])
-        except (OSError, BudgetTooSmall) as error:
+        except BudgetTooSmall as error:
             self._require_known(error)
             self._graphs.clear()
         self._wrap()
@@ -296,13 +320,7 @@ class Run:
         self._graphs.clear()
 
     def _claim_without_use(self):
-        try:
-            claim = self._model.embeddings.prefetch(
-                self._random.choice(self._batches).sparse_features
-            )
-        except OSError as error:
-            self._require_known(error)
-            return
+        claim = self._model.embeddings.prefetch(self._random.choice(self._batches).sparse_features)
         if self._random.random() < 0.5:
             claim.cancel()
 
@@ -322,7 +340,7 @@ class Run:
                     self._graphs.append(loss)
                 elif chance.random() < 0.5:
                     part.cancel()
-        except (OSError, BudgetTooSmall) as error:
+        except BudgetTooSmall as error:
             self._require_known(error)
             self._graphs.clear()
         self._wrap()
@@ -345,7 +363,7 @@ class Run:
     def _require_slots(self):
         """A row is in one slot at most, and slots are counted as often as tickets hold them."""
         for tiers in self._model.embeddings.tiers():
-            residency, slots = tiers.residency, tiers.hot.slots
+            residency, slots = tiers.residency, tiers.hot.map.arrays
             _ = residency.num_claimed  # takes note of what was released
             full = np.flatnonzero(slots.row_of_slot >= 0)
             at = slots.slot_of_row[slots.row_of_slot[full]]
@@ -353,13 +371,13 @@ class Run:
             assert (slots.slot_of_row >= 0).sum() == len(full)
             assert (slots.slot_of_row >= -1).all()
             expected = np.zeros(tiers.hot.num_slots, np.int64)
-            known = [ticket for ticket in list(self._tickets) if ticket._residency is residency]
-            for hold in {ticket._hold for ticket in known if ticket.held is not None}:
+            known = [hold for hold in list(self._tickets) if hold.residency is residency]
+            for hold in known:
                 assert len(np.unique(hold.slots)) == len(hold.slots)
                 expected[hold.slots] += 1
             assert np.array_equal(slots.num_claims, expected)
             is_idle = (slots.num_claims == 0) & (slots.flags & PINNED == 0)
-            assert residency.map._num_idle == is_idle.sum()
+            assert tiers.hot.map._num_idle == is_idle.sum()
 
     def _require_rows(self):
         """Every row is the twin's, in its slot or in the cold store, whichever counts."""
@@ -371,8 +389,10 @@ class Run:
         }
         for tiers in self._model.embeddings.tiers():
             tiers.residency.settle()
-            slots = tiers.hot.slots
-            if tiers.is_exposed:  # the table was read: the tables count until the next lookup
+            slots = tiers.hot.map.arrays
+            if tiers.residency.queue._failure:  # then the next use raises
+                continue
+            if tiers.is_exposed:  # the table was read: it counts until the next lookup
                 continue
             for number, table in enumerate(tiers._tables.tables if tiers._tables else ()):
                 first, rows = int(tiers.hot.first_rows[number]), table.detach().clone()

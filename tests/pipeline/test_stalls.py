@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recsys.embeddings.optimizer import SGD
-from recsys.embeddings.transfer_clock import MoveSeconds
+from recsys.embeddings.transfers import MoveSeconds
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.stalls import (
     STAGES,
@@ -18,15 +18,15 @@ from recsys.pipeline.stalls import (
     stage_seconds,
     stage_title,
 )
+from recsys.pipeline.suggestions import Suggestion
 from recsys.pipeline.timeline import Timeline
-from recsys.pipeline.ways_out import WayOut
 
 
 @pytest.fixture
 def now(monkeypatch):
     """The time of every clock, which passes when told so."""
     found = [100.0]
-    for place in ("pipeline.stalls.time", "embeddings.transfer_clock", "embeddings.residency"):
+    for place in ("pipeline.stalls.time", "embeddings.transfers", "embeddings.residency"):
         monkeypatch.setattr(f"recsys.{place}.perf_counter", lambda: found[0])
     return found
 
@@ -161,18 +161,18 @@ def test_rows_that_come_while_a_mini_batch_computes_are_not_waited_for(small, no
     assert sum(each.times.busy.total for each in residencies) >= spent["forward"]
 
 
-def test_a_record_has_every_stage_the_one_that_binds_and_the_ways_out_by_what_they_save(now):
+def test_a_record_has_every_stage_the_one_that_binds_and_the_suggestions_by_what_they_save(now):
     clock = StageClock()
     for stage, seconds in (("load", 4), ("forward", 10), ("evaluate", 90), ("update", 6)):
         now[0] += seconds
         clock.mark(stage)
-    ways_out = [
-        WayOut("prefetch", 4, 1.0, is_upper_bound=True),
+    suggestions = [
+        Suggestion("prefetch", 4, 1.0, is_upper_bound=True),
         None,
-        WayOut("budget", 2**20, 5.0, is_upper_bound=False),
+        Suggestion("budget", 2**20, 5.0, is_upper_bound=False),
     ]
 
-    stalls = describe_stalls(clock, ways_out)
+    stalls = describe_stalls(clock, suggestions)
 
     assert stage_seconds(stalls) == dict.fromkeys(STAGES, 0.0) | {
         "load": 4,
@@ -194,7 +194,7 @@ def test_a_record_has_every_stage_the_one_that_binds_and_the_ways_out_by_what_th
 
 
 def test_without_a_step_nothing_binds(now):
-    stalls = describe_stalls(StageClock(), [WayOut("prefetch", 4, 0.0, is_upper_bound=True)])
+    stalls = describe_stalls(StageClock(), [Suggestion("prefetch", 4, 0.0, is_upper_bound=True)])
 
     assert stalls["binding"] is None
     assert stalls["predicted"] == []
@@ -204,13 +204,13 @@ def test_without_a_step_nothing_binds(now):
 def test_the_table_has_every_stage_of_training_and_what_would_loosen_the_largest(now):
     clock = StageClock()
     clock.seconds |= dict.fromkeys(STAGES, 1.0) | {"prefetch_wait": 15.0, "evaluate": 100.0}
-    ways_out = [
-        WayOut("prefetch", 4, 0.1, is_upper_bound=True),
-        WayOut("schedule.depth", 4, 10.5, is_upper_bound=True),
-        WayOut("budget", 512 * 2**20, 6.51, is_upper_bound=False),
+    suggestions = [
+        Suggestion("prefetch", 4, 0.1, is_upper_bound=True),
+        Suggestion("schedule.depth", 4, 10.5, is_upper_bound=True),
+        Suggestion("budget", 512 * 2**20, 6.51, is_upper_bound=False),
     ]
 
-    lines = format_stalls(describe_stalls(clock, ways_out)).splitlines()
+    lines = format_stalls(describe_stalls(clock, suggestions)).splitlines()
 
     titles = [stage_title(stage) for stage in STAGES if stage != "evaluate"]
     assert [line[:20].strip() for line in lines[1 : 1 + len(titles)]] == titles

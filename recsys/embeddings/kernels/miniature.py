@@ -1,12 +1,12 @@
-"""A cache in miniature: slots for some sampled rows, given up by the rule of `slots.place_rows`.
+"""A miniature cache: slots for some sampled rows, evicted by the rule of the real slots.
 
     rows       row of each of its slots; EMPTY
-    num_uses   how often it was asked for, halved whenever a slot is looked for
+    num_uses   how often it was asked for; the clock's hand halves it as it passes
     asked_in   the last claim that asked for it
     keys       a hash table with linear probing: the row at each place; EMPTY
     places     the slot of that row
 
-One thread; a claim of a few sampled rows is less work than to wake a second one.
+One thread: a claim of a few sampled rows is less work than waking a second thread.
 
 Letters: S slots, N values, n slots of the miniature.
 """
@@ -34,7 +34,7 @@ _FACTOR = np.uint32(2654435769)  # 2**32 / golden ratio
 
 
 class Miniature(NamedTuple):
-    """One cache, and what has happened to it: `counts` is (hand, fetched, evicted, claims)."""
+    """One cache and its counts: `counts` is (hand, fetched, evicted, claims)."""
 
     rows: NDArray[np.int32]
     num_uses: NDArray[np.uint8]
@@ -45,7 +45,7 @@ class Miniature(NamedTuple):
 
     @classmethod
     def of_size(cls, num_slots: int) -> Miniature:
-        """An empty one; its hash table is half empty at the most."""
+        """An empty one; at most half of its hash table will be full."""
         num_keys = 1 << (2 * num_slots - 1).bit_length()
         return cls(
             np.full(num_slots, EMPTY, np.int32),
@@ -57,7 +57,7 @@ class Miniature(NamedTuple):
         )
 
     def clear(self) -> None:
-        """Let all rows go; what has been counted stays."""
+        """Drop all rows; counts stay."""
         self.rows[:] = EMPTY
         self.keys[:] = EMPTY
 
@@ -69,17 +69,17 @@ def sample_rows(
     rate: float,
     found: NDArray[np.int32],
 ) -> int:
-    """Pick the sampled ones among a claim's rows; the same rows are, every time.
+    """Pick the sampled rows of a claim; a row is sampled in every claim or in none.
 
     The hash that decides is multiplicative (Knuth, The Art of Computer Programming, 6.4): it
     spreads rows numbered one after the other evenly, and is one multiplication.
 
     Args:
-        slots: What they hold; rows that are pinned there are left out.
+        slots: What the real slots hold; rows that are pinned there are left out.
         requests: Which values are rows of which table; every value is one.
         values: (N,).
         rate: Share of the rows that is sampled.
-        found: Written to, a row as often as it is looked up; what has no place in it is left out.
+        found: Written to, a row as often as it is looked up; rows beyond its end are left out.
 
     Returns:
         How many were found.
@@ -95,14 +95,14 @@ def claim_in_miniature(
     num_sampled: int,
     missing: NDArray[np.int32],
 ) -> None:
-    """Have a claim's sampled rows in a miniature.
+    """Claim slots of a miniature for the sampled rows of a claim.
 
     Args:
-        slots: The real ones, which say of every row whether a ticket needs it.
+        slots: The real ones, which say whether a ticket needs a row.
         cache: Changed in place.
-        sampled: Rows, more than once or not; the first `num_sampled` count.
+        sampled: Rows, some more than once; the first `num_sampled` count.
         num_sampled: How many.
-        missing: As long as `sampled`, for notes.
+        missing: Memory as long as `sampled`.
     """
     _claim_kernel(
         slots.slot_of_row,
@@ -160,7 +160,7 @@ def _sample_kernel(
 
 @kernel
 def _find(keys: NDArray[np.int32], row: int) -> Any:
-    """The place of a row in the hash table, or that of the gap where it would be."""
+    """The place of a row in the hash table, or of the gap where it belongs."""
     mask = len(keys) - 1
     place = np.int64(_hash(row)) & mask
     while keys[place] != EMPTY and keys[place] != row:
@@ -170,7 +170,7 @@ def _find(keys: NDArray[np.int32], row: int) -> Any:
 
 @kernel
 def _forget(keys: NDArray[np.int32], places: NDArray[np.int32], row: int) -> None:
-    """Take a row out; those behind it that it was in the way of move up."""
+    """Take a row out; later rows that it had displaced move up."""
     mask = len(keys) - 1
     gap = _find(keys, row)
     place = gap
@@ -188,7 +188,7 @@ def _forget(keys: NDArray[np.int32], places: NDArray[np.int32], row: int) -> Non
 @kernel
 def _claim_kernel(
     slot_of_row: NDArray[np.int32],
-    num_claims: NDArray[np.uint16],
+    num_claims: NDArray[np.int16],
     rows: NDArray[np.int32],
     num_uses: NDArray[np.uint8],
     asked_in: NDArray[np.int64],

@@ -1,8 +1,8 @@
-"""Rows in slots, and rows wherever they are, as kernels of torch's operations take them.
+"""Rows in slots, and rows in either tier, for kernels made of torch's operations.
 
-    SlotRows     a slot's number is its row's: what training works on
-    TieredRows   a row's number counts over all tables, and the row is read from its slot, or from
-                 a copy of what has none: what somebody who only reads works on
+    SlotRows     a slot's number is its row's number; for training
+    TieredRows   row numbers count over all tables; a row is read from its slot, or from a copy if
+                 it has no slot; for evaluation
 
 Letters: T tables, R rows of all tables, S slots, M rows without a slot, U rows asked for, D dim.
 """

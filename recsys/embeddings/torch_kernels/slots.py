@@ -1,54 +1,70 @@
-"""Which slot holds which row, in operations of torch: claiming the rows of a mini-batch.
+"""The map of the slots on a device, in operations of torch.
 
-The arrays of `kernels.slots`, their dtypes and their meaning, with one place more than there are
-rows or slots: what has none points there. Row numbers count over all tables.
+The arrays are those of `kernels.slots`, with the same dtypes and meaning, and one place more than
+there are rows or slots: a row without a slot, or a slot without a row, points to the last place.
+Row numbers count over all tables.
 
+    TorchSlotMap    claims slots for a mini-batch
     distinct_rows   the rows of a mini-batch, each once
-    claim           counts a ticket into the slots of its rows, finds slots for rows that have none,
-                    and says what has to be copied: all or nothing
+    claim           counts a ticket into the slots of its rows, finds slots for the other rows, and
+                    lists the rows to copy: all of it, or nothing
     mark_dirty, release
-    unpin           makes room where pinned rows leave too little
 
-A clock's hand, which halves what was counted of a slot's uses whenever it passes and takes the
-first slot of which nothing is left, comes to a slot of u uses for the last time in the round whose
-number is the bits of u. So slots are taken in the order (round, distance from the hand), one sort
-for all rows of a mini-batch. Where all slots are looked at, those are taken that `kernels.slots`
-takes. Where fewer are, the hand goes round among these: a claim's time and memory then do not grow
-with the number of slots.
+The clock's hand halves the uses of each slot that it passes, and takes the first slot without uses.
+So it takes a slot of u uses in the round whose number is the number of bits of u, and slots in the
+order (round, distance from the hand): one sort for all rows of a mini-batch. A claim that looks at
+all slots takes the same slots as `kernels.slots`. A claim that looks at fewer takes slots among
+these; its time and memory then do not grow with the number of slots.
 
-Every array has a place for each lookup, `NOWHERE` in those that have no row, so nobody waits for
-the device but who wants to know what to copy. Whether there were slots enough is a number on the
-device, too.
+Every array has a place for each lookup, `NOWHERE` where there is no row, so the host waits for the
+device only to learn which rows to copy. Whether there were enough slots is a number on the device,
+too.
 
 Letters: R rows, S slots, W slots looked at, N lookups, U places for distinct rows (N of them).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
-from recsys.embeddings.kernels.slots import AWAITED, DIRTY, EMPTY, NOWHERE, PINNED, POPULAR
+from recsys.embeddings.kernels.slots import (
+    AWAITED,
+    DIRTY,
+    EMPTY,
+    NOWHERE,
+    PINNED,
+    Moves,
+    NoSuchRow,
+    Shortage,
+    SlotClaim,
+)
+from recsys.embeddings.torch_kernels.bags import layers_of, rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from recsys.embeddings.kernels.pooled_lookup import Lookups
+    from recsys.embeddings.torch_kernels.bags import TorchBags
+    from recsys.embeddings.torch_kernels.row_space import RowNumbers
+
 __all__ = [
+    "TorchSlotMap",
     "TorchSlots",
     "Transfer",
     "claim",
     "distinct_rows",
     "first_unpinned",
-    "let_go",
     "mark_dirty",
-    "num_needed",
+    "needs",
     "release",
     "slots_of",
-    "unpin",
 ]
 
 _MOST_USES = 255
+_LOOKED_AT = 4  # slots that a claim looks at first, for each lookup
 
 
 class TorchSlots(NamedTuple):
@@ -60,7 +76,7 @@ class TorchSlots(NamedTuple):
         num_claims: (S + 1,) int16.
         num_uses: (S + 1,) uint8.
         flags: (S + 1,) uint8.
-        hand: The slot that is looked at first, () int64.
+        hand: The slot that the next claim looks at first, () int64.
     """
 
     slot_of_row: Tensor
@@ -97,15 +113,138 @@ class TorchSlots(NamedTuple):
         return len(self.row_of_slot) - 1
 
 
+class TorchSlotMap:
+    """Claims slots on a device; the same methods as `SlotMap`, which does it for the CPU.
+
+    Args:
+        numbers: The rows of all tables.
+        num_slots: S.
+
+    Attributes:
+        tensors: For kernels.
+        slot_of_row: (R + 1,) int32; one of `tensors`, as are the next four.
+        row_of_slot: (S + 1,) int32.
+        num_claims: (S + 1,) int16.
+        num_uses: (S + 1,) uint8.
+        flags: (S + 1,) uint8.
+    """
+
+    def __init__(self, numbers: RowNumbers, num_slots: int) -> None:
+        self._numbers = numbers
+        self.tensors = TorchSlots.empty(numbers.num_rows, num_slots, numbers.device)
+        self.slot_of_row, self.row_of_slot, self.num_claims, self.num_uses, self.flags = (
+            self.tensors[:5]
+        )
+        self._first_slot = 0  # all slots before it are pinned
+
+    def claim(self, lookups: Lookups, bags: TorchBags) -> SlotClaim:
+        """As `SlotMap.claim`; the host waits once, to learn which rows to copy."""
+        slots = self.tensors
+        rows_N, is_bad_N = self._rows_of(lookups, bags)
+        is_row_N = rows_N < slots.num_rows
+        num_hits = (slots_of(slots, rows_N) != NOWHERE).sum()
+        first_bad = _first(is_bad_N)
+        # Where a value is no row, nothing is claimed.
+        is_claimed_N = is_row_N & (first_bad == _NO_PLACE)
+        rows_U = distinct_rows(torch.where(is_claimed_N, rows_N, NOWHERE))
+        numbers = torch.stack([first_bad, is_row_N.sum(), num_hits, (rows_U != NOWHERE).sum()])
+        slot_U, listed = self._try(rows_U, numbers, _LOOKED_AT * len(rows_U))
+        if not listed.is_enough:
+            slot_U, listed = self._try(rows_U, numbers, slots.num_slots)
+        if listed.first_bad != _NO_PLACE:
+            raise NoSuchRow(listed.first_bad)
+        if not listed.is_enough:
+            is_missing, is_needed = needs(slots, rows_U)
+            is_pinned = ((slots.flags & PINNED) > 0)[:-1]
+            num_missing, num_idle = int(is_missing.sum()), int((~is_needed & ~is_pinned).sum())
+            needed = is_needed.nonzero().flatten()
+            raise Shortage(needed, num_missing, num_missing - num_idle)
+        return SlotClaim(
+            slots_of(slots, rows_N),
+            slot_U,
+            listed.moves,
+            listed.num_lookups,
+            listed.num_hits,
+            listed.num_rows,
+            num_rows_hit=listed.num_rows - len(listed.moves.fetched_rows),
+        )
+
+    def release(self, held: Tensor) -> None:
+        """As `SlotMap.release`."""
+        release(self.tensors, held)
+
+    def mark_dirty(self, slots: Any) -> None:
+        """As `SlotMap.mark_dirty`; `NOWHERE` stands for no slot."""
+        mark_dirty(self.tensors, torch.as_tensor(slots).to(self.flags.device))
+
+    def recount(self) -> None:
+        """As `SlotMap.recount`; the host waits."""
+        self._first_slot = first_unpinned(self.tensors)
+
+    def rows_of(self, lookups: Lookups, bags: TorchBags) -> Tensor:
+        """The distinct rows looked up, as `distinct_rows` gives them."""
+        rows_N, _ = self._rows_of(lookups, bags)
+        return distinct_rows(torch.where(rows_N < self.tensors.num_rows, rows_N, NOWHERE))
+
+    def _rows_of(self, lookups: Lookups, bags: TorchBags) -> tuple[Tensor, Tensor]:
+        """The row of each value, R for none; and which values are looked up and are no rows.
+
+        Shape:
+            results (L * N,): N values for each layer of lookups, of which there are L.
+        """
+        if not bags.batch_size or not len(lookups.tables):
+            none = torch.zeros_like(bags.values, dtype=torch.bool)
+            return torch.full_like(none, self.tensors.num_rows, dtype=torch.int64), none
+        _, layers = layers_of(self._numbers, lookups, bags.num_features)
+        found = [rows_of(self._numbers, layer, bags) for layer in layers]
+        return torch.cat([rows for rows, _ in found]), torch.cat([is_bad for _, is_bad in found])
+
+    def _try(self, rows_U: Tensor, numbers: Tensor, num_looked_at: int) -> tuple[Tensor, _Listed]:
+        """Claim, and copy the result to the host in one piece."""
+        num_looked_at = max(1, num_looked_at)
+        slot_U, transfer = claim(self.tensors, rows_U, num_looked_at, first_slot=self._first_slot)
+        *moves, has_found = transfer
+        listed = torch.cat([has_found.long().view(1), numbers, *moves]).cpu().numpy()
+        known, moved = listed[: 1 + len(numbers)], listed[1 + len(numbers) :].astype(np.int32)
+        written_rows, written_at, rows, at = moved.reshape(4, -1)
+        is_written, is_fetched = written_rows != NOWHERE, rows != NOWHERE
+        moves_M = Moves(
+            rows[is_fetched], at[is_fetched], written_rows[is_written], written_at[is_written]
+        )
+        is_enough, first_bad, num_lookups, num_hits, num_rows = known.tolist()
+        return slot_U, _Listed(bool(is_enough), first_bad, num_lookups, num_hits, num_rows, moves_M)
+
+
+class _Listed(NamedTuple):
+    """The result of a claim, on the host."""
+
+    is_enough: bool
+    first_bad: int
+    num_lookups: int
+    num_hits: int
+    num_rows: int
+    moves: Moves
+
+
+_NO_PLACE = torch.iinfo(torch.int64).max
+
+
+def _first(is_meant: Tensor) -> Tensor:
+    """The first place that is true, () int64; `_NO_PLACE` if none is."""
+    places = torch.arange(len(is_meant) + 1, device=is_meant.device)
+    places = torch.where(torch.nn.functional.pad(is_meant, (0, 1)), places, _NO_PLACE)
+    return places.amin()
+
+
 class Transfer(NamedTuple):
-    """What has to be copied for a claim, in this order; places of no row are `NOWHERE`.
+    """The rows to copy for a claim, in this order; places of no row are `NOWHERE`.
 
     Attributes:
         written_rows: Rows that must be written back, (U,).
-        written_slots: Where they lie.
+        written_slots: The slot of each.
         fetched_rows: Rows that must be fetched, (U,).
-        fetched_slots: Where to.
-        is_enough: Whether there were slots for all, () bool; if not, nothing has been changed.
+        fetched_slots: The slot of each.
+        is_enough: Whether there were slots for all, () bool; if not, nothing was changed.
     """
 
     written_rows: Tensor
@@ -132,7 +271,7 @@ def distinct_rows(rows: Tensor) -> Tensor:
 
 
 def slots_of(slots: TorchSlots, rows: Tensor) -> Tensor:
-    """The slot that each row is in, `NOWHERE` of one that is in none.
+    """The slot that each row is in, `NOWHERE` for a row that is in none.
 
     Shape:
         rows (M,) int64, R for no row; result (M,) int64.
@@ -149,12 +288,12 @@ def claim(
     Args:
         slots: Changed in place; at least one.
         rows_U: Of `distinct_rows`.
-        num_looked_at: W: from the hand on, so many slots may be taken; None for all.
-        first_slot: All slots before are known to be pinned, and not looked at.
+        num_looked_at: W: the claim takes slots among so many from the hand on; None for all.
+        first_slot: All slots before it are pinned, and not looked at.
 
     Returns:
-        The slot of each row, (U,), `NOWHERE` where there is no row, or not enough slots; and what
-        to copy.
+        The slot of each row, (U,), `NOWHERE` where there is no row, or not enough slots; and the
+        rows to copy.
     """
     num_rows, num_slots = slots.num_rows, slots.num_slots
     is_row = rows_U >= 0
@@ -163,7 +302,7 @@ def claim(
     is_held = is_row & ~is_missing
     is_awaited = is_held & (known_U >= AWAITED)
     known_U = torch.where(is_awaited, known_U - AWAITED, known_U)
-    # Counted at once, so that the hand passes over them; taken back if the rest is not enough.
+    # Counted at once, so that the hand passes over them; taken back if the others are not enough.
     known_U = torch.where(is_held, known_U, num_slots)
     _add(slots.num_claims, known_U, 1)
     num_others = num_slots - first_slot
@@ -205,69 +344,26 @@ def claim(
 
 
 def mark_dirty(slots: TorchSlots, slot_U: Tensor) -> None:
-    """Note that rows were moved since they were fetched; slots as from `claim`."""
+    """Note that rows are newer than in the cold store; slots as from `claim`."""
     held_U = torch.where(slot_U == NOWHERE, slots.num_slots, slot_U)
     slots.flags.index_copy_(0, held_U, slots.flags[held_U] | DIRTY)
     _clear_last_places(slots)
 
 
 def release(slots: TorchSlots, slot_U: Tensor) -> None:
-    """Count a ticket out of its slots, as from `claim`."""
+    """Take a ticket out of the counts of its slots, as from `claim`."""
     _add(slots.num_claims, torch.where(slot_U == NOWHERE, slots.num_slots, slot_U), -1)
     _clear_last_places(slots)
 
 
-def num_needed(slots: TorchSlots, rows_U: Tensor) -> int:
-    """How many slots tickets and rows of `distinct_rows` need together; waits for the device."""
-    is_missing, is_needed = _needs(slots, rows_U)
-    return int(is_missing.sum() + is_needed.sum())
-
-
 def first_unpinned(slots: TorchSlots) -> int:
-    """The first slot that is not pinned, or the last of all; the host waits for it."""
+    """The first slot that is not pinned, or the last slot; the host waits for it."""
     is_pinned = (slots.flags & PINNED) > 0
     return min(int(is_pinned.long().cumprod(0).sum()), slots.num_slots - 1)
 
 
-def unpin(slots: TorchSlots, rows_U: Tensor) -> int:
-    """Let go of as many pinned rows as make room: those pinned by their uses, then the plan's.
-
-    Args:
-        slots: Changed in place.
-        rows_U: Of `distinct_rows`, which are to stay.
-
-    Returns:
-        How many of the plan's it were; the host waits for that.
-    """
-    is_missing, is_needed = _needs(slots, rows_U)
-    is_pinned = ((slots.flags & PINNED) > 0)[:-1]
-    num_idle = (~is_needed & ~is_pinned).sum()
-    num_lacking = max(0, int(is_missing.sum() - num_idle))
-    pinned = (is_pinned & ~is_needed).nonzero().flatten()
-    is_popular = (slots.flags[pinned] & POPULAR) > 0
-    # The first of a plan's rows is its most popular, and has the first slot.
-    in_order = torch.cat([pinned[is_popular], pinned[~is_popular].flip(0)])
-    given_up = in_order[:num_lacking]
-    let_go(slots, given_up)
-    return max(0, len(given_up) - int(is_popular.sum()))
-
-
-def let_go(slots: TorchSlots, given_up: Tensor) -> None:
-    """Pin slots no more.
-
-    Args:
-        slots: Changed in place.
-        given_up: Which, (M,).
-    """
-    slots.flags[given_up] &= 255 - PINNED - POPULAR
-    rows = slots.row_of_slot[given_up].long()
-    is_empty = slots.slot_of_row[rows] >= AWAITED
-    slots.slot_of_row[rows[is_empty]] = NOWHERE
-    slots.row_of_slot[given_up[is_empty]] = EMPTY
-
-
-def _needs(slots: TorchSlots, rows_U: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows are in no slot, (U,); which slots are needed, by tickets or by the rows, (S,)."""
+def needs(slots: TorchSlots, rows_U: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows are in no slot, (U,); which slots tickets or these rows need, (S,)."""
     is_row = rows_U >= 0
     known_U = slots.slot_of_row[torch.where(is_row, rows_U, slots.num_rows)].long()
     is_missing = is_row & (known_U == NOWHERE)
@@ -278,14 +374,15 @@ def _needs(slots: TorchSlots, rows_U: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _add(counts: Tensor, places_U: Tensor, number: int | Tensor) -> None:
-    """To distinct places; at the last place, which is none, anything may come out."""
+    """Add to distinct places; the last place, which is none, may get any value."""
     counts.index_copy_(0, places_U, (counts[places_U] + number).to(counts.dtype))
 
 
 def _by_the_hand(slots: TorchSlots, looked_at_W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The order in which the hand takes slots, those that it may not take behind; in which round
-    it takes each; which it may take.
-    """  # noqa: D205  # one sentence
+    """The order in which the hand takes slots; the round in which it takes each; which it may take.
+
+    Slots that it may not take come last.
+    """
     num_looked_at = len(looked_at_W)
     flags_W, uses_W = slots.flags[looked_at_W], slots.num_uses[looked_at_W]
     is_free_W = (slots.num_claims[looked_at_W] == 0) & ((flags_W & PINNED) == 0)
@@ -305,7 +402,7 @@ def _move_the_hand(
     num_taken: Tensor,
     is_enough: Tensor,
 ) -> None:
-    """Behind the last slot taken; what it has passed has as many uses less."""
+    """To the slot after the last one taken; halve the uses of the slots that it passes."""
     has_moved = is_enough & (num_taken > 0)
     # Not by brackets, which would wait to read a single number.
     last = order_W.take((num_taken - 1).clamp(0, len(looked_at_W) - 1))
@@ -314,12 +411,12 @@ def _move_the_hand(
     uses_W = slots.num_uses[looked_at_W].long()
     left_W = torch.where(is_free_W & has_moved, uses_W >> passes_W, uses_W)
     slots.num_uses.index_copy_(0, looked_at_W, left_W.to(torch.uint8))
-    behind = (looked_at_W.take(last) + 1) % slots.num_slots
-    slots.hand.copy_(torch.where(has_moved, behind, slots.hand))
+    following = (looked_at_W.take(last) + 1) % slots.num_slots
+    slots.hand.copy_(torch.where(has_moved, following, slots.hand))
 
 
 def _clear_last_places(slots: TorchSlots) -> None:
-    """Make what was written for no row, or no slot, undone."""
+    """Undo writes for no row, or no slot."""
     slots.slot_of_row[-1:].fill_(NOWHERE)
     slots.row_of_slot[-1:].fill_(EMPTY)
     for counts in (slots.num_claims, slots.num_uses, slots.flags):

@@ -6,15 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.embeddings.kernels import slots as numba
-from recsys.embeddings.kernels.slots import AWAITED, DIRTY, NOWHERE, PINNED
+from recsys.embeddings.kernels.pooled_lookup import Bags, Lookups
+from recsys.embeddings.kernels.slots import AWAITED, DIRTY, NOWHERE, PINNED, Shortage, SlotMap
 from recsys.embeddings.torch_kernels.slots import (
     TorchSlots,
     claim,
     distinct_rows,
     first_unpinned,
     mark_dirty,
-    num_needed,
+    needs,
     release,
 )
 
@@ -23,11 +23,16 @@ NUM_ROWS = 14
 batches = st.lists(
     st.tuples(
         st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=7),
-        st.booleans(),  # whether its rows are moved
+        st.booleans(),  # whether its rows are updated
         st.integers(0, 2),  # how many later batches it is held for
     ),
     max_size=12,
 )
+
+
+def num_needed(slots, rows_U):
+    """How many slots tickets and these rows need."""
+    return sum(int(each.sum()) for each in needs(slots, rows_U))
 
 
 class BothSlots:
@@ -35,56 +40,46 @@ class BothSlots:
 
     def __init__(self, num_slots, num_pinned=0):
         self.ours = TorchSlots.empty(NUM_ROWS, num_slots, CPU)
-        self.theirs = numba.SlotArrays(
-            np.full(NUM_ROWS, NOWHERE, np.int32),
-            np.full(num_slots, NOWHERE, np.int32),
-            np.zeros(num_slots, np.uint16),
-            np.zeros(num_slots, np.uint8),
-            np.zeros(num_slots, np.uint8),
-        )
+        self.theirs = SlotMap(np.array([0, NUM_ROWS], np.uint64), num_slots)
         for slot in range(num_pinned):
             row = NUM_ROWS - 1 - slot
             for slots in (self.ours, self.theirs):
                 slots.slot_of_row[row] = slot + AWAITED
                 slots.row_of_slot[slot], slots.flags[slot] = row, PINNED
-        self.hand, self.num_pinned = 0, num_pinned
+        self.theirs.recount()
+        self.num_pinned = num_pinned
 
     def claim(self, rows):
         rows_U = distinct_rows(torch.tensor(rows))
         first_slot = first_unpinned(self.ours)
         assert first_slot == min(self.num_pinned, self.ours.num_slots - 1)
+        needed = num_needed(self.ours, rows_U)
+        before = self.theirs.slot_of_row.clone()
         slot_U, transfer = claim(self.ours, rows_U, first_slot=first_slot)
-        slots, values = self.theirs, np.unique(rows)
-        ends = np.array([len(values)])
-        first_rows = np.array([0, NUM_ROWS], np.uint64)
-        requests = numba.Requests.sort([0], np.array([0]), ends, first_rows)
-        slot_of_value, found, _ = numba.claim_rows(slots, requests, values)
-        num_free = int(((slots.num_claims == 0) & (slots.flags & PINNED == 0)).sum())
-        if found.num_missing[0] > num_free:
-            numba.take_back(slots, found)
-            assert not transfer.is_enough
+        values = np.unique(rows)
+        bags = Bags(values, None, None, len(values), is_mean=False)
+        if not transfer.is_enough:
+            with pytest.raises(Shortage) as raised:
+                self.theirs.claim(Lookups.one(0, 1), bags)
+            assert raised.value.num_needed == needed
             assert (slot_U == NOWHERE).all()
+            assert torch.equal(self.theirs.slot_of_row, before)
             return slot_U, transfer
-        missing, written_slots, written_rows, self.hand = numba.place_rows(slots, found, self.hand)
-        numba.resolve(slots, requests, found, slot_of_value, missing)
-        assert transfer.is_enough
-        assert slot_U[slot_U != NOWHERE].tolist() == slot_of_value.tolist()
+        found = self.theirs.claim(Lookups.one(0, 1), bags)
+        assert slot_U[slot_U != NOWHERE].tolist() == found.slot_of_value.tolist()
         for ours, theirs in (
-            (transfer.written_slots, written_slots),
-            (transfer.written_rows, written_rows),
+            (transfer.written_slots, found.moves.written_slots),
+            (transfer.written_rows, found.moves.written_rows),
         ):
             assert ours[ours != NOWHERE].tolist() == theirs.tolist()
         fetched = transfer.fetched_rows[transfer.fetched_rows != NOWHERE].tolist()
-        awaited = slots.row_of_slot[found.awaited[: found.num_awaited[0]]]
-        assert fetched == sorted([*found.missing[: found.num_missing[0]], *awaited])
+        assert fetched == sorted(found.moves.fetched_rows.tolist())
         return slot_U, transfer
 
     def require_same(self):
-        ours, theirs = self.ours, self.theirs
-        pairs = zip(ours[:5], theirs, strict=True)
-        for name, (found, expected) in zip(theirs._fields, pairs, strict=True):
-            assert found[:-1].tolist() == expected.tolist(), name
-        assert int(ours.hand) == self.hand
+        for name, found in zip(TorchSlots._fields[:5], self.ours, strict=False):
+            assert found[:-1].tolist() == getattr(self.theirs, name).tolist(), name
+        assert int(self.ours.hand) == self.theirs._hand
 
 
 @given(batches=batches, num_slots=st.integers(1, 10), num_pinned=st.integers(0, 3))
@@ -92,17 +87,17 @@ def test_slots_are_taken_as_by_the_kernels_for_the_cpu(batches, num_slots, num_p
     both = BothSlots(num_slots, min(num_pinned, num_slots))
     held = []
 
-    for rows, is_moved, _ in batches:
+    for rows, is_updated, _ in batches:
         slot_U, transfer = both.claim(rows)
         both.require_same()
         held.append(slot_U)
-        if is_moved and transfer.is_enough:
+        if is_updated and transfer.is_enough:
             mark_dirty(both.ours, slot_U)
-            numba.mark_dirty(both.theirs, slot_U[slot_U != NOWHERE].numpy())
+            both.theirs.mark_dirty(slot_U[slot_U != NOWHERE].numpy())
         if len(held) > 1:
             given_back = held.pop(0)
             release(both.ours, given_back)
-            numba.release_slots(both.theirs, given_back[given_back != NOWHERE].int().numpy())
+            both.theirs.release(given_back[given_back != NOWHERE].int().numpy())
         both.require_same()
 
 
@@ -125,7 +120,7 @@ def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(
     hot = torch.full((num_slots, 1), torch.nan, dtype=torch.float64)
     expected, held, places = dict(enumerate(cold.flatten().tolist())), [], []
 
-    for number, (rows, is_moved, length) in enumerate(batches):
+    for number, (rows, is_updated, length) in enumerate(batches):
         for end, slot_U in [each for each in held if each[0] <= number]:
             held.remove((end, slot_U))
             release(slots, slot_U)
@@ -148,10 +143,10 @@ def test_every_row_has_its_newest_value_in_its_slot_or_in_the_cold_store(
         places = dict(zip(rows_U.tolist(), slot_U.tolist(), strict=True))
         for row in set(rows):
             assert hot[places[row]].item() == expected[row]
-            if is_moved:
+            if is_updated:
                 expected[row] += 100
                 hot[places[row]] += 100
-        if is_moved:
+        if is_updated:
             mark_dirty(slots, slot_U)
 
     for row, value in expected.items():

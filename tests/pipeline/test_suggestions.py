@@ -8,7 +8,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.optimizer import Adagrad
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.stalls import Moved, StageClock
-from recsys.pipeline.ways_out import WayOut, of_load, of_schedule
+from recsys.pipeline.suggestions import Suggestion, of_load, of_schedule
 
 SIZES = [6000, 4000]
 FETCH, WRITE_BACK, COMPUTE = 1e-4, 2e-4, 0.03  # seconds: of a row, of a row, of a mini-batch
@@ -18,7 +18,7 @@ FETCH, WRITE_BACK, COMPUTE = 1e-4, 2e-4, 0.03  # seconds: of a row, of a row, of
 def now(monkeypatch):
     """The time of every clock, which passes when told so."""
     found = [100.0]
-    for place in ("pipeline.stalls.time", "embeddings.transfer_clock", "embeddings.residency"):
+    for place in ("pipeline.stalls.time", "embeddings.transfers", "embeddings.residency"):
         monkeypatch.setattr(f"recsys.{place}.perf_counter", lambda: found[0])
     return found
 
@@ -53,7 +53,7 @@ def skewed_batches(small, num_steps, exponent):
         yield type(batch_of)(features, torch.zeros(60))
 
 
-def train(small, now, budget, exponent, num_steps=250):
+def train(small, now, budget, exponent, num_steps=250, *, has_forecast=True):
     """A finished run; its rows and its computing take the time that they are said to."""
     tables = small.make_tables(SIZES, [4, 4])
     model = small.Model(tables, Adagrad(lr=0.1), budget=budget)
@@ -65,17 +65,19 @@ def train(small, now, budget, exponent, num_steps=250):
 
     model.layer.register_forward_hook(compute)
     pipeline = TrainPipeline(model, None, schedule=Sequential())
+    if has_forecast:
+        pipeline.forecast_budget()
     small.run(pipeline, skewed_batches(small, num_steps, exponent))
     return pipeline
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.0, 1.2])
 @pytest.mark.parametrize("budget", [75_000, 100_000])
-def test_what_twice_the_budget_saves_is_foretold_within_15_percent(small, now, budget, exponent):
+def test_what_twice_the_budget_saves_is_forecast_within_15_percent(small, now, budget, exponent):
     pipeline = train(small, now, budget, exponent)
     before = pipeline.clock
 
-    predicted, _ = pipeline.ways_out()
+    predicted, _ = pipeline.suggestions()
     after = train(small, now, predicted.value, exponent).clock
 
     assert predicted.key == "budget"
@@ -89,10 +91,17 @@ def test_what_twice_the_budget_saves_is_foretold_within_15_percent(small, now, b
 def test_a_budget_in_which_every_row_fits_saves_all_waiting(small, now):
     pipeline = train(small, now, 200_000, 1.0, num_steps=60)
 
-    predicted, _ = pipeline.ways_out()
+    predicted, _ = pipeline.suggestions()
 
     assert pipeline.clock.waited_seconds > 0
     assert predicted.saved_seconds == pipeline.clock.waited_seconds
+
+
+def test_without_a_forecast_no_budget_is_suggested_and_no_claim_does_work_for_it(small, now):
+    pipeline = train(small, now, 75_000, 1.0, num_steps=20, has_forecast=False)
+
+    assert pipeline.suggestions()[0] is None
+    assert all(tiers.hot.observer is None for tiers in pipeline._inputs.tiers())
 
 
 @pytest.fixture
@@ -128,7 +137,7 @@ def test_without_a_share_of_the_transfers_as_much_less_is_waited_for_as_there_wa
 
 def test_reading_ahead_hides_no_more_than_there_is_to_hide_it_behind(clock):
     clock.step(load=8, compute=2)
-    assert of_load(clock, 2) == WayOut("prefetch", 4, 2, is_upper_bound=True)
+    assert of_load(clock, 2) == Suggestion("prefetch", 4, 2, is_upper_bound=True)
 
     clock.step(load=1, compute=29)
     assert of_load(clock, 2).saved_seconds == 9
@@ -153,12 +162,12 @@ def test_looking_ahead_hides_no_more_than_there_is_to_hide_it_behind(
 
     found = of_schedule(clock, [Tiered(6), Tiered(1)], schedule, mean_depth)
 
-    assert found == WayOut(key, value, 4, is_upper_bound=True)
+    assert found == Suggestion(key, value, 4, is_upper_bound=True)
     clock.step(compute=20)
     assert of_schedule(clock, [Tiered(6)], schedule, mean_depth).saved_seconds == 6
 
 
-def test_where_slots_are_too_few_to_look_ahead_farther_that_is_no_way_out(clock):
+def test_where_slots_are_too_few_to_look_ahead_farther_that_is_not_suggested(clock):
     clock.step(compute=4, waited=6, busy=6)
 
     assert of_schedule(clock, [Tiered(6)], LookAhead(4), 2.5) is None
