@@ -13,7 +13,7 @@ help:
 	@echo "make train DATA=path/train.txt.gz  prepare a raw Criteo Kaggle file and train on it"
 	@echo "           RUN=DIR ARGS='--set k=v'  folder of the run; more options of 'recsys train'"
 	@echo "make test                          run the tests"
-	@echo "make check                         run ruff, check formatting, run mypy"
+	@echo "make check                         run ruff, check formatting, run mypy, import-linter"
 	@echo "make stress                        run the property tests with many random cases, half an hour"
 	@echo "make bench, make reference         measure the numbers in docs/benchmarks/ (need RECSYS_DATA)"
 	@echo "make coverage                      measure the numbers in docs/synthetic.md (needs RECSYS_DATA)"
@@ -51,6 +51,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 bench: setup
 	$(BIN)/recsys bench prepare --json docs/benchmarks/prepare.json

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import recsys
+from recsys._support.machine import describe_environment
 from recsys.datasets import BatchLoader, Store, SyntheticCriteo
-from recsys.machine import describe_environment
-from recsys.metrics import evaluate_logits
+from recsys.train.metrics import evaluate_logits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,10 +1,10 @@
 """Train recommendation models whose embedding tables are bigger than the fast memory."""
 
 from recsys._version import __version__
-from recsys.accelerate import accelerate, restore
 from recsys.batch import Batch, JaggedIds, PooledEmbeddings
+from recsys.conversion.accelerate import accelerate, restore
+from recsys.conversion.verify import verify
 from recsys.models.dlrm import DLRM, DLRMTrain
-from recsys.verify import verify
 
 __all__ = [
     "DLRM",

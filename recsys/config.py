@@ -24,11 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from recsys.config_fields import build, check_fields, walk_keys
-from recsys.config_fields import key as _key
+from recsys._support.config_fields import build, check_fields, walk_keys
+from recsys._support.config_fields import key as _key
+from recsys._support.sizes import parse_bytes
 from recsys.config_schedule import ScheduleConfig
+from recsys.datasets.synthetic.config import SyntheticConfig
+from recsys.embeddings.tiers.cold.cold_files import COLD_TIERS
 from recsys.errors import ConfigError
-from recsys.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,12 +54,9 @@ __all__ = [
 ]
 
 EMBEDDINGS = ("recsys", "torch", "fbgemm")
-COLD_TIERS = ("host", "file")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam")
 _DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
 _ADAMS = ("adam", "partial_rowwise_adam")
-_SYNTHETIC_SPLITS = ("chronological", "random")
-_MAX_DRIFT = 1e6
 SYNTHETIC_PREFIX = "synthetic:"
 
 
@@ -185,40 +184,6 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyntheticConfig:
-    """What synthetic data looks like."""
-
-    num_samples: int = _key(1_000_000, "samples in all splits together", least=1)
-    seed: int = _key(0, "seed of the data; the run has its own", least=0)
-    table_sizes: tuple[int, ...] = _key((), "rows per table; empty: Kaggle's 26 sizes")
-    drift: float = _key(
-        0.0,
-        "share of popularity that moves to other rows per million samples",
-        least=0,
-        most=_MAX_DRIFT,
-    )
-    preference_changes: tuple[int, ...] = _key(
-        (), "sample numbers at which row effects are redrawn"
-    )
-    preference_share: float = _key(
-        0.5, "share of the rows whose effects a preference change redraws", least=0, most=1
-    )
-    split: str = _key(
-        "chronological",
-        "which samples are held out; chronological: the last ones",
-        choices=_SYNTHETIC_SPLITS,
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.table_sizes and min(self.table_sizes) < 1:
-            raise ConfigError(f"table_sizes must be positive, got {list(self.table_sizes)}")
-        changes = list(self.preference_changes)
-        if changes != sorted({time for time in changes if time > 0}):
-            raise ConfigError(f"preference_changes must be rising, each at least 1, got {changes}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from recsys.config_fields import check_fields, key
+from recsys._support.config_fields import check_fields, key
 from recsys.errors import ConfigError
 
 __all__ = ["ScheduleConfig"]

@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from recsys.ablate_config import load_ablation
+from recsys.ablate.config import load_ablation
 from recsys.config import load_config
-from recsys.datasets.criteo import prepare_criteo_kaggle
-from recsys.datasets.synthetic_parameters import calibrate
+from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+from recsys.datasets.synthetic.parameters import calibrate
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_COMMON)
@@ -145,7 +145,7 @@ def quick_pictures(request, monkeypatch):
     Not where a test asks for `whole_pictures`, nor in processes that tests start.
     """
     if "whole_pictures" not in request.fixturenames:
-        monkeypatch.setattr("recsys.curves._as_png", lambda _: b"\x89PNG")
+        monkeypatch.setattr("recsys.train.curves._as_png", lambda _: b"\x89PNG")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -160,7 +160,7 @@ def calibrated_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("recsys.datasets.synthetic.calibrate", calibrate_once)
+        patch.setattr("recsys.datasets.synthetic.samples.calibrate", calibrate_once)
         yield
 
 

@@ -7,17 +7,17 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 
-from recsys.ablate import ablate
-from recsys.ablate_config import load_ablation
-from recsys.bench.disk import rows_of_empty_cache
-from recsys.bench.file_tier_rows import FileTierTurns, rows_of_file_tier
-from recsys.bench.harness import median_of_ratios, ratio, rows_by_provider, write_rows
+from recsys.ablate.config import load_ablation
+from recsys.ablate.run import ablate
+from recsys.bench.parts.disk import rows_of_empty_cache
+from recsys.bench.parts.file_tier_rows import FileTierTurns, rows_of_file_tier
+from recsys.bench.parts.harness import median_of_ratios, ratio, rows_by_provider, write_rows
+from recsys.bench.parts.scheduled import Turn
 from recsys.bench.rand_em import bench_rand_em
-from recsys.bench.scheduled import Turn
 from recsys.bench.synthetic import write_store
 from recsys.datasets import SyntheticCriteo
-from recsys.embeddings.residency import TierCounts
-from recsys.trainer import train
+from recsys.embeddings.tiers.residency import TierCounts
+from recsys.train.trainer import train
 
 
 def test_tables_are_what_their_json_makes_them(pytestconfig):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from recsys.config import load_config
-from recsys.trainer import train
+from recsys.train.trainer import train
 
 NUM_ROWS, DIM = 1_600_000, 64
 TABLE_BYTES = NUM_ROWS * DIM * 4
@@ -18,9 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from safetensors.torch import load_file
 from recsys.config import load_config
-from recsys.export import export_run
-from recsys.run_folder import RunFolder
-from recsys.trainer import evaluate_run
+from recsys.train.export import export_run
+from recsys.train.run_folder import RunFolder
+from recsys.train.trainer import evaluate_run
 
 def anonymous_bytes():
     status = Path("/proc/self/status").read_text()

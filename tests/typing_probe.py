@@ -5,15 +5,15 @@ from typing import assert_type
 import torch
 
 import recsys
-from recsys.accelerate import Accelerated
 from recsys.config import OptimizerConfig, TrainConfig, load_config
+from recsys.conversion.accelerate import Accelerated
+from recsys.conversion.verify import Verification
 from recsys.datasets import BatchLoader, SampleSource, Store, SyntheticCriteo
 from recsys.embeddings import HotPlan, PopularityProfile, TableConfig, plan_hot_rows
-from recsys.embeddings.coverage import Coverage
-from recsys.embeddings.providers import build_embeddings
-from recsys.metrics import Metrics
-from recsys.trainer import evaluate_run
-from recsys.verify import Verification
+from recsys.embeddings.popularity.coverage import Coverage
+from recsys.train.metrics import Metrics
+from recsys.train.providers import build_embeddings
+from recsys.train.trainer import evaluate_run
 
 sources: list[SampleSource] = [SyntheticCriteo(num_samples=7), Store("store")]
 for batch in BatchLoader(sources[0], "train", 128, shuffle=True):

@@ -26,8 +26,8 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.slots import floor_bytes, slot_bytes
 from recsys.embeddings.table import TableConfig
+from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
 from recsys.errors import (
     BudgetTooSmall,
     ConflictingWrite,

@@ -28,17 +28,17 @@ import numpy as np
 import torch
 
 import recsys
-from recsys.bench.harness import ratio, rows_by_provider, summarize
-from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
-from recsys.machine import describe_environment
-from recsys.run_folder import write_json
+from recsys._support.machine import describe_environment
+from recsys.bench.parts.harness import ratio, rows_by_provider, summarize
+from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
+from recsys.train.run_folder import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
 
-    from recsys.bench.harness import Row
+    from recsys.bench.parts.harness import Row
 
 _SCRIPT, _CHANGED = "dlrm_s_pytorch.py", "dlrm_s_pytorch_accelerated.py"
 _ANCHOR = "    ### main loop ###\n"

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys._support.machine import describe_environment
 from recsys.datasets import Store, SyntheticCriteo
-from recsys.machine import describe_environment
-from recsys.metrics import auc
+from recsys.train.metrics import auc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

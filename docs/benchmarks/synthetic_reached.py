@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recsys.build import open_source
 from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
+from recsys.train.build import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

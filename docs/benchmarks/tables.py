@@ -32,7 +32,7 @@ from tables_of_runs import (
 from tables_of_samples import continuation_table, coverage_table, planted_table, rand_em_table
 from tables_of_tiers import tiers_file_table, tiers_table
 
-from recsys.bench.tiers_curve import write_curve
+from recsys.bench.parts.tiers_curve import write_curve
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from recsys.bench.harness import Row, ratio, rows_by_provider, take_turns, timed
+from recsys._support.machine import tune_allocator
+from recsys.bench.parts.harness import Row, ratio, rows_by_provider, take_turns, timed
 from recsys.bench.synthetic import finish_store, write_store
-from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
+from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.store import Store, StoreWriter
-from recsys.datasets.synthetic import SyntheticCriteo
-from recsys.embeddings.popularity import PopularityProfile
-from recsys.machine import tune_allocator
+from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.embeddings.popularity.profile import PopularityProfile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -34,10 +34,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from recsys.bench.disk import Disk, best_num_threads, read_empty_cache, rows_of_empty_cache
-from recsys.bench.file_tier_rows import FileTierTurns, rows_of_file_tier
-from recsys.bench.harness import Row, in_own_process, take_turns
-from recsys.bench.scheduled import (
+from recsys._support.machine import set_num_threads, tune_allocator
+from recsys._support.memory import advise_random
+from recsys._support.sizes import format_bytes
+from recsys.bench.parts.disk import Disk, best_num_threads, read_empty_cache, rows_of_empty_cache
+from recsys.bench.parts.file_tier_rows import FileTierTurns, rows_of_file_tier
+from recsys.bench.parts.harness import Row, in_own_process, take_turns
+from recsys.bench.parts.scheduled import (
     ScheduledSteps,
     Turn,
     count_rows,
@@ -46,26 +49,23 @@ from recsys.bench.scheduled import (
     subtract_counts,
     train_plainly,
 )
-from recsys.bench.worker import Worker, end_turn, freeze_garbage
-from recsys.build import table_configs
+from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage
 from recsys.config import ModelConfig, OptimizerConfig
-from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
-from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
+from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.baselines import TorchEmbeddingBags
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.memory import advise_random
 from recsys.embeddings.optimizer import SGD
-from recsys.embeddings.tier_report import describe_tiers
 from recsys.errors import ConfigError
-from recsys.machine import set_num_threads, tune_allocator
 from recsys.models.dlrm import DLRM, DLRMTrain
-from recsys.sizes import format_bytes
+from recsys.train.build import table_configs
+from recsys.train.tier_report import describe_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from recsys.batch import Batch
-    from recsys.bench.scheduled import TurnSteps
+    from recsys.bench.parts.scheduled import TurnSteps
 
 __all__ = ["FileTierCase", "bench_file_tier", "default_table_bytes", "scaled_table_sizes"]
 

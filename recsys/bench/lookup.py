@@ -31,9 +31,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
+from recsys._support.machine import peak_memory_bytes, set_num_threads, tune_allocator
 from recsys.batch import JaggedIds
-from recsys.bench.bare_kernels import BareKernels, bags_of
-from recsys.bench.harness import (
+from recsys.bench.parts.bare_kernels import BareKernels, bags_of
+from recsys.bench.parts.harness import (
     Row,
     median_of_ratios,
     ratio,
@@ -42,16 +43,15 @@ from recsys.bench.harness import (
     summarize,
     take_turns,
 )
-from recsys.bench.touched_rows import TouchedRows
-from recsys.bench.worker import Worker, end_turn, freeze_garbage, settle
+from recsys.bench.parts.touched_rows import TouchedRows
+from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage, settle
 from recsys.config import OptimizerConfig
-from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
-from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
+from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.providers import build_embeddings
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
-from recsys.machine import peak_memory_bytes, set_num_threads, tune_allocator
+from recsys.train.providers import build_embeddings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from recsys.embeddings.kernels.pooled_lookup import Bags
+    from recsys.embeddings.rows.lookups import Bags
 
 __all__ = ["OPTIMIZERS", "bench_lookup", "step_bytes"]
 

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from recsys.accelerate import accelerate
-from recsys.bench.harness import (
+from recsys._support.machine import set_num_threads, tune_allocator
+from recsys.bench.parts.harness import (
     Row,
     in_own_process,
     median_of_ratios,
@@ -36,7 +36,7 @@ from recsys.bench.harness import (
     take_turns,
     timed,
 )
-from recsys.bench.plain_models import (
+from recsys.bench.parts.plain_models import (
     DIM,
     KINDS,
     TableBatch,
@@ -44,9 +44,9 @@ from recsys.bench.plain_models import (
     make_model,
     make_without_tables,
 )
-from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
+from recsys.conversion.accelerate import accelerate
+from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.errors import ConfigError
-from recsys.machine import set_num_threads, tune_allocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -20,19 +20,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from recsys.bench.harness import Row, in_own_process, ratio, rows_by_provider, take_turns
-from recsys.datasets.criteo import prepare_criteo_kaggle
-from recsys.datasets.criteo_flow import CATEGORY_NAMES, INTEGER_NAMES
-from recsys.datasets.criteo_parse import NUM_FIELDS, NUM_INTEGERS, parse_lines
+from recsys._support.machine import peak_memory_bytes
+from recsys.bench.parts.harness import Row, in_own_process, ratio, rows_by_provider, take_turns
+from recsys.datasets.criteo.flow import CATEGORY_NAMES, INTEGER_NAMES
+from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+from recsys.datasets.criteo.parse import NUM_FIELDS, NUM_INTEGERS, parse_lines
 from recsys.errors import ConfigError
-from recsys.machine import peak_memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
-    from recsys.datasets.criteo_parse import ParsedLines
+    from recsys.datasets.criteo.parse import ParsedLines
 
 __all__ = ["SIZES", "Size", "bench_prepare", "prepare_with_pandas", "write_long_text"]
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys.bench.harness import Row, summarize
-from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
-from recsys.datasets.row_numbers import RowNumbers
-from recsys.datasets.synthetic import SyntheticCriteo
-from recsys.embeddings.popularity import PopularityProfile
-from recsys.embeddings.rand_em import METHODS, estimate_hot_rows
+from recsys.bench.parts.harness import Row, summarize
+from recsys.datasets.criteo.row_numbers import RowNumbers
+from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
+from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.embeddings.popularity.profile import PopularityProfile
+from recsys.embeddings.popularity.rand_em import METHODS, estimate_hot_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -38,8 +38,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recsys.bench.bare_kernels import BareKernels, bags_of
-from recsys.bench.harness import (
+from recsys._support.machine import set_num_threads, tune_allocator
+from recsys.bench.parts.bare_kernels import BareKernels, bags_of
+from recsys.bench.parts.harness import (
     Row,
     in_own_process,
     ratio,
@@ -48,14 +49,13 @@ from recsys.bench.harness import (
     take_turns,
     timed,
 )
-from recsys.build import autocast, build_model, open_source
 from recsys.config import TrainConfig, load_config
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.errors import MissingDependency
-from recsys.machine import set_num_threads, tune_allocator
 from recsys.models.dlrm import DenseArch, OverArch
 from recsys.models.interaction import InteractionArch
 from recsys.models.linear import onednn_product, weight_gradient
+from recsys.train.build import autocast, build_model, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

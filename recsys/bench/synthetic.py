@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys.bench.harness import Row, ratio, rows_by_provider, take_turns, timed
-from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
+from recsys._support.machine import tune_allocator
+from recsys.bench.parts.harness import Row, ratio, rows_by_provider, take_turns, timed
+from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store, StoreWriter
-from recsys.datasets.synthetic import SyntheticCriteo
-from recsys.machine import tune_allocator
+from recsys.datasets.synthetic.samples import SyntheticCriteo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

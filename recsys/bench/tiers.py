@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from recsys.bench.harness import Row, ratio, rows_by_provider, summarize, take_turns
-from recsys.bench.scheduled import (
+from recsys._support.machine import peak_memory_bytes, set_num_threads, tune_allocator
+from recsys.bench.parts.harness import Row, ratio, rows_by_provider, summarize, take_turns
+from recsys.bench.parts.scheduled import (
     ScheduledSteps,
     Turn,
     TurnSteps,
@@ -34,13 +35,12 @@ from recsys.bench.scheduled import (
     sum_counts,
     train_plainly,
 )
-from recsys.bench.worker import Worker, end_turn, freeze_garbage, settle
-from recsys.build import build_model
+from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage, settle
 from recsys.config import ModelConfig, OptimizerConfig, SyntheticConfig, TrainConfig
-from recsys.datasets.synthetic import SyntheticCriteo
-from recsys.embeddings.slots import floor_bytes, row_bytes, slot_bytes
-from recsys.embeddings.tier_report import describe_tiers
-from recsys.machine import peak_memory_bytes, set_num_threads, tune_allocator
+from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
+from recsys.train.build import build_model
+from recsys.train.tier_report import describe_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -1,11 +1,11 @@
 """Prepare raw files as stores, read mini-batches from stores, and generate synthetic data."""
 
-from recsys.datasets.criteo import prepare_criteo_kaggle
-from recsys.datasets.criteo_days import prepare_criteo_1tb
+from recsys.datasets.criteo.days import prepare_criteo_1tb
+from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.source import SampleSource
 from recsys.datasets.store import Store
-from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.datasets.synthetic.samples import SyntheticCriteo
 
 __all__ = [
     "BatchLoader",

@@ -23,12 +23,18 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 
-from recsys.datasets.npy_blocks import NpyReader, in_blocks, require, whole_numbers, write_header
-from recsys.datasets.npy_store import append_samples, finish_numbered
+from recsys._support.files import appearing_whole, require_files, require_new
+from recsys.datasets.interchange.npy_blocks import (
+    NpyReader,
+    in_blocks,
+    require,
+    whole_numbers,
+    write_header,
+)
+from recsys.datasets.interchange.npy_store import append_samples, finish_numbered
 from recsys.datasets.source import classic_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import DatasetFormatError, StoreError
-from recsys.files import appearing_whole, require_files, require_new
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

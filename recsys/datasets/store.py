@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import torch
 
+from recsys._support.files import flush_to_disk
+from recsys._support.jit import kernel
 from recsys.batch import Batch, JaggedIds
 from recsys.datasets.source import SPLITS
 from recsys.errors import AlreadyExists, StoreError
-from recsys.files import flush_to_disk
-from recsys.jit import kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

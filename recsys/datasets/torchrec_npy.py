@@ -21,12 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys.datasets.npy_blocks import NpyReader, in_blocks, require, whole_numbers, write_header
-from recsys.datasets.npy_store import append_samples, finish_numbered
+from recsys._support.files import appearing_whole, require_files, require_new
+from recsys.datasets.interchange.npy_blocks import (
+    NpyReader,
+    in_blocks,
+    require,
+    whole_numbers,
+    write_header,
+)
+from recsys.datasets.interchange.npy_store import append_samples, finish_numbered
 from recsys.datasets.source import SPLITS, day_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
-from recsys.files import appearing_whole, require_files, require_new
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,30 +1,17 @@
-"""Embedding tables and those who look up and update their rows.
+"""Embedding tables, and the modules that look up and update their rows.
 
-    built by users   bag and embedding (table_module), collection, embedding_collection, table;
-                     optimizer: how rows move. abstract, baselines and providers: the same beside
-                     others; tracing: one call of theirs in a traced model
-    a lookup         bag_input (bag_lookup, collection_input) -> fused_lookup
-                     -> kernels/pooled_lookup
-    a gradient       -> the ledger of a table_group; table_parameter shows it as `grad`,
-                     by sparse_gradients
-    an update        fused_optimizer, or torch's by translate and in_backward
-                     -> row_updater -> group_updater (state_arrays) -> kernels/row_update
-    two tiers        budget, tiering -> tiers -> residency: tickets keep rows in slots
-                     (kernels/slots); transfers: the queue of moves between slots and cold_store or
-                     the file_store (kernels/file_moves), with its files in cold_files; staging:
-                     their way to a device; ahead: tickets for later lookups; evaluation reads rows
-                     where they are (kernels/tiered_lookup);
-                     table_versions: writes from outside; forecast: what a larger budget would save;
-                     interrupts: Ctrl-C held back while several lines must run together
-    popularity       popularity (row_counts, lookup_blocks, coverage, rand_em, profile_file)
-                     -> plan: which rows stay hot; model_plan: by which names
-    memory           row_space: tables as kernels see them; memory: huge pages
-    devices          kernel_choice -> kernels on the CPU, torch_kernels on CUDA; device_tables: how
-                     tables get there
-    accelerate       attach: which updater moves which tables of a model
+    bag, embedding, collection, embedding_collection
+                   the modules that users build, of tables (`table`); `optimizer` has the formulas
+                   that update rows, `baselines` the same modules by PyTorch and FBGEMM
+    popularity/    how often each row is looked up, and which rows stay hot
+    lookup/        from ids to pooled vectors, and from gradients to the ledger
+    update/        from a ledger and the settings of an optimizer to updated rows
+    tiers/         which row is in which slot, and its way from and to the cold store
+    kernels/       what is done to rows: on the CPU by numba (cpu), elsewhere by torch (torch)
+    rows/          the data that all kernels share
 
-A resident table takes none of the tiers' path; a tiered one goes through the same kernels, with
-slots for rows.
+A room imports the rooms below it, never one above it. A resident table takes none of the tiers'
+path; a tiered one goes through the same kernels, with slots for rows.
 """
 
 from recsys.embeddings.bag import HotColdEmbeddingBag
@@ -32,8 +19,8 @@ from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.plan import HotPlan, plan_hot_rows
-from recsys.embeddings.popularity import PopularityProfile
+from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
+from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.table import TableConfig
 
 __all__ = [

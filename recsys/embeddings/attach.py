@@ -14,19 +14,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from recsys.embeddings.fused_optimizer import FusedOptimizer
-from recsys.embeddings.in_backward import InBackward, read_marks
-from recsys.embeddings.row_space import require_aligned
-from recsys.embeddings.row_updater import RowUpdater
-from recsys.embeddings.table_group import TableGroup
-from recsys.embeddings.translate import translate
+from recsys.embeddings.lookup.table_group import TableGroup
+from recsys.embeddings.rows.row_space import require_aligned
+from recsys.embeddings.update.fused_optimizer import FusedOptimizer
+from recsys.embeddings.update.in_backward import InBackward, read_marks
+from recsys.embeddings.update.row_updater import RowUpdater
+from recsys.embeddings.update.translate import translate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch.utils.hooks import RemovableHandle
 
-    from recsys.embeddings.device_tables import AbstractTables
+    from recsys.embeddings.lookup.device_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
 
 __all__ = [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys.batch import PooledEmbeddings
-from recsys.embeddings.abstract import AbstractEmbeddingBags
+from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags
 from recsys.errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:

@@ -18,19 +18,17 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from recsys._support.tracing import leaf_call
 from recsys.batch import (
     JaggedIds,
     PooledEmbeddings,
     expand_to_one_batch_size,
     varies_in_batch_size,
 )
-from recsys.embeddings.abstract import AbstractEmbeddingBags, pooling_of
-from recsys.embeddings.ahead import Prefetched
-from recsys.embeddings.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.cold_files import open_cold_files, require_memory
-from recsys.embeddings.collection_input import id_error, require_bags, require_weights
-from recsys.embeddings.collection_layout import Layout
-from recsys.embeddings.device_tables import (
+from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags, pooling_of
+from recsys.embeddings.lookup.collection_input import id_error, require_bags, require_weights
+from recsys.embeddings.lookup.collection_layout import Layout
+from recsys.embeddings.lookup.device_tables import (
     AbstractTables,
     empty_tables,
     require_beside,
@@ -38,14 +36,16 @@ from recsys.embeddings.device_tables import (
     slot_device,
     table_device,
 )
-from recsys.embeddings.fused_lookup import Part, fused_lookup, prefetch_parts
-from recsys.embeddings.fused_optimizer import FusedOptimizer
-from recsys.embeddings.in_backward import read_marks
-from recsys.embeddings.row_space import compute_dtype, require_device
+from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup, prefetch_parts
+from recsys.embeddings.lookup.table_group import TableGroup
+from recsys.embeddings.rows.row_space import compute_dtype, require_device
+from recsys.embeddings.rows.table_parameter import require_no_updater
 from recsys.embeddings.table import DATA_TYPES, data_type_of
-from recsys.embeddings.table_group import TableGroup
-from recsys.embeddings.table_parameter import require_no_updater
-from recsys.embeddings.tracing import leaf_call
+from recsys.embeddings.tiers.ahead import Prefetched
+from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
+from recsys.embeddings.tiers.cold.cold_files import open_cold_files, require_memory
+from recsys.embeddings.update.fused_optimizer import FusedOptimizer
+from recsys.embeddings.update.in_backward import read_marks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recsys.batch import Features, Pooled
-    from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.plan import HotPlan
-    from recsys.embeddings.row_updater import Places, RowUpdater
+    from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
+    from recsys.embeddings.tiers.cold.cold_files import ColdFiles
+    from recsys.embeddings.update.row_updater import Places, RowUpdater
     from recsys.errors import IdOutOfRange
 
 __all__ = ["HotColdEmbeddingBagCollection"]

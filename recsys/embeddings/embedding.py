@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from recsys.embeddings.ahead import Prefetched
-from recsys.embeddings.bag_input import read_ids
-from recsys.embeddings.bag_lookup import look_up_ids, prefetch_bags
+from recsys._support.tracing import leaf_call
+from recsys.embeddings.lookup.bag_lookup import look_up_ids, prefetch_bags
+from recsys.embeddings.rows.bag_input import read_ids
 from recsys.embeddings.table_module import TableModule, find_rows, is_left_to_torch, require_plain
-from recsys.embeddings.tracing import leaf_call
+from recsys.embeddings.tiers.ahead import Prefetched
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.plan import HotPlan
+    from recsys.embeddings.popularity.plan import HotPlan
 
 __all__ = ["HotColdEmbedding"]
 

@@ -11,18 +11,23 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from recsys._support.tracing import leaf_call
 from recsys.batch import JaggedIds, varies_in_batch_size
-from recsys.embeddings.abstract import draw_rows
-from recsys.embeddings.ahead import Prefetched
 from recsys.embeddings.attach import NamedTable, attach, choose_movers
-from recsys.embeddings.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.cold_files import open_cold_files, require_memory
-from recsys.embeddings.collection_input import id_error, require_bags
-from recsys.embeddings.device_tables import AbstractTables, empty_tables, slot_device, table_device
 from recsys.embeddings.embedding import HotColdEmbedding
-from recsys.embeddings.row_space import require_device
+from recsys.embeddings.lookup.abstract import draw_rows
+from recsys.embeddings.lookup.collection_input import id_error, require_bags
+from recsys.embeddings.lookup.device_tables import (
+    AbstractTables,
+    empty_tables,
+    slot_device,
+    table_device,
+)
+from recsys.embeddings.rows.row_space import require_device
 from recsys.embeddings.table import DATA_TYPES, data_type_of, output_names
-from recsys.embeddings.tracing import leaf_call
+from recsys.embeddings.tiers.ahead import Prefetched
+from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
+from recsys.embeddings.tiers.cold.cold_files import open_cold_files, require_memory
 from recsys.errors import IdOutOfRange
 
 if TYPE_CHECKING:
@@ -33,13 +38,13 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
     from recsys.batch import Features
-    from recsys.embeddings.cold_files import ColdFiles
-    from recsys.embeddings.fused_optimizer import FusedOptimizer
+    from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.plan import HotPlan
-    from recsys.embeddings.row_updater import Places, RowUpdater
+    from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
-    from recsys.embeddings.table_group import TableGroup
+    from recsys.embeddings.tiers.cold.cold_files import ColdFiles
+    from recsys.embeddings.update.fused_optimizer import FusedOptimizer
+    from recsys.embeddings.update.row_updater import Places, RowUpdater
 
 __all__ = ["HotColdEmbeddingCollection", "JaggedEmbeddings"]
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from recsys.embeddings.kernels.rounding import fold, round_reference
+from recsys.embeddings.rows.rounding import fold, round_reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

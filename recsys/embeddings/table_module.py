@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch._C import _are_functorch_transforms_active
 
-from recsys.embeddings.bag_lookup import BagPlace
-from recsys.embeddings.budget import NEEDS_OPTIMIZER
-from recsys.embeddings.cold_files import open_cold_files, require_memory
-from recsys.embeddings.device_tables import AbstractTables, slot_device, table_device
-from recsys.embeddings.fused_optimizer import FusedOptimizer
-from recsys.embeddings.in_backward import read_marks
-from recsys.embeddings.kernels.pooled_lookup import Lookups
-from recsys.embeddings.memory import empty_rows
-from recsys.embeddings.row_space import require_device
-from recsys.embeddings.table_group import TableGroup
-from recsys.embeddings.table_parameter import require_no_updater
+from recsys._support.memory import empty_rows
+from recsys.embeddings.lookup.bag_lookup import BagPlace
+from recsys.embeddings.lookup.device_tables import AbstractTables, slot_device, table_device
+from recsys.embeddings.lookup.table_group import TableGroup
+from recsys.embeddings.rows.lookups import Lookups
+from recsys.embeddings.rows.row_space import require_device
+from recsys.embeddings.rows.table_parameter import require_no_updater
+from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
+from recsys.embeddings.tiers.cold.cold_files import open_cold_files, require_memory
+from recsys.embeddings.update.fused_optimizer import FusedOptimizer
+from recsys.embeddings.update.in_backward import read_marks
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor, nn
 
-    from recsys.embeddings.cold_files import ColdFiles
     from recsys.embeddings.optimizer import RowOptimizer
-    from recsys.embeddings.plan import HotPlan
-    from recsys.embeddings.row_updater import Places, RowUpdater
+    from recsys.embeddings.popularity.plan import HotPlan
+    from recsys.embeddings.tiers.cold.cold_files import ColdFiles
+    from recsys.embeddings.update.row_updater import Places, RowUpdater
 
 __all__ = ["Rows", "TableModule", "find_rows", "is_left_to_torch", "require_plain"]
 

@@ -16,7 +16,7 @@ from numba import prange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from recsys.jit import num_parts, parallel_kernel
+from recsys._support.jit import num_parts, parallel_kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

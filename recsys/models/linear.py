@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from recsys.machine import cpu_vendor
+from recsys._support.machine import cpu_vendor
 
 __all__ = ["linear_relu", "linear_relu_reference", "onednn_product", "weight_gradient"]
 

@@ -20,9 +20,9 @@ changes the order of samples:
 """
 
 from recsys.pipeline.auto import Auto
-from recsys.pipeline.hot_cold_loader import HotColdLoader
+from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
+from recsys.pipeline.fae.shuffle_scheduler import FAE
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
-from recsys.pipeline.shuffle_scheduler import FAE
 from recsys.pipeline.train_pipeline import TrainPipeline
 
 __all__ = [

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.device_tables import AbstractTables
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
-from recsys.embeddings.transfers import MoveSeconds
+from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.tiers.transfers import MoveSeconds
 from recsys.pipeline.stalls import Moved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from recsys.batch import Features
-    from recsys.embeddings.ahead import Prefetched
-    from recsys.embeddings.row_updater import RowUpdater
-    from recsys.embeddings.tiers import Tiers
+    from recsys.embeddings.tiers.ahead import Prefetched
+    from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.embeddings.update.row_updater import RowUpdater
 
 __all__ = ["Inputs", "cancel", "is_torchrec"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recsys.embeddings.transfers import MoveSeconds
+from recsys.embeddings.tiers.transfers import MoveSeconds
 from recsys.pipeline.suggestions import Suggestion
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from recsys.embeddings.forecast import Forecast
+from recsys._support.sizes import format_bytes
+from recsys.embeddings.tiers.forecast import Forecast
 from recsys.pipeline.schedule import LookAhead
-from recsys.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from recsys.embeddings.tiers import Tiers
+    from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
 

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from recsys.embeddings.fused_optimizer import FusedOptimizer
-from recsys.embeddings.interrupts import interrupts_held_back
+from recsys._support.interrupts import interrupts_held_back
+from recsys._support.sizes import format_bytes
+from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
+from recsys.pipeline.hotline.popular_split import PopularSplit
 from recsys.pipeline.inputs import Inputs, cancel
 from recsys.pipeline.micro_batches import join_outputs
-from recsys.pipeline.popular_split import PopularSplit
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.stalls import StageClock
 from recsys.pipeline.suggestions import forecast_budget, of_budget, of_schedule
 from recsys.pipeline.window import Windows
-from recsys.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from recsys.embeddings.ahead import Prefetched
-    from recsys.pipeline.popular_split import MicroBatch
+    from recsys.embeddings.tiers.ahead import Prefetched
+    from recsys.pipeline.hotline.popular_split import MicroBatch
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.suggestions import Suggestion
     from recsys.pipeline.timeline import Timeline

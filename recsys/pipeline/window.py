@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from recsys.embeddings.ahead import Prefetched
+    from recsys.embeddings.tiers.ahead import Prefetched
     from recsys.pipeline.inputs import Inputs
 
 __all__ = ["MiniBatch", "Window", "Windows"]

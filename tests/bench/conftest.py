@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recsys.bench import worker
+from recsys.bench.parts import worker
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from recsys.bench import counting
-from recsys.bench.harness import write_rows
+from recsys.bench.parts.harness import write_rows
 from recsys.datasets import Store, SyntheticCriteo
 from recsys.embeddings import PopularityProfile
 

@@ -3,13 +3,13 @@ import os
 
 import pytest
 
-from recsys.bench.disk import best_num_threads
 from recsys.bench.file_tier import FileTierCase, bench_file_tier, scaled_table_sizes
-from recsys.bench.file_tier_rows import FileTierTurns, rows_of_file_tier
-from recsys.bench.scheduled import Turn
-from recsys.cli import main
-from recsys.datasets.criteo_shape import KAGGLE_TABLE_SIZES
-from recsys.embeddings.residency import TierCounts
+from recsys.bench.parts.disk import best_num_threads
+from recsys.bench.parts.file_tier_rows import FileTierTurns, rows_of_file_tier
+from recsys.bench.parts.scheduled import Turn
+from recsys.cli.commands import main
+from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
+from recsys.embeddings.tiers.residency import TierCounts
 from recsys.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import torch
 
 from recsys.bench import lookup
 from recsys.bench.lookup import bench_lookup, step_bytes
-from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.errors import ConfigError, MissingDependency
 
 

@@ -5,8 +5,8 @@ import torch
 
 from recsys.bench import models
 from recsys.bench.models import bench_models
-from recsys.bench.plain_models import KINDS
-from recsys.embeddings.device_tables import AbstractTables
+from recsys.bench.parts.plain_models import KINDS
+from recsys.embeddings.lookup.device_tables import AbstractTables
 
 
 @pytest.fixture(autouse=True)

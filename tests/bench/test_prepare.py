@@ -1,8 +1,9 @@
 import pytest
 
-from recsys.bench import harness, prepare
-from recsys.bench.harness import ratio
-from recsys.datasets.criteo import prepare_criteo_kaggle
+from recsys.bench import prepare
+from recsys.bench.parts import harness
+from recsys.bench.parts.harness import ratio
+from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 
 
 def test_the_long_text_is_good_and_brings_new_ids_with_every_repetition(raw_line, tmp_path):

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from recsys.bench.harness import write_rows
+from recsys.bench.parts.harness import write_rows
 from recsys.bench.rand_em import _counts_by_order, _share, bench_rand_em
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 
 from recsys.bench import synthetic
-from recsys.bench.harness import write_rows
+from recsys.bench.parts.harness import write_rows
 from recsys.datasets.store import Store
-from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.datasets.synthetic.samples import SyntheticCriteo
 
 
 def test_every_case_is_measured_beside_the_store(tmp_path):

@@ -3,10 +3,10 @@ import json
 import pytest
 import torch
 
-from recsys.bench.harness import rows_by_provider, write_rows
+from recsys.bench.parts.harness import rows_by_provider, write_rows
+from recsys.bench.parts.tiers_curve import curve_file, write_curve
 from recsys.bench.tiers import bench_tiers
-from recsys.bench.tiers_curve import curve_file, write_curve
-from recsys.embeddings.slots import map_bytes, row_bytes, slot_bytes
+from recsys.embeddings.tiers.slots import map_bytes, row_bytes, slot_bytes
 from recsys.errors import ConfigError
 
 
@@ -81,7 +81,8 @@ def write_record(path):
 def test_the_curve_has_a_line_for_each_schedule_and_lies_beside_the_json(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        "recsys.bench.tiers_curve.draw_shares", lambda curves: drawn.append(curves) or b"picture"
+        "recsys.bench.parts.tiers_curve.draw_shares",
+        lambda curves: drawn.append(curves) or b"picture",
     )
     write_record(tmp_path / "tiers.json")
 
@@ -99,7 +100,7 @@ def test_the_curve_has_a_line_for_each_schedule_and_lies_beside_the_json(tmp_pat
 def test_the_curve_of_a_record_without_intervals_is_drawn(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        "recsys.bench.tiers_curve.draw_shares", lambda curves: drawn.append(curves) or b""
+        "recsys.bench.parts.tiers_curve.draw_shares", lambda curves: drawn.append(curves) or b""
     )
     named = {"case": "D=4,share=0.5,schedule=sequential", "provider": "recsys"}
     values = {"median": 0.5, "low": None, "high": None}

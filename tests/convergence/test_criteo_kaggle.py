@@ -3,7 +3,7 @@
 import pytest
 
 from recsys.config import load_config
-from recsys.trainer import train
+from recsys.train.trainer import train
 
 RECIPES = {
     "sgd": (["optimizer.lr=0.1", "batch_size=128"], 0.714),

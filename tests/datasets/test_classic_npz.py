@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from recsys.datasets.classic_npz import read_classic_npz, write_classic_npz
-from recsys.datasets.criteo import prepare_criteo_kaggle
+from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.source import classic_splits
 from recsys.datasets.store import Store, StoreWriter
 from recsys.errors import AlreadyExists, DatasetFormatError, StoreError
@@ -17,7 +17,7 @@ NUM_SAMPLES = 45
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("recsys.datasets.npy_blocks.BLOCK_SAMPLES", 7)
+    monkeypatch.setattr("recsys.datasets.interchange.npy_blocks.BLOCK_SAMPLES", 7)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.source import classic_splits, day_splits
 from recsys.datasets.store import Store, StoreWriter
-from recsys.datasets.synthetic import SyntheticCriteo
+from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.datasets.torchrec_npy import read_torchrec_npy, write_torchrec_npy
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError
 
@@ -14,7 +14,7 @@ NUM_SAMPLES, SIZES = 53, [3 + column % 5 for column in range(26)]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr("recsys.datasets.npy_blocks.BLOCK_SAMPLES", 7)
+    monkeypatch.setattr("recsys.datasets.interchange.npy_blocks.BLOCK_SAMPLES", 7)
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recsys.embeddings import kernel_choice
+from recsys.embeddings.kernels import choice as kernel_choice
+from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.torch_kernels.errors import errors_on
 
 OPTIMIZERS = [
     SGD(lr=0.5),

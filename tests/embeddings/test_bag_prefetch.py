@@ -6,10 +6,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from recsys.embeddings import kernel_choice
 from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.kernels import choice as kernel_choice
+from recsys.embeddings.kernels.torch.errors import errors_on
 from recsys.embeddings.optimizer import SGD
-from recsys.embeddings.torch_kernels.errors import errors_on
 
 NUM_ROWS = 300
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.fused_optimizer import FusedOptimizer
+from recsys.embeddings.lookup.table_group import TableGroup
 from recsys.embeddings.optimizer import (
     SGD,
     Adagrad,
@@ -15,7 +15,7 @@ from recsys.embeddings.optimizer import (
     PartialRowWiseAdam,
     update_reference,
 )
-from recsys.embeddings.table_group import TableGroup
+from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
 NUM_ROWS, DIM = 11, 3
 TOLERANCES = {

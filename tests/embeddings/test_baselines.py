@@ -5,9 +5,9 @@ from torch.nn.functional import embedding_bag
 from recsys.batch import JaggedIds
 from recsys.config import OptimizerConfig
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.providers import build_embeddings
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
+from recsys.train.providers import build_embeddings
 
 PROVIDERS = ["recsys", "torch", "fbgemm"]
 TABLES = [

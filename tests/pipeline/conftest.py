@@ -11,8 +11,8 @@ from torch import nn
 
 from recsys.batch import JaggedIds
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.slots import floor_bytes, slot_bytes
 from recsys.embeddings.table import TableConfig
+from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
 
 
 @dataclass

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.embeddings.kernels.slots import AWAITED, PINNED
+from recsys.embeddings.kernels.cpu.slots import AWAITED, PINNED
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.plan import plan_hot_rows
-from recsys.embeddings.popularity import PopularityProfile
-from recsys.embeddings.residency import _Hold
+from recsys.embeddings.popularity.plan import plan_hot_rows
+from recsys.embeddings.popularity.profile import PopularityProfile
+from recsys.embeddings.tiers.residency import _Hold
 from recsys.errors import BudgetTooSmall, TiersFailed
 from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.micro_batches import select_samples

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recsys.embeddings.optimizer import SGD
-from recsys.embeddings.transfers import MoveSeconds
+from recsys.embeddings.tiers.transfers import MoveSeconds
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.stalls import (
     STAGES,
@@ -26,7 +26,11 @@ from recsys.pipeline.timeline import Timeline
 def now(monkeypatch):
     """The time of every clock, which passes when told so."""
     found = [100.0]
-    for place in ("pipeline.stalls.time", "embeddings.transfers", "embeddings.residency"):
+    for place in (
+        "pipeline.stalls.time",
+        "embeddings.tiers.transfers",
+        "embeddings.tiers.residency",
+    ):
         monkeypatch.setattr(f"recsys.{place}.perf_counter", lambda: found[0])
     return found
 

@@ -18,7 +18,11 @@ FETCH, WRITE_BACK, COMPUTE = 1e-4, 2e-4, 0.03  # seconds: of a row, of a row, of
 def now(monkeypatch):
     """The time of every clock, which passes when told so."""
     found = [100.0]
-    for place in ("pipeline.stalls.time", "embeddings.transfers", "embeddings.residency"):
+    for place in (
+        "pipeline.stalls.time",
+        "embeddings.tiers.transfers",
+        "embeddings.tiers.residency",
+    ):
         monkeypatch.setattr(f"recsys.{place}.perf_counter", lambda: found[0])
     return found
 

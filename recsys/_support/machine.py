@@ -1,0 +1,131 @@
+"""The machine of a run: threads, memory, and the names and versions that its record holds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recsys._version import __version__
+
+__all__ = [
+    "cpu_vendor",
+    "describe_environment",
+    "num_cores",
+    "peak_memory_bytes",
+    "set_num_threads",
+    "tune_allocator",
+]
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Set the number of threads of this process; 0: one per core.
+
+    Every kernel reads this number from torch (`recsys._support.jit`).
+    """
+    torch.set_num_threads(num_threads or num_cores())
+
+
+def tune_allocator() -> bool:
+    """Make glibc keep freed memory for the next step; False if the C library is not glibc.
+
+    By default glibc returns large blocks to the system as soon as they are freed. Every step then
+    faults in its activations again, page by page. The setting holds for the whole process, so
+    programs call this function and libraries must not.
+    """
+    try:
+        libc = ctypes.CDLL(None)
+        mallopt = libc.mallopt
+    except (OSError, AttributeError, TypeError):  # not glibc
+        return False
+    # From malloc.h: M_MMAP_THRESHOLD, at its maximum, and M_TRIM_THRESHOLD.
+    return bool(mallopt(-3, 32 * 2**20)) and bool(mallopt(-1, 2**31 - 1))
+
+
+def peak_memory_bytes() -> int | None:
+    """Peak of this process's resident memory in bytes; None if the system does not report it."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # Not getrusage: its maximum includes the parent process before exec.
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return maximum if sys.platform == "darwin" else maximum * 1024
+
+
+def describe_environment() -> dict[str, Any]:
+    """Machine, versions and commit, in JSON types.
+
+    `commit` is the commit of the checkout that this package is imported from; null for an installed
+    package. `dirty` says whether the package differs from that commit.
+    """
+    commit = _git("rev-parse", "HEAD")
+    return {
+        "recsys": __version__,
+        "commit": commit,
+        "dirty": None if commit is None else bool(_git("status", "--porcelain", "--", "recsys")),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": _cpu_name(),
+        "num_cores": num_cores(),
+        "num_threads": torch.get_num_threads(),
+        "memory_bytes": _memory_bytes(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "platform": platform.platform(),
+    }
+
+
+def num_cores() -> int:
+    """Number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int | None:
+    if not hasattr(os, "sysconf"):  # Windows
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def cpu_vendor() -> str | None:
+    """Vendor of the processor, such as "GenuineIntel"; None if the system does not report it."""
+    return _cpu_info("vendor_id")
+
+
+def _cpu_name() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_info(key: str) -> str | None:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
+    return None
+
+
+def _git(*arguments: str) -> str | None:
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

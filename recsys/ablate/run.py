@@ -1,0 +1,325 @@
+"""Ablations: train variations of one configuration, each with several seeds.
+
+    cell                one training run: a variation with a seed; DIR/cells/<variation>-seed<k>
+    order               all variations with the first seed, then all with the second, ...
+    finished cell       its run.json says so, and holds the configuration of the cell
+
+A finished cell is never run again. So a stopped ablation continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from recsys._support.files import alone_in
+from recsys._support.machine import describe_environment
+from recsys.config import build_config, describe_config
+from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
+from recsys.report.ablation_table import make_rows
+from recsys.report.page import write_report
+from recsys.train.build import describe_source, open_source
+from recsys.train.run_folder import RunFolder, write_json
+from recsys.train.trainer_process import train_in_own_process
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from recsys.ablate.config import AblationConfig, Cell
+    from recsys.config import TrainConfig
+
+__all__ = ["ablate", "seconds_to_auc"]
+
+# A cell that diverged would diverge again with the same seed, so it is not run again.
+_OUTCOMES = ("finished", "diverged")
+# Keys of the environment that must agree: otherwise the table compares machines or versions too.
+_SAME_FOR_ALL = (
+    "recsys",
+    "commit",
+    "dirty",
+    "python",
+    "torch",
+    "cpu",
+    "num_cores",
+    "num_threads",
+    "gpu",
+)
+
+
+class RunCell(Protocol):
+    """A function that trains one cell: `recsys.train.trainer.train`, or `train_in_own_process`."""
+
+    def __call__(self, config: TrainConfig, run_dir: Path, *, show_progress: bool) -> Any: ...
+
+
+def ablate(
+    config: AblationConfig,
+    out_dir: str | Path,
+    *,
+    show_progress: bool = True,
+    run_cell: RunCell = train_in_own_process,
+) -> dict[str, Any]:
+    """Run the cells that are not finished, one after the other, and tabulate all cells.
+
+    Every cell is trained in a new process, which imports the main script. A script that calls this
+    function must do its work under `if __name__ == "__main__":`.
+
+    Args:
+        config: The cells.
+        out_dir: A new folder, or the folder of the same ablation, which is continued. It gets
+            `cells/`, and after every cell a new `ablate.json` and a new `report.html`.
+        show_progress: Print the name of every cell and draw its progress bar.
+        run_cell: Trains one configuration into a folder.
+
+    Returns:
+        The record, as in `ablate.json`. Its `status` is "finished", or "unfinished" after Ctrl-C.
+        Ctrl-C ends the cell in training, which then counts as not run.
+
+    Raises:
+        AlreadyExists: the folder holds something else, or a cell with another configuration or
+            with other data.
+        ConfigError: a cell cannot be trained, a file of a cell is damaged, or another process is
+            at work in the folder.
+        StoreError: the data does not exist.
+    """
+    folder = Path(out_dir)
+    cells = config.cells()
+    if folder.exists() and (
+        not folder.is_dir() or (any(folder.iterdir()) and not (folder / "cells").is_dir())
+    ):
+        raise AlreadyExists(
+            f"{folder} is neither empty nor an ablation's folder: it has no cells/; "
+            "choose another with --run"
+        )
+    data = {_data_keys(cell): cell.config for cell in cells}
+    # Missing data raises here, before anything is written.
+    sources = {keys: describe_source(open_source(tried)) for keys, tried in data.items()}
+    (folder / "cells").mkdir(parents=True, exist_ok=True)
+    with alone_in(folder, "recsys ablate"):
+        outcomes = {}
+        for cell in cells:
+            outcome = _read_outcome(config, folder, cell)
+            if outcome is not None:
+                _require_same_data(folder, cell, outcome, sources[_data_keys(cell)])
+                outcomes[cell.name] = outcome
+        try:
+            for number, cell in enumerate(cells):
+                if cell.name in outcomes:
+                    continue
+                if show_progress:
+                    _print(f"cell {number + 1} of {len(cells)}: {cell.name}")
+                _train_cell(folder, cell, run_cell, show_progress=show_progress)
+                outcome = _read_outcome(config, folder, cell)
+                if outcome is None:
+                    break  # `run_cell` trained in this process and Ctrl-C ended it
+                outcomes[cell.name] = outcome
+                if len(outcomes) < len(cells):
+                    _tabulate(config, folder, cells, outcomes)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            record = _tabulate(config, folder, cells, outcomes)
+            _warn_of_differences(folder, cells, record)
+    return record
+
+
+def seconds_to_auc(
+    history: Sequence[Mapping[str, Any]], split: str, target_auc: float
+) -> tuple[float, int] | None:
+    """Seconds of training and samples trained on until a run first reached an AUC.
+
+    The first evaluation at or above the target counts, without interpolation. The seconds leave
+    evaluations out. None if no evaluation of the split reached the target.
+    """
+    for entry in history:
+        found = entry.get(split)
+        if found is not None and found["auc"] is not None and found["auc"] >= target_auc:
+            return entry["train_seconds"], entry["num_samples"]
+    return None
+
+
+def _read_outcome(config: AblationConfig, folder: Path, cell: Cell) -> dict[str, Any] | None:
+    """The record of a cell that finished or diverged; None if the cell must be run.
+
+    Raises:
+        AlreadyExists: the cell was run with another configuration.
+        ConfigError: the record is damaged, or the history is damaged and a target needs it.
+    """
+    run = RunFolder(folder / "cells" / cell.name)
+    if not run.record_file.is_file():
+        return None
+    record = run.read_record()
+    if record["status"] not in _OUTCOMES:
+        return None
+    try:
+        # A key that did not exist when the record was written gets its default.
+        found = record["config"] = _as_json(describe_config(build_config(record["config"])))
+    except ConfigError as error:
+        difference: str | None = f"this version refuses it: {error}"
+    else:
+        difference = _first_difference(_as_json(describe_config(cell.config)), found)
+    if difference is not None:
+        raise AlreadyExists(_refusal(run, cell, "another configuration", difference))
+    if config.target_auc is not None and record["status"] == "finished":
+        _require_whole_history(run, cell, record, config.target_split)
+    return record
+
+
+def _require_whole_history(
+    run: RunFolder, cell: Cell, record: Mapping[str, Any], split: str
+) -> None:
+    """Check that the history, which says when the target was reached, is complete.
+
+    Raises:
+        ConfigError: the history is missing or incomplete.
+    """
+    history = run.read_history()
+    last = history[-1] if history else {}
+    if last.get(split) is None or last.get("num_samples") != record["throughput"]["num_samples"]:
+        raise ConfigError(
+            f"cell {cell.name} is finished, but {run.history_file} is missing or lacks the last "
+            f"evaluation on the {split} split, which the time to the target needs; remove "
+            f"{run.path} to run it again"
+        )
+
+
+def _data_keys(cell: Cell) -> tuple[Any, ...]:
+    """The keys of a cell's configuration that name its data."""
+    return cell.config.data, cell.config.synthetic
+
+
+def _require_same_data(
+    folder: Path, cell: Cell, record: Mapping[str, Any], data: Mapping[str, Any]
+) -> None:
+    """Check that a finished cell was run on the data as it is now.
+
+    Raises:
+        AlreadyExists: the data has changed.
+    """
+    found = record["data"]
+    # A key that only one of two versions writes is not a difference.
+    expected = {key: value for key, value in _as_json(data).items() if key in found}
+    difference = _first_difference(expected, {key: found[key] for key in expected})
+    if difference is not None:
+        run = RunFolder(folder / "cells" / cell.name)
+        raise AlreadyExists(_refusal(run, cell, "other data", difference))
+
+
+def _refusal(run: RunFolder, cell: Cell, what: str, difference: str) -> str:
+    return (
+        f"cell {cell.name} was run with {what}: {difference}; remove "
+        f"{run.path} to run it again, or choose another folder with --run"
+    )
+
+
+def _as_json(value: Any) -> Any:
+    """The value as read back from a JSON file: tuples become lists."""
+    return json.loads(json.dumps(value))
+
+
+def _first_difference(expected: Any, found: Any, key: str = "") -> str | None:
+    """The first difference of two nested mappings, in words; None if they are equal."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for name in [*expected, *(name for name in found if name not in expected)]:
+            inner = f"{key}.{name}" if key else name
+            if name not in found:
+                return f"{inner} is {expected[name]!r} now and was not set then"
+            if name not in expected:
+                return f"{inner} is not set now and was {found[name]!r} then"
+            difference = _first_difference(expected[name], found[name], inner)
+            if difference is not None:
+                return difference
+        return None
+    return None if expected == found else f"{key} is {expected!r} now and was {found!r} then"
+
+
+def _train_cell(folder: Path, cell: Cell, run_cell: RunCell, *, show_progress: bool) -> None:
+    path = folder / "cells" / cell.name
+    if path.exists():
+        _print(f"{path} was not finished: it is removed and run again")
+        shutil.rmtree(path)
+    try:
+        run_cell(cell.config, path, show_progress=show_progress)
+    except TrainingDiverged as error:
+        _print(f"cell {cell.name} diverged: {error}")
+    except ConfigError as error:
+        raise ConfigError(f"cell {cell.name}: {error}") from None
+
+
+def _tabulate(
+    config: AblationConfig,
+    folder: Path,
+    cells: Sequence[Cell],
+    outcomes: Mapping[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """Write `ablate.json` and `report.html` from the cells that are done; returns the record."""
+    done = [
+        _describe_cell(config, folder, cell, outcomes[cell.name])
+        for cell in cells
+        if cell.name in outcomes
+    ]
+    described = config.describe()
+    record = {
+        "command": " ".join(["recsys", *sys.argv[1:]]),
+        "status": "finished" if len(done) == len(cells) else "unfinished",
+        "environment": _common_environment([cell["run"]["environment"] for cell in done]),
+        "config": described,
+        "num_cells": len(cells),
+        "cells": done,
+        "rows": make_rows(done, described),
+    }
+    write_json(folder / "ablate.json", record)
+    write_report(folder)
+    return record
+
+
+def _warn_of_differences(folder: Path, cells: Sequence[Cell], record: Mapping[str, Any]) -> None:
+    names = [cell.name for cell in cells]
+    others = sorted(path.name for path in (folder / "cells").iterdir() if path.name not in names)
+    if others:
+        _print(f"kept, but not part of this ablation: {', '.join(others)} in {folder / 'cells'}")
+    num_settings = len({cell.config.num_threads for cell in cells})
+    for key in _SAME_FOR_ALL:
+        values = record["environment"].get(key)
+        if isinstance(values, list) and not (key == "num_threads" and num_settings > 1):
+            _print(f"the cells were not all run with the same {key}, but with {values}")
+
+
+def _describe_cell(
+    config: AblationConfig, folder: Path, cell: Cell, record: dict[str, Any]
+) -> dict[str, Any]:
+    interval = reached = None
+    if config.target_auc is not None:
+        interval = cell.config.eval.every_steps * cell.config.batch_size
+        history = RunFolder(folder / "cells" / cell.name).read_history()
+        reached = seconds_to_auc(history, config.target_split, config.target_auc)
+    return {
+        "name": cell.name,
+        "variation": cell.variation,
+        "seed": cell.seed,
+        "seconds_to_target_auc": reached and reached[0],
+        "samples_to_target_auc": reached and reached[1],
+        "eval_every_samples": interval,
+        "run": record,
+    }
+
+
+def _common_environment(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The environment of the cells; a key in which they differ has the list of its values."""
+    if not environments:
+        return describe_environment()
+    common = {}
+    for key in environments[0]:
+        values: list[Any] = []
+        for environment in environments:
+            if environment.get(key) not in values:
+                values.append(environment.get(key))
+        common[key] = values[0] if len(values) == 1 else values
+    return common
+
+
+def _print(message: str) -> None:
+    sys.stderr.write(f"{message}\n")

@@ -1,0 +1,174 @@
+"""The commands about popular rows: `profile` and `plan`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recsys._support.files import require_new
+from recsys._support.sizes import format_bytes
+from recsys.config import SYNTHETIC_PREFIX, load_config
+from recsys.embeddings.popularity.plan import RANKINGS
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+    from recsys.datasets.source import SampleSource
+
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_popularity_commands", "parse_samples"]
+
+_NUMBER = r"\d+\.?\d*|\.\d+"
+# Sets of hot rows whose coverage is printed, as shares of the rows seen.
+_SHARES = (0.001, 0.01, 0.1, 1.0)
+
+
+def add_popularity_commands(commands: _Commands) -> None:
+    """Add `profile` and `plan`."""
+    profile = commands.add_parser(
+        "profile", help="count lookups per row, and print the coverage of the most popular rows"
+    )
+    profile.add_argument("store", metavar="STORE", help="a store, or synthetic:criteo-kaggle")
+    profile.add_argument("--out", required=True, type=Path, metavar="FILE", help="new .npz file")
+    profile.add_argument(
+        "--samples",
+        default=":",
+        metavar="A:B",
+        help="samples to count: numbers (0:1000), or shares if one has a point (0:0.5); the "
+        "coverage is measured on the samples after B; default: all",
+    )
+    profile.add_argument(
+        "--rate",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="share of these samples to count; default 1",
+    )
+    profile.set_defaults(run_command=_profile)
+
+    plan = commands.add_parser(
+        "plan", help="choose the hot rows for a budget, and print the coverage of several budgets"
+    )
+    plan.add_argument("profile", metavar="PROFILE", help="file written by `recsys profile`")
+    plan.add_argument(
+        "--budget", required=True, metavar="SIZE", help="fast memory, such as 256MiB or 2GiB"
+    )
+    plan.add_argument("--out", required=True, type=Path, metavar="FILE", help="new .npz file")
+    plan.add_argument(
+        "--ranking",
+        default=RANKINGS[0],
+        choices=RANKINGS,
+        help="order of the rows; the last two are FAE's",
+    )
+    plan.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE.toml",
+        help="configuration of the training that will use the plan",
+    )
+    plan.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="set one key of that configuration; model.embedding_dim, optimizer.name and "
+        "batch_size matter; may be repeated",
+    )
+    plan.set_defaults(run_command=_plan)
+
+
+def parse_samples(text: str, num_samples: int) -> range:
+    """The range of samples that `A:B` names; A and B may be left out.
+
+    Args:
+        text: Two sample numbers, or two shares of all samples if at least one has a point.
+        num_samples: Number of samples.
+
+    Raises:
+        ConfigError: the text is neither, or the range is empty or not within the samples.
+    """
+    found = re.fullmatch(rf"({_NUMBER})?:({_NUMBER})?", text)
+    has_shares = "." in text
+    if not found or (has_shares and any(float(part or 0) > 1 for part in found.groups())):
+        raise ConfigError(
+            f"samples must be A:B, two numbers as in 0:1000 or two shares as in 0:0.5, got {text!r}"
+        )
+    begin, end = (
+        default if part is None else int(float(part) * num_samples) if has_shares else int(part)
+        for part, default in zip(found.groups(), (0, num_samples), strict=True)
+    )
+    if not 0 <= begin < end <= num_samples:
+        raise ConfigError(
+            f"samples {text!r} are {begin} to {end}, but must be a range within the {num_samples} "
+            "samples; name others"
+        )
+    return range(begin, end)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from recsys.embeddings.popularity.coverage import format_coverages
+    from recsys.embeddings.popularity.profile import PopularityProfile
+
+    source = _open(options.store)
+    samples = parse_samples(options.samples, source.num_samples)
+    require_new(options.out)
+    profile = PopularityProfile.count(source, samples, rate=options.rate)
+    profile.save(options.out)
+
+    num_rows, num_seen = sum(profile.table_sizes.values()), profile.num_rows_seen
+    of_all = f" of {profile.num_samples_seen:,}" if profile.rate < 1 else ""
+    print(
+        f"{options.out}: {profile.num_lookups:,} lookups of {profile.num_samples:,}{of_all} "
+        f"samples; {num_seen:,} of {num_rows:,} rows in {len(profile.table_sizes)} tables seen"
+    )
+    if not profile.num_samples:
+        return 0
+    later = range(samples.stop, source.num_samples)
+    measured = later if later else samples
+    print(
+        f"\ncoverage, measured on samples {measured.start:,} to {measured.stop:,}"
+        f"{', which come later' if later else ', the same ones'}:"
+    )
+    nums_rows = [max(int(share * num_seen), 1) for share in _SHARES]
+    print(format_coverages(profile.coverages(nums_rows, source, measured), num_seen))
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from recsys.embeddings.popularity.plan import plan_hot_rows
+    from recsys.embeddings.popularity.profile import PopularityProfile
+    from recsys.train.build import table_configs
+    from recsys.train.providers import row_optimizer
+
+    config = load_config(options.config, options.set)
+    profile = PopularityProfile.load(options.profile)
+    require_new(options.out)
+    plan = plan_hot_rows(
+        profile,
+        table_configs(profile.table_sizes, config.model.embedding_dim),
+        options.budget,
+        row_optimizer(config.optimizer),
+        ranking=options.ranking,
+        window_lookups=config.batch_size,
+    )
+    plan.save(options.out)
+    parts = (plan.map_bytes, plan.shared_bytes, plan.pinned_bytes)
+    of_map, shared, pinned = (format_bytes(num_bytes) for num_bytes in parts)
+    print(
+        f"{options.out}: {plan.num_pinned:,} of {sum(profile.table_sizes.values()):,} rows pinned "
+        f"in {pinned}, with a row map of {of_map} and {shared} for mini-batches"
+    )
+    print(f"\nshares of the counted lookups (later lookups miss more):\n{plan}")
+    return 0
+
+
+def _open(name: str) -> SampleSource:
+    from recsys.datasets.store import Store
+    from recsys.train.build import open_source
+
+    if name.startswith(SYNTHETIC_PREFIX):
+        return open_source(load_config(None, [], data=name))
+    return Store(name)

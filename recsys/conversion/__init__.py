@@ -1,0 +1,1 @@
+"""Models that exist already: accelerated, restored, verified."""

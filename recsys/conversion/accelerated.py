@@ -1,0 +1,129 @@
+"""Reports of `accelerate`: which modules it replaced, which not and why, what speed to expect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from recsys._support.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from recsys.embeddings.update.fused_optimizer import FusedOptimizer
+    from recsys.embeddings.update.row_updater import RowUpdater
+
+__all__ = ["Accelerated", "LeftAlone", "Replacement", "describe_outlook"]
+
+_NAMED = 3  # modules named in a list before it is shortened
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A module that was replaced.
+
+    Attributes:
+        names: Its names in the model; several if the model uses it in several places.
+        kind: The class that replaces it.
+        num_tables: Number of its tables; 1 unless it is a collection.
+        num_rows: Rows of all its tables.
+        note: What the replacement computes differently, and why; usually "".
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    num_tables: int
+    num_rows: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """A module with a table that was not replaced.
+
+    Attributes:
+        names: Its names in the model.
+        kind: Its class.
+        reason: Why it was not replaced.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, repr=False)
+class Accelerated:
+    """What `accelerate` or `restore` did; prints as a few lines.
+
+    Attributes:
+        replacements: The replaced modules, in the order of the model.
+        left_alone: The modules that were not replaced, and why.
+        moved_by: A sentence per optimizer that says what updates the rows now.
+        rules: How these updates differ from those before, and why; usually empty.
+        row_optimizer: The `torch.optim.Optimizer` of the rows, with their `param_groups` and state;
+            None if an optimizer of the user's updates the rows.
+        tiers: A sentence that says where the rows are.
+        expected: A sentence that says what speed to expect.
+    """
+
+    replacements: tuple[Replacement, ...]
+    left_alone: tuple[LeftAlone, ...]
+    moved_by: tuple[str, ...]
+    rules: tuple[str, ...]
+    row_optimizer: FusedOptimizer | None = None
+    tiers: str = ""
+    expected: str = ""
+
+    def __repr__(self) -> str:
+        lines = []
+        for kind in dict.fromkeys(each.kind for each in self.replacements):
+            of_kind = [each for each in self.replacements if each.kind == kind]
+            num_tables = sum(each.num_tables for each in of_kind)
+            num_rows = sum(each.num_rows for each in of_kind)
+            tables = "1 table" if num_tables == 1 else f"{num_tables} tables"
+            places = _some([", ".join(each.names) for each in of_kind])
+            lines.append(f"{kind}: {tables} of {num_rows:,} rows at {places}")
+        for reason in dict.fromkeys(each.reason for each in self.left_alone):
+            places = _some([each.names[0] for each in self.left_alone if each.reason == reason])
+            lines.append(f"left as it was: {places}: {reason}")
+        outlook = [each for each in (self.tiers, self.expected) if each]
+        return "\n".join([*lines, *self.moved_by, *self.notes, *outlook])
+
+    @property
+    def notes(self) -> list[str]:
+        """Everything that is computed differently, and why."""
+        of_modules = [f"{each.names[0]}: {each.note}" for each in self.replacements if each.note]
+        return [*of_modules, *self.rules]
+
+
+def describe_outlook(updaters: Sequence[RowUpdater]) -> tuple[str, str]:
+    """Say where the rows are, and what speed to expect.
+
+    Args:
+        updaters: Everything in recsys that updates rows; empty if only torch does.
+    """
+    if not updaters:
+        return "", "expect the same speed as before: recsys updates no rows here"
+    total = f"{format_bytes(sum(each.resident_bytes() for each in updaters))} of rows and state"
+    num_tables = sum(each.num_tables for each in updaters)
+    num_groups = sum(each.num_groups for each in updaters)
+    tables = "1 table is" if num_tables == 1 else f"{num_tables} tables are"
+    calls = "1 kernel call" if num_groups == 1 else f"{num_groups} kernel calls"
+    speed = f"expect shorter steps: {tables} updated by {calls} a step"
+    tiers = [each for updater in updaters for each in updater.tiers()]
+    if not tiers:
+        return f"all {total} are in fast memory", speed
+    hot_bytes = format_bytes(sum(each.hot.num_bytes for each in tiers))
+    place = "in memory" if all(each.files is None for each in tiers) else "in files"
+    speed += (
+        ", but rows that are not in fast memory must be fetched; "
+        "recsys.pipeline.TrainPipeline fetches them before their step"
+    )
+    return f"{hot_bytes} of fast memory for {total}; the other rows are {place}", speed
+
+
+def _some(places: Sequence[str]) -> str:
+    if len(places) <= 2 * _NAMED:
+        return ", ".join(places)
+    return f"{', '.join(places[:_NAMED])}, ... {places[-1]}"

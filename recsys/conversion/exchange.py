@@ -1,0 +1,204 @@
+"""Finds the replaceable modules of a model and replaces them; the Parameters stay the same."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recsys.embeddings.attach import NamedTable
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.embedding import HotColdEmbedding
+from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
+from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.table_module import TableModule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = [
+    "KEPT",
+    "Ours",
+    "counterpart",
+    "exchange",
+    "find_of_other_classes",
+    "find_replaceable",
+    "names_of",
+    "tables_in",
+    "tables_of",
+]
+
+Ours = (
+    HotColdEmbeddingBag
+    | HotColdEmbedding
+    | HotColdEmbeddingBagCollection
+    | HotColdEmbeddingCollection
+)
+
+KEPT = "_accelerated_from"  # attribute of a recsys module: the module that it replaced
+
+
+def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Find the modules that can be replaced, with their names in the model.
+
+    Raises:
+        ValueError: there is none, or the model cannot be changed.
+    """
+    for name, module in model.named_modules():
+        place = f"module {name!r}" if name else "the model"
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(  # noqa: TRY004  # its type is right, its place is wrong
+                f"{place} must not be wrapped by DistributedDataParallel, which gathers gradients: "
+                "rows that recsys updates leave none; accelerate in one process"
+            )
+        if KEPT in module.__dict__:
+            raise ValueError(f"{place} is accelerated already; call recsys.restore(model) first")
+    if _is_replaceable(model):
+        raise ValueError(
+            f"the model is itself an {type(model).__name__}, which cannot be replaced in place; "
+            "use from_torch or from_torchrec of the class of recsys.embeddings that has the name "
+            f"HotCold{type(model).__name__}"
+        )
+    found = names_of(model, _is_replaceable)
+    if not found:
+        reason = "".join(
+            f"; {names[0]} is a {type(module).__name__}, a class of its own"
+            for module, names in find_of_other_classes(model).items()
+        )
+        raise ValueError(
+            "the model must have an nn.EmbeddingBag, an nn.Embedding or a collection of torchrec "
+            f"inside, and has none{reason}"
+        )
+    return found
+
+
+def find_of_other_classes(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Find the modules with a table whose class recsys does not know."""
+    return names_of(model, _is_of_another_class)
+
+
+def names_of(
+    model: nn.Module, is_wanted: Callable[[nn.Module], bool]
+) -> dict[nn.Module, list[str]]:
+    """Wanted modules with their names; those inside a wanted or a recsys module are left out."""
+    found: dict[nn.Module, list[str]] = {}
+
+    def visit(module: nn.Module, prefix: str, path: tuple[nn.Module, ...]) -> None:
+        for name, child in _children(module):
+            if is_wanted(child):
+                found.setdefault(child, []).append(prefix + name)
+            elif not isinstance(child, AbstractTables) and child not in path:
+                visit(child, f"{prefix}{name}.", (*path, child))
+
+    visit(model, "", (model,))
+    return found
+
+
+def tables_in(found: Mapping[nn.Module, list[str]]) -> list[NamedTable]:
+    """Every table of every module; a table that modules share is listed several times."""
+    tables = [table for module, names in found.items() for table in tables_of(module, names[0])]
+    # The sum of a sparse and a dense gradient is dense.
+    dense = {id(table.weight) for table in tables if not table.is_sparse}
+    return [replace(table, is_sparse=id(table.weight) not in dense) for table in tables]
+
+
+def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
+    """The tables of a module; `name` is its name in the model."""
+    if isinstance(module, nn.EmbeddingBag | nn.Embedding):
+        key, weight = f"{name}.weight", _weight(module)
+        yield NamedTable(name, key, "", weight, None, name, (name,), module.sparse)
+        return
+    is_pooled = hasattr(module, "embedding_bags")
+    attribute = "embedding_bags" if is_pooled else "embeddings"
+    found: Any = module
+    known = found.embedding_bag_configs() if is_pooled else found.embedding_configs()
+    configs = {config.name: config for config in known}
+    for table, bag in getattr(found, attribute).items():
+        place = f"{name}.{attribute}.{table}"
+        features, is_sparse = tuple(configs[table].feature_names), cast("bool", bag.sparse)
+        key, prefix, weight = f"{place}.weight", f"{table}.", _weight(bag)
+        yield NamedTable(place, key, prefix, weight, name, table, features, is_sparse)
+
+
+def counterpart(module: nn.Module) -> Ours:
+    """A recsys module that computes the same on the same Parameters; it has no optimizer yet."""
+    ours: Ours
+    if isinstance(module, nn.EmbeddingBag):
+        ours = HotColdEmbeddingBag._on_weight_of(module)
+    elif isinstance(module, nn.Embedding):
+        ours = HotColdEmbedding._on_weight_of(module)
+    elif hasattr(module, "embeddings"):
+        ours = HotColdEmbeddingCollection._on_embeddings_of(cast("Any", module))
+    else:
+        ours = HotColdEmbeddingBagCollection._on_bags_of(module)
+    ours.training = module.training
+    _share_hooks(ours, module)
+    if isinstance(ours, TableModule):
+        for name, value in module.__dict__.items():  # attributes that users have set
+            ours.__dict__.setdefault(name, value)
+    if isinstance(ours, HotColdEmbeddingCollection):
+        for new, old in zip(ours.holders(), cast("Any", module).embeddings.values(), strict=True):
+            _share_hooks(new, old)
+    return ours
+
+
+def _share_hooks(ours: nn.Module, module: nn.Module) -> None:
+    for name in _SHARED:
+        ours.__dict__[name] = module.__dict__[name]
+
+
+def exchange(model: nn.Module, counterparts: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace each key by its value in the model, except inside other keys."""
+    inside = {part for each in counterparts for part in each.modules()}
+    for parent in list(model.modules()):
+        for name, child in () if parent in inside else _children(parent):
+            if child in counterparts:
+                parent._modules[name] = counterparts[child]
+
+
+def _is_replaceable(module: nn.Module) -> bool:
+    return type(module) in (nn.EmbeddingBag, nn.Embedding) or _is_torchrec(module)
+
+
+def _is_of_another_class(module: nn.Module) -> bool:
+    has_table = isinstance(module, nn.EmbeddingBag | nn.Embedding)
+    return has_table and not _is_replaceable(module) and not isinstance(module, TableModule)
+
+
+def _is_torchrec(module: nn.Module) -> bool:
+    # Importing TorchRec takes seconds. A module of its class exists only if it is imported.
+    library = sys.modules.get("torchrec.modules.embedding_modules")
+    return library is not None and type(module) in (
+        library.EmbeddingBagCollection,
+        library.EmbeddingCollection,
+    )
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Children under every name; `named_children` lists a module that is used twice only once."""
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def _weight(bag: nn.Module) -> nn.Parameter:
+    return cast("nn.Parameter", bag.weight)
+
+
+# Both modules share these dictionaries: a hook's handle removes it from the one it was added to.
+_SHARED = (
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+    "_load_state_dict_post_hooks",
+    "_load_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+)

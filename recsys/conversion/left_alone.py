@@ -1,0 +1,101 @@
+"""Finds modules with tables that `accelerate` cannot replace, and says why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recsys.conversion.accelerated import LeftAlone
+from recsys.conversion.exchange import find_of_other_classes, tables_of
+from recsys.embeddings.attach import require_translatable, require_updatable
+from recsys.embeddings.rows.table_parameter import require_no_updater
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from recsys.embeddings.attach import Mover, NamedTable
+
+__all__ = ["IN_NO_OPTIMIZER", "find_unfit", "find_unmoved"]
+
+IN_NO_OPTIMIZER = "no optimizer that was given has it in a param group"
+
+
+def find_unfit(
+    model: nn.Module,
+    found: Mapping[nn.Module, list[str]],
+    tables: Sequence[NamedTable],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    lazy_adam: bool,
+) -> dict[nn.Module, LeftAlone]:
+    """Find the modules that cannot be replaced.
+
+    Args:
+        model: The whole model.
+        found: Modules of a class that can be replaced, with their names.
+        tables: All tables of these modules.
+        optimizers: The torch optimizers that were given.
+        lazy_adam: As for `accelerate`.
+
+    Raises:
+        ValueError: no module of `found` can be replaced; or recsys already updates a table.
+    """
+    left, errors = {}, []
+    for module, names in found.items():
+        keys = {table.key for table in tables_of(module, names[0])}
+        its_tables = [table for table in tables if table.key in keys]
+        for table in its_tables:
+            require_no_updater(table.name, table.weight)
+        try:
+            _require_plain_instance(module, names[0])
+            for table in its_tables:
+                require_updatable(table)
+                require_translatable(table, optimizers, lazy_adam=lazy_adam)
+        except ValueError as error:
+            errors.append(error)
+            left[module] = LeftAlone(tuple(names), type(module).__name__, str(error))
+    if found and len(left) == len(found):
+        raise errors[0]
+    for module, names in find_of_other_classes(model).items():
+        kind = type(module).__name__
+        reason = f"{kind} is a class of its own, which may compute other values than torch's class"
+        left[module] = LeftAlone(tuple(names), kind, reason)
+    return left
+
+
+def find_unmoved(
+    found: Mapping[nn.Module, list[str]], movers: Sequence[Mover]
+) -> dict[nn.Module, LeftAlone]:
+    """Find the modules whose weights require a gradient but are in no given optimizer.
+
+    Args:
+        found: Modules that can be replaced, with their names.
+        movers: Those of the given optimizers.
+    """
+    left = {}
+    for module, names in found.items():
+        weights = [table.weight for table in tables_of(module, names[0])]
+        is_moved = any(id(each) in mover.param_groups for each in weights for mover in movers)
+        if not is_moved and any(each.requires_grad for each in weights):
+            left[module] = LeftAlone(tuple(names), type(module).__name__, IN_NO_OPTIMIZER)
+    return left
+
+
+def _require_plain_instance(module: nn.Module, name: str) -> None:
+    """Refuse a module that has more than its class defines.
+
+    Raises:
+        ValueError: the module has its own forward, buffers or parameters, or a hook on a table.
+    """
+    own = ["forward"] if "forward" in module.__dict__ else []
+    own += [*module._buffers, *(each for each in module._parameters if each != "weight")]
+    if own:
+        raise ValueError(f"{name} has its own {own[0]!r}, which its replacement would not have")
+    for table in tables_of(module, name):
+        if table.weight._backward_hooks or table.weight._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"table {table.name!r} has a hook for its gradient, which is not called when "
+                "recsys updates the rows"
+            )

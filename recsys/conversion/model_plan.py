@@ -1,0 +1,156 @@
+"""The plan of a model's tables: the names of tables in profiles and plans, and the pinned rows.
+
+    a bag                      its name in the model: "users", "tables.0"
+    a table of a collection    its name in the collection: "t_cat_0"; a profile may have the names
+                               of its features instead
+
+A table that several modules share has the first of its names. If another table has the same name, a
+collection's table is called by its path in the model: "left.embedding_bags.t_cat_0".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
+from recsys.embeddings.popularity.profile import PopularityProfile
+from recsys.errors import BudgetTooSmall, ProfileError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from recsys.embeddings.attach import Mover, NamedTable
+    from recsys.embeddings.table import TableConfig
+
+__all__ = ["plan_of_model", "require_arguments"]
+
+_DATA_TYPES = {torch.float32: "fp32", torch.float64: "fp64"}
+
+
+def require_arguments(
+    budget: int | str | None, plan: HotPlan | None, profile: PopularityProfile | None
+) -> None:
+    """Check which arguments are given together.
+
+    Raises:
+        TypeError: `plan` is not a `HotPlan`, or `profile` not a `PopularityProfile`.
+        ValueError: both are given, or a profile without a budget.
+    """
+    if plan is not None and not isinstance(plan, HotPlan):
+        raise TypeError(
+            f"plan must be a HotPlan, got {type(plan).__name__}; HotPlan.load reads a file"
+        )
+    if profile is not None and not isinstance(profile, PopularityProfile):
+        raise TypeError(
+            f"profile must be a PopularityProfile, got {type(profile).__name__}; "
+            "PopularityProfile.load reads a file"
+        )
+    if plan is not None and profile is not None:
+        raise ValueError(
+            "plan= and profile= exclude each other: a plan is made from a profile; leave one out"
+        )
+    if profile is not None and budget is None:
+        raise ValueError("profile= needs budget=, the fast memory of its plan; give both")
+
+
+def plan_of_model(
+    tables: Sequence[NamedTable],
+    mover: Mover,
+    budget: int | str | None,
+    plan: HotPlan | None,
+    profile: PopularityProfile | None,
+) -> tuple[int, dict[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]] | None:
+    """The bytes of fast memory, and the rows to be pinned.
+
+    Args:
+        tables: The tables of every module; a shared table occurs once for each of its modules.
+        mover: Updates their rows. Tables that it does not update stay resident and are not planned.
+        budget: See `accelerate`.
+        plan: Of the updated tables, in any order; see `accelerate`.
+        profile: Of the updated tables, and perhaps others; see `accelerate`.
+
+    Returns:
+        The budget, and for each table its pinned rows and their counts, as for `RowUpdater.tier`.
+        None if there is neither plan nor profile.
+
+    Raises:
+        BudgetTooSmall: the floor of the profile's plan is above the budget.
+        ProfileError: plan or profile has other tables.
+    """
+    if plan is None and profile is None:
+        return None
+    weights, configs = _configs(
+        [table for table in tables if id(table.weight) in mover.param_groups]
+    )
+    if plan is None:
+        assert profile is not None
+        assert budget is not None
+        plan = _plan_by(profile, configs, budget, mover)
+    else:
+        order = {name: number for number, name in enumerate(plan.tables)}
+        configs.sort(key=lambda config: order.get(config.name, len(order)))
+        plan = plan.of_tables(_as_configs(configs), budget)
+    pinned = {
+        weights[name]: rows for name, rows in zip(plan.tables, plan.pinned_by_table(), strict=True)
+    }
+    return plan.budget_bytes, pinned
+
+
+class _Config(NamedTuple):
+    """The fields of `TableConfig` that planning needs; allows float64, which that one refuses."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    feature_names: tuple[str, ...]
+    data_type: str
+
+
+def _configs(tables: Sequence[NamedTable]) -> tuple[dict[str, nn.Parameter], list[_Config]]:
+    """Every table once: its Parameter by its name in a plan, and its config."""
+    firsts: dict[int, NamedTable] = {}
+    features: dict[int, list[str]] = {}
+    for table in tables:
+        firsts.setdefault(id(table.weight), table)
+        features.setdefault(id(table.weight), []).extend(table.features)
+    uses = Counter(table.planned_as for table in firsts.values())
+    weights, configs = {}, []
+    for key, table in firsts.items():
+        is_unique = uses[table.planned_as] == 1 or table.collection is None
+        name = table.planned_as if is_unique else table.name
+        weights[name] = table.weight
+        num_embeddings, embedding_dim = table.weight.shape
+        feature_names = tuple(dict.fromkeys(features[key]))
+        data_type = _DATA_TYPES[table.weight.dtype]
+        configs.append(_Config(name, num_embeddings, embedding_dim, feature_names, data_type))
+    return weights, configs
+
+
+def _as_configs(configs: Sequence[_Config]) -> Sequence[TableConfig]:
+    return cast("Sequence[TableConfig]", configs)
+
+
+def _plan_by(
+    profile: PopularityProfile, configs: Sequence[_Config], budget: int | str, mover: Mover
+) -> HotPlan:
+    try:
+        return plan_hot_rows(profile, _as_configs(configs), budget, mover.formula)
+    except ProfileError as error:
+        if all(config.name in profile.table_sizes for config in configs):
+            raise
+        raise ProfileError(
+            f"{error}. A bag's table has the bag's name in the model; the names here are "
+            f"{[config.name for config in configs]}; profile.for_tables renames tables"
+        ) from None
+    except BudgetTooSmall as error:
+        raise BudgetTooSmall(
+            f"{error}. plan_hot_rows assumes large mini-batches by default; for smaller ones, pass "
+            "plan=plan_hot_rows(..., window_lookups=...) instead of profile="
+        ) from None

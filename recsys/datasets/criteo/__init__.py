@@ -1,0 +1,1 @@
+"""Raw files of Criteo Kaggle and Criteo 1TB."""

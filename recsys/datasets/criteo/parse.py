@@ -1,0 +1,224 @@
+r"""Parse text in Criteo's format; each line is a sample.
+
+    label \t int_0 ... int_12 \t cat_0 ... cat_25 \n
+
+The kernel checks these rules, and `explain` reports a violation:
+
+- 40 fields separated by single tabs; the line ends at "\n", "\r\n" or the end of the file;
+- the label is 0 or 1;
+- an integer is empty (missing) or matches -?[0-9]{1,10} and fits 32 bits;
+- a category is empty (missing) or one to eight hexadecimal digits.
+
+A missing field becomes 0, and so does a negative integer unless `keep_negatives` is set. The kernel
+only marks bad lines. Python code then explains them, so good lines cost nothing extra.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from recsys._support.jit import kernel
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["NUM_CATEGORIES", "NUM_INTEGERS", "ParsedLines", "explain", "parse_lines"]
+
+NUM_INTEGERS = 13
+NUM_CATEGORIES = 26
+NUM_FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
+
+# A good line has at least this many bytes: a label, 39 tabs, an end.
+MIN_LINE_BYTES = NUM_FIELDS + 1
+
+_TAB, _NEWLINE, _RETURN, _MINUS, _ZERO, _ONE, _NINE = (ord(char) for char in "\t\n\r-019")
+_NOT_HEX = 16
+_HEX = np.full(256, _NOT_HEX, np.uint8)
+_HEX[[ord(char) for char in "0123456789abcdef"]] = range(16)
+_HEX[[ord(char) for char in "ABCDEF"]] = range(10, 16)
+
+
+class ParsedLines(NamedTuple):
+    """The samples and bad lines of one part of the text.
+
+    Shape:
+        labels (n,) int8; integers (n, 13) int32; categories (26, n) uint32, column by column, so
+        that columns can be numbered in parallel; bad_lines (k, 3) int64: the line's number in the
+        part, from 0, its first byte and its end.
+    """
+
+    labels: NDArray[np.int8]
+    integers: NDArray[np.int32]
+    categories: NDArray[np.uint32]
+    bad_lines: NDArray[np.int64]
+    num_lines: int
+
+
+def parse_lines(
+    text: NDArray[np.uint8],
+    begin: int,
+    end: int,
+    *,
+    stop_at_bad_line: bool,
+    keep_negatives: bool = False,
+) -> ParsedLines:
+    """Parse the lines in `text[begin:end]`.
+
+    Args:
+        text: Bytes; `text[end - 1]` is a newline.
+        begin: The first byte of the first line.
+        end: The byte after the last line's newline.
+        stop_at_bad_line: Stop after the first bad line.
+        keep_negatives: Keep negative integers; by default they become 0.
+    """
+    assert begin == end or text[end - 1] == _NEWLINE, "the last line must end in a newline"
+    max_good = (end - begin) // MIN_LINE_BYTES + 1
+    labels = np.empty(max_good, np.int8)
+    integers = np.empty((max_good, NUM_INTEGERS), np.int32)
+    categories = np.empty((NUM_CATEGORIES, max_good), np.uint32)
+    bad_lines: list[NDArray[np.int64]] = []
+    found = np.empty((1 if stop_at_bad_line else 1024, 3), np.int64)
+    position, num_lines, num_good = begin, 0, 0
+    while position < end:
+        position, num_lines, num_good, num_bad = _parse_kernel(
+            text,
+            position,
+            end,
+            num_lines,
+            num_good,
+            labels,
+            integers,
+            categories,
+            found,
+            keep_negatives,
+        )
+        bad_lines.append(found[:num_bad].copy())
+        if num_bad and stop_at_bad_line:
+            break
+    return ParsedLines(
+        labels[:num_good],
+        integers[:num_good],
+        categories[:, :num_good],
+        np.concatenate(bad_lines) if bad_lines else np.empty((0, 3), np.int64),
+        num_lines,
+    )
+
+
+def explain(line: bytes) -> tuple[str, str] | None:
+    """The rule that a line breaks, and the value that breaks it; None for a good line.
+
+    Args:
+        line: One line, with or without its newline.
+    """
+    line = line.removesuffix(b"\n").removesuffix(b"\r")
+    fields = line.split(b"\t")
+    if len(fields) != NUM_FIELDS:
+        return f"expected {NUM_FIELDS} tab-separated fields", str(len(fields))
+    if fields[0] not in (b"0", b"1"):
+        return "field 1 (label) must be 0 or 1", _show(fields[0])
+    for column, field in enumerate(fields[1 : 1 + NUM_INTEGERS]):
+        where = f"field {2 + column} (int_{column})"
+        if field and not re.fullmatch(rb"-?[0-9]{1,10}", field):
+            return f"{where} must be empty or an integer", _show(field)
+        if field and not -(2**31) <= int(field) < 2**31:
+            return f"{where} must fit 32 bits", _show(field)
+    for column, field in enumerate(fields[1 + NUM_INTEGERS :]):
+        if field and not re.fullmatch(rb"[0-9a-fA-F]{1,8}", field):
+            where = f"field {2 + NUM_INTEGERS + column} (cat_{column})"
+            return f"{where} must be empty or 1 to 8 hexadecimal digits", _show(field)
+    return None
+
+
+def _show(field: bytes) -> str:
+    """A field for an error message: quoted, escaped, shortened."""
+    shown = repr(field[:40])[1:]
+    return shown + "..." if len(field) > 40 else shown
+
+
+@kernel
+def _parse_kernel(
+    text: NDArray[np.uint8],
+    position: int,
+    end: int,
+    num_lines: int,
+    num_good: int,
+    labels: NDArray[np.int8],
+    integers: NDArray[np.int32],
+    categories: NDArray[np.uint32],
+    bad_lines: NDArray[np.int64],
+    keep_negatives: bool,
+) -> tuple[int, int, int, int]:
+    """Parse in one pass to `end`, or until `bad_lines` is full; a newline ends every inner loop."""
+    num_bad = 0
+    while position < end and num_bad < len(bad_lines):
+        line_begin = position
+        char = text[position]
+        is_good = bool(char in (_ZERO, _ONE))
+        if is_good:
+            labels[num_good] = char - _ZERO
+            position += 1
+            is_good = text[position] == _TAB
+
+        column = 0
+        while is_good and column < NUM_INTEGERS:
+            position += 1
+            char = text[position]
+            is_negative = char == _MINUS
+            if is_negative:
+                position += 1
+                char = text[position]
+            digits_begin = position
+            number = np.int64(0)
+            while _ZERO <= char <= _NINE:
+                number = number * 10 + np.int64(char - _ZERO)
+                position += 1
+                char = text[position]
+            num_digits = position - digits_begin
+            largest = 2147483648 if is_negative else 2147483647
+            is_good = bool(
+                char == _TAB
+                and num_digits <= 10
+                and number <= largest
+                and not (is_negative and num_digits == 0)
+            )
+            if is_negative:
+                number = -number if keep_negatives else np.int64(0)
+            integers[num_good, column] = number
+            column += 1
+
+        column = 0
+        while is_good and column < NUM_CATEGORIES:
+            position += 1
+            digits_begin = position
+            category = np.uint32(0)
+            digit = _HEX[text[position]]
+            while digit < _NOT_HEX:
+                category = np.uint32((category << np.uint32(4)) | np.uint32(digit))
+                position += 1
+                digit = _HEX[text[position]]
+            is_good = position - digits_begin <= 8
+            column += 1
+            if column < NUM_CATEGORIES:
+                is_good = is_good and text[position] == _TAB
+            else:
+                if text[position] == _RETURN:
+                    position += 1
+                is_good = is_good and text[position] == _NEWLINE
+            categories[column - 1, num_good] = category
+
+        if is_good:
+            num_good += 1
+        else:
+            position = line_begin
+            while text[position] != _NEWLINE:
+                position += 1
+            bad_lines[num_bad, 0] = num_lines
+            bad_lines[num_bad, 1] = line_begin
+            bad_lines[num_bad, 2] = position
+            num_bad += 1
+        position += 1
+        num_lines += 1
+    return position, num_lines, num_good, num_bad

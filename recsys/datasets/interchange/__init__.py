@@ -1,0 +1,1 @@
+"""Arrays in files of other programs, and stores made from them."""

@@ -1,0 +1,1 @@
+"""Synthetic samples in the shape of Criteo Kaggle's."""

@@ -1,0 +1,1 @@
+"""What kernels for the CPU share: addresses, copies, prefetches, turns."""

@@ -1,0 +1,335 @@
+"""Pooled lookup: sum or average the rows of every bag, for all tables of one dim at once.
+
+Letters: B samples, L lookups (pairs of feature and table), N values, D dim, W columns of the
+output. Indices are unsigned: numba checks every signed index for a negative value, and a loop with
+this check is not vectorised.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numba import prange
+from torch.nn import functional
+
+from recsys._support.jit import ParallelKernel, kernel, num_parts, parallel_kernel
+from recsys.embeddings.kernels.cpu.intrinsics.addresses import array_at
+from recsys.embeddings.kernels.cpu.intrinsics.copying import copy_run
+from recsys.embeddings.kernels.cpu.intrinsics.prefetch import LINE_BYTES, prefetch
+from recsys.embeddings.kernels.cpu.rounding import widen
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.rows.lookups import Bags, Lookups
+    from recsys.embeddings.rows.row_space import RowSpace
+
+__all__ = [
+    "MIN_SHARED_BYTES",
+    "pooled_lookup",
+    "pooled_lookup_reference",
+    "row_gradient_dots",
+]
+
+_ONE = np.uint64(1)
+# Smaller copies of one-hot rows end before a second thread wakes up. Inside a complete step, two
+# threads took 20 to 25 % less time for 208 KiB (D=16, 128 samples), and the same for 104 KiB.
+MIN_SHARED_BYTES = 2**17
+# A row is prefetched this many lookups before it is read.
+_AHEAD = np.uint64(8)
+# One-hot lookups have a kernel for each of these dims, which copies a row in a few moves without a
+# loop. Other dims share one kernel, and so do all dims if rows are added or widened: LLVM unrolls a
+# loop of known length before it vectorises it. At D=16, adding took twice as long, and widening
+# float16 three times.
+_COMPILED_DIMS = range(8, 257, 8)
+
+
+def pooled_lookup_reference(
+    weights: Sequence[Tensor],
+    lookups: Lookups,
+    values: Tensor,
+    offsets: Tensor,
+    bag_weights: Tensor | None,
+    batch_size: int,
+    *,
+    is_mean: bool,
+) -> Tensor:
+    """`pooled_lookup` by `torch.nn.functional.embedding_bag`; results side by side, (B, W)."""
+    pooled = []
+    for table, position in zip(lookups.tables, lookups.positions, strict=True):
+        first = int(position) * batch_size
+        bounds = offsets[first : first + batch_size + 1]
+        of_bags = slice(int(bounds[0]), int(bounds[-1]))
+        pooled.append(
+            functional.embedding_bag(
+                values[of_bags],
+                weights[int(table)],
+                bounds - bounds[0],
+                mode="mean" if is_mean else "sum",
+                per_sample_weights=None if bag_weights is None else bag_weights[of_bags],
+                include_last_offset=True,
+            )
+        )
+    return torch.cat(pooled, dim=1)
+
+
+def pooled_lookup(space: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
+    """Write the pooled rows of every lookup to its columns of `result`.
+
+    An empty bag gives zeros. The rows of a bag are added in lookup order, so results do not depend
+    on the number of threads.
+
+    Args:
+        space: The tables.
+        lookups: Which feature is looked up in which table.
+        bags: The input.
+        result: (B, W), or (B, F, D) if all lookups have one dim; contiguous, in the dtype of the
+            computation. Columns of other lookups are not written.
+
+    Returns:
+        The position of the first value that is not a row of its table, or -1. If there is one, the
+        lookups' columns of `result` are undefined.
+
+    Raises:
+        ValueError: `result` has another dtype, because tables of several dtypes are looked up
+            together.
+    """
+    if result.dtype is not space.computed:
+        raise ValueError(
+            f"tables that are computed in {space.computed} cannot be looked up together with "
+            f"tables computed in {result.dtype}; convert all tables of the module, not some"
+        )
+    line = LINE_BYTES // space.dtype.itemsize  # how many numbers a cache line holds
+    if bags.offsets is None and bags.weights is None:
+        has_kernel = space.dim in _COMPILED_DIMS and not space.is_narrow
+        compiled_dim = space.dim if has_kernel else 0
+        one_hot = _one_hot_kernel(compiled_dim, line, space.is_narrow)
+        num_bytes = len(lookups.tables) * bags.batch_size * space.dim * space.dtype.itemsize
+        is_small = num_bytes < MIN_SHARED_BYTES
+        return (one_hot.alone if is_small else one_hot)(
+            space.flat,
+            space.dim,
+            lookups.placed_in(space),
+            bags.values,
+            bags.batch_size,
+            lookups.width,
+            1 if is_small else num_parts(),
+            result.data_ptr(),
+            space.nothing,
+        )
+    return _bags_kernel(
+        space.flat,
+        space.dim,
+        line,
+        lookups.placed_in(space),
+        bags.values,
+        _offsets_of(bags),
+        bags.weights is not None,
+        space.nothing if bags.weights is None else bags.weights,
+        bags.is_mean,
+        bags.batch_size,
+        lookups.width,
+        num_parts(),
+        result.data_ptr(),
+        space.nothing,
+    )
+
+
+def row_gradient_dots(
+    space: RowSpace, lookups: Lookups, bags: Bags, gradient: Tensor, result: Tensor
+) -> None:
+    """The gradient of every value's weight: the dot product of its row and its bag's gradient.
+
+    If bags are averaged, it is divided by the length of the bag.
+
+    Args:
+        space: The tables.
+        lookups: Which feature was looked up in which table.
+        bags: The input, checked by `pooled_lookup`.
+        gradient: Of the pooled rows, (B, W), contiguous.
+        result: (N,); is added to, because a feature may be looked up in several tables.
+    """
+    _dots_kernel(
+        space.flat,
+        space.dim,
+        lookups.placed_in(space),
+        bags.values,
+        _offsets_of(bags),
+        bags.is_mean,
+        gradient.numpy(),
+        bags.batch_size,
+        lookups.width,
+        num_parts(),
+        result.numpy(),
+    )
+
+
+def _offsets_of(bags: Bags) -> NDArray[Any]:
+    """Where bags begin, for one-hot bags too."""
+    if bags.offsets is not None:
+        return bags.offsets
+    return np.arange(len(bags.values) + 1, dtype=bags.values.dtype)
+
+
+@kernel
+def _samples_of(part: int, num_parts: int, num_samples: int) -> tuple[np.uint64, np.uint64]:
+    """The range of samples of a part."""
+    begin, end = part * num_samples // num_parts, (part + 1) * num_samples // num_parts
+    return np.uint64(begin), np.uint64(end)
+
+
+@kernel
+def _first_bad(bad_P: NDArray[np.int64]) -> int:
+    """The first position of an invalid value that any part found; -1 if there is none."""
+    first = -1
+    for place in bad_P:
+        if place >= 0 and (first < 0 or place < first):
+            first = place
+    return first
+
+
+@cache
+def _one_hot_kernel(compiled_dim: int, line: int, is_narrow: bool) -> ParallelKernel[..., int]:
+    """The kernel for one-hot bags of this dim; with 0, the one for any dim."""
+
+    @parallel_kernel
+    def one_hot(
+        flat: NDArray[Any],
+        any_dim: int,
+        lookups_4L: NDArray[np.uint64],
+        values_N: NDArray[Any],
+        num_samples: int,
+        width: int,
+        num_parts: int,
+        result_at: int,
+        like_result: NDArray[Any],
+    ) -> int:
+        """Copy one row per lookup and sample. A part is a range of samples."""
+        result = array_at(result_at, num_samples * width, like_result)
+        bad = np.full(num_parts, -1)
+        for part in prange(num_parts):
+            # Inside the prange loop: numba would pass a constant from outside as a variable.
+            dim = np.uint64(compiled_dim) if compiled_dim else np.uint64(any_dim)
+            begin, end = _samples_of(part, num_parts, num_samples)
+            for lookup in range(lookups_4L.shape[1]):
+                base, size, position, column = lookups_4L[:, lookup]
+                first = position * np.uint64(num_samples)
+                target = begin * np.uint64(width) + column
+                for place in range(first + begin, first + end):
+                    if place + _AHEAD < first + end:
+                        ahead = base + np.uint64(values_N[place + _AHEAD]) * dim
+                        for d in range(np.uint64(0), dim, np.uint64(line)):
+                            prefetch(flat, ahead + d)
+                    row = np.uint64(values_N[place])
+                    if row >= size:  # a negative value became a very large unsigned one
+                        if bad[part] < 0 or np.int64(place) < bad[part]:
+                            bad[part] = np.int64(place)
+                    elif is_narrow:  # a constant when the kernel is compiled
+                        for d in range(dim):
+                            result[target + d] = widen(flat[base + row * dim + d])
+                    else:
+                        copy_run(result, target, flat, base + row * dim, dim)
+                    target += np.uint64(width)
+        return _first_bad(bad)
+
+    return one_hot
+
+
+@parallel_kernel
+def _bags_kernel(
+    flat: NDArray[Any],
+    any_dim: int,
+    line: int,
+    lookups_4L: NDArray[np.uint64],
+    values_N: NDArray[Any],
+    offsets: NDArray[Any],
+    has_weights: bool,
+    weights_N: NDArray[Any],
+    is_mean: bool,
+    num_samples: int,
+    width: int,
+    num_parts: int,
+    result_at: int,
+    like_result: NDArray[Any],
+) -> int:
+    """Add any number of rows per lookup and sample, in order. A part is a range of samples."""
+    dim = np.uint64(any_dim)
+    result = array_at(result_at, num_samples * width, like_result)
+    bad = np.full(num_parts, -1)
+    for part in prange(num_parts):
+        begin, end = _samples_of(part, num_parts, num_samples)
+        for lookup in range(lookups_4L.shape[1]):
+            base, size, position, column = lookups_4L[:, lookup]
+            first = position * np.uint64(num_samples)
+            last_place = np.uint64(offsets[first + end])
+            target = begin * np.uint64(width) + column
+            for bag in range(first + begin, first + end):
+                for d in range(dim):
+                    result[target + d] = 0
+                first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
+                for place in range(first_place, end_place):
+                    if place + _AHEAD < last_place:
+                        ahead = base + np.uint64(values_N[place + _AHEAD]) * dim
+                        for d in range(np.uint64(0), dim, np.uint64(line)):
+                            prefetch(flat, ahead + d)
+                    row = np.uint64(values_N[place])
+                    if row >= size:
+                        if bad[part] < 0 or np.int64(place) < bad[part]:
+                            bad[part] = np.int64(place)
+                        continue
+                    source = base + row * dim
+                    if has_weights:
+                        weight = weights_N[place]
+                        for d in range(dim):
+                            result[target + d] += weight * widen(flat[source + d])
+                    else:
+                        for d in range(dim):
+                            result[target + d] += widen(flat[source + d])
+                if is_mean and end_place > first_place:
+                    count = result.dtype.type(end_place - first_place)
+                    for d in range(dim):
+                        result[target + d] /= count
+                target += np.uint64(width)
+    return _first_bad(bad)
+
+
+@parallel_kernel
+def _dots_kernel(
+    flat: NDArray[Any],
+    any_dim: int,
+    lookups_4L: NDArray[np.uint64],
+    values_N: NDArray[Any],
+    offsets: NDArray[Any],
+    is_mean: bool,
+    gradient_BW: NDArray[Any],
+    num_samples: int,
+    width: int,
+    num_parts: int,
+    result_N: NDArray[Any],
+) -> None:
+    """A part is a range of samples."""
+    dim = np.uint64(any_dim)
+    gradient = gradient_BW.reshape(-1)
+    for part in prange(num_parts):
+        begin, end = _samples_of(part, num_parts, num_samples)
+        for lookup in range(lookups_4L.shape[1]):
+            base, _, position, column = lookups_4L[:, lookup]
+            first = position * np.uint64(num_samples)
+            of_bag = begin * np.uint64(width) + column
+            for bag in range(first + begin, first + end):
+                first_place, end_place = np.uint64(offsets[bag]), np.uint64(offsets[bag + _ONE])
+                for place in range(first_place, end_place):
+                    source = base + np.uint64(values_N[place]) * dim
+                    dot = result_N.dtype.type(0)
+                    for d in range(dim):
+                        dot += widen(flat[source + d]) * gradient[of_bag + d]
+                    if is_mean:
+                        dot /= result_N.dtype.type(end_place - first_place)
+                    result_N[place] += dot
+                of_bag += np.uint64(width)

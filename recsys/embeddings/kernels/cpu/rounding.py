@@ -1,0 +1,183 @@
+"""How kernels read and write rows of bfloat16 and float16.
+
+numpy has no bfloat16 and numba no float16. So a kernel sees bfloat16 rows as uint16 and float16
+rows as int16, and distinguishes them by these types. It computes in float32: `widen` is exact,
+`narrow` rounds by the rule of `recsys.embeddings.rows.rounding`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from recsys._support.jit import kernel
+from recsys.embeddings.rows.rounding import (
+    FACTOR1,
+    FACTOR2,
+    GOLDEN,
+    INFINITY,
+    LARGEST_BFLOAT16,
+    LARGEST_FLOAT16,
+    NORMAL_FLOAT16,
+    REBIAS,
+)
+
+__all__ = [
+    "TO_NEAREST",
+    "key_of_row",
+    "narrow",
+    "widen",
+]
+
+# The tables' keys for kernels that round to nearest or not at all.
+TO_NEAREST = np.zeros(0, np.bool_)
+
+_GOLDEN, _FACTOR1, _FACTOR2 = np.uint64(GOLDEN), np.uint64(FACTOR1), np.uint64(FACTOR2)
+
+
+def widen(stored: Any) -> Any:
+    """In a kernel: convert a stored number to the dtype of the computation."""
+    raise NotImplementedError("for kernels")
+
+
+def narrow(stored: Any, value: Any, key: Any, column: Any) -> Any:
+    """In a kernel: convert a computed number to the dtype of a row.
+
+    Args:
+        stored: The number to be replaced; only its type is used.
+        value: The computed number.
+        key: Of `key_of_row`.
+        column: Number of the column.
+    """
+    raise NotImplementedError("for kernels")
+
+
+def key_of_row(keys: Any, table: Any, row: Any) -> Any:
+    """In a kernel: the hash of a table's key and a row; False for `TO_NEAREST`."""
+    raise NotImplementedError("for kernels")
+
+
+@overload(widen)  # type: ignore[untyped-decorator]  # numba's
+def _widen(stored: Any) -> Any:
+    if isinstance(stored, types.Float):
+        return _widen_nothing
+    return {types.uint16: _widen_bfloat16, types.int16: _widen_float16}.get(stored)
+
+
+@overload(narrow)  # type: ignore[untyped-decorator]  # numba's
+def _narrow(stored: Any, value: Any, key: Any, column: Any) -> Any:
+    if isinstance(stored, types.Float):
+        return _narrow_nothing
+    if isinstance(key, types.Boolean):
+        by_type = {types.uint16: _nearest_bfloat16, types.int16: _nearest_float16}
+    else:
+        by_type = {types.uint16: _chance_bfloat16, types.int16: _chance_float16}
+    return by_type.get(stored)
+
+
+@overload(key_of_row)  # type: ignore[untyped-decorator]  # numba's
+def _key_of_row(keys: Any, table: Any, row: Any) -> Any:
+    if keys.dtype == types.uint64:
+        return _hash_of_row
+    return _no_key
+
+
+def _hash_of_row(keys: Any, table: Any, row: Any) -> Any:
+    return _fold(keys[table], row)
+
+
+def _no_key(keys: Any, table: Any, row: Any) -> Any:
+    return False
+
+
+def _widen_nothing(stored: Any) -> Any:
+    return stored
+
+
+def _narrow_nothing(stored: Any, value: Any, key: Any, column: Any) -> Any:
+    return value
+
+
+def _widen_bfloat16(stored: Any) -> Any:
+    return np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
+
+
+def _widen_float16(stored: Any) -> Any:
+    bits = np.uint32(stored)
+    sign = (bits & np.uint32(0x8000)) << np.uint32(16)
+    magnitude = bits & np.uint32(0x7FFF)
+    rebias = np.uint32(REBIAS if magnitude < 0x7C00 else 2 * REBIAS)
+    normal = np.uint32((magnitude << np.uint32(13)) + rebias)
+    tiny = np.float32(np.int32(magnitude)) * np.float32(2.0**-24)
+    found = normal if magnitude >= 0x400 else np.float32(tiny).view(np.uint32)
+    return np.uint32(found | sign).view(np.float32)
+
+
+def _nearest_bfloat16(stored: Any, value: Any, key: Any, column: Any) -> Any:
+    bits = np.float32(value).view(np.uint32)
+    fixed = np.uint64(bits & np.uint32(0x7FFFFFFF)) << np.uint64(16)
+    return _round_bfloat16(bits, np.uint64(0x7FFFFFFF) + ((fixed >> np.uint64(32)) & np.uint64(1)))
+
+
+def _chance_bfloat16(stored: Any, value: Any, key: Any, column: Any) -> Any:
+    return _round_bfloat16(np.float32(value).view(np.uint32), _fold(key, column) >> np.uint64(32))
+
+
+def _nearest_float16(stored: Any, value: Any, key: Any, column: Any) -> Any:
+    bits = np.float32(value).view(np.uint32)
+    fixed = _fixed_float16(np.uint64(bits & np.uint32(0x7FFFFFFF)))
+    return _round_float16(bits, np.uint64(0x7FFFFFFF) + ((fixed >> np.uint64(32)) & np.uint64(1)))
+
+
+def _chance_float16(stored: Any, value: Any, key: Any, column: Any) -> Any:
+    return _round_float16(np.float32(value).view(np.uint32), _fold(key, column) >> np.uint64(32))
+
+
+@kernel
+def _round_bfloat16(bits: np.uint32, chance: np.uint64) -> np.uint16:
+    """Round by 32 random bits: up if the fraction and the bits add up to 2**32 or more.
+
+    The bits of 16-bit floats, read as integers, are 0, 1, 2, ... in order of size, across powers of
+    two as well. So a float32 is such an integer and a 32-bit fraction of the distance to the next.
+    """
+    magnitude = np.uint64(bits & np.uint32(0x7FFFFFFF))
+    if magnitude > np.uint64(LARGEST_BFLOAT16):
+        chance = np.uint64(1 << 31)
+    stored = ((magnitude << np.uint64(16)) + chance) >> np.uint64(32)
+    if magnitude > np.uint64(INFINITY):
+        stored = np.uint64(0x7FC0)
+    return np.uint16(stored | np.uint64((bits >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+@kernel
+def _round_float16(bits: np.uint32, chance: np.uint64) -> np.int16:
+    """`_round_bfloat16` for float16."""
+    magnitude = np.uint64(bits & np.uint32(0x7FFFFFFF))
+    if magnitude > np.uint64(LARGEST_FLOAT16):
+        chance = np.uint64(1 << 31)
+    stored = min((_fixed_float16(magnitude) + chance) >> np.uint64(32), np.uint64(0x7C00))
+    if magnitude > np.uint64(INFINITY):
+        stored = np.uint64(0x7E00)
+    return np.int16(stored | np.uint64((bits >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+@kernel
+def _fixed_float16(magnitude: np.uint64) -> np.uint64:
+    """A float32 as the integer of a float16 (high 32 bits) and the fraction to the next (low)."""
+    mantissa = (magnitude & np.uint64(0x7FFFFF)) | np.uint64(0x800000)
+    places = min(np.uint64(126) - (magnitude >> np.uint64(23)), np.uint64(63))
+    tiny = (mantissa << np.uint64(32)) >> places
+    normal = (magnitude - np.uint64(REBIAS)) << np.uint64(19)
+    return tiny if magnitude < np.uint64(NORMAL_FLOAT16) else normal
+
+
+@kernel
+def _fold(key: np.uint64, number: np.uint64) -> np.uint64:
+    """`fold` in a kernel."""
+    mixed = key + (np.uint64(number) + np.uint64(1)) * _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FACTOR1
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _FACTOR2
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,0 +1,499 @@
+"""The map of the slots in the CPU's memory: which row is in which slot, and who needs it.
+
+    slot_of_row   slot of a row; NOWHERE; or AWAITED + slot: the row's own slot, still empty
+    row_of_slot   row of a slot; EMPTY
+    num_claims    how many tickets need the row that a slot holds
+    num_uses      how often tickets have asked for it; the clock's hand halves it as it passes
+    flags         PINNED: the slot keeps its row; DIRTY: the cold store has an older value;
+                  POPULAR: pinned for its uses, until the next choice of popular rows
+
+Row numbers count over all tables of the row space. A claim makes three passes. The first looks up
+every value, counts the claim into the slots it finds, and lists the missing rows. The second finds
+a slot for each missing row. The third writes these slots where the first pass left stand-ins. A
+claim can be taken back between the first and the second pass; nothing has changed then.
+
+Letters: T tables, R rows, S slots, N values, L lookups, M rows missing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import prange
+
+from recsys._support.jit import kernel, num_parts, parallel_kernel
+from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch
+from recsys.embeddings.kernels.cpu.intrinsics.turns import next_turn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from recsys.embeddings.rows.lookups import Bags, Lookups
+
+__all__ = [
+    "AWAITED",
+    "DIRTY",
+    "EMPTY",
+    "MARKED",
+    "NOWHERE",
+    "PINNED",
+    "POPULAR",
+    "Moves",
+    "NoSuchRow",
+    "Requests",
+    "Shortage",
+    "SlotArrays",
+    "SlotClaim",
+    "SlotMap",
+]
+
+NOWHERE = EMPTY = -1
+AWAITED = 1 << 30
+PINNED, DIRTY = 1, 2
+_SEEN = 4  # by the claim that is being made
+POPULAR = 8
+MARKED = 16  # only while `Slots.are_among` runs
+
+_FIRST_MISSING = -2  # in slot_of_row while a claim is made: the first of its missing rows
+_MOST_USES = 255
+_MOST_KEPT = 64
+_AHEAD = np.uint64(16)
+
+
+class NoSuchRow(Exception):  # stays inside this package: callers name the id
+    """A value is no row of its table.
+
+    Attributes:
+        position: Of the first such value.
+    """
+
+    def __init__(self, position: int) -> None:
+        super().__init__(position)
+        self.position = position
+
+
+class Shortage(Exception):  # stays inside this package
+    """The rows of a mini-batch need more slots than are free; nothing was claimed.
+
+    Attributes:
+        needed: The slots that this mini-batch or another ticket needs.
+        num_lacking: How many more free slots the mini-batch needs.
+        num_needed: With so many slots in all, the claim would succeed.
+    """
+
+    def __init__(self, needed: Any, num_missing: int, num_lacking: int) -> None:
+        super().__init__(num_lacking)
+        self.needed, self.num_lacking = needed, num_lacking
+        self.num_needed = len(needed) + num_missing
+
+
+class Moves(NamedTuple):
+    """The rows that one transfer copies: first those written back, then those fetched.
+
+    Attributes:
+        fetched_rows: Rows to fetch, counted over all tables, (M,).
+        fetched_slots: The slot of each.
+        written_rows: Rows to write back, (K,).
+        written_slots: The slot of each.
+    """
+
+    fetched_rows: NDArray[np.int32]
+    fetched_slots: NDArray[np.int32]
+    written_rows: NDArray[np.int32]
+    written_slots: NDArray[np.int32]
+
+
+class SlotClaim(NamedTuple):
+    """The claim of one mini-batch.
+
+    Attributes:
+        slot_of_value: (N,); any slot for a value that is not looked up.
+        held: The slots that count this claim.
+        moves: The rows to copy before the slots are read.
+        num_lookups: Values looked up.
+        num_hits: Those whose row was in its slot.
+        num_rows: Distinct rows.
+        num_rows_hit: Those that were in their slot.
+    """
+
+    slot_of_value: Any
+    held: Any
+    moves: Moves
+    num_lookups: int
+    num_hits: int
+    num_rows: int
+    num_rows_hit: int
+
+
+class SlotArrays(NamedTuple):
+    """Slots and what they hold, for kernels; see the top of this module."""
+
+    slot_of_row: NDArray[np.int32]
+    row_of_slot: NDArray[np.int32]
+    num_claims: NDArray[np.int16]
+    num_uses: NDArray[np.uint8]
+    flags: NDArray[np.uint8]
+
+
+class Requests(NamedTuple):
+    """Runs of values and the table each is looked up in, sorted by table."""
+
+    of_table: NDArray[np.uint64]  # (T + 1,) where each table's runs begin
+    begins: NDArray[np.uint64]  # (L,) into the values
+    ends: NDArray[np.uint64]  # (L,)
+    first_rows: NDArray[np.uint64]  # (T + 1,) where each table's rows begin among all
+
+    @classmethod
+    def sort(
+        cls,
+        tables: Sequence[int],
+        begins: NDArray[Any],
+        ends: NDArray[Any],
+        first_rows: NDArray[np.uint64],
+    ) -> Requests:
+        """Sort runs by their table.
+
+        Args:
+            tables: Of each run.
+            begins: Of each run.
+            ends: Of each run.
+            first_rows: As above.
+        """
+        order = np.argsort(tables, kind="stable")
+        in_order = np.asarray(tables, np.int64)[order]
+        of_table = np.searchsorted(in_order, np.arange(len(first_rows)))
+        return cls(
+            of_table.astype(np.uint64),
+            begins[order].astype(np.uint64),
+            ends[order].astype(np.uint64),
+            first_rows,
+        )
+
+
+class _Found(NamedTuple):
+    """The result of the first pass; table t's part of each array begins at `starts[t]`."""
+
+    starts: NDArray[np.uint64]  # (T + 1,)
+    held: NDArray[np.int32]  # slots found, each once
+    num_held: NDArray[np.int64]  # (T,)
+    num_woken: NDArray[np.int64]  # (T,) of the slots found: neither claimed before, nor pinned
+    num_hits: NDArray[np.int64]  # (T,) values whose row was in its slot
+    awaited: NDArray[np.int32]  # of the slots found: those that are still empty
+    num_awaited: NDArray[np.int64]  # (T,)
+    missing: NDArray[np.int32]  # rows that are in no slot, each once
+    num_missing: NDArray[np.int64]  # (T,)
+
+    @classmethod
+    def nothing(cls, requests: Requests) -> _Found:
+        """Before the pass, with room for every value."""
+        lengths = np.concatenate(
+            [np.zeros(1, np.uint64), np.cumsum(requests.ends - requests.begins)]
+        )
+        starts = lengths[requests.of_table.astype(np.int64)].astype(np.uint64)
+        num_values, num_tables = int(lengths[-1]), len(starts) - 1
+        return cls(
+            starts,
+            np.empty(num_values, np.int32),
+            np.zeros(num_tables, np.int64),
+            np.zeros(num_tables, np.int64),
+            np.zeros(num_tables, np.int64),
+            np.empty(num_values, np.int32),
+            np.zeros(num_tables, np.int64),
+            np.empty(num_values, np.int32),
+            np.zeros(num_tables, np.int64),
+        )
+
+
+class SlotMap:
+    """Claims slots in the CPU's memory; `TorchSlotMap` does it on a device.
+
+    Args:
+        first_rows: Where each table's rows begin among all, (T + 1,).
+        num_slots: S.
+
+    Attributes:
+        arrays: For kernels.
+        slot_of_row: (R,) int32, a tensor over the same memory, as are the next four.
+        row_of_slot: (S,) int32.
+        num_claims: (S,) int16.
+        num_uses: (S,) uint8.
+        flags: (S,) uint8.
+    """
+
+    def __init__(self, first_rows: NDArray[np.uint64], num_slots: int) -> None:
+        self.arrays = SlotArrays(
+            np.full(int(first_rows[-1]), NOWHERE, np.int32),
+            np.full(num_slots, EMPTY, np.int32),
+            np.zeros(num_slots, np.int16),
+            np.zeros(num_slots, np.uint8),
+            np.zeros(num_slots, np.uint8),
+        )
+        self.slot_of_row, self.row_of_slot, self.num_claims, self.num_uses, self.flags = map(
+            torch.from_numpy, self.arrays
+        )
+        self._first_rows, self._hand = first_rows, 0
+        self._num_idle = num_slots  # slots that are neither claimed nor pinned
+        self._requests: dict[tuple[Lookups, int], Requests] = {}
+
+    def claim(self, lookups: Lookups, bags: Bags) -> SlotClaim:
+        """Give every row of a mini-batch a slot, and count the claim into each of these slots.
+
+        Args:
+            lookups: What is looked up where; a value in one table at most.
+            bags: The input, by rows.
+
+        Raises:
+            NoSuchRow: a value is no row of its table; nothing was claimed.
+            Shortage: too few slots are free.
+        """
+        slots, requests = self.arrays, self.requests_of(lookups, bags)
+        found, slot_of_value = _Found.nothing(requests), np.zeros(len(bags.values), np.int32)
+        bad_T, turns = np.full(len(found.num_held), -1), np.zeros(1, np.int64)
+        _claim_kernel(slots, requests, bags.values, slot_of_value, found, bad_T, num_parts(), turns)
+        if (bad_T >= 0).any():
+            _take_back_kernel(slots, found)
+            raise NoSuchRow(int(bad_T[bad_T >= 0].min()))
+        num_missing, num_woken = int(found.num_missing.sum()), int(found.num_woken.sum())
+        num_lacking = num_missing + num_woken - self._num_idle
+        if num_lacking > 0:
+            needed = np.flatnonzero(slots.num_claims)
+            _take_back_kernel(slots, found)
+            raise Shortage(needed, num_missing, num_lacking)
+        held = _segments(found, found.held, found.num_held)
+        awaited = _segments(found, found.awaited, found.num_awaited)
+        slot_of_missing = np.empty(len(found.missing), np.int32)
+        dirty_slots, dirty_rows = np.empty((2, num_missing), np.int32)
+        num_dirty, self._hand = _place_kernel(
+            slots, found, slot_of_missing, dirty_slots, dirty_rows, self._hand
+        )
+        placed = _segments(found, slot_of_missing, found.num_missing)
+        _resolve_kernel(slots.flags, requests, slot_of_value, slot_of_missing, found, num_parts())
+        self._num_idle -= num_woken + num_missing
+        fetched = np.concatenate([awaited, placed])
+        return SlotClaim(
+            slot_of_value,
+            np.concatenate([held, placed]),
+            Moves(
+                slots.row_of_slot[fetched], fetched, dirty_rows[:num_dirty], dirty_slots[:num_dirty]
+            ),
+            num_lookups=int(found.starts[-1]),
+            num_hits=int(found.num_hits.sum()),
+            num_rows=len(held) + num_missing,
+            num_rows_hit=len(held) - len(awaited),
+        )
+
+    def release(self, held: NDArray[np.int32]) -> None:
+        """Take a claim out of its slots' counts; `held` as in its `SlotClaim`."""
+        slots = self.arrays
+        self._num_idle += int(_release_kernel(slots.num_claims, slots.flags, held))
+
+    def mark_dirty(self, slots: Any) -> None:
+        """Note that rows in these slots, (M,), are newer than in the cold store."""
+        self.arrays.flags[np.asarray(slots)] |= np.uint8(DIRTY)
+
+    def recount(self) -> None:
+        """Count idle slots again after slots were pinned or unpinned."""
+        slots = self.arrays
+        self._num_idle = int(((slots.num_claims == 0) & (slots.flags & PINNED == 0)).sum())
+
+    def requests_of(self, lookups: Lookups, bags: Bags) -> Requests:
+        """The runs of values of each lookup."""
+        firsts = lookups.positions.astype(np.int64) * bags.batch_size
+        tables = lookups.tables.tolist()
+        if bags.offsets is not None:
+            begins, ends = bags.offsets[firsts], bags.offsets[firsts + bags.batch_size]
+            return Requests.sort(tables, begins, ends, self._first_rows)
+        key = lookups, bags.batch_size
+        if key not in self._requests:
+            if len(self._requests) > _MOST_KEPT:
+                self._requests.clear()
+            ends = firsts + bags.batch_size
+            self._requests[key] = Requests.sort(tables, firsts, ends, self._first_rows)
+        return self._requests[key]
+
+
+def _segments(
+    found: _Found, array: NDArray[np.int32], counts: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """Every table's part of an array, one after the other."""
+    starts = found.starts.astype(np.int64)
+    parts = [
+        array[start : start + count]
+        for start, count in zip(starts.tolist(), counts.tolist(), strict=False)
+        if count
+    ]
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+@parallel_kernel
+def _claim_kernel(
+    slots: SlotArrays,
+    requests: Requests,
+    values: NDArray[Any],
+    slot_of_value: NDArray[np.int32],
+    claim: _Found,
+    bad_T: NDArray[np.int64],
+    num_parts: int,
+    turns: NDArray[np.int64],
+) -> None:
+    """A part is a thread. It takes tables until none are left, so each row has one owner."""
+    slot_of_row, num_claims, num_uses = slots.slot_of_row, slots.num_claims, slots.num_uses
+    flags, first_rows = slots.flags, requests.first_rows
+    # Under names of their own: numba drops writes to a tuple's arrays inside of prange.
+    held, awaited, missing = claim.held, claim.awaited, claim.missing
+    num_held, num_woken, num_hits = claim.num_held, claim.num_woken, claim.num_hits
+    num_awaited, num_missing = claim.num_awaited, claim.num_missing
+    num_tables = len(first_rows) - 1
+    for _ in prange(num_parts):
+        while True:
+            table = np.uint64(next_turn(turns))
+            if table >= num_tables:
+                break
+            first_row = first_rows[table]
+            size = first_rows[table + np.uint64(1)] - first_row
+            start = claim.starts[table]
+            of_held = of_awaited = of_missing = start
+            woken = hits = 0
+            for run in range(requests.of_table[table], requests.of_table[table + np.uint64(1)]):
+                begin, end = requests.begins[run], requests.ends[run]
+                for place in range(begin, end):
+                    if place + _AHEAD < end:
+                        prefetch(slot_of_row, first_row + np.uint64(values[place + _AHEAD]))
+                    row = np.uint64(values[place])
+                    if row >= size:  # a negative one is among the largest
+                        if bad_T[table] < 0 or np.int64(place) < bad_T[table]:
+                            bad_T[table] = np.int64(place)
+                        continue
+                    row += first_row
+                    slot = slot_of_row[row]
+                    if slot == NOWHERE:
+                        missing[of_missing] = np.int32(row)
+                        slot = np.int32(_FIRST_MISSING - np.int64(of_missing))
+                        slot_of_row[row] = slot
+                        of_missing += np.uint64(1)
+                    elif slot >= 0:
+                        hits += slot < AWAITED
+                        if slot >= AWAITED:
+                            slot -= AWAITED
+                            slot_of_row[row] = slot
+                            awaited[of_awaited] = slot
+                            of_awaited += np.uint64(1)
+                        at = np.uint64(slot)
+                        if not flags[at] & _SEEN:
+                            flags[at] |= _SEEN
+                            woken += num_claims[at] == 0 and not flags[at] & PINNED
+                            num_claims[at] += np.int16(1)
+                            if num_uses[at] < _MOST_USES:
+                                num_uses[at] += np.uint8(1)
+                            held[of_held] = slot
+                            of_held += np.uint64(1)
+                    slot_of_value[place] = slot
+            num_held[table] = np.int64(of_held - start)
+            num_woken[table] = woken
+            num_hits[table] = hits
+            num_awaited[table] = np.int64(of_awaited - start)
+            num_missing[table] = np.int64(of_missing - start)
+
+
+@kernel
+def _place_kernel(
+    slots: SlotArrays,
+    claim: _Found,
+    slot_of_missing: NDArray[np.int32],
+    dirty_slots: NDArray[np.int32],
+    dirty_rows: NDArray[np.int32],
+    hand: int,
+) -> tuple[int, int]:
+    slot_of_row, row_of_slot, flags = slots.slot_of_row, slots.row_of_slot, slots.flags
+    num_claims, num_uses = slots.num_claims, slots.num_uses
+    num_slots, num_dirty = len(row_of_slot), 0
+    for table in range(len(claim.num_missing)):
+        first = np.int64(claim.starts[table])
+        for place in range(first, first + claim.num_missing[table]):
+            while True:
+                slot = hand
+                hand += 1
+                if hand == num_slots:
+                    hand = 0
+                if num_claims[slot] or flags[slot] & PINNED:
+                    continue
+                old = row_of_slot[slot]
+                if old == EMPTY:
+                    break
+                if num_uses[slot] == 0:
+                    slot_of_row[old] = NOWHERE
+                    if flags[slot] & DIRTY:
+                        dirty_slots[num_dirty] = slot
+                        dirty_rows[num_dirty] = old
+                        num_dirty += 1
+                    break
+                num_uses[slot] >>= np.uint8(1)
+            row = claim.missing[place]
+            slot_of_row[row] = slot
+            row_of_slot[slot] = row
+            num_claims[slot] = 1
+            num_uses[slot] = 1
+            flags[slot] = 0
+            slot_of_missing[place] = slot
+    return num_dirty, hand
+
+
+@parallel_kernel
+def _resolve_kernel(
+    flags: NDArray[np.uint8],
+    requests: Requests,
+    slot_of_value: NDArray[np.int32],
+    slot_of_missing: NDArray[np.int32],
+    claim: _Found,
+    num_parts: int,
+) -> None:
+    """A part is a share of the tables, then of the runs."""
+    num_tables, num_runs = len(claim.num_held), len(requests.begins)
+    for part in prange(num_parts):
+        for table in range(part, num_tables, num_parts):
+            first = np.int64(claim.starts[table])
+            for place in range(first, first + claim.num_held[table]):
+                flags[claim.held[place]] &= np.uint8(255 - _SEEN)
+        if len(slot_of_missing):
+            for run in range(part, num_runs, num_parts):
+                for place in range(requests.begins[run], requests.ends[run]):
+                    slot = slot_of_value[place]
+                    if slot < 0:
+                        slot_of_value[place] = slot_of_missing[_FIRST_MISSING - slot]
+
+
+@kernel
+def _take_back_kernel(
+    slots: SlotArrays,
+    claim: _Found,
+) -> None:
+    slot_of_row, num_claims = slots.slot_of_row, slots.num_claims
+    num_uses, flags = slots.num_uses, slots.flags
+    for table in range(len(claim.num_held)):
+        first = np.int64(claim.starts[table])
+        for place in range(first, first + claim.num_held[table]):
+            slot = claim.held[place]
+            num_claims[slot] -= np.int16(1)
+            num_uses[slot] -= np.uint8(num_uses[slot] > 0)
+            flags[slot] &= np.uint8(255 - _SEEN)
+        for place in range(first, first + claim.num_awaited[table]):
+            slot = claim.awaited[place]
+            slot_of_row[slots.row_of_slot[slot]] = slot + AWAITED
+        for place in range(first, first + claim.num_missing[table]):
+            slot_of_row[claim.missing[place]] = NOWHERE
+
+
+@kernel
+def _release_kernel(
+    num_claims: NDArray[np.int16], flags: NDArray[np.uint8], held: NDArray[np.int32]
+) -> int:
+    num_free = 0
+    for slot in held:
+        num_claims[slot] -= np.int16(1)
+        if num_claims[slot] == 0 and not flags[slot] & PINNED:
+            num_free += 1
+    return num_free

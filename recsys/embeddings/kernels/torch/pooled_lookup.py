@@ -1,0 +1,111 @@
+"""Pooled lookup in operations of torch; see `cpu.pooled_lookup` for the contract.
+
+A bag's rows are added in their order, by `segment_reduce`, so a result repeats to the bit.
+
+Letters: B samples, F features, L lookups, N values, D dim, W columns of the output.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from recsys.embeddings.kernels.torch.bags import (
+    layers_of,
+    lengths_of,
+    locate,
+    locate_one_hot,
+    note_bad_rows,
+    note_errors,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.torch.bags import Layer, TorchBags
+    from recsys.embeddings.kernels.torch.row_space import TorchRows
+    from recsys.embeddings.kernels.torch.slot_rows import TieredRows
+    from recsys.embeddings.rows.lookups import Lookups
+
+__all__ = ["pooled_lookup", "row_gradient_dots"]
+
+
+def pooled_lookup(
+    space: TorchRows | TieredRows, lookups: Lookups, bags: TorchBags, result: Tensor
+) -> int:
+    """Write the pooled rows of every lookup into its columns.
+
+    Args:
+        space: The tables.
+        lookups: What is looked up where.
+        bags: The input.
+        result: (B, W) or, of vectors of one dim, (B, F, D), contiguous, in the dtype that rows are
+            computed in; other columns are left alone.
+
+    Returns:
+        -1: that a value is no row, or anything else wrong, is noted in `space.errors`, and what
+        would depend on it in `result` is then undefined.
+    """
+    if not bags.batch_size or not len(lookups.tables):
+        return -1
+    result = result.flatten(1)
+    whole, layers = layers_of(space, lookups, bags.num_features)
+    if bags.is_plain:
+        rows_LB = locate_one_hot(space, whole, bags)
+        note_bad_rows(space, whole, bags, rows_LB)
+        _write(whole, space.read(rows_LB.t().reshape(-1)), result)
+        return -1
+    for layer in layers:
+        note_errors(space, layer, bags)
+        _write(layer, _pool(space, layer, bags), result)
+    return -1
+
+
+def row_gradient_dots(
+    space: TorchRows, lookups: Lookups, bags: TorchBags, gradient: Tensor, result: Tensor
+) -> None:
+    """The gradient of every value's weight: its row times its bag's gradient, shared out by a mean.
+
+    Args:
+        space: The tables.
+        lookups: What was looked up where.
+        bags: The input.
+        gradient: Of the pooled rows, (B, W).
+        result: (N,), added to, for a feature may be looked up in several tables.
+    """
+    if not bags.batch_size or not len(bags.values):
+        return
+    unweighted = bags._replace(weights=None)
+    for layer in layers_of(space, lookups, bags.num_features)[1]:
+        rows_N, sources_N, scales_N = locate(space, layer, unweighted)
+        gradients_ND = layer.of_columns(gradient, space.dim).index_select(0, sources_N)
+        dots_N = (space.read(rows_N) * gradients_ND).sum(1)
+        if scales_N is not None:
+            dots_N = dots_N * scales_N
+        result += torch.where(rows_N < space.num_rows, dots_N, 0)
+
+
+def _pool(space: TorchRows | TieredRows, layer: Layer, bags: TorchBags) -> Tensor:
+    """(B * L, D)."""
+    rows_N, _, _ = locate(space, layer, bags._replace(is_mean=False))
+    rows_ND = space.read(rows_N)
+    if bags.weights is not None:
+        rows_ND = rows_ND * bags.weights.to(rows_ND.dtype).unsqueeze(1)
+    rows_ND = torch.where((rows_N < space.num_rows).unsqueeze(1), rows_ND, 0)
+    pooled = torch.segment_reduce(
+        rows_ND, "sum", offsets=bags.bounds(), axis=0, unsafe=True, initial=0
+    )
+    if bags.is_mean:
+        pooled = pooled / lengths_of(bags).clamp(min=1).to(pooled.dtype).unsqueeze(1)
+    pooled_FBD = pooled.view(-1, bags.batch_size, space.dim)
+    pooled_LBD = pooled_FBD.index_select(0, layer.positions)
+    return pooled_LBD.transpose(0, 1).reshape(-1, space.dim)
+
+
+def _write(layer: Layer, pooled: Tensor, result: Tensor) -> None:
+    pooled = pooled.view(len(result), -1)
+    if layer.columns is None:
+        result.copy_(pooled)
+    else:
+        result.index_copy_(1, layer.columns, pooled)

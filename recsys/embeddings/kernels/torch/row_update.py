@@ -1,0 +1,193 @@
+"""Row update in operations of torch; see `cpu.row_update` for the contract.
+
+    1. Lookups are sorted by row, those of a row stay in lookup order.
+    2. Each run's gradients are added, in that order, by `segment_reduce`.
+    3. Rows and state are read, moved by `row_steps` and written.
+
+How many distinct rows there are only the device knows. So there are places for as many as there
+are lookups; what is left over repeats the first row, and writes the same numbers to the same place.
+
+Letters: T tables, R rows, N lookups, U places for distinct rows (N of them), D dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
+from recsys.embeddings.kernels.torch.bags import Located, layers_of, locate, locate_one_hot
+from recsys.embeddings.kernels.torch.errors import BAD_GRADIENT
+from recsys.embeddings.kernels.torch.rounding import fold, round_rows
+from recsys.embeddings.kernels.torch.row_space import upload
+from recsys.embeddings.optimizer import row_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.torch.row_space import TorchRows
+    from recsys.embeddings.optimizer import RowOptimizer
+    from recsys.embeddings.rows.ledger import LedgerEntry
+
+__all__ = ["Merged", "merge_by_row", "row_update"]
+
+
+class Merged(NamedTuple):
+    """A ledger, row by row.
+
+    Attributes:
+        rows: Distinct ones; behind the last one the first again. (U,) int64.
+        sums: Of each row's gradients, (U, D).
+        is_row: False where no lookup has a row, (U,); then `rows` is any.
+    """
+
+    rows: Tensor
+    sums: Tensor
+    is_row: Tensor
+
+
+def row_update(
+    space: TorchRows,
+    states: Sequence[TorchRows],
+    optimizer: RowOptimizer,
+    rates_T2: NDArray[np.float64],
+    ledger: Sequence[LedgerEntry],
+    keys_T: NDArray[Any] = TO_NEAREST,
+) -> None:
+    """Sum what the ledger holds for each row, in lookup order, and move each row once.
+
+    As long as an error is noted that nobody has raised, all stay where they are.
+
+    Args:
+        space: The tables.
+        states: The tables' state, in the order of the optimizer's `state_sizes`.
+        optimizer: The formula.
+        rates_T2: What the optimizer's `rate_and_eps` gives for each table's learning rate and step.
+        ledger: One entry per backward pass since the last update, in order; bags are `TorchBags`.
+        keys_T: Of rows of 16 bits, to be rounded stochastically: `table_key` of each table, uint64.
+
+    Raises:
+        IdOutOfRange: an input before was wrong, and so are the others; see `DeferredErrors`.
+        MalformedBags: likewise.
+        ValueError: likewise.
+    """
+    space.errors.poll()
+    merged = merge_by_row(space, ledger)
+    if merged is None:
+        return
+    rows_U, sums_UD, is_row = merged
+    space.errors.note(BAD_GRADIENT, (is_row & ~sums_UD.isfinite().all(1)).any().view(1))
+    is_moved = (is_row & space.errors.is_clear()).unsqueeze(1)
+    tables = sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
+    rate, eps = _rates(space, rates_T2, tables, rows_U)
+    places = [state.follow(rows_U, space, tables) for state in states]
+    before = [state.rows.index_select(0, at) for state, at in zip(states, places, strict=True)]
+    change, moved = row_steps(optimizer, before, sums_UD, rate, eps)
+    for state, at, old, new in zip(states, places, before, moved, strict=True):
+        state.rows.index_copy_(0, at, torch.where(is_moved, new, old))
+    old = space.rows.index_select(0, rows_U)
+    new = old.to(sums_UD.dtype) - change
+    if space.is_narrow:
+        keys = None
+        if keys_T.dtype != TO_NEAREST.dtype:
+            of_tables = upload(keys_T.view(np.int64), rows_U.device)[space.table_of(rows_U)]
+            keys = fold(of_tables, space.ids_of(rows_U))
+        new = round_rows(new, old.dtype, keys)
+    space.rows.index_copy_(0, rows_U, torch.where(is_moved, new, old))
+
+
+def merge_by_row(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Merged | None:
+    """The sum of each row's gradients; None where nothing was looked up.
+
+    Args:
+        space: The tables.
+        ledger: As for `row_update`.
+    """
+    rows, sources, scales, gradients = _joined(space, list(_parts(space, ledger)))
+    num_rows, num_places = space.num_rows, len(rows)
+    if not num_places or not num_rows:
+        return None
+    rows_N, order_N = rows.sort(stable=True)
+    is_first = torch.ones_like(rows_N, dtype=torch.bool)
+    torch.ne(rows_N[1:], rows_N[:-1], out=is_first[1:])
+    run_N = is_first.cumsum(0) - 1
+    # Where each run begins; at the end where there is no such run.
+    numbers = torch.arange(num_places + 1, device=rows.device)
+    starts = torch.searchsorted(run_N, numbers)
+    in_order = gradients.index_select(0, sources[order_N])
+    if scales is not None:
+        in_order *= scales[order_N].unsqueeze(1)
+    sums_UD = torch.segment_reduce(in_order, "sum", offsets=starts, axis=0, unsafe=True, initial=0)
+    rows_U = rows_N[starts[:-1].clamp(max=num_places - 1)]
+    is_run = (starts[:-1] < num_places) & (rows_U < num_rows)
+    chosen = torch.where(is_run, numbers[:-1], 0)
+    rows_U = rows_U[chosen]
+    return Merged(
+        rows_U.clamp(max=num_rows - 1), sums_UD.index_select(0, chosen), rows_U < num_rows
+    )
+
+
+def _parts(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Iterator[tuple[Located, Tensor]]:
+    """Every entry's lookups, and the gradients that their sources number."""
+    for lookups, any_bags, gradient, *_ in ledger:
+        bags: Any = any_bags  # `TorchBags`
+        if not bags.batch_size or not len(lookups.tables):
+            continue
+        whole, layers = layers_of(space, lookups, bags.num_features)
+        if bags.is_plain:
+            rows_LB = locate_one_hot(space, whole, bags)
+            num_lookups, batch_size = rows_LB.shape
+            numbers = torch.arange(rows_LB.numel(), device=rows_LB.device)
+            sources = numbers % batch_size * num_lookups + numbers // batch_size
+            found = Located(rows_LB.reshape(-1), sources, None)
+            yield found, whole.of_columns(gradient.flatten(1), space.dim)
+            continue
+        for layer in layers:
+            yield locate(space, layer, bags), layer.of_columns(gradient.flatten(1), space.dim)
+
+
+def _joined(
+    space: TorchRows, parts: Sequence[tuple[Located, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """All parts as one: rows, sources, scales, gradients."""
+    if not parts:
+        none = torch.empty(0, dtype=torch.int64, device=space.rows.device)
+        return none, none, None, space.rows.new_empty(0, space.dim)
+    if len(parts) == 1:
+        [(found, gradients)] = parts
+        return *found, gradients
+    sources, num_before = [], 0
+    for found, gradients in parts:
+        sources.append(found.sources + num_before)
+        num_before += len(gradients)
+    scales = None
+    if any(found.scales is not None for found, _ in parts):
+        scales = torch.cat(
+            [
+                gradients.new_ones(len(found.rows)) if found.scales is None else found.scales
+                for found, gradients in parts
+            ]
+        )
+    return (
+        torch.cat([found.rows for found, _ in parts]),
+        torch.cat(sources),
+        scales,
+        torch.cat([gradients for _, gradients in parts]),
+    )
+
+
+def _rates(
+    space: TorchRows, rates_T2: NDArray[np.float64], tables: Sequence[int], rows: Tensor
+) -> tuple[float | Tensor, float | Tensor]:
+    """Rate and eps: numbers where all tables have the same, as they nearly always do."""
+    of_moved = rates_T2[list(tables)]
+    if (of_moved == of_moved[0]).all():
+        return float(of_moved[0, 0]), float(of_moved[0, 1])
+    rates = upload(rates_T2.copy(), rows.device).to(space.compute_dtype)[space.table_of(rows)]
+    return rates[:, :1], rates[:, 1:]

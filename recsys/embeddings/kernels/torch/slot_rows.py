@@ -1,0 +1,116 @@
+"""Rows in slots, and rows in either tier, for kernels made of torch's operations.
+
+    SlotRows     a slot's number is its row's number; for training
+    TieredRows   row numbers count over all tables; a row is read from its slot, or from a copy if
+                 it has no slot; for evaluation
+
+Letters: T tables, R rows of all tables, S slots, M rows without a slot, U rows asked for, D dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recsys.embeddings.kernels.cpu.slots import NOWHERE
+from recsys.embeddings.kernels.torch.row_space import RowNumbers, TorchRows
+from recsys.embeddings.kernels.torch.slots import slots_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.torch.slots import TorchSlots
+
+__all__ = ["SlotRows", "TieredRows", "number_rows"]
+
+
+def number_rows(sizes: Sequence[int], dim: int, rows: Tensor) -> RowNumbers:
+    """Rows of all tables, counted one table after the other.
+
+    Args:
+        sizes: E of each table.
+        dim: D.
+        rows: Of their dtype, on their device.
+    """
+    first_rows = [sum(sizes[:table]) for table in range(len(sizes))]
+    return RowNumbers(first_rows, sizes, sum(sizes), dim, rows.dtype, rows.device)
+
+
+class SlotRows(TorchRows):
+    """Slots, once for every table: slot s is row s, whatever the table.
+
+    Args:
+        rows: (S, D), or of a state array (S, size).
+        slots: What they hold.
+        numbers: The rows of all tables.
+
+    Attributes:
+        tables: The rows alone.
+        computed: The dtype that is computed in.
+    """
+
+    def __init__(self, rows: Tensor, slots: TorchSlots, numbers: RowNumbers) -> None:
+        num_slots, dim = rows.shape
+        num_tables = len(numbers.sizes)
+        super().__init__(
+            [0] * num_tables, [num_slots] * num_tables, num_slots, dim, rows.dtype, rows.device
+        )
+        self.rows, self.tables, self.computed = rows, [rows], self.compute_dtype
+        self._slots, self._numbers = slots, numbers
+
+    def table_of(self, rows: Tensor) -> Tensor:
+        """Which table's row each slot holds, (U,) int64; of an empty one, any."""
+        return self._numbers.table_of(self._slots.row_of_slot[rows].long())
+
+    def ids_of(self, rows: Tensor) -> Tensor:
+        """Which row of its table each slot holds, (U,) int64; of an empty one, any."""
+        return self._numbers.ids_of(self._slots.row_of_slot[rows].long())
+
+    def follow(self, rows: Tensor, other: Any, tables: Sequence[int]) -> Tensor:
+        """See `TorchRows`: state is in the slot of its row."""
+        return rows
+
+
+class TieredRows(RowNumbers):
+    """Rows of all tables, to be read where they are.
+
+    Args:
+        numbers: Of the rows.
+        slots: What slots hold.
+        slot_rows: (S, D).
+        others: Rows that are in no slot, in ascending order, (M,) int64.
+        other_rows: Copies of them, (M, D).
+    """
+
+    def __init__(
+        self,
+        numbers: RowNumbers,
+        slots: TorchSlots,
+        slot_rows: Tensor,
+        others: Tensor,
+        other_rows: Tensor,
+    ) -> None:
+        super().__init__(
+            numbers.first_rows,
+            numbers.sizes,
+            numbers.num_rows,
+            numbers.dim,
+            slot_rows.dtype,
+            slot_rows.device,
+        )
+        self.layers = numbers.layers  # which are the same, and take a way to the device to make
+        self._slots, self._slot_rows = slots, slot_rows
+        self._others, self._other_rows = others, other_rows
+
+    def read(self, rows: Tensor) -> Tensor:
+        """Some rows, in the dtype that is computed in; see `TorchRows`."""
+        slots_U = slots_of(self._slots, rows.clamp(max=self.num_rows))
+        found = self._slot_rows.index_select(0, slots_U.clamp(min=0))
+        if len(self._others):
+            places_U = torch.searchsorted(self._others, rows).clamp(max=len(self._others) - 1)
+            copies = self._other_rows.index_select(0, places_U)
+            found = torch.where((slots_U == NOWHERE).unsqueeze(1), copies, found)
+        return found.to(self.compute_dtype)

@@ -1,0 +1,1 @@
+"""Lookups: from ids to pooled vectors, from gradients to ledgers."""

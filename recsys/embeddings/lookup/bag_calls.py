@@ -1,0 +1,385 @@
+"""Resident tables that a model looks up one by one: one autograd node for many calls.
+
+A model with 26 bags calls each of them, and a `torch.autograd.Function` for each call costs Python
+in forward and in backward. So the first call of a step makes one node with as many outputs as the
+last step had calls, and each call fills the next output:
+
+    step 1    call 0, call 1, call 2    three nodes of one output
+    step 2    call 0, call 1, call 2    one node of three outputs
+              backward of the node      three entries of the ledger
+
+An output is filled when its bag is called, so values, errors and modes are those of that time. The
+node does not know its calls until then. An output that is not used gets no gradient, and leaves
+nothing in the ledger. Calls that need more than rows added up take `fused_lookup`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import (
+    _are_functorch_transforms_active,
+    _current_graph_task_id,
+    _get_tracing_state,
+)
+from torch._C._autograd import (
+    _get_current_graph_task_keep_graph,
+    _top_saved_tensors_default_hooks,
+)
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+
+from recsys._support.memory import empty_rows
+from recsys.embeddings.kernels.cpu.one_table import ONE_HOT, REFUSED, TableMemory, pool_one_table
+from recsys.embeddings.lookup.fused_lookup import MAX_KEPT_BYTES, NO_PASS, with_dense_rows
+from recsys.embeddings.lookup.sparse_gradients import leave_grads
+from recsys.embeddings.rows.ledger import LedgerEntry
+from recsys.embeddings.rows.lookups import Bags
+from recsys.embeddings.rows.table_parameter import requires_grad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from recsys.embeddings.lookup.table_group import TableGroup
+    from recsys.embeddings.rows.lookups import Lookups
+    from recsys.embeddings.rows.row_space import RowSpace
+    from recsys.embeddings.update.row_updater import RowUpdater
+
+__all__ = ["BagCalls"]
+
+_MOST_KINDS = 64  # that are open at a time
+_Kind = tuple[tuple[int, int], torch.dtype]  # of outputs: shape and dtype
+
+
+class _Call(NamedTuple):
+    """What one call looked up, and what backward needs of it; `kept` as for `pool_one_table`."""
+
+    lookups: Lookups
+    kept: NDArray[Any]
+    num_bags: int
+    is_one_hot: bool
+    is_mean: bool
+    padding_idx: int | None
+    ids: Tensor
+    ids_version: int
+    offsets: Tensor
+    offsets_version: int
+    table: nn.Parameter
+    rows: Sequence[Tensor]  # of all tables of the group, as views of their memory
+    tables: Sequence[nn.Parameter]  # all of the group
+
+    def bags(self) -> Bags:
+        """The input, without the lookups of padding."""
+        ids, bounds = self.kept[: -self.num_bags - 1], self.kept[-self.num_bags - 1 :]
+        if self.padding_idx is not None:
+            is_kept = ids != self.padding_idx
+            bounds = np.zeros_like(bounds)
+            np.cumsum(is_kept, out=bounds[1:])
+            return Bags(ids[is_kept], bounds, None, self.num_bags, is_mean=False)
+        if self.is_one_hot:
+            return Bags(ids, None, None, self.num_bags, is_mean=False)
+        return Bags(ids, bounds, None, self.num_bags, self.is_mean)
+
+
+class BagCalls:
+    """The calls of the tables of one group, and the nodes that are open for them.
+
+    Args:
+        updater: Keeps the gradients.
+        group: Has the tables.
+    """
+
+    def __init__(self, updater: RowUpdater, group: TableGroup) -> None:
+        # An open node is reached from here, and torch hides from Python's collector what it refers
+        # to: what refers back here must not keep anything alive.
+        self._updater, self._group = ref(updater), ref(group)
+        self._memories_of: RowSpace | None = None
+        self._memories: list[TableMemory] = []
+        self._open: dict[_Kind, _OpenOutputs] = {}
+        self._expected: dict[_Kind, int] = {}  # calls that there were before nodes were closed
+
+    def look_up(
+        self,
+        number: int,
+        table: nn.Parameter,
+        lookups: Lookups,
+        ids: Tensor,
+        offsets: Tensor | None,
+        bags: tuple[int, ...],
+        *,
+        is_mean: bool,
+        padding_idx: int | None,
+    ) -> Tensor | None:
+        """Look up and pool.
+
+        Args:
+            number: Of the table in the group.
+            table: The Parameter.
+            lookups: The one of this table.
+            ids: As for `pool_one_table`, or not contiguous.
+            offsets: As there.
+            bags: What the result is to look like: (B,), or several dimensions of bags.
+            is_mean: Whether a bag is averaged.
+            padding_idx: Of bags of one id: a row that is looked up, and gets no gradient.
+
+        Shape:
+            As for `pool_one_table`.
+
+        Returns:
+            The pooled rows, (*bags, D); None where the call has to go the long way, which then says
+            what is wrong with it, if anything is.
+        """
+        num_bags = prod(bags)
+        group = self._group()
+        space = None if group is None else group.known_space()
+        if group is None or space is None or num_bags < 1 or not _is_plain(ids, offsets):
+            return None
+        memory = self._memory_of(space, number, table)
+        if memory is None:
+            return None
+        shape = num_bags, memory.dim
+        # Columns of a matrix, mostly: x[:, i].
+        flat = ids if ids.is_contiguous() else ids.contiguous()
+        if not (is_grad_enabled() and requires_grad(table)):
+            result = _empty(shape, memory.dtype)
+            kind = pool_one_table(memory, flat, offsets, num_bags, result, None, is_mean=is_mean)
+            return None if kind == REFUSED else result.view(*bags, memory.dim)
+        if (
+            _current_graph_task_id() != NO_PASS
+            # Checkpointing counts saved tensors when it computes anew: here are none.
+            or _top_saved_tensors_default_hooks(True) is not None
+            or DistributedDataParallel._active_ddp_module is not None
+        ):
+            return None
+        node, output, result = self._next_output(shape, memory.dtype)
+        kept = np.empty(ids.numel() + num_bags + 1, _ID_TYPES[ids.dtype])
+        kind = pool_one_table(memory, flat, offsets, num_bags, result, kept, is_mean=is_mean)
+        if kind == REFUSED:
+            return None
+        offsets = ids if offsets is None else offsets
+        node.calls[output] = _Call(
+            lookups,
+            kept,
+            num_bags,
+            kind == ONE_HOT,
+            is_mean,
+            padding_idx,
+            ids,
+            ids._version,
+            offsets,
+            offsets._version,
+            table,
+            space.tables,
+            group.tables,
+        )
+        # The node runs for all of its outputs, and would call the hooks of one that has no
+        # gradient with None.
+        return result.view(*bags, memory.dim)
+
+    def _memory_of(self, space: RowSpace, number: int, table: nn.Parameter) -> TableMemory | None:
+        """Where a table lies; None if its memory is another by now."""
+        if self._memories_of is not space:
+            self._memories_of, self._memories = space, list(map(TableMemory, space.tables))
+        memory = self._memories[number]
+        return memory if table.data_ptr() == memory.address else None
+
+    def close(self) -> None:
+        """Open nodes anew from now on: a backward or a step begins."""
+        for opened in self._open.values():
+            if opened.outputs:
+                opened.outputs[0].node.hold()
+        if self._open:
+            self._expected = {kind: opened.num_calls for kind, opened in self._open.items()}
+            self._open = {}
+
+    def _next_output(self, shape: tuple[int, int], dtype: torch.dtype) -> _Output:
+        """An output that no call has filled."""
+        kind = shape, dtype
+        opened = self._open.get(kind)
+        if opened is None:
+            if len(self._open) == _MOST_KINDS:  # evaluation with gradients, of many lengths
+                self.close()
+            opened = self._open[kind] = _OpenOutputs()
+        opened.num_calls += 1
+        try:
+            found = opened.outputs.pop()
+        except IndexError:
+            outputs = self._make_outputs(kind)
+            found = outputs.pop()
+            opened.outputs = outputs
+        if not opened.outputs:
+            found.node.hold()
+        return found
+
+    def _make_outputs(self, kind: _Kind) -> list[_Output]:
+        num_outputs = self._expected.get(kind, 1)
+        if kind not in self._expected and len(self._expected) == 1:
+            [num_outputs] = self._expected.values()  # a mini-batch of another size
+        updater = self._updater()
+        assert updater is not None
+        group = self._group()
+        assert group is not None
+        num_outputs = min(num_outputs, len(group.names))  # evaluation with gradients has no end
+        node = _Node(self, self._updater, self._group, num_outputs)
+        outputs = _make_node(node, updater.grad_anchor, *kind)
+        return [_Output(node, number, output) for number, output in enumerate(outputs)][::-1]
+
+
+class _OpenOutputs:
+    """Outputs that no call has filled.
+
+    Their node must not have them, or both would live for ever.
+
+    Attributes:
+        outputs: Those of the node last made.
+        num_calls: Of this kind, since nodes were last closed.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: list[_Output] = []
+        self.num_calls = 0
+
+
+class _Output(NamedTuple):
+    """An output of a node, and its number there."""
+
+    node: _Node
+    number: int
+    result: Tensor
+
+
+class _Node:
+    """What the outputs of one autograd node were looked up for."""
+
+    def __init__(
+        self,
+        opener: BagCalls,
+        updater: ref[RowUpdater],
+        group: ref[TableGroup],
+        num_outputs: int,
+    ) -> None:
+        self._opener, self._updater, self._group = ref(opener), updater, group
+        self._held: tuple[Any, ...] = ()
+        self.calls: list[_Call | None] = [None] * num_outputs
+
+    def hold(self) -> None:
+        """Keep updater and group alive: the opener has no output of this node any more."""
+        self._held = self._updater(), self._group()
+
+    def take(self, gradients: Sequence[Tensor | None], *, is_kept: bool) -> None:
+        """Put the gradients of outputs in the ledger.
+
+        Args:
+            gradients: Of all outputs; None of those that were not used.
+            is_kept: Whether the same outputs may be taken once more.
+
+        Raises:
+            RuntimeError: ids were changed in place since the call, or an output is taken again.
+        """
+        opener, updater, group = self._opener(), self._updater(), self._group()
+        if opener is not None:
+            opener.close()
+        taken: list[tuple[_Call, Tensor]] = []
+        for number, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            call = self.calls[number]
+            if call is None:
+                raise RuntimeError(_SECOND_TIME)
+            _require_unchanged(call)
+            taken.append((call, gradient))
+        if not is_kept:
+            for number, gradient in enumerate(gradients):
+                if gradient is not None:
+                    self.calls[number] = None
+        if updater is None or group is None:  # the module and its optimizer are gone
+            for call, gradient in taken:
+                leave_grads([_entry(call, gradient)], call.tables, [True] * len(call.tables))
+        elif updater.is_in_pass():
+            updater.begin_pass()
+            for call, gradient in taken:
+                if requires_grad(call.table):  # it may have been frozen since
+                    group.keep(_entry(call, gradient))
+
+
+_SECOND_TIME = (
+    "Trying to backward through the graph a second time: the lookup in a table has been through "
+    "backward already; give retain_graph=True to the first backward"
+)
+
+
+class _LookupNode(torch.autograd.Function):
+    """Outputs that are filled later, by calls of bags."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, node: _Node, grad_anchor: Tensor, shape: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.node = node
+        return tuple([_empty(shape, dtype) for _ in node.calls])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        if is_grad_enabled():  # a graph of gradients is made, which ends here
+            return _backward_once(ctx, *gradients)
+        with torch._C.DisableTorchFunctionSubclass():  # internal reads of tables
+            ctx.node.take(gradients, is_kept=_get_current_graph_task_keep_graph())
+        return None, None, None, None
+
+
+_backward_once: Callable[..., tuple[None, ...]] = once_differentiable(_LookupNode.backward)
+# What `apply` calls when it has looked for tensors that a transform of functorch's has left among
+# the arguments: here is none.
+_make_node: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, _LookupNode).apply
+
+
+def _empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Memory for pooled rows, in the CPU's memory whatever the default device is."""
+    if shape[0] * shape[1] * dtype.itemsize > MAX_KEPT_BYTES:
+        return empty_rows(*shape, dtype=dtype, device=_CPU)
+    return torch.empty(shape, dtype=dtype, device=_CPU)
+
+
+_CPU = torch.device("cpu")
+
+
+def _is_plain(ids: Tensor, offsets: Tensor | None) -> bool:
+    """Whether a kernel may read offsets from memory as they are, and ids if they are contiguous."""
+    if ids.dtype not in _ID_TYPES or not ids.is_cpu:
+        return False
+    if _get_tracing_state() is not None or _are_functorch_transforms_active():
+        return False
+    if ids.is_inference():  # has no version to compare in backward
+        return False
+    if offsets is None:
+        return True
+    if offsets.is_inference():
+        return False
+    return offsets.dtype is ids.dtype and offsets.is_cpu and offsets.is_contiguous()
+
+
+_ID_TYPES = {torch.int64: np.int64, torch.int32: np.int32}
+
+
+def _require_unchanged(call: _Call) -> None:
+    """Refuse ids that were changed in place since, as torch's bag does."""
+    if call.ids._version != call.ids_version or call.offsets._version != call.offsets_version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            "operation: the ids or offsets of a lookup in a table; give it a clone of them"
+        )
+
+
+def _entry(call: _Call, gradient: Tensor) -> LedgerEntry:
+    """What the ledger has of one call."""
+    gradient = with_dense_rows(gradient.detach() if gradient.requires_grad else gradient)
+    return LedgerEntry(call.lookups, call.bags(), gradient, gradient._version, call.rows)

@@ -1,0 +1,201 @@
+"""The lookup in one table whose rows a recsys optimizer updates.
+
+sum, mean            rows pooled by one kernel
+max, or gradients    distinct rows from the kernel, which torch pools: their gradients are the
+shared by counts     ledger's
+one by one           bags of one id; those of padding are looked up without a gradient
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from recsys.embeddings.lookup.device_tables import require_beside
+from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup, prefetch_parts
+from recsys.embeddings.rows.bag_input import BagInput
+from recsys.embeddings.rows.row_space import compute_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recsys.embeddings.lookup.table_group import TableGroup
+    from recsys.embeddings.rows.lookups import Lookups
+    from recsys.embeddings.table_module import TableModule
+    from recsys.embeddings.tiers.ahead import Prefetched
+    from recsys.embeddings.update.row_updater import RowUpdater
+
+__all__ = ["BagPlace", "look_up_ids", "pool_fused", "prefetch_bags"]
+
+
+class BagPlace(NamedTuple):
+    """Where a bag's table is, and what updates it.
+
+    Attributes:
+        group: Has the table.
+        lookups: The one of this table.
+        updater: Of the group; None where gradients are left to torch.
+    """
+
+    group: TableGroup
+    lookups: Lookups
+    updater: RowUpdater | None
+
+
+def pool_fused(bag: TableModule, place: BagPlace, bags: BagInput) -> Tensor:
+    """Look up and pool, in the dtype that rows are computed in.
+
+    Args:
+        bag: Its settings and its table.
+        place: Where that is.
+        bags: The input.
+
+    Raises:
+        IdOutOfRange: a value is no row.
+        MalformedBags: on a device, these are no bags.
+        ValueError: settings exclude each other, or ids are on another device.
+    """
+    bags = _checked(bag, place, bags)
+    is_max, divides = bag.mode == "max", bag.scale_grad_by_freq
+    if bag.max_norm is not None:
+        _renormalize(bag, place, bags, bag.max_norm)
+    bags = _without_padding(bag, place, bags)
+    if bags.weights is not None:
+        bags = bags._replace(weights=bags.weights.to(compute_dtype(bag.weight.dtype)))
+    if not is_max and not divides:
+        return _look_up(bag, place, bags, bags)
+    distinct, numbers, counts = torch.unique(bags.values, return_inverse=True, return_counts=True)
+    rows = _look_up(bag, place, _one_by_one(distinct), bags)
+    if divides and rows.requires_grad:
+        rows.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: gradient / counts.unsqueeze(1)
+        )
+    return functional.embedding_bag(
+        numbers,
+        rows,
+        bags.offsets,
+        mode=bag.mode,
+        per_sample_weights=bags.weights,
+        include_last_offset=True,
+    )
+
+
+def look_up_ids(bag: TableModule, place: BagPlace, ids: BagInput) -> Tensor:
+    """Rows one by one, that of padding too, which gets no gradient; arguments as `pool_fused`.
+
+    Shape:
+        result (N, D), of N ids.
+
+    Raises:
+        IdOutOfRange: as `pool_fused`.
+        ValueError: as `pool_fused`.
+    """
+    rows = pool_fused(bag, place, ids)
+    if bag.padding_idx is None:
+        return rows
+    with torch.no_grad():
+        padding = _one_by_one(ids.values.new_tensor([bag.padding_idx]))
+        row = _look_up(bag, place, padding, ids)
+    return torch.where((ids.values == bag.padding_idx).unsqueeze(1), row, rows)
+
+
+def prefetch_bags(bag: TableModule, place: BagPlace, bags: BagInput) -> Prefetched:
+    """Have the rows fetched that `pool_fused` of the same input will need; arguments as there.
+
+    Raises:
+        IdOutOfRange: a value is no row.
+        MalformedBags: as `pool_fused`.
+        ValueError: as `pool_fused`.
+    """
+    # Weights do not say which rows are needed: they are checked, and then left out.
+    bags = _checked(bag, place, bags)._replace(weights=None)
+    bags = looked_up = _without_padding(bag, place, bags)
+    needs_distinct = bag.mode == "max" or bag.scale_grad_by_freq
+    if needs_distinct:
+        looked_up = _one_by_one(torch.unique(bags.values))
+    claimed = prefetch_parts(
+        [Part(place.group, place.lookups, _made(bag, place, looked_up))],
+        partial(_id_error, bags, len(bag.weight)),
+    )
+    claimed.can_split = not needs_distinct  # distinct rows are of no sample alone
+    return claimed
+
+
+def _checked(bag: TableModule, place: BagPlace, bags: BagInput) -> BagInput:
+    """Refuse what cannot be looked up; a prefetch refuses what the lookup would refuse.
+
+    Raises:
+        MalformedBags: on a device, these are no bags.
+        ValueError: settings exclude each other, or ids are on another device.
+    """
+    is_max, divides = bag.mode == "max", bag.scale_grad_by_freq
+    if place.group.kernels.errors is not None:
+        require_beside(bags.values, place.group.device)
+        if is_max or divides or bag.max_norm is not None:
+            bags = bags.checked()  # operations of torch's, which wait, and do not check
+    if is_max and (divides or bag.sparse):
+        raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
+    return bags
+
+
+def _without_padding(bag: TableModule, place: BagPlace, bags: BagInput) -> BagInput:
+    # Where the host does not count values, kernels pass over those that are padding.
+    is_deferred = place.group.kernels.errors is not None
+    is_passed_over = is_deferred and bag.mode != "max" and not bag.scale_grad_by_freq
+    if bag.padding_idx is None or is_passed_over:
+        return bags
+    return bags.without(bag.padding_idx)
+
+
+def _one_by_one(distinct: Tensor) -> BagInput:
+    bounds = torch.arange(len(distinct) + 1, device=distinct.device)
+    return BagInput(distinct, bounds, None, is_one_hot=True)
+
+
+def _look_up(bag: TableModule, place: BagPlace, looked_up: BagInput, bags: BagInput) -> Tensor:
+    """Rows of `looked_up`, pooled; `bags` are named in errors."""
+    weight, kernels = bag.weight, place.group.kernels
+    values, offsets, weights = looked_up[:3]
+    # It may be kept until a device has been heard of: without the module, which may go earlier.
+    explain = partial(_id_error, bags, len(weight))
+    made = _made(bag, place, looked_up)
+    if kernels.errors is not None and looked_up is bags:
+        made = made._replace(padding=bag.padding_idx)
+    part = Part(place.group, place.lookups, made)
+    return fused_lookup(
+        [part], weights, ids=(values, offsets), updater=place.updater, explain=explain
+    )
+
+
+def _made(bag: TableModule, place: BagPlace, looked_up: BagInput) -> Any:
+    values, offsets, weights, is_one_hot = looked_up[:4]
+    return place.group.kernels.make_bags(
+        values,
+        offsets,
+        weights,
+        len(offsets) - 1,
+        is_mean=bag.mode == "mean",
+        is_one_hot=is_one_hot,
+    )
+
+
+def _renormalize(bag: TableModule, place: BagPlace, bags: BagInput, max_norm: float) -> None:
+    bad = bags.first_bad(len(bag.weight))
+    if bad is not None:
+        raise bags.id_error(bad, len(bag.weight))
+    if place.group.tiers is None:
+        torch.embedding_renorm_(bag.weight.detach(), bags.values, max_norm, bag.norm_type)
+        return
+    with torch._C.DisableTorchFunctionSubclass():  # internal write to the rows
+        [table] = place.lookups.distinct_tables
+        space = place.group.space()
+        place.group.tiers.renormalize(space, table, bags.values, max_norm, bag.norm_type)
+
+
+def _id_error(bags: BagInput, num_rows: int, position: int) -> Exception:
+    bad = bags.first_bad(num_rows)
+    # Where it is asked later, the ids may be others.
+    return bags.id_error(position if bad is None else bad, num_rows)

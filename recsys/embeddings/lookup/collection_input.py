@@ -1,0 +1,110 @@
+"""What a collection is given: the check of a `KeyedJaggedTensor`, and where a value stands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from recsys.embeddings.rows.bag_input import require_bounds
+from recsys.errors import IdOutOfRange, MalformedBags
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from recsys.batch import Features
+
+__all__ = ["id_error", "place_of", "require_bags", "require_weights"]
+
+
+def require_bags(
+    features: Features, weights: Tensor | None, is_deferred: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Check what a `KeyedJaggedTensor` does not check, and cut off what is in no bag.
+
+    Args:
+        features: A `KeyedJaggedTensor`.
+        weights: Its weights, where they count.
+        is_deferred: Whether kernels on a device check offsets later; they are not read then.
+
+    Returns:
+        Values and weights that are in bags.
+
+    Raises:
+        MalformedBags: its tensors do not fit together.
+    """
+    values, offsets, keys = features.values(), features.offsets(), features.keys()
+    if values.dtype not in (torch.int32, torch.int64) or offsets.dtype not in (
+        torch.int32,
+        torch.int64,
+    ):
+        raise MalformedBags(
+            f"values and offsets must be int64 or int32, got {values.dtype} and {offsets.dtype}"
+        )
+    batch_size = features.stride()
+    if len(offsets) != len(keys) * batch_size + 1:
+        raise MalformedBags(
+            f"{len(keys)} features of {batch_size} samples need {len(keys) * batch_size + 1} "
+            f"offsets, got {len(offsets)}"
+        )
+    if weights is not None and len(weights) != len(values):
+        raise MalformedBags(f"{len(values)} values need as many weights, got {len(weights)}")
+    if is_deferred:  # kernels will, on their device
+        return values, weights
+
+    def place(bag: int) -> str:
+        return f"feature {keys[bag // batch_size]!r}, sample {bag % batch_size}"
+
+    end = require_bounds(offsets.numpy(), len(values), place)
+    return values[:end], None if weights is None else weights[:end]
+
+
+def require_weights(features: Features, is_deferred: bool) -> Tensor:
+    """The weights of all lookups.
+
+    Args:
+        features: The input.
+        is_deferred: As for `require_bags`.
+
+    Raises:
+        ValueError: there are none, or one is not a number.
+    """
+    weights = features.weights_or_none()
+    if weights is None:
+        raise ValueError("is_weighted asks for one weight per lookup, the features have none")
+    if not is_deferred and weights.isnan().any():
+        value = int(weights.isnan().nonzero()[0])
+        raise ValueError(
+            f"{place_of(features, value)}: the weight of id {int(features.values()[value])} "
+            "is nan; every lookup needs a number"
+        )
+    return weights
+
+
+def id_error(
+    features: Features, lookups: Sequence[tuple[int, str]], sizes: Sequence[int], value: int
+) -> IdOutOfRange:
+    """What to raise for a value that is no row.
+
+    Args:
+        features: The input.
+        lookups: The table and the feature of each lookup.
+        sizes: E of every table.
+        value: Its position.
+    """
+    bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
+    feature = features.keys()[bag // features.stride()]
+    num_rows = min(sizes[table] for table, name in lookups if name == feature)
+    return IdOutOfRange(
+        f"{place_of(features, value)}: id {int(features.values()[value])} is not in "
+        f"[0, {num_rows}); raise num_embeddings or hash the ids"
+    )
+
+
+def place_of(features: Features, value: int) -> str:
+    """A value's feature and sample, in words."""
+    bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
+    batch_size = features.stride()
+    return f"feature {features.keys()[bag // batch_size]!r}, sample {bag % batch_size}"

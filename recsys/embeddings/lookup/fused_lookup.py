@@ -1,0 +1,352 @@
+"""The lookup as autograd sees it: pooled vectors out, gradients to the ledger or to the tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _are_functorch_transforms_active,
+    _current_graph_task_id,
+)
+from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+
+from recsys._support.memory import empty_rows
+from recsys.embeddings.kernels.cpu.slots import NoSuchRow
+from recsys.embeddings.lookup.sparse_gradients import sparse_gradients
+from recsys.embeddings.rows.ledger import LedgerEntry
+from recsys.embeddings.rows.lookups import Bags, Lookups
+from recsys.embeddings.rows.row_space import compute_dtype
+from recsys.embeddings.tiers.ahead import Prefetched
+from recsys.embeddings.tiers.residency import NotEnoughSlots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from recsys.embeddings.lookup.table_group import ResolvedLookup, TableGroup
+    from recsys.embeddings.tiers.residency import Ticket
+    from recsys.embeddings.update.row_updater import RowUpdater
+
+__all__ = [
+    "MAX_KEPT_BYTES",
+    "NO_PASS",
+    "Part",
+    "empty_result",
+    "fused_lookup",
+    "prefetch_parts",
+    "with_dense_rows",
+]
+
+
+MAX_KEPT_BYTES = 32 * 2**20
+NO_PASS = -1  # what torch's `_current_graph_task_id` returns outside of backward
+
+
+class Part(NamedTuple):
+    """What one kernel call looks up."""
+
+    group: TableGroup
+    lookups: Lookups
+    bags: Bags
+
+
+def fused_lookup(
+    parts: Sequence[Part],
+    bag_weights: Tensor | None,
+    *,
+    ids: Sequence[Tensor],
+    updater: RowUpdater | None,
+    explain: Callable[[int], Exception],
+    num_stacked: int = 0,
+) -> Tensor:
+    """Look up and pool every part, side by side.
+
+    `torch.compile` cannot look into it: callers are disabled for it as a whole, once.
+
+    Args:
+        parts: All of one batch size and width of output.
+        bag_weights: What the parts' bags have as weights; it gets a gradient if it requires one.
+        ids: What the parts' bags are views of; backward reads it again.
+        updater: Keeps the gradients; None where they go to the tables.
+        explain: From the position of a value that is no row to the error that says so.
+        num_stacked: F, if pooled vectors, of one dim, are to come each by itself; else 0.
+
+    Shape:
+        bag_weights (N,); result (B, W) or (B, F, W / F); both in the dtype that rows are computed
+        in.
+
+    Raises:
+        BudgetTooSmall: the budget has no room for the rows.
+        RuntimeError: the tables' gradients would have to be shared between processes; in backward,
+            what it reads again was changed in place meanwhile.
+    """
+    with DisableTorchFunctionSubclass():  # internal reads of tables
+        may_update = updater is not None and is_grad_enabled()
+        requiring: list[Lookups] = []
+        is_updated = False
+        for group, lookups, _ in parts:
+            requiring.append(group.lookups_requiring_grad(lookups) if may_update else _NOTHING)
+            is_updated = is_updated or bool(requiring[-1].distinct_tables)
+        if not is_updated and updater is not None and parts[0].group.tiers is not None:
+            has_gradient = may_update and bag_weights is not None and bag_weights.requires_grad
+            if not has_gradient:
+                return _look_up_where_rows_are(parts, explain, num_stacked)
+        calls = None
+        while calls is None:
+            try:
+                calls = _resolve(parts, requiring)
+            except NoSuchRow as error:
+                raise explain(error.position) from None
+            except NotEnoughSlots as error:
+                # After this block: until its end the error keeps what has been claimed.
+                short, num_needed = error.residency, error.num_needed
+            if calls is None:
+                assert updater is not None
+                updater.make_room(short, num_needed, _count_distinct(parts))
+        tables: Sequence[Tensor] = ()
+        if updater is None:
+            tables = [table for part in parts for table in part.group.tables]
+        elif is_updated:
+            tables = (updater.grad_anchor,)
+            if DistributedDataParallel._active_ddp_module is not None:
+                raise RuntimeError(
+                    "DistributedDataParallel: rows that a recsys optimizer updates are not shared "
+                    "between processes; build the tables without optimizer= (their sparse "
+                    "gradients are shared), or train in one process"
+                )
+        is_recomputed = updater is not None and _current_graph_task_id() != NO_PASS
+        joined = updater.join_pass() if updater is not None and is_recomputed else None
+        work = _Work(calls, ids, updater, explain, joined, num_stacked)
+        # torch's own `apply` first looks, in Python, for tensors that a transform of functorch has
+        # left among the arguments. Where recsys made all of them, there are none.
+        has_own_tensors = updater is not None and bag_weights is None
+        is_plain = has_own_tensors and not _are_functorch_transforms_active()
+        apply = _apply_plainly if is_plain else _FusedLookup.apply
+        pooled: Tensor = apply(work, bag_weights, *tables)
+        return pooled
+
+
+def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -> Prefetched:
+    """Have the rows fetched that `fused_lookup` of the same parts will need.
+
+    Args:
+        parts: As there.
+        explain: As there.
+
+    Returns:
+        What was claimed: all of it, or nothing where there are too few slots; nothing, either,
+        where no table requires a gradient, since rows are then read where they are.
+    """
+    tickets: list[Ticket] = []
+    with DisableTorchFunctionSubclass():  # internal reads of tables
+        if not any(
+            part.group.lookups_requiring_grad(part.lookups).distinct_tables for part in parts
+        ):
+            return Prefetched(())
+        try:
+            for group, lookups, bags in parts:
+                assert group.tiers is not None
+                tickets += group.tiers.claim_ahead(group.space(), lookups, bags)
+        except BaseException as error:
+            for ticket in tickets:
+                ticket.release()
+            if isinstance(error, NoSuchRow):
+                raise explain(error.position) from None
+            if not isinstance(error, NotEnoughSlots):
+                raise
+            return Prefetched((), has_room=False)
+    return Prefetched(tickets)
+
+
+_NOTHING = Lookups.nothing()
+
+
+def _count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
+    """By group: how many different rows are looked up."""
+    found: dict[TableGroup, int] = {}
+    for table_group, lookups, bags in parts:
+        for table in lookups.distinct_tables:
+            of_table = lookups.of_tables({table}).positions.tolist()
+            runs = [bags.values_of(position) for position in of_table]
+            count = len(np.unique(np.concatenate(runs)))
+            found[table_group] = found.get(table_group, 0) + count
+    return found
+
+
+def _resolve(
+    parts: Sequence[Part], requiring: Sequence[Lookups]
+) -> list[tuple[ResolvedLookup, Lookups]]:
+    """The kernel calls of all parts, and which lookups of each require a gradient.
+
+    Args:
+        parts: What is looked up.
+        requiring: Of each part: the lookups in tables that require a gradient.
+    """
+    calls = []
+    for (group, lookups, bags), required in zip(parts, requiring, strict=True):
+        for found in group.resolve(lookups, bags):
+            is_whole = found.lookups is lookups
+            its_required = required if is_whole else group.lookups_requiring_grad(found.lookups)
+            calls.append((found, its_required))
+    return calls
+
+
+def _look_up_where_rows_are(
+    parts: Sequence[Part], explain: Callable[[int], Exception], num_stacked: int
+) -> Tensor:
+    """Look up tiered rows for which no backward comes: no slots are claimed, no graph is made."""
+    errors = parts[0].group.kernels.errors
+    if errors is not None:
+        errors.poll()
+    group, lookups, bags = parts[0]
+    dtype = compute_dtype(group.tables[0].dtype)
+    result = empty_result(dtype, group.device, bags, lookups, num_stacked)
+    for group, lookups, bags in parts:
+        assert group.tiers is not None
+        bad = group.tiers.look_up(group.space(), lookups, bags, result.flatten(1))
+        if bad >= 0:
+            raise explain(bad)
+    if errors is not None:
+        errors.report(explain)
+    return result
+
+
+def empty_result(
+    dtype: torch.dtype, device: torch.device, bags: Bags, lookups: Lookups, num_stacked: int = 0
+) -> Tensor:
+    """Memory for pooled rows, of the dtype that rows are computed in, (B, W) or (B, F, W / F)."""
+    batch_size, width = bags.batch_size, lookups.width
+    shape = (batch_size, num_stacked, width // num_stacked) if num_stacked else (batch_size, width)
+    # glibc asks the system for anything larger anew each time, and small pages of it are handed
+    # out one by one: at 100 MiB that took longer than looking up.
+    is_large = batch_size * width * dtype.itemsize > MAX_KEPT_BYTES
+    return (empty_rows if is_large else torch.empty)(*shape, dtype=dtype, device=device)
+
+
+class _Work(NamedTuple):
+    calls: Sequence[tuple[ResolvedLookup, Lookups]]
+    ids: Sequence[Tensor]
+    updater: RowUpdater | None
+    explain: Callable[[int], Exception]
+    joined: int | None
+    num_stacked: int
+
+
+class _FusedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: _Work, bag_weights: Tensor | None, *tables: Tensor) -> Tensor:
+        found, _ = work.calls[0]
+        errors, space = found.kernels.errors, found.space
+        if errors is not None:
+            errors.poll()
+        device = space.tables[0].device
+        result = empty_result(space.computed, device, found.bags, found.lookups, work.num_stacked)
+        for found, _ in work.calls:
+            bad = found.kernels.pooled_lookup(found.space, found.lookups, found.bags, result)
+            if bad >= 0:
+                raise work.explain(bad)
+        if errors is not None:
+            errors.report(work.explain)
+        ctx.work = work
+        ctx.save_for_backward(*work.ids, *(() if bag_weights is None else (bag_weights,)))
+        ctx.versions = _versions(work) if ctx.needs_input_grad[1] else None
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if is_grad_enabled():  # a graph of gradients is made, which ends here
+            return _backward_once(ctx, gradient)
+        work: _Work = ctx.work
+        ctx.saved_tensors  # noqa: B018  # raises where one was changed, or backward runs twice
+        if not _get_current_graph_task_keep_graph():
+            ctx.work = None  # the ledger has its slots now, and an update releases them
+        if gradient.requires_grad:  # with create_graph it is part of a graph
+            gradient = gradient.detach()
+        if not gradient.is_contiguous():
+            gradient = with_dense_rows(gradient)
+        of_weights = None
+        if ctx.needs_input_grad[1]:
+            if ctx.versions != _versions(work):
+                raise RuntimeError(
+                    "rows were updated between a lookup and its backward, whose gradient of the "
+                    "weights is that of the rows as they were; call backward before rows are "
+                    "updated"
+                )
+            of_weights = gradient.new_zeros(len(work.calls[0][0].bags.values))
+            whole = gradient.flatten(1).contiguous()
+            for found, _ in work.calls:
+                found.kernels.row_gradient_dots(
+                    found.space, found.lookups, found.bags, whole, of_weights
+                )
+        with DisableTorchFunctionSubclass():
+            if work.updater is None:
+                return None, of_weights, *_gradients_of_tables(ctx, work, gradient)
+            if any(ctx.needs_input_grad[2:]) and work.updater.is_in_pass():
+                _keep(work, work.updater, gradient)
+        return (None, of_weights) + (None,) * (len(ctx.needs_input_grad) - 2)
+
+
+_backward_once: Callable[..., tuple[Tensor | None, ...]] = once_differentiable(
+    _FusedLookup.backward
+)
+# What `torch.autograd.Function.apply` calls when it has looked.
+_apply_plainly: Callable[..., Any] = super(torch.autograd.Function, _FusedLookup).apply
+
+
+def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor | None]:
+    tables: list[Tensor | None] = []
+    for call, _ in work.calls:
+        is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(call.tables)]
+        # Of the tables as they were looked up: they may have fewer rows by now.
+        ledger = [LedgerEntry(call.lookups, call.bags, gradient)]
+        found = sparse_gradients(call.tables, ledger, is_asked)
+        tables += [
+            gradient if is_sparse or gradient is None else gradient.to_dense()
+            for gradient, is_sparse in zip(found, call.group.are_sparse, strict=True)
+        ]
+    return tables
+
+
+def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
+    """Put the gradient in the ledgers, of tables that still require one; ids are copied."""
+    if updater.auto_apply:
+        updater.begin_pass(work.joined)
+    for found, requiring in work.calls:
+        group, ticket = found.group, found.ticket
+        requiring = group.lookups_requiring_grad(requiring)  # noqa: PLW2901  # frozen since
+        if requiring.distinct_tables:
+            bags = found.bags.copied()
+            rows = None if ticket is None else found.rows.copied()
+            version = gradient._version
+            group.keep(
+                LedgerEntry(
+                    requiring, bags, gradient, version, found.tables, rows, ticket, found.lookups
+                )
+            )
+
+
+def with_dense_rows(gradient: Tensor) -> Tensor:
+    """A gradient whose rows lie whole, one after the other, with or without room between them.
+
+    An interaction hands over a part of its own gradient like that; copying it costs a tenth of the
+    update.
+
+    Shape:
+        gradient (B, W) or (B, F, W / F), and so is the result.
+    """
+    width, stride = 1, gradient.stride()
+    for axis in range(gradient.dim() - 1, 0, -1):
+        size = gradient.shape[axis]
+        if stride[axis] != width and size != 1:
+            return gradient.contiguous()
+        width *= size
+    return gradient if stride[0] >= width else gradient.contiguous()
+
+
+def _versions(work: _Work) -> list[int]:
+    return [table._version for found, _ in work.calls for table in found.group.tables]

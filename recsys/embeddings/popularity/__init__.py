@@ -1,0 +1,1 @@
+"""How often each row is looked up, and which rows stay hot."""

@@ -1,0 +1,493 @@
+"""Popularity: how often each row of every table is looked up.
+
+A profile holds one count for each row of its tables, and nothing else that grows. It counts a store
+or mini-batches, all samples or a seeded share of them, and measures which share of lookups a set of
+hot rows would serve:
+
+    half = store.num_samples // 2
+    profile = PopularityProfile.count(store, range(half))
+    later = profile.coverage(10_000, store, range(half, store.num_samples))
+    later.lookup_hit_rate
+
+Rows are numbered consecutively over all tables: row v of table t is `bases[t] + v`.
+
+Letters: E rows of one table, R rows of all tables, T tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, final
+
+import numpy as np
+
+from recsys._support.hashing import GOLDEN, mix64
+from recsys.embeddings.kernels.cpu.counting import worst_levels
+from recsys.embeddings.popularity.coverage import Coverage, coverages_by_level
+from recsys.embeddings.popularity.lookup_blocks import (
+    block_of,
+    blocks_of_batches,
+    blocks_of_source,
+    chosen_of,
+    samples_of,
+)
+from recsys.embeddings.popularity.profile_file import read_profile, write_profile
+from recsys.embeddings.popularity.row_counts import RowCounts, named_tables
+from recsys.errors import ConfigError, ProfileError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from recsys.batch import Batch, Features, SampleSource
+    from recsys.embeddings.popularity.lookup_blocks import LookupBlock
+    from recsys.embeddings.table import TableConfig
+
+__all__ = ["PopularityProfile"]
+
+_BLOCK_ROWS = 1 << 20
+_MAX_SETS = 254  # a row's level is a byte, and one level means "in no set"
+_LOW_64_BITS = 2**64 - 1
+
+
+@final
+class PopularityProfile:
+    """Counts of lookups per row. Not thread-safe.
+
+    Counts are 32-bit integers. They become 64-bit integers before a count could exceed 2**32 - 1.
+
+    Args:
+        tables: Either the number of rows by table name, for tables whose one feature has the name
+            of the table, or `TableConfig`s (TorchRec's `EmbeddingBagConfig`s, too).
+        rate: Share of the samples to count. A hash of a sample's number and the seed decides
+            whether it is counted, so profiles of parts of a source, merged, equal that of the
+            whole.
+        seed: Seed of that choice and of `decay`; any integer, of which the low 64 bits are used.
+
+    Attributes:
+        rate, seed: As above.
+        num_samples: Samples counted.
+        num_samples_seen: Samples passed to the profile; about `rate` of them were counted.
+        num_decays: Calls of `decay`, which does not change `num_samples`.
+
+    Raises:
+        ConfigError: there is no table, a size is not positive, a name occurs twice, or the rate is
+            not in (0, 1].
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, int] | Sequence[TableConfig],
+        *,
+        rate: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        if not 0 < rate <= 1:
+            raise ConfigError(f"profile: rate must lie in (0, 1], got {rate}; 1 counts everything")
+        self.rate, self.seed = float(rate), int(seed)
+        self.num_samples = self.num_samples_seen = self.num_decays = 0
+        self._rows = RowCounts(*named_tables(tables))
+
+    @classmethod
+    def count(
+        cls,
+        source: SampleSource,
+        samples: range | None = None,
+        *,
+        rate: float = 1.0,
+        seed: int = 0,
+    ) -> PopularityProfile:
+        """Count a source's lookups; tables and features have the names of its columns.
+
+        Args:
+            source: A `Store`, whose memory map is counted in place, or any other source.
+            samples: A range of samples with step 1; all by default.
+            rate: See the class.
+            seed: See the class.
+
+        Raises:
+            ConfigError: the source has no such samples, or the rate is not in (0, 1].
+            IdOutOfRange: the source has an id that is not a row of its table.
+        """
+        profile = cls(source.table_sizes, rate=rate, seed=seed)
+        part = samples_of(source, samples)
+        first = part.start
+        for block in blocks_of_source(source, part, is_chosen_from=profile.rate < 1):
+            profile._add_block(block, first, named_from=first)
+            first += block.num_samples
+        return profile
+
+    @property
+    def table_sizes(self) -> dict[str, int]:
+        """Rows by table."""
+        return dict(self._rows.table_sizes)
+
+    @property
+    def features(self) -> dict[str, tuple[str, ...]]:
+        """The features of each table."""
+        return dict(self._rows.features)
+
+    @property
+    def bases(self) -> NDArray[np.int64]:
+        """The number of the first row of each table, (T,) int64."""
+        return self._rows.bases.copy()
+
+    @property
+    def num_lookups(self) -> int:
+        """The sum of all counts, computed at each call."""
+        return int(self._rows.values.sum(dtype=np.int64))
+
+    @property
+    def num_rows_seen(self) -> int:
+        """Rows with a count above zero, computed at each call."""
+        return int(np.count_nonzero(self._rows.values))
+
+    def add(self, batch: Batch | Features) -> None:
+        """Count a mini-batch. If this raises, nothing is counted.
+
+        Every value of every bag is one lookup; weights and pooling are ignored.
+
+        Args:
+            batch: A `Batch`, `JaggedIds`, or a `KeyedJaggedTensor` with every feature of every
+                table; other features are ignored. Tensors on other devices are copied to the CPU.
+
+        Raises:
+            ProfileError: it lacks a feature.
+            IdOutOfRange: a value is not a row of its table.
+            MalformedBags: its tensors do not form bags.
+        """
+        self._add_block(block_of(batch), self.num_samples_seen, named_from=0)
+
+    def merge(self, other: PopularityProfile) -> None:
+        """Add the counts of another profile.
+
+        Raises:
+            ProfileError: it has other tables or another rate.
+        """
+        self._require_same_tables(other._rows)
+        if self.rate != other.rate:
+            raise ProfileError(
+                f"a profile of rate {other.rate:g} cannot be merged into one of rate "
+                f"{self.rate:g}: their samples have different weights; count both at one rate"
+            )
+        self._rows.add_rows(slice(None), other._rows.values)
+        self.num_samples += other.num_samples
+        self.num_samples_seen += other.num_samples_seen
+
+    def decay(self, factor: float) -> None:
+        """Multiply every count by a factor, so that later lookups weigh more.
+
+        Counts stay integers: a product is rounded up with the probability of its fraction, by a
+        random generator seeded by the seed and `num_decays`. So the expected counts are exact after
+        any number of decays. Rounding to nearest would keep some rows for ever; rounding down would
+        lose rows that are looked up about once between two decays.
+
+        Raises:
+            ConfigError: the factor is not in [0, 1].
+        """
+        if not 0 <= factor <= 1:
+            raise ConfigError(f"profile: the factor of a decay must lie in [0, 1], got {factor}")
+        self.num_decays += 1
+        chance = np.random.Generator(np.random.PCG64([self.seed & _LOW_64_BITS, self.num_decays]))
+        for begin in range(0, len(self._rows.values), _BLOCK_ROWS):
+            block = self._rows.values[begin : begin + _BLOCK_ROWS]
+            share = block * factor
+            whole = np.floor(share)
+            block[:] = whole + (chance.random(len(block)) < share - whole)
+
+    def counts(self, table: str | None = None) -> NDArray[Any]:
+        """Lookups of each row of a table, or of all tables; a read-only view.
+
+        Shape:
+            (E,) or (R,) uint32 or int64.
+
+        Raises:
+            KeyError: there is no such table.
+        """
+        view = self._rows.values.view()
+        view.flags.writeable = False
+        if table is None:
+            return view
+        names = list(self._rows.table_sizes)
+        if table not in names:
+            raise KeyError(f"the profile has no table {table!r}; it has {names}")
+        position = names.index(table)
+        begin = self._rows.bases[position]
+        return view[begin : begin + self._rows.sizes[position]]
+
+    def ranked_rows(
+        self, num_rows: int | None = None, weights: Mapping[str, float] | None = None
+    ) -> NDArray[np.int64]:
+        """Rows with a count above zero, as numbers over all tables, the most popular row first.
+
+        Among equally popular rows the lower number comes first, so the order is the same on every
+        machine.
+
+        Args:
+            num_rows: The most rows to return; all by default. A few take much less time than all.
+            weights: The weight of a lookup in each table, 1 by default. (With one over the bytes of
+                its rows, rows are ranked by lookups saved per byte.)
+
+        Shape:
+            result (num_rows,) or shorter, int64.
+
+        Raises:
+            ConfigError: `weights` does not have exactly the tables, or `num_rows` is negative.
+        """
+        if num_rows is not None and num_rows < 0:
+            raise ConfigError(f"profile: num_rows must be at least 0, got {num_rows}")
+        rows = np.flatnonzero(self._rows.values)
+        keys: NDArray[Any] = self._rows.values[rows]
+        if weights is not None:
+            names = list(self._rows.table_sizes)
+            if set(weights) != set(names):
+                raise ConfigError(
+                    f"profile: weights must have the tables {names}, got {list(weights)}"
+                )
+            ends = np.searchsorted(rows, self._rows.bases + self._rows.sizes)
+            keys = keys * np.repeat(
+                [float(weights[name]) for name in names], np.diff(ends, prepend=0)
+            )
+        if num_rows is not None and num_rows < len(rows):
+            chosen = _largest(keys, num_rows)
+            rows, keys = rows[chosen], keys[chosen]
+        if not len(rows):
+            return rows
+        return rows[np.argsort(keys.max() - keys, kind="stable")]
+
+    def coverage(
+        self,
+        num_rows: int,
+        on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
+        samples: range | None = None,
+    ) -> Coverage:
+        """The share of lookups that the most popular rows would serve if they were hot.
+
+        Args:
+            num_rows: How many rows of all tables together, by `ranked_rows`. Rows with a count of
+                zero are not included, so there may be fewer.
+            on: The lookups to measure: a source, mini-batches, or another profile of the same
+                tables (which has no samples). By default the lookups of this profile.
+            samples: A range of samples if `on` is a source; all by default.
+
+        Raises:
+            ConfigError: there are no lookups to measure or no such samples, or `num_rows` is
+                negative.
+            ProfileError: `on` has other tables.
+            IdOutOfRange: `on` has an id that is not a row of its table.
+        """
+        return self.coverages([num_rows], on, samples)[0]
+
+    def coverages(
+        self,
+        nums_rows: Sequence[int],
+        on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
+        samples: range | None = None,
+    ) -> list[Coverage]:
+        """`coverage` for several numbers of rows, reading the lookups once.
+
+        Raises:
+            ConfigError: see `coverage`; or there are no numbers of rows, or more than 254.
+            ProfileError, IdOutOfRange: see `coverage`.
+        """
+        sizes = sorted(set(nums_rows))
+        if not 1 <= len(sizes) <= _MAX_SETS or sizes[0] < 0:
+            raise ConfigError(
+                f"coverage: there must be 1 to {_MAX_SETS} numbers of rows, none negative, got "
+                f"{len(sizes)}, the least {sizes[:1]}; measure fewer at a time"
+            )
+        ranked = self.ranked_rows(sizes[-1])
+        levels = np.full(len(self._rows.values), len(sizes), np.uint8)
+        for level in range(len(sizes) - 1, -1, -1):
+            levels[ranked[: sizes[level]]] = level
+        found = self.coverages_of(levels, len(sizes), on, samples)
+        return [found[sizes.index(num_rows)] for num_rows in nums_rows]
+
+    def coverages_of(
+        self,
+        levels: NDArray[np.uint8],
+        num_levels: int,
+        on: SampleSource | Iterable[Batch | Features] | PopularityProfile | None = None,
+        samples: range | None = None,
+    ) -> list[Coverage]:
+        """`coverage` for any nested sets of rows.
+
+        Args:
+            levels: The number of the smallest set that has the row, or `num_levels` if no set has
+                it, (R,).
+            num_levels: How many sets there are.
+            on: See `coverage`.
+            samples: See `coverage`.
+
+        Raises:
+            ConfigError, ProfileError, IdOutOfRange: see `coverage`.
+        """
+        is_source = hasattr(on, "read") and hasattr(on, "table_sizes")
+        if samples is not None and not is_source:
+            raise ConfigError("coverage: samples= needs a source as on=, got something else")
+        if on is None or isinstance(on, PopularityProfile):
+            counted = self._rows if on is None else on._rows
+            self._require_same_tables(counted)
+            return coverages_by_level(levels, num_levels, counted.values, None)
+        first = 0
+        if is_source:
+            source = cast("SampleSource", on)
+            self._require_columns(source)
+            part = samples_of(source, samples)
+            first, blocks = part.start, blocks_of_source(source, part)
+        else:
+            blocks = blocks_of_batches(cast("Iterable[Batch | Features]", on))
+        measured = RowCounts(self._rows.table_sizes, self._rows.features)
+        num_samples = np.zeros(num_levels + 1, np.int64)
+        for block in blocks:
+            measured.add(block, first.__add__)
+            worst = worst_levels(
+                levels, measured.segments(block), block.values, block.offsets, block.num_samples
+            )
+            num_samples += np.bincount(worst, minlength=num_levels + 1)
+            first += block.num_samples
+        return coverages_by_level(levels, num_levels, measured.values, num_samples)
+
+    def for_tables(self, tables: Sequence[TableConfig]) -> PopularityProfile:
+        """A profile for a model's tables, with the counts of this one.
+
+        A table takes the counts of the profile's table of the same name. If there is none, it takes
+        the sum over the profile's tables that count exactly its features (for a store, each column
+        is such a table).
+
+        Raises:
+            ProfileError: a table has no counts here, or has another number of rows.
+        """
+        found = PopularityProfile(tables, rate=self.rate, seed=self.seed)
+        own_sizes = self._rows.table_sizes
+        for position, (name, size) in enumerate(found._rows.table_sizes.items()):
+            features = set(found._rows.features[name])
+            counted = [name] if name in own_sizes else self._counted_alone(features)
+            if not counted:
+                raise ProfileError(
+                    f"table {name!r} (features {sorted(features)}) is not in the profile, which "
+                    f"has tables {list(own_sizes)}; profile the data of this model"
+                )
+            for other in counted:
+                if own_sizes[other] != size:
+                    raise ProfileError(
+                        f"table {name!r} has {size} rows, but the profile's {other!r} has "
+                        f"{own_sizes[other]}; profile the data of this model"
+                    )
+                begin = int(found._rows.bases[position])
+                found._rows.add_rows(slice(begin, begin + size), self.counts(other))
+        found.num_samples, found.num_samples_seen = self.num_samples, self.num_samples_seen
+        found.num_decays = self.num_decays
+        return found
+
+    def about(self) -> dict[str, Any]:
+        """Everything except the counts, in JSON types; see `from_about`."""
+        return {
+            "tables": self.table_sizes,
+            "features": self.features,
+            "rate": self.rate,
+            "seed": self.seed,
+            "num_samples": self.num_samples,
+            "num_samples_seen": self.num_samples_seen,
+            "num_decays": self.num_decays,
+        }
+
+    @classmethod
+    def from_about(cls, about: Mapping[str, Any], counts: NDArray[Any]) -> PopularityProfile:
+        """Rebuild a profile from its `about()` and its counts, which are not copied."""
+        profile = cls(about["tables"], rate=about["rate"], seed=about["seed"])
+        features = {name: tuple(own) for name, own in about["features"].items()}
+        profile._rows = RowCounts(about["tables"], features)
+        profile._rows.replace(counts)
+        for key in ("num_samples", "num_samples_seen", "num_decays"):
+            setattr(profile, key, about[key])
+        return profile
+
+    def save(self, file: str | Path) -> None:
+        """Write an .npz archive without pickles. The file appears when it is complete."""
+        write_profile(Path(file), self.about(), self._rows.values)
+
+    @classmethod
+    def load(cls, file: str | Path) -> PopularityProfile:
+        """Read a file written by `save`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ProfileError: it is damaged, not a profile, or of a version that this library cannot
+                read.
+        """
+        return cls.from_about(*read_profile(Path(file)))
+
+    def __repr__(self) -> str:
+        return (
+            f"PopularityProfile(num_tables={len(self._rows.sizes)}, "
+            f"num_rows={len(self._rows.values)}, num_rows_seen={self.num_rows_seen}, "
+            f"num_lookups={self.num_lookups}, num_samples={self.num_samples} of "
+            f"{self.num_samples_seen}, rate={self.rate:g}, seed={self.seed})"
+        )
+
+    def _add_block(self, block: LookupBlock, first_sample: int, *, named_from: int) -> None:
+        """Count a block: `first_sample` is its first number for `rate`, `named_from` for errors."""
+        num_seen = block.num_samples
+        numbers = np.arange(num_seen)
+        if self.rate < 1:
+            is_chosen = _is_chosen(first_sample, num_seen, self.rate, self.seed)
+            block, numbers = chosen_of(block, is_chosen), np.flatnonzero(is_chosen)
+        self._rows.add(block, lambda sample: named_from + int(numbers[sample]))
+        self.num_samples += block.num_samples
+        self.num_samples_seen += num_seen
+
+    def _counted_alone(self, features: set[str]) -> list[str]:
+        """The tables in which these features, and no others, were counted."""
+        tables = [name for name, own in self._rows.features.items() if set(own) <= features]
+        covered = {feature for name in tables for feature in self._rows.features[name]}
+        return tables if covered == features else []
+
+    def _require_columns(self, source: SampleSource) -> None:
+        """Check the sizes of the source's columns. Missing columns raise when they are counted."""
+        for name, size in self._rows.table_sizes.items():
+            for feature in self._rows.features[name]:
+                if source.table_sizes.get(feature, size) != size:
+                    raise ProfileError(
+                        f"table {name!r} has {size} rows, but its feature {feature!r} has "
+                        f"{source.table_sizes[feature]} in the data; profile this data"
+                    )
+
+    def _require_same_tables(self, other: RowCounts) -> None:
+        own, others = self._rows.table_sizes, other.table_sizes
+        if list(own.items()) == list(others.items()):
+            return
+        missing = [name for name in own if name not in others]
+        added = [name for name in others if name not in own]
+        rules = [
+            *([f"{missing} are only in this profile"] if missing else []),
+            *([f"{added} are not in this profile"] if added else []),
+            *(
+                f"{name!r} has {size} rows in this profile and {others[name]} in the other"
+                for name, size in own.items()
+                if others.get(name, size) != size
+            ),
+        ]
+        raise ProfileError(
+            f"both profiles must have the same tables: {'; '.join(rules) or 'their order differs'}"
+            "; count the same tables for both"
+        )
+
+
+def _is_chosen(first_sample: int, num: int, rate: float, seed: int) -> NDArray[np.bool_]:
+    """Whether each of `num` samples is counted, (num,); about a share `rate` of them is."""
+    numbers = np.arange(first_sample, first_sample + num, dtype=np.uint64)
+    key = mix64(np.array([seed & _LOW_64_BITS], np.uint64))
+    hashes: NDArray[np.uint64] = mix64(key + (numbers + np.uint64(1)) * GOLDEN)
+    return (hashes >> np.uint64(11)).astype(np.float64) < rate * 2.0**53
+
+
+def _largest(keys: NDArray[Any], num: int) -> NDArray[np.int64]:
+    """Positions of the `num` largest keys, ascending; among equal keys the first ones."""
+    if not num:
+        return np.empty(0, np.int64)
+    least = np.partition(keys, len(keys) - num)[len(keys) - num]
+    above = np.flatnonzero(keys > least)
+    ties = np.flatnonzero(keys == least)[: num - len(above)]
+    return np.sort(np.concatenate([above, ties]))

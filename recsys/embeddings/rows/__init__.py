@@ -1,0 +1,1 @@
+"""Rows of tables and the data that all kernels share."""

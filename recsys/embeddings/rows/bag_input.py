@@ -1,0 +1,305 @@
+"""What `nn.EmbeddingBag` takes, as one thing: flat ids, where each bag begins, weights.
+
+Whatever is wrong is said here, by the exceptions that `nn.EmbeddingBag` raises, or that it should:
+of offsets that go back, it checks nothing and reads what lies beside the input.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from recsys._support.jit import kernel
+from recsys.embeddings.rows.lookups import counts_up
+from recsys.errors import IdOutOfRange, MalformedBags
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+__all__ = ["BagInput", "read_bags", "read_ids", "require_bounds"]
+
+_MODES = ("sum", "mean", "max")
+_ID_TYPES = (torch.int64, torch.int32)
+
+
+class BagInput(NamedTuple):
+    """Bags of ids, one behind the other.
+
+    Shape:
+        values (N,) int32 or int64; offsets (B + 1,), of the same dtype, from 0 to N; weights (N,).
+    """
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    is_one_hot: bool  # every bag has one id
+    shape: torch.Size | None = None  # of what nn.Embedding was given, of B ids; else None
+
+    def without(self, row: int) -> BagInput:
+        """The same bags without one row's lookups."""
+        is_kept = self.values != row
+        if bool(is_kept.all()):
+            return self
+        ends = torch.cat([is_kept.new_zeros(1, dtype=torch.int64), is_kept.cumsum(0)])
+        return BagInput(
+            self.values[is_kept],
+            ends[self.offsets.long()].to(self.offsets.dtype),
+            None if self.weights is None else self.weights[is_kept],
+            is_one_hot=False,
+            shape=self.shape,
+        )
+
+    def checked(self) -> BagInput:
+        """The same bags on a device, checked by the host, which waits for them.
+
+        Raises:
+            MalformedBags: these are no bags.
+            ValueError: a weight is not a number.
+        """
+        end = require_bounds(self.offsets.cpu().numpy(), len(self.values))
+        weights = None if self.weights is None else self.weights[:end]
+        bags = self._replace(values=self.values[:end], weights=weights)
+        if weights is not None:
+            bags._replace(weights=weights.cpu()).require_numbers()
+        return bags
+
+    def first_bad(self, num_rows: int) -> int | None:
+        """The position of the first value that is no row."""
+        bad = ((self.values < 0) | (self.values >= num_rows)).nonzero()
+        return int(bad[0]) if len(bad) else None
+
+    def id_error(self, position: int, num_rows: int) -> IdOutOfRange:
+        """What to raise for a value that is no row."""
+        return IdOutOfRange(
+            f"{self._place(position)}: id {int(self.values[position])} is not in "
+            f"[0, {num_rows}); raise num_embeddings or hash the ids"
+        )
+
+    def require_numbers(self) -> None:
+        """Refuse weights that are not numbers.
+
+        Raises:
+            ValueError: there is one.
+        """
+        if self.weights is None:
+            return
+        weights = self.weights.detach()
+        is_half = weights.dtype in (torch.float16, torch.bfloat16)  # kernels know neither
+        position = int(_first_nan((weights.float() if is_half else weights).numpy()))
+        if position >= 0:
+            raise ValueError(
+                f"sample {self._sample(position)}: per_sample_weights must be numbers, got nan at "
+                f"position {position} (id {int(self.values[position])}); find what computes it"
+            )
+
+    def _place(self, position: int) -> str:
+        """Where a value is, in words."""
+        bag = self._sample(position)
+        if self.shape is None or len(self.shape) == 1:
+            return f"sample {bag}"
+        index = ", ".join(str(int(each)) for each in np.unravel_index(bag, self.shape))
+        return f"input[{index}]" if index else "input"
+
+    def _sample(self, position: int) -> int:
+        return int(torch.searchsorted(self.offsets, position, right=True)) - 1
+
+
+def read_bags(
+    ids: Tensor,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    *,
+    include_last_offset: bool,
+    mode: str,
+    dtype: torch.dtype,
+    is_deferred: bool = False,
+) -> BagInput:
+    """Read the arguments of `nn.EmbeddingBag.forward`.
+
+    Args:
+        ids: As `input` there: bags of one length, or several lengths end to end, or nested.
+        offsets: Where bags begin, of 1-D ids alone.
+        weights: One factor per id.
+        include_last_offset: Whether `offsets` has the last bag's end, too.
+        mode: Of pooling.
+        dtype: Of the rows.
+        is_deferred: Whether nothing of their values is read, but later, by kernels on their device.
+
+    Shape:
+        ids (N,) or (B, L) or nested (B, *); offsets (B,) or (B + 1,); weights as ids.
+
+    Raises:
+        MalformedBags: these are no bags.
+        NotImplementedError: there are weights, and the pooling is no sum.
+        ValueError: a weight is not a number, or the mode is unknown.
+    """
+    if weights is not None and ids.size() != weights.size():
+        raise MalformedBags(
+            f"per_sample_weights must have the input's shape {tuple(ids.shape)}, "
+            f"got {tuple(weights.shape)}"
+        )
+    if mode not in _MODES:
+        raise ValueError(f"mode must be one of {_MODES}, got {mode!r}")
+    if weights is not None and mode != "sum":
+        raise NotImplementedError(
+            f"per_sample_weights go with mode='sum' alone, got mode={mode!r}; scale the result, "
+            "or leave them out"
+        )
+    if weights is not None and weights.dtype != dtype:
+        raise MalformedBags(
+            f"per_sample_weights must be {dtype} as the rows are, got {weights.dtype}; convert them"
+        )
+    if ids.is_nested:
+        values, bounds = ids.values().reshape(-1), cast("Any", ids).offsets()
+        weights = None if weights is None else weights.values()
+    elif ids.dim() == 2:
+        values, bounds = ids.reshape(-1), _even_bounds(ids, offsets)
+    elif ids.dim() == 1:
+        values, bounds = ids, _require_one_dimension(offsets)
+        if not include_last_offset:
+            bounds = torch.cat([bounds, bounds.new_full((1,), len(values))])
+    else:
+        raise MalformedBags(f"input must have one or two dimensions, got {ids.dim()}")
+    values, bounds = _one_id_type(values, bounds)
+    if is_deferred:
+        _require_an_end(bounds)
+        return BagInput(
+            values.contiguous(),
+            bounds.contiguous(),
+            None if weights is None else weights.reshape(-1),
+            is_one_hot=ids.dim() == 2 and not ids.is_nested and ids.shape[1] == 1,
+        )
+    is_one_hot = len(values) == len(bounds) - 1 and bool(counts_up(bounds.numpy()))
+    if not is_one_hot and (ids.dim() == 1 or ids.is_nested):
+        end = require_bounds(bounds.numpy(), len(values))
+        if end != len(values):  # what lies behind the last bag's end is in none
+            values = values[:end]
+            weights = None if weights is None else weights[:end]
+    bags = BagInput(
+        values.contiguous(),
+        bounds.contiguous(),
+        None if weights is None else weights.reshape(-1),
+        is_one_hot,
+    )
+    bags.require_numbers()
+    return bags
+
+
+def read_ids(ids: Tensor) -> BagInput:
+    """Read the argument of `nn.Embedding.forward`, as bags of one id.
+
+    Args:
+        ids: As `input` there.
+
+    Shape:
+        ids any, of N ids.
+
+    Raises:
+        MalformedBags: it is nested, or of another dtype.
+    """
+    if ids.is_nested:
+        raise MalformedBags("input must be a plain tensor, got a nested one; give input.values()")
+    if ids.dtype not in _ID_TYPES:
+        raise MalformedBags(f"input must be int64 or int32, got {ids.dtype}; convert it by .long()")
+    bounds = torch.arange(ids.numel() + 1, dtype=ids.dtype, device=ids.device)
+    return BagInput(ids.reshape(-1), bounds, None, is_one_hot=True, shape=ids.shape)
+
+
+def _even_bounds(ids: Tensor, offsets: Tensor | None) -> Tensor:
+    num_bags, length = ids.shape
+    if offsets is not None:
+        raise MalformedBags(
+            f"input of shape {tuple(ids.shape)} has one bag per row, so offsets must be None; "
+            "flatten the input, or leave offsets out"
+        )
+    if length == 0:
+        raise MalformedBags(
+            f"input of shape {tuple(ids.shape)} has no ids; give empty bags as a 1-D input with "
+            "offsets"
+        )
+    return torch.arange(0, num_bags * length + 1, length, dtype=ids.dtype, device=ids.device)
+
+
+def _require_one_dimension(offsets: Tensor | None) -> Tensor:
+    if offsets is None or offsets.dim() != 1:
+        found = "None" if offsets is None else f"{offsets.dim()} dimensions"
+        raise MalformedBags(f"a 1-D input needs 1-D offsets, where each bag begins; got {found}")
+    return offsets
+
+
+def _one_id_type(values: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """Both of one type, the larger of the two."""
+    if values.dtype == bounds.dtype and values.dtype in _ID_TYPES:
+        return values, bounds
+    both = torch.promote_types(values.dtype, bounds.dtype)
+    if both not in _ID_TYPES:
+        raise MalformedBags(
+            f"input and offsets must be int64 or int32, got {values.dtype} and {bounds.dtype}; "
+            "convert them by .long()"
+        )
+    return values.to(both), bounds.to(both)
+
+
+def _require_an_end(bounds: Tensor | NDArray[Any]) -> None:
+    if not len(bounds):
+        raise MalformedBags("with include_last_offset, offsets must have at least one, got none")
+
+
+def require_bounds(
+    bounds: NDArray[Any], num_values: int, place: Callable[[int], str] = "sample {}".format
+) -> int:
+    """Check that bags lie one behind the other, inside of their values.
+
+    Args:
+        bounds: Where each bag begins, and where the last one ends.
+        num_values: How many there are.
+        place: A bag's number in words.
+
+    Returns:
+        The end of the last bag.
+
+    Raises:
+        MalformedBags: they do not.
+    """
+    _require_an_end(bounds)
+    bad = int(_first_bad_bound(bounds, num_values))
+    if bad < 0:
+        return int(bounds[-1])
+    if bad == 0:
+        rule = f"offsets[0] must be 0, got {bounds[0]}; add a bag in front for ids before the first"
+    elif bounds[bad] > num_values:
+        rule = (
+            f"{place(bad - 1)}: offsets must not exceed the input's length {num_values}, got "
+            f"{bounds[bad]}; cut them to the input"
+        )
+    else:
+        rule = (
+            f"{place(bad - 1)}: offsets must not decrease, got {bounds[bad]} after "
+            f"{bounds[bad - 1]}; sort the bags"
+        )
+    raise MalformedBags(rule)
+
+
+@kernel
+def _first_bad_bound(bounds: NDArray[Any], num_values: int) -> int:
+    """The first that is not 0 at the start, is less than the one before, or too large; or -1."""
+    last = np.int64(0)
+    for number in range(len(bounds)):
+        bound = np.int64(bounds[number])
+        if bound < last or bound > num_values or (number == 0 and bound != 0):
+            return number
+        last = bound
+    return -1
+
+
+@kernel
+def _first_nan(weights_N: NDArray[Any]) -> int:
+    for number in range(len(weights_N)):
+        if np.isnan(weights_N[number]):
+            return number
+    return -1

@@ -1,0 +1,220 @@
+"""The ledger of one row space: what backward passes leave, as arrays for a kernel.
+
+One entry is passed on as it is. Several are joined, in order: their ids are copied one after the
+other, and their gradients stay where backward left them. A kernel sees all of these as one array
+that begins at the lowest address, as it sees tables.
+
+Letters: T tables, S segments (a feature of a ledger entry looked up in a table), N rows looked up.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from recsys.embeddings.rows.lookups import Bags
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.rows.lookups import Lookups
+    from recsys.embeddings.rows.row_space import RowSpace
+    from recsys.embeddings.tiers.residency import Ticket
+
+__all__ = ["JoinedLedger", "LedgerEntry", "Segments", "join_ledger", "tables_in"]
+
+
+class LedgerEntry(NamedTuple):
+    """What one backward pass leaves.
+
+    Attributes:
+        lookups: What was looked up where.
+        bags: The input, in memory of its own.
+        gradient: Of the pooled rows, (B, W) or (B, F, W / F), in the dtype that rows are computed
+            in; each of the B contiguous, and after the one before.
+        version: Of the gradient when backward handed it over; None where no caller has it.
+        tables: What was looked up in, as it was then; in two tiers, what the slots' rows are of.
+        rows: The input by rows, where `bags` has slots of them.
+        ticket: Has the slots.
+        claimed: What the ticket has slots of: more than `lookups` where a table was frozen.
+    """
+
+    lookups: Lookups
+    bags: Bags
+    gradient: Tensor
+    version: int | None = None
+    tables: Sequence[Tensor] = ()
+    rows: Bags | None = None
+    ticket: Ticket | None = None
+    claimed: Lookups | None = None
+
+    def require_rows_in(self, tables: Sequence[Tensor]) -> None:
+        """Refuse tables that lack rows which were looked up: a kernel would write out of bounds.
+
+        Raises:
+            ValueError: a table has been given fewer rows (`weight.data = ...`), or another dim.
+        """
+        if self.tables is tables:
+            return
+        for table in self.lookups.distinct_tables:
+            before, now = self.tables[table].shape, tables[table].shape
+            if now[0] < before[0] or now[1:] != before[1:]:
+                raise ValueError(
+                    f"a table of shape {tuple(before)} was looked up, and before its gradient was "
+                    f"used it was exchanged for one of {tuple(now)}; set the grad of that one to "
+                    "None to forget the gradient, or give the rows back"
+                )
+
+
+def tables_in(ledger: Sequence[LedgerEntry]) -> Sequence[int]:
+    """Numbers of the tables that were looked up, in order."""
+    return sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
+
+
+class JoinedLedger(NamedTuple):
+    """All entries of a ledger as one; arrays are not to be written to.
+
+    Attributes:
+        order: The first two rows of `Segments`, (2, T + 1).
+        segments: The others, (4, S).
+        bags: The input; its batch size says nothing.
+        gradients: One tensor per entry, which keep the memory alive.
+        gradient_at: Address of the first number of all gradients.
+        num_gradients: How many numbers there are from there to the last.
+    """
+
+    order: NDArray[np.uint64]
+    segments: NDArray[np.uint64]
+    bags: Bags
+    gradients: Sequence[Tensor]
+    gradient_at: int
+    num_gradients: int
+
+
+def join_ledger(ledger: Sequence[LedgerEntry], space: RowSpace) -> JoinedLedger:
+    """All entries as one: what was looked up in which table, its rows, and the gradients.
+
+    Args:
+        ledger: At least one entry.
+        space: The tables.
+    """
+    dtype, entries, shapes, spans = space.computed, [], [], []
+    for entry in ledger:
+        gradient = entry.gradient
+        # Tables may have been given another dtype since; a tensor may say of its memory that it is
+        # the negative; and a view of bytes may begin anywhere.
+        if gradient.dtype is not dtype or gradient.is_neg():
+            gradient = gradient.to(dtype).resolve_neg().contiguous()
+        if gradient.data_ptr() % dtype.itemsize:
+            gradient = gradient.clone()
+        lookups, bags, stride = entry.lookups, entry.bags, gradient.stride(0)
+        num_bags = len(bags.values) if bags.offsets is None else len(bags.offsets) - 1
+        entries.append((bags, gradient, gradient.data_ptr()))
+        shapes.append((lookups, bags.batch_size, num_bags, stride))
+        # How many numbers the gradient has from the first to the last, with what lies between.
+        batch_size = gradient.shape[0]
+        spans.append((batch_size - 1) * stride + lookups.width if batch_size else 0)
+    order_2T, segments_4S, entry_of_segment = _segments(tuple(shapes), space.sizes_key)
+    inputs, gradients, addresses = zip(*entries, strict=True)
+    if len(entries) == 1:
+        [bags], [address], [span] = inputs, addresses, spans
+        return JoinedLedger(order_2T, segments_4S, bags, gradients, address, span)
+    low = min(addresses)
+    begins = [(address - low) // dtype.itemsize for address in addresses]
+    segments_4S = segments_4S.copy()
+    segments_4S[_FIRST_GRADIENTS] += np.array(begins, np.uint64)[entry_of_segment]
+    num_gradients = max(begin + span for begin, span in zip(begins, spans, strict=True))
+    bags = _join_bags(inputs, space.compute_dtype)
+    return JoinedLedger(order_2T, segments_4S, bags, gradients, low, num_gradients)
+
+
+class Segments(NamedTuple):
+    """Sorted by table; within a table, ledger entries stay in order."""
+
+    tables: NDArray[np.uint64]  # (T + 1,) the largest first; the last number is none
+    of_table: NDArray[np.uint64]  # (T + 1,) where each table's segments begin
+    first_bags: NDArray[np.uint64]  # (S,)
+    num_bags: NDArray[np.uint64]  # (S,)
+    first_gradients: NDArray[np.uint64]  # (S,) where the first bag's gradient begins
+    widths: NDArray[np.uint64]  # (S,) from one bag's gradient to the next
+
+
+_FIRST_GRADIENTS = 2  # among the last four rows of `Segments`
+
+
+@lru_cache(maxsize=64)
+def _segments(
+    entries: tuple[tuple[Lookups, int, int, int], ...], sizes_T: bytes
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.int64]]:
+    """Of entries of these lookups, batch sizes, numbers of bags, and distances from one bag's
+    gradient to the next; tables of these sizes. Gradients count from each entry's first; the last
+    array has the entry of each segment.
+    """  # noqa: D205  # one sentence
+    segments = []
+    first_bag = 0
+    for number, (lookups, batch_size, num_bags, stride) in enumerate(entries):
+        for table, position, column in zip(
+            lookups.tables.tolist(),
+            lookups.positions.tolist(),
+            lookups.columns.tolist(),
+            strict=True,
+        ):
+            bag = first_bag + position * batch_size
+            segments.append((table, bag, batch_size, column, stride, number))
+        first_bag += num_bags
+    segments.sort(key=lambda segment: segment[0])  # stable
+    columns = np.array(segments, np.uint64).T.copy()
+    sizes = np.frombuffer(sizes_T, np.uint64).astype(np.int64)
+    tables = np.append(np.argsort(-sizes, kind="stable"), 0)
+    of_table = np.searchsorted(columns[0].astype(np.int64), np.arange(len(sizes) + 1))
+    return (
+        np.stack([tables, of_table]).astype(np.uint64),
+        columns[1:5].copy(),
+        columns[5].astype(np.int64),
+    )
+
+
+def _join_bags(bags: Sequence[Bags], dtype: np.dtype[Any]) -> Bags:
+    """Of several entries as of one; their batch sizes do not count here."""
+    is_one_hot = all(each.offsets is None for each in bags)
+    is_mean = any(each.is_mean for each in bags)
+    if is_mean and not all(each.is_mean or each.offsets is None for each in bags):
+        bags = [_mean_by_weights(each, dtype) if each.is_mean else each for each in bags]
+        is_mean = False
+    has_weights = any(each.weights is not None for each in bags)
+    return Bags(
+        np.concatenate([each.values for each in bags]),
+        None if is_one_hot else _join_offsets(bags),
+        np.concatenate([_weights_or_ones(each, dtype) for each in bags]) if has_weights else None,
+        sum(each.batch_size for each in bags),
+        is_mean,
+    )
+
+
+def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:
+    begins, num_values = [], 0
+    for each in bags:
+        if each.offsets is None:
+            begins.append(np.arange(num_values, num_values + len(each.values)))
+        else:
+            begins.append(each.offsets[:-1].astype(np.int64) + num_values)
+        num_values += len(each.values)
+    return np.concatenate([*begins, [num_values]])
+
+
+def _mean_by_weights(bags: Bags, dtype: np.dtype[Any]) -> Bags:
+    """Bags that are averaged, as bags that are summed with weights."""
+    assert bags.offsets is not None
+    lengths = np.diff(bags.offsets)
+    shares = np.repeat(1 / np.maximum(lengths, 1), lengths).astype(dtype)
+    weights = shares if bags.weights is None else bags.weights * shares
+    return Bags(bags.values, bags.offsets, weights, bags.batch_size, is_mean=False)
+
+
+def _weights_or_ones(bags: Bags, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.ones(len(bags.values), dtype) if bags.weights is None else bags.weights

@@ -1,0 +1,181 @@
+"""The arguments of a lookup: which features are looked up in which tables, and their bags of ids.
+
+The kernels of all devices take these types.
+
+Letters: B samples, F features, L lookups (pairs of feature and table), N values, W columns of the
+output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from recsys._support.jit import kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.rows.row_space import RowSpace
+
+__all__ = ["Bags", "Lookups", "counts_up"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lookups:
+    """Which feature is looked up in which table, and the columns of the results.
+
+    Attributes:
+        tables: Number of the table in the row space, (L,) uint64.
+        positions: Number of the feature in the input, (L,) uint64.
+        columns: First column of the output, (L,) uint64.
+        width: W.
+        distinct_tables: The distinct numbers in `tables`, ascending.
+
+    Do not write to the arrays.
+    """
+
+    tables: NDArray[np.uint64]
+    positions: NDArray[np.uint64]
+    columns: NDArray[np.uint64]
+    width: int
+    distinct_tables: Sequence[int] = field(init=False)
+    _placed: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = field(
+        default=None, init=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "distinct_tables", sorted(set(self.tables.tolist())))
+
+    @classmethod
+    def nothing(cls) -> Lookups:
+        """An object without lookups."""
+        none = np.empty(0, np.uint64)
+        return cls(tables=none, positions=none, columns=none, width=0)
+
+    @classmethod
+    def one(cls, table: int, dim: int) -> Lookups:
+        """One lookup, in a table of dim `dim`."""
+        first = np.zeros(1, np.uint64)
+        tables = np.array([table], np.uint64)
+        return cls(tables=tables, positions=first, columns=first, width=dim)
+
+    def of_tables(self, tables: Container[int]) -> Lookups:
+        """The lookups in the given tables, in the same order."""
+        is_kept = [table in tables for table in self.tables.tolist()]
+        return Lookups(
+            tables=self.tables[is_kept],
+            positions=self.positions[is_kept],
+            columns=self.columns[is_kept],
+            width=self.width,
+        )
+
+    def placed_in(self, space: RowSpace) -> NDArray[np.uint64]:
+        """The kernels' arguments for each lookup, (4, L): base, number of rows, position, column.
+
+        Cached for the last row space, because making the array takes longer than a small lookup.
+        """
+        if self._placed is None or self._placed[0] is not space.bases:
+            found = np.stack(
+                [
+                    space.bases[self.tables],
+                    space.sizes[self.tables],
+                    self.positions,
+                    self.columns,
+                ]
+            )
+            object.__setattr__(self, "_placed", (space.bases, found))  # a cache in a frozen class
+            return found
+        return self._placed[1]
+
+
+class Bags(NamedTuple):
+    """The input of one lookup: F features of B samples.
+
+    Attributes:
+        values: Rows, (N,) int32 or int64, feature by feature.
+        offsets: Where bags begin, (F * B + 1,), of the same dtype; None if bag i is value i.
+        weights: One factor per value, (N,), in the dtype of the computation; None for 1.
+        batch_size: B.
+        is_mean: Whether a bag is averaged.
+    """
+
+    values: NDArray[Any]
+    offsets: NDArray[Any] | None
+    weights: NDArray[Any] | None
+    batch_size: int
+    is_mean: bool
+
+    @classmethod
+    def from_tensors(
+        cls,
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+        batch_size: int,
+        *,
+        is_mean: bool,
+        is_one_hot: bool | None = None,
+    ) -> Bags:
+        """Make views of tensors.
+
+        Args:
+            values: As above.
+            offsets: As above, never None.
+            weights: As above.
+            batch_size: B.
+            is_mean: Whether a bag is averaged.
+            is_one_hot: Whether bag i is value i; None to find out from the offsets.
+        """
+        values_N = values.numpy()
+        bounds = None if is_one_hot else offsets.numpy()
+        if is_one_hot is None and bounds is not None:
+            is_one_hot = len(values_N) == len(bounds) - 1 and counts_up(bounds)
+        return cls(
+            values_N,
+            None if is_one_hot else bounds,
+            None if weights is None else weights.detach().contiguous().numpy(),
+            batch_size,
+            is_mean and not is_one_hot,
+        )
+
+    def at_slots(self, slot_of_value: NDArray[np.int32]) -> Bags:
+        """The same bags with slots in place of rows."""
+        return self._replace(values=slot_of_value)
+
+    def values_of(self, feature: int) -> NDArray[Any]:
+        """The rows of one feature."""
+        begin, end = feature * self.batch_size, (feature + 1) * self.batch_size
+        if self.offsets is not None:
+            begin, end = int(self.offsets[begin]), int(self.offsets[end])
+        return self.values[begin:end]
+
+    def copied(self) -> Bags:
+        """A copy, since the caller may write to the memory of the input at any time."""
+        values, offsets, weights, batch_size, is_mean = self
+        return Bags(
+            values.copy(),
+            None if offsets is None else offsets.copy(),
+            None if weights is None else weights.copy(),
+            batch_size,
+            is_mean,
+        )
+
+
+@kernel
+def counts_up(offsets: NDArray[Any]) -> bool:
+    """Whether offsets are 0, 1, 2, ...; checked in runs, inside of which the loop is vectorised."""
+    run = np.uint64(1024)
+    end = np.uint64(len(offsets))
+    for begin in range(np.uint64(0), end, run):
+        differing = np.uint64(0)
+        for number in range(begin, min(begin + run, end)):
+            differing |= np.uint64(offsets[number]) ^ number
+        if differing:
+            return False
+    return True

@@ -1,0 +1,107 @@
+"""Detects writes to the memory of tables and their state by the versions of tensors.
+
+Each tensor has a version that every in-place operation of torch raises. Views share it (`detach()`,
+slices, the tensors of `state_dict()`). `Tensor.data` does not, so all tensors that `data` of one
+table hands out here share a second version. Writes through numpy, DLPack or a pointer raise none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch import Tensor
+
+    from recsys.embeddings.rows.row_space import RowSpace
+
+__all__ = ["TableVersions", "Written"]
+
+
+class Written(NamedTuple):
+    """Memory that was written to.
+
+    Attributes:
+        table: The number of its table.
+        state: The name of the state array; None of the table's rows.
+    """
+
+    table: int
+    state: str | None
+
+
+class TableVersions:
+    """The versions of tables, and of their state, at the last check."""
+
+    def __init__(self) -> None:
+        self._data: dict[int, Tensor] = {}
+        self._places: list[Written] = []
+        self._tensors: list[Tensor] = []
+        self._known: list[int] = []
+
+    def watch(self, tables: RowSpace, states: Mapping[str, RowSpace]) -> None:
+        """Watch these from now on, and accept their present versions.
+
+        Args:
+            tables: The tables.
+            states: By name: each state array, by table.
+        """
+        found = [(Written(number, None), table) for number, table in enumerate(tables.tables)]
+        found += [
+            (Written(number, name), array)
+            for name, space in states.items()
+            for number, array in enumerate(space.tables)
+            if len(array)
+        ]
+        for number, data in list(self._data.items()):
+            if data.data_ptr() == tables.tables[number].data_ptr():
+                found.append((Written(number, None), data))
+            else:  # of memory that the table no longer has
+                del self._data[number]
+        self._places = [place for place, _ in found]
+        self._tensors = [tensor for _, tensor in found]
+        self.accept()
+
+    def have_changed(self) -> bool:
+        """Whether one of them was written to since the last check."""
+        return self._now() != self._known
+
+    def written(self) -> list[Written]:
+        """Tables and states that were written to since the last check."""
+        pairs = zip(self._places, self._known, self._now(), strict=True)
+        return list(dict.fromkeys(place for place, before, now in pairs if before != now))
+
+    def accept(self, tables: Collection[int] | None = None) -> None:
+        """Accept the present versions of some tables' rows; None accepts everything.
+
+        Args:
+            tables: Their numbers.
+        """
+        now = self._now()
+        self._known = (
+            now
+            if tables is None
+            else [
+                new if place.state is None and place.table in tables else old
+                for place, old, new in zip(self._places, self._known, now, strict=True)
+            ]
+        )
+
+    def data_of(self, weight: Tensor, table: int) -> Tensor:
+        """The tensor that `weight.data` hands out: writes to it are detected here.
+
+        Args:
+            weight: The table.
+            table: Its number.
+        """
+        known = self._data.get(table)
+        if known is None or known.data_ptr() != weight.data_ptr() or known.shape != weight.shape:
+            known = self._data[table] = weight.data
+            self._places.append(Written(table, None))
+            self._tensors.append(known)
+            self._known.append(known._version)
+        return known.detach()
+
+    def _now(self) -> list[int]:
+        return [tensor._version for tensor in self._tensors]

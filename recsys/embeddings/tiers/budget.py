@@ -1,0 +1,134 @@
+"""How row spaces share a budget of fast memory.
+
+The row maps come out of the budget first (C3). The rest is divided in proportion to the size of the
+tables, so every row space can hold the same share of its rows. None gets more slots than rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from recsys.embeddings.tiers.slots import floor_bytes, map_bytes, row_bytes, slot_bytes
+from recsys.errors import BudgetTooSmall
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from numpy.typing import NDArray
+    from torch import nn
+
+__all__ = ["NEEDS_OPTIMIZER", "SpaceSize", "divide_budget", "order_pinned"]
+
+NEEDS_OPTIMIZER = (
+    "budget= (or plan=) keeps some rows in slow memory, where torch optimizers cannot update them; "
+    "give optimizer=, too (recsys.embeddings.SGD, Adagrad, RowWiseAdagrad, ...)"
+)
+
+
+class SpaceSize(NamedTuple):
+    """The size of one row space.
+
+    Attributes:
+        num_rows: R, rows of all its tables.
+        dim: D.
+        dtype: Of the rows.
+        state_sizes: Numbers per row in each state array, by name.
+    """
+
+    num_rows: int
+    dim: int
+    dtype: torch.dtype
+    state_sizes: Mapping[str, int]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return slot_bytes(self.dim, self.dtype, self.state_sizes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all rows and their state, without slots."""
+        return self.num_rows * row_bytes(self.dim, self.dtype, self.state_sizes)
+
+
+def divide_budget(
+    budget_bytes: int,
+    spaces: Sequence[SpaceSize],
+    least: Sequence[int],
+    *,
+    may_stay: bool = True,
+) -> list[int] | None:
+    """The number of slots of each row space; None if all rows fit without slots.
+
+    Args:
+        budget_bytes: Of fast memory.
+        spaces: The row spaces that share it.
+        least: The least number of slots of each space.
+        may_stay: Whether the result may be None.
+
+    Raises:
+        BudgetTooSmall: the budget is too small for the least slots and the row maps.
+    """
+    if may_stay and sum(space.resident_bytes for space in spaces) <= budget_bytes:
+        return None
+    least = [max(1, count) for count in least]
+    num_rows = sum(space.num_rows for space in spaces)
+    floor = floor_bytes(
+        num_rows, [(count, space.slot_bytes) for count, space in zip(least, spaces, strict=True)]
+    )
+    if budget_bytes < floor:
+        rows = ", ".join(
+            f"{count} of embedding_dim {space.dim}"
+            for count, space in zip(least, spaces, strict=True)
+        )
+        raise BudgetTooSmall(
+            f"budget: the rows that the mini-batches in the window need together ({rows}), their "
+            f"state and the row map ({map_bytes(num_rows)} bytes) take {floor} bytes, and the "
+            f"budget is {budget_bytes}; raise it to {floor}, or make the mini-batch smaller"
+        )
+    left, slots = budget_bytes - floor, list(least)
+    unfilled = [number for number, space in enumerate(spaces) if slots[number] < space.num_rows]
+    while unfilled:
+        per_byte = left / sum(spaces[number].resident_bytes for number in unfilled)
+        shares = {
+            number: int(spaces[number].resident_bytes * per_byte) // spaces[number].slot_bytes
+            for number in unfilled
+        }
+        filled = [
+            number
+            for number in unfilled
+            if slots[number] + shares[number] >= spaces[number].num_rows
+        ]
+        for number in filled or unfilled:
+            more = min(shares[number], spaces[number].num_rows - slots[number])
+            slots[number] += more
+            left -= more * spaces[number].slot_bytes
+        # Spaces that got one slot per row left a part of their shares, which the others divide.
+        unfilled = [number for number in unfilled if number not in filled] if filled else []
+    return slots
+
+
+def order_pinned(
+    weights: Sequence[nn.Parameter],
+    pinned: Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]],
+) -> NDArray[np.int32]:
+    """The pinned rows of a row space, numbered over all its tables, most lookups first.
+
+    Args:
+        weights: The tables of the row space.
+        pinned: For each table, the pinned rows and their counts of lookups.
+
+    Shape:
+        rows and counts of a table (P,) each; result (sum of P,) int32.
+    """
+    first, rows, counts = 0, [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for weight in weights:
+        if weight in pinned:
+            rows.append(pinned[weight][0] + first)
+            counts.append(pinned[weight][1])
+        first += len(weight)
+    order = np.argsort(-np.concatenate(counts), kind="stable")
+    return np.concatenate(rows)[order].astype(np.int32)

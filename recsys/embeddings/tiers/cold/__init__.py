@@ -1,0 +1,1 @@
+"""Cold stores: every row and its state, in slower memory."""

@@ -1,0 +1,478 @@
+"""A folder of arrays on disk: the rows and the state of tables that need not fit in memory.
+
+    FOLDER/arrays.json           names, shapes and dtypes; whether what is there is whole
+    FOLDER/lock                  held as long as somebody has the folder open
+    FOLDER/t_cat_0.weight.bin    one array: numbers alone, row after row
+
+A file has its whole length from the beginning: a disk that is too small says so then. From the
+first use on the folder is marked dirty, until `sync` has brought every byte to the disk. One that a
+crash has left dirty has newer rows beside older ones, and is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import torch
+
+from recsys._support.files import appearing_whole
+from recsys._support.memory import advise_random
+from recsys._support.sizes import format_bytes
+from recsys.errors import ColdTierDirty, ColdTierError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+__all__ = ["COLD_TIERS", "ColdFiles", "OpenArray", "open_cold_files", "require_memory"]
+
+COLD_TIERS = ("host", "file")
+
+_VERSION = 1
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What an array is, as `arrays.json` has it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> _Kind:
+        return cls(tuple(shape), str(dtype).removeprefix("torch."))
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class OpenArray:
+    """An array and its file.
+
+    Attributes:
+        path: Of the file.
+        descriptor: To read and write it by.
+        tensor: The same bytes, mapped into memory.
+    """
+
+    path: Path
+    descriptor: int
+    tensor: Tensor
+
+
+class ColdFiles:
+    """The arrays of one folder, locked and open.
+
+    Files that were made for a module whose construction was refused go with it: they stay from
+    `take_over` on.
+
+    Args:
+        folder: Made where there is none. Of one that has tables, these must be the ones.
+        tables: Shape and dtype of every table, by name.
+
+    Attributes:
+        folder: Where the files are.
+        is_new: Whether the tables were made just now; then they are zeros.
+
+    Raises:
+        ColdTierDirty: a crash has left rows there that are not whole.
+        ColdTierError: the folder cannot be written, has other tables or files of another length, is
+            in use, or there is no room for the tables; what was there is still there.
+    """
+
+    def __init__(
+        self, folder: Path | str, tables: Mapping[str, tuple[Sequence[int], torch.dtype]]
+    ) -> None:
+        self.folder = Path(folder)
+        self._open: dict[tuple[str, str], OpenArray] = {}
+        self._by_address: dict[int, OpenArray] = {}
+        self._expects_lookups = self._is_taken_over = False
+        # Rows are written back in the background, arrays made in the foreground: who writes the
+        # manifest, or relies on its being written, has this.
+        self._guard = threading.RLock()
+        self._lock = _lock(self.folder)
+        try:
+            wanted = {(name, "weight"): _Kind.of(*kind) for name, kind in tables.items()}
+            found = self._read_manifest()
+            self.is_new = found is None
+            self._kinds: dict[tuple[str, str], _Kind] = {}
+            self.numbers: dict[str, dict[str, float]] = {}
+            self._is_dirty = True
+            if found is None:
+                self._require_empty()
+                self._make(wanted)
+                self._write_manifest()
+            else:
+                self._kinds, self.numbers, self._is_dirty = found
+                self._require(wanted)
+                for key in self._kinds:
+                    self._map(key)
+        except BaseException:
+            self.close()
+            raise
+
+    def array(self, table: str, name: str = "weight") -> Tensor | None:
+        """An array; None where there is none of this name.
+
+        Args:
+            table: Its name.
+            name: "weight", or that of a state array.
+        """
+        known = self._open.get((table, name))
+        return None if known is None else known.tensor
+
+    def begin_with(self, table: str, values: Tensor | None) -> Tensor:
+        """A table, for its module.
+
+        Args:
+            table: Its name.
+            values: To begin with; None for those that are there.
+
+        Raises:
+            ColdTierError: there are rows already, and values too.
+        """
+        rows = self._open[table, "weight"].tensor
+        if values is not None:
+            if not self.is_new:
+                raise ColdTierError(
+                    f"{self.folder} has rows of table {table!r} already, and others are given; "
+                    "leave those out, or choose another cold_path"
+                )
+            rows.copy_(values)
+        return rows
+
+    def state_names(self, table: str) -> list[str]:
+        """Of a table's state arrays."""
+        return [name for owner, name in self._open if owner == table and name != "weight"]
+
+    def make(self, table: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A new array of zeros.
+
+        Raises:
+            ColdTierError: there is no room for it.
+        """
+        key = table, name
+        with self._guard:
+            self.mark_dirty()
+            self._make({key: _Kind.of(shape, dtype)})
+            self._write_manifest()
+        return self._open[key].tensor
+
+    def keep(self, table: str, name: str, values: Tensor) -> Tensor:
+        """Have an array of these values, in the place of the one of this name, if there is one.
+
+        Raises:
+            ColdTierError: there is no room for it, or the one there is has another shape.
+        """
+        known = self.array(table, name)
+        if known is None:
+            known = self.make(table, name, values.shape, values.dtype)
+        elif (known.shape, known.dtype) != (values.shape, values.dtype):
+            raise ColdTierError(
+                f"{self.folder}: {name!r} of table {table!r} is "
+                f"{_words(self._kinds[table, name])}, and must become "
+                f"{_words(_Kind.of(values.shape, values.dtype))}; load it into a new cold_path"
+            )
+        self.mark_dirty()
+        return known.copy_(values)
+
+    def find(self, tensor: Tensor) -> OpenArray | None:
+        """The array that a tensor is; None where it lies elsewhere."""
+        return self._by_address.get(tensor.data_ptr())
+
+    def mark_dirty(self) -> None:
+        """Rows are about to be newer here than there.
+
+        Raises:
+            OSError: it cannot be noted; none may be then.
+        """
+        with self._guard:
+            if not self._is_dirty:
+                self._set_dirty(True)
+
+    def expect(self, *, lookups: bool) -> None:
+        """Say how mapped tensors are read from now on.
+
+        Args:
+            lookups: By rows here and there: reading ahead would bring pages that nobody asks for.
+                Else from the beginning to the end.
+        """
+        if lookups != self._expects_lookups:
+            self._expects_lookups = lookups
+            for each in self._by_address.values():
+                advise_random(each.tensor, is_random=lookups)
+
+    def sync(self, numbers: Mapping[str, Mapping[str, float]]) -> None:
+        """Bring every byte to the disk; the folder is whole until it is marked dirty again.
+
+        Args:
+            numbers: What else there is of each table's state, such as its steps; kept for whoever
+                opens the folder next.
+
+        Raises:
+            OSError: the disk refuses; the folder stays dirty.
+        """
+        if not self._is_dirty or self._lock < 0 or not self._manifest.exists():
+            return  # of a folder that was deleted nobody expects anything
+        for each in self._open.values():
+            os.fsync(each.descriptor)
+        with self._guard:
+            self.numbers = {table: dict(known) for table, known in numbers.items()}
+            self._set_dirty(False)
+
+    def close(self) -> None:
+        """Let go of files and lock; tensors stay mapped as long as somebody has them."""
+        for each in self._open.values():
+            os.close(each.descriptor)
+        self._open, self._by_address = {}, {}
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def take_over(self) -> None:
+        """Somebody keeps rows here from now on."""
+        self._is_taken_over = True
+
+    def discard(self) -> None:
+        """Delete the files if they were made just now, and let go of them."""
+        paths = [self._path_of(key) for key in self._kinds]
+        self.close()
+        if self.is_new:
+            for path in [*paths, self._manifest]:
+                path.unlink(missing_ok=True)
+
+    def __del__(self) -> None:
+        if getattr(self, "is_new", False) and not self._is_taken_over and self._lock >= 0:
+            self.discard()
+        elif hasattr(self, "_lock"):
+            self.close()
+
+    def _path_of(self, key: tuple[str, str]) -> Path:
+        return self.folder / f"{quote('.'.join(key), safe='')}.bin"
+
+    def _make(self, kinds: Mapping[tuple[str, str], _Kind]) -> None:
+        """Make files of zeros: all, or none."""
+        wanted = sum(kind.num_bytes for kind in kinds.values())
+        disk = os.statvfs(self.folder)
+        free = disk.f_bavail * disk.f_frsize
+
+        def refused(number: int) -> ColdTierError:
+            return ColdTierError(
+                number,
+                f"{self.folder}: new tables or their state take {format_bytes(wanted)} on disk, "
+                f"and {format_bytes(free)} are free ({os.strerror(number)}); free some, or choose "
+                "another cold_path",
+            )
+
+        # Asked first, so that nobody else finds the disk full meanwhile; not every system says.
+        if disk.f_blocks and wanted > free:
+            raise refused(errno.ENOSPC)
+        made: list[Path] = []
+        try:
+            for key, kind in kinds.items():
+                made.append(self._path_of(key))
+                with made[-1].open("wb") as file:
+                    if kind.num_bytes:
+                        os.posix_fallocate(file.fileno(), 0, kind.num_bytes)
+        except OSError as error:
+            for path in made:
+                path.unlink(missing_ok=True)
+            raise refused(error.errno or errno.EIO) from error
+        self._kinds |= kinds
+        for key in kinds:
+            self._map(key)
+
+    def _map(self, key: tuple[str, str]) -> None:
+        path, kind = self._path_of(key), self._kinds[key]
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise ColdTierError(
+                f"{path}: the file is missing ({error.strerror}); {_begin_anew(self.folder)}"
+            ) from error
+        if found != kind.num_bytes:
+            raise ColdTierError(
+                f"{path}: a {kind.dtype} array of shape {kind.shape} takes {kind.num_bytes} bytes, "
+                f"the file has {found}; {_begin_anew(self.folder)}"
+            )
+        dtype = _DTYPES[kind.dtype]
+        if not kind.num_bytes:
+            self._open[key] = OpenArray(path, os.open(path, os.O_RDWR), torch.empty(kind.shape))
+            return
+        flat = torch.from_file(str(path), shared=True, size=prod(kind.shape), dtype=dtype)
+        opened = OpenArray(path, os.open(path, os.O_RDWR), flat.view(kind.shape))
+        os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        self._open[key] = self._by_address[flat.data_ptr()] = opened
+
+    def _require_empty(self) -> None:
+        """Refuse a folder whose files nobody has told of."""
+        unknown = sorted(self.folder.glob("*.bin"))
+        if unknown:
+            raise ColdTierError(
+                f"{self.folder}: has {unknown[0].name} and no {self._manifest.name} that tells of "
+                "it; delete what is there, or choose another cold_path"
+            )
+
+    def _require(self, wanted: Mapping[tuple[str, str], _Kind]) -> None:
+        """Refuse a folder that is not whole, or has other tables."""
+        known = {key: kind for key, kind in self._kinds.items() if key[1] == "weight"}
+        for key in {**wanted, **known}:
+            if wanted.get(key) != known.get(key):
+                raise ColdTierError(
+                    f"{self.folder}: table {key[0]!r} must be {_words(wanted.get(key))}, and is "
+                    f"{_words(known.get(key))} there; choose another cold_path, or the tables that "
+                    "it was made for"
+                )
+        if self._is_dirty:
+            raise ColdTierDirty(
+                f"{self.folder}: rows were being moved when the process that had them ended, so "
+                f"newer ones lie beside older ones; {_begin_anew(self.folder)}"
+            )
+
+    @property
+    def _manifest(self) -> Path:
+        return self.folder / "arrays.json"
+
+    def _set_dirty(self, is_dirty: bool) -> None:
+        before, self._is_dirty = self._is_dirty, is_dirty
+        try:
+            self._write_manifest()
+        except BaseException:
+            self._is_dirty = before
+            raise
+
+    def _write_manifest(self) -> None:
+        """Replace the manifest in one step: a reader finds the old one or the new one, whole."""
+        arrays = [
+            {"table": key[0], "name": key[1], **asdict(kind)} for key, kind in self._kinds.items()
+        ]
+        content = {
+            "version": _VERSION,
+            "is_dirty": self._is_dirty,
+            "arrays": arrays,
+            "numbers": self.numbers,
+        }
+        with appearing_whole(self._manifest) as partial:
+            partial.write_text(json.dumps(content, indent=1))
+
+    def _read_manifest(self) -> tuple[dict[Any, _Kind], dict[str, Any], bool] | None:
+        try:
+            content = json.loads(self._manifest.read_text())
+            version = content["version"]
+            if version == _VERSION:
+                kinds = {
+                    (each["table"], each["name"]): _Kind(tuple(each["shape"]), each["dtype"])
+                    for each in content["arrays"]
+                }
+                return kinds, content["numbers"], bool(content["is_dirty"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ColdTierError(
+                f"{self._manifest}: cannot be read ({error}); {_begin_anew(self.folder)}"
+            ) from error
+        raise ColdTierError(
+            f"{self._manifest}: version {version} is not known, {_VERSION} is; open it with the "
+            "release of recsys that made it"
+        )
+
+
+def open_cold_files(
+    cold_tier: str,
+    cold_path: Path | str | None,
+    tables: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    *,
+    has_budget: bool,
+) -> ColdFiles | None:
+    """The files that a module's arguments ask for; None where they ask for none.
+
+    Args:
+        cold_tier: One of `COLD_TIERS`.
+        cold_path: The folder, of "file" alone.
+        tables: Shape and dtype of every table, by name.
+        has_budget: Whether the module has a budget, or a plan that brings one.
+
+    Raises:
+        ColdTierError: see `ColdFiles`.
+        ConfigError: the arguments do not go together.
+    """
+    if cold_tier not in COLD_TIERS:
+        raise ConfigError(f"cold_tier must be one of {COLD_TIERS}, got {cold_tier!r}")
+    if cold_tier == "host":
+        if cold_path is not None:
+            raise ConfigError(
+                f"cold_path is the folder of cold_tier='file', got {str(cold_path)!r} and "
+                "cold_tier='host'; leave it out, or say cold_tier='file'"
+            )
+        return None
+    if cold_path is None:
+        raise ConfigError("cold_tier='file' needs cold_path=, a folder for its files")
+    if not has_budget:
+        raise ConfigError(
+            "cold_tier='file' needs budget=, the memory for rows that are used often, and an "
+            "optimizer= that moves them"
+        )
+    return ColdFiles(cold_path, tables)
+
+
+def require_memory(device: torch.device | str | None) -> None:
+    """Check that a module with rows in files is not without memory, before files are made.
+
+    Raises:
+        ConfigError: it is.
+    """
+    found = torch.get_default_device() if device is None else torch.device(device)
+    if found.type == "meta":
+        raise ConfigError(
+            "cold_tier='file' is for device 'cpu' or 'cuda', got 'meta'; leave device= out, or "
+            "keep rows in memory"
+        )
+
+
+def _lock(folder: Path) -> int:
+    """Have a folder for oneself; it is made where there is none."""
+    import fcntl  # not on every system, as the rest of this package is
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ColdTierError(
+            f"{folder}: must be a folder that can be written to ({error.strerror}); choose another "
+            "cold_path, or change its permissions"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise ColdTierError(
+            f"{folder}: another module or process has these tables open; end it, or choose another "
+            "cold_path"
+        ) from error
+    return descriptor
+
+
+def _words(kind: _Kind | None) -> str:
+    return "absent" if kind is None else f"{kind.dtype} of shape {kind.shape}"
+
+
+def _begin_anew(folder: Path) -> str:
+    return (
+        f"delete {folder}, make the module anew and load a checkpoint into it (load_state_dict), "
+        "or train from the start"
+    )

@@ -1,0 +1,171 @@
+"""The cold tier on disk: some threads announce rows to the system, then read or write them.
+
+The system's page cache lies in between: rows in it are read at the speed of memory, and a write
+returns before the disk has written. Files may still be larger than memory, because the cache gives
+way to everything else.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys._support.interrupts import interrupts_held_back
+from recsys.embeddings.kernels.cpu.file_moves import ALL_MOVED, advise_share, move_share
+from recsys.errors import ColdTierError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.rows.row_space import RowSpace
+    from recsys.embeddings.tiers.cold.cold_files import ColdFiles, OpenArray
+    from recsys.embeddings.tiers.cold.host_store import RowMemory
+
+__all__ = ["FileStore", "arrays_of"]
+
+NUM_THREADS = 4  # a disk that knows the reads beforehand is no faster with more
+_LEAST_SHARE = 16  # rows; waking a thread takes as long as reading some
+
+
+class FileStore:
+    """Tables and state that lie in files.
+
+    Args:
+        files: Has them.
+        spaces: Says which they are: the tables, then each state array. A table whose rows were
+            never updated has a state array of no rows: its state is zeros.
+    """
+
+    def __init__(self, files: ColdFiles, spaces: Callable[[], Sequence[RowSpace]]) -> None:
+        self._files, self._spaces = files, spaces
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="recsys-files")
+
+    def fetch(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Copy rows and their state into slots; see `ColdStore`."""
+        self._move(hot, rows, slots, is_fetch=True)
+
+    def write_back(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Copy slots, rows and state, to where the rows lie; see `ColdStore`."""
+        self._files.mark_dirty()
+        self._move(hot, rows, slots, is_fetch=False)
+
+    def _move(
+        self,
+        hot: RowMemory,
+        rows: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        *,
+        is_fetch: bool,
+    ) -> None:
+        order = np.argsort(rows)  # so one thread reads the rows of one page, one after the other
+        rows, slots = rows[order], slots[order]
+        for space, memory in zip(self._spaces(), hot.arrays, strict=False):
+            arrays = arrays_of(self._files, space.tables)
+            self._move_array(arrays, hot.first_rows, rows, slots, memory, is_fetch=is_fetch)
+
+    def _move_array(
+        self,
+        arrays: Sequence[OpenArray | None],
+        first_rows: NDArray[np.uint64],
+        rows: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        memory: NDArray[Any],
+        *,
+        is_fetch: bool,
+    ) -> None:
+        descriptors = np.array(
+            [-1 if each is None else each.descriptor for each in arrays], np.int32
+        )
+        hot = memory.view(np.uint8)
+        num_shares = max(1, min(NUM_THREADS, len(rows) // _LEAST_SHARE))
+        bounds = [len(rows) * share // num_shares for share in range(num_shares + 1)]
+
+        def move(share: int) -> None:
+            begin, end = bounds[share : share + 2]
+            if is_fetch or hot.shape[1] % mmap.PAGESIZE:  # whole pages are written unread
+                advise_share(descriptors, first_rows, rows, hot.shape[1], begin, end)
+            stopped = move_share(descriptors, first_rows, rows, slots, hot, begin, end, is_fetch)
+            while stopped != ALL_MOVED:
+                table = int(np.searchsorted(first_rows, rows[stopped], side="right")) - 1
+                array = arrays[table]
+                assert array is not None
+                row = int(rows[stopped]) - int(first_rows[table])
+                _move_row(array, row, hot[slots[stopped]], is_fetch=is_fetch)
+                stopped = move_share(
+                    descriptors, first_rows, rows, slots, hot, stopped + 1, end, is_fetch
+                )
+
+        with interrupts_held_back():  # no thread may go on after an error
+            others = [self._start(move, share) for share in range(1, num_shares)]
+            try:
+                move(0)
+            finally:
+                wait(others)
+        for each in others:
+            each.result()
+
+    def _start(self, move: Callable[[int], None], share: int) -> Future[None]:
+        try:
+            return self._threads.submit(move, share)
+        except RuntimeError:  # the process is ending, and starts no thread any more
+            done: Future[None] = Future()
+            try:
+                move(share)
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+            return done
+
+
+def arrays_of(files: ColdFiles, tables: Sequence[Tensor]) -> list[OpenArray | None]:
+    """The files of tables or states; None for one without rows.
+
+    Args:
+        files: Has them.
+        tables: The mapped tensors.
+
+    Raises:
+        ColdTierError: a tensor in memory has replaced one of them.
+    """
+    found = []
+    for table in tables:
+        array = files.find(table) if len(table) else None
+        if array is None and len(table):
+            raise ColdTierError(
+                f"{files.folder}: a table or state of shape {tuple(table.shape)} is not in its "
+                "file any more, because a tensor in memory has replaced it; copy values instead "
+                "(weight.data.copy_, load_state_dict without assign=True)"
+            )
+        found.append(array)
+    return found
+
+
+def _move_row(array: OpenArray, row: int, memory: NDArray[np.uint8], *, is_fetch: bool) -> None:
+    """Move a row that a kernel could not move, or say why it cannot be moved."""
+    place = row * len(memory)
+    try:
+        if is_fetch:
+            found = os.pread(array.descriptor, len(memory), place)
+            moved = len(found)
+            memory[:moved] = np.frombuffer(found, np.uint8)
+        else:
+            moved = os.pwrite(array.descriptor, memory.tobytes(), place)
+    except OSError as error:
+        verb = "read" if is_fetch else "written"
+        raise ColdTierError(
+            error.errno,
+            f"{array.path}: row {row} cannot be {verb} ({error.strerror}); load a checkpoint into "
+            "new tables",
+        ) from error
+    if moved < len(memory):
+        raise ColdTierError(
+            f"{array.path}: row {row} ends at byte {place + len(memory)}, and the file at "
+            f"{place + moved}: the file was cut off; load a checkpoint into new tables"
+        )

@@ -1,0 +1,149 @@
+"""Staging: host memory that rows pass through between a cold store and slots on a device.
+
+A store reads and writes many small places of the host's memory. A device copies one large piece
+fastest, in memory that the system cannot swap out (pinned). So rows are gathered here, piece by
+piece.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from recsys.embeddings.rows.row_space import RowSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.tiers.cold.host_store import ColdStore
+
+__all__ = ["Staging", "TransferStream"]
+
+STAGED_BYTES = 16 * 2**20
+
+
+class Staging:
+    """Places for some rows, and their state, in the host's memory.
+
+    Args:
+        memories: The slots on the device: rows, (S, D), then each state array, (S, size).
+        first_rows: Where each table's rows begin among all, (T + 1,).
+
+    Attributes:
+        arrays: The places as a store takes them: for rows, then for each state.
+        first_rows: As given.
+        num_places: How many there are.
+    """
+
+    def __init__(self, memories: Sequence[Tensor], first_rows: NDArray[np.uint64]) -> None:
+        self._memories = list(memories)
+        row_bytes = sum(memory[:1].nbytes for memory in memories)
+        is_pinned = memories[0].is_cuda
+        self.first_rows = first_rows
+        self.num_places = min(len(memories[0]), max(1, STAGED_BYTES // row_bytes))
+        self._buffers = [
+            torch.empty(self.num_places, memory.shape[1], dtype=memory.dtype, pin_memory=is_pinned)
+            for memory in memories
+        ]
+        self.arrays: list[NDArray[Any]] = [
+            RowSpace([buffer]).flat.reshape(buffer.shape) for buffer in self._buffers
+        ]
+        self._places = np.arange(self.num_places, dtype=np.int32)
+
+    def fetch(self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Copy rows and their state into slots; see `ColdStore.fetch`."""
+        for rows_P, places_P, slots_P in self._pieces(rows, slots):
+            cold.fetch(self, rows_P, places_P)
+            for buffer, memory in zip(self._buffers, self._memories, strict=True):
+                # The host waits for this copy, because it uses the places again at once.
+                memory.index_copy_(0, slots_P, buffer[: len(rows_P)].to(memory.device))
+
+    def write_back(
+        self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]
+    ) -> None:
+        """Copy slots to where their rows lie; see `ColdStore.write_back`."""
+        for rows_P, places_P, slots_P in self._pieces(rows, slots):
+            for buffer, memory in zip(self._buffers, self._memories, strict=True):
+                buffer[: len(rows_P)].copy_(memory.index_select(0, slots_P))
+            cold.write_back(self, rows_P, places_P)
+
+    def read(self, cold: ColdStore, rows: NDArray[np.int32]) -> Tensor:
+        """Copies of rows, without their state, on the device, (M, D); no slot changes."""
+        buffer, device = self._buffers[0], self._memories[0].device
+        copies = torch.empty(len(rows), buffer.shape[1], dtype=buffer.dtype, device=device)
+        memory = _RowsAlone(self.arrays[:1], self.first_rows)
+        for begin in range(0, len(rows), self.num_places):
+            rows_P = rows[begin : begin + self.num_places]
+            cold.fetch(memory, rows_P, self._places[: len(rows_P)])
+            copies[begin : begin + len(rows_P)].copy_(buffer[: len(rows_P)])
+        return copies
+
+    def _pieces(
+        self, rows: NDArray[np.int32], slots: NDArray[np.int32]
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32], Tensor]]:
+        """Pieces of as many rows as there are places: the rows, their places, and their slots."""
+        device = self._memories[0].device
+        for begin in range(0, len(rows), self.num_places):
+            rows_P, slots_P = (each[begin : begin + self.num_places] for each in (rows, slots))
+            on_device = torch.from_numpy(slots_P.astype(np.int64)).to(device)
+            yield rows_P, self._places[: len(rows_P)], on_device
+
+
+class _RowsAlone(NamedTuple):
+    """The places of rows, without those of their state."""
+
+    arrays: Sequence[NDArray[Any]]
+    first_rows: NDArray[np.uint64]
+
+
+class TransferStream:
+    """The CUDA stream on which one hot tier runs its transfers, while others compute.
+
+    The hot tier owns it. Transfers run one at a time, in the order in which they were put in.
+
+    put in     `transfer` records an event on the caller's stream
+    transfer   this stream waits for that event, copies rows, and records an event of its own
+    use        `wait` has the caller's stream wait for the event of the last transfer
+
+    So a transfer runs after everything that the caller had queued when it was put in: the last
+    use of the slots that it evicts. Computing on rows runs after their transfer. Memory that a
+    transfer allocates belongs to this stream. The slots are recorded as used by it, so their memory
+    is not reused before the transfers are done.
+
+    Args:
+        memories: The slots, on one CUDA device: rows, and each state array.
+    """
+
+    def __init__(self, memories: Sequence[Tensor]) -> None:
+        self._device = memories[0].device
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        for memory in memories:
+            memory.record_stream(self._stream)
+        self._done: torch.cuda.Event | None = None
+
+    def transfer(self) -> AbstractContextManager[None]:
+        """A context for one transfer that is put in now; any thread may enter it."""
+        queued = torch.cuda.current_stream(self._device).record_event()
+        return self._made_after(queued)
+
+    @contextmanager
+    def _made_after(self, queued: torch.cuda.Event) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(queued)
+            try:
+                yield
+            finally:  # a transfer that failed may have copied some rows
+                self._done = self._stream.record_event()
+
+    def wait(self) -> None:
+        """Have the caller's stream wait for the transfers so far; the host does not wait."""
+        done = self._done  # the queue's thread may replace it meanwhile
+        if done is not None:
+            torch.cuda.current_stream(self._device).wait_event(done)

@@ -1,0 +1,419 @@
+"""The hot tier of one row space: slots, the rows they hold, and what they cost.
+
+    bytes = rows of the row space * 4                       the row map
+          + slots * (row + its optimizer state + 8)         and the records of each slot
+
+The row map answers in one step whether a row is in a slot. A budget pays for it before the first
+row.
+
+These bytes leave out, as they leave out a mini-batch's ids and pooled vectors: a ticket's slot
+numbers, 4 bytes a lookup and 4 a row; and while slots are claimed at most 20 bytes a lookup and 32
+a row in all, freed before anything is computed. On a device it is more, since each operation of
+torch makes an array, but in proportion to the lookups, too; and there a piece of at most 16 MiB is
+on its way. An observer of claims (`Forecast`) takes at most 0.7 MB.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from recsys._support.memory import empty_rows
+from recsys.embeddings.kernels.choice import kernels_on
+from recsys.embeddings.kernels.cpu.slots import (
+    AWAITED,
+    DIRTY,
+    EMPTY,
+    MARKED,
+    NOWHERE,
+    PINNED,
+    POPULAR,
+    Shortage,
+    SlotMap,
+)
+from recsys.embeddings.kernels.cpu.tiered_lookup import tiered_lookup
+from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup
+from recsys.embeddings.kernels.torch.slot_rows import SlotRows, TieredRows, number_rows
+from recsys.embeddings.kernels.torch.slots import TorchSlotMap
+from recsys.embeddings.rows.row_space import RowSpace, compute_dtype
+from recsys.embeddings.tiers.cold.staging import Staging, TransferStream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.cpu.slots import SlotClaim
+    from recsys.embeddings.rows.lookups import Lookups
+    from recsys.embeddings.tiers.cold.host_store import ColdStore
+
+__all__ = [
+    "MAX_SLOTS",
+    "ClaimObserver",
+    "Slots",
+    "fewest_uses",
+    "floor_bytes",
+    "map_bytes",
+    "row_bytes",
+    "slot_bytes",
+]
+
+MAX_SLOTS = AWAITED - 1  # a slot's number and one bit more fit 32
+_MAP_BYTES_PER_ROW = 4
+_RECORD_BYTES_PER_SLOT = 8  # row, claims, uses, flags
+_MIN_POPULAR_USES = 2  # a row that was fetched for one mini-batch has one
+
+
+def map_bytes(num_rows: int) -> int:
+    """Bytes of the row map of so many rows."""
+    return num_rows * _MAP_BYTES_PER_ROW
+
+
+def row_bytes(dim: int, dtype: torch.dtype, state_sizes: Mapping[str, int]) -> int:
+    """Bytes of a row and its state."""
+    return dim * dtype.itemsize + sum(state_sizes.values()) * compute_dtype(dtype).itemsize
+
+
+def slot_bytes(dim: int, dtype: torch.dtype, state_sizes: Mapping[str, int]) -> int:
+    """Bytes of one slot: a row, its state, and the slot's records."""
+    return row_bytes(dim, dtype, state_sizes) + _RECORD_BYTES_PER_SLOT
+
+
+def floor_bytes(num_rows: int, slots: Iterable[tuple[int, int]]) -> int:
+    """The least fast memory for tables: the row map, and a slot for every row needed at once.
+
+    Args:
+        num_rows: Of all tables.
+        slots: For every row space: how many slots, and the bytes of one.
+    """
+    return map_bytes(num_rows) + sum(count * num_bytes for count, num_bytes in slots)
+
+
+class ClaimObserver(Protocol):
+    """Follows the claims of some slots, for advice; see `Forecast`."""
+
+    def claimed(self, lookups: Lookups, bags: Any) -> None:
+        """A mini-batch has claimed its slots."""
+
+    def cleared(self) -> None:
+        """Slots that no ticket needs have dropped their rows."""
+
+
+class Slots:
+    """Slots for some rows of a row space, in the CPU's memory or a device's.
+
+    The arrays of the map are of numba's kernels on the CPU, and of torch's operations on a device
+    (`kernels_on`). Claims run there; everything that is rare is written once, in torch.
+
+    On a device, rows pass through `Staging`. On CUDA, transfers have a stream of their own, so that
+    they overlap with computing:
+
+    claim      on the caller's stream; the host waits for the list of rows to copy
+    transfer   on this tier's stream, after everything that the caller had queued by then
+    compute    on the caller's stream, after the transfers that a ticket has waited for
+
+    A flush, a reload and a lookup without a ticket copy on the caller's stream, after the last
+    transfer; see `TransferStream`.
+
+    Args:
+        sizes: E of every table.
+        dim: D.
+        dtype: Of the rows.
+        state_sizes: Numbers per row of every state array, by name.
+        num_slots: S.
+        device: Where the slots are.
+
+    Attributes:
+        num_slots: S.
+        rows: (S, D); undefined where a slot has no row.
+        states: (S, size) of each state array.
+        map: Which row is in which slot; all tables' rows are numbered one after the other.
+        first_rows: Where each table's rows begin among all, (T + 1,).
+        space: The slots as kernels see them: every table begins at slot 0.
+        state_spaces: The same for each state array.
+        arrays: Rows and each state as arrays of numpy; none on a device.
+        num_unpinned: Rows of a plan that had to give way to mini-batches so far.
+        observer: Told of every claim; None for none.
+
+    Raises:
+        ValueError: there are more rows, or slots, than 32 bits can number.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        dim: int,
+        dtype: torch.dtype,
+        state_sizes: Mapping[str, int],
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
+        self.first_rows: NDArray[np.uint64] = np.cumsum([0, *sizes]).astype(np.uint64)
+        num_rows = int(self.first_rows[-1])
+        if num_rows >= AWAITED * 2 or num_slots > MAX_SLOTS:
+            raise ValueError(
+                f"a row space has at most {AWAITED * 2 - 1} rows and {MAX_SLOTS} slots, got "
+                f"{num_rows} and {num_slots}; give tables to several modules"
+            )
+        self.num_slots, self.num_unpinned = num_slots, 0
+        self.observer: ClaimObserver | None = None
+        self.rows = empty_rows(num_slots, dim, dtype=dtype, device=device)
+        self.states = [
+            empty_rows(num_slots, size, dtype=compute_dtype(dtype), device=device)
+            for size in state_sizes.values()
+        ]
+        memories = [self.rows, *self.states]
+        self.map: Any
+        self._staging: Staging | None = None
+        self._stream: TransferStream | None = None
+        self._both: tuple[RowSpace, RowSpace] | None = None  # tables; tables and slots
+        spaces: list[Any]
+        if kernels_on(device).make_space is RowSpace:
+            self.map = SlotMap(self.first_rows, num_slots)
+            spaces = [_SlotSpace(memory, sizes) for memory in memories]
+            spaces[0].row_names = self.map.arrays.row_of_slot
+            spaces[0].first_names = self.first_rows
+            self.arrays = [space.flat.reshape(num_slots, space.dim) for space in spaces]
+        else:
+            self._numbers = number_rows(sizes, dim, self.rows)
+            self.map = TorchSlotMap(self._numbers, num_slots)
+            spaces = [SlotRows(each, self.map.tensors, self._numbers) for each in memories]
+            self.arrays = []
+            self._staging = Staging(memories, self.first_rows)
+            self._stream = TransferStream(memories) if self.rows.is_cuda else None
+        self.space, *self.state_spaces = spaces
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of it."""
+        return self.bytes_with(self.num_slots)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that move with a row: the row and its state."""
+        return sum(each.itemsize * each.shape[1] for each in (self.rows, *self.states))
+
+    def bytes_with(self, num_slots: int) -> int:
+        """Bytes with another number of slots."""
+        sizes = {str(number): state.shape[1] for number, state in enumerate(self.states)}
+        of_slot = slot_bytes(self.rows.shape[1], self.rows.dtype, sizes)
+        return map_bytes(int(self.first_rows[-1])) + num_slots * of_slot
+
+    def slots_with(self, num_bytes: int) -> int:
+        """How many slots fit other memory: at most one for each row."""
+        more = (num_bytes - self.num_bytes) // (self.bytes_with(1) - self.bytes_with(0))
+        return min(self.num_slots + more, int(self.first_rows[-1]))
+
+    def fetch(self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Copy rows and their state from the cold store into slots; see `ColdStore.fetch`."""
+        if self._staging is None:
+            cold.fetch(self, rows, slots)
+        else:
+            self._staging.fetch(cold, rows, slots)
+
+    def write_back(
+        self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]
+    ) -> None:
+        """Copy slots to the cold store; see `ColdStore.write_back`."""
+        if self._staging is None:
+            cold.write_back(self, rows, slots)
+        else:
+            self._staging.write_back(cold, rows, slots)
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """A context for one transfer, which runs after everything the caller has queued by now."""
+        return nullcontext() if self._stream is None else self._stream.transfer()
+
+    def after_transfers(self) -> None:
+        """Run what the caller does next to the slots after the transfers made so far."""
+        if self._stream is not None:
+            self._stream.wait()
+
+    def pin(self, rows: NDArray[np.int32]) -> None:
+        """Keep a slot for each of these rows, numbered over all tables; slots must be new."""
+        pinned, numbers = self._tensor(rows), torch.arange(len(rows), device=self.rows.device)
+        self.map.row_of_slot[: len(rows)] = pinned.int()
+        self.map.flags[: len(rows)] = PINNED
+        self.map.slot_of_row[pinned] = (numbers + AWAITED).int()
+        self.map.recount()
+
+    def claim(self, lookups: Lookups, bags: Any, *, may_unpin: bool = True) -> SlotClaim:
+        """Give every row of a mini-batch a slot, and count the claim there; all or nothing.
+
+        Args:
+            lookups: What is looked up where.
+            bags: The input, as kernels of the slots' device take it.
+            may_unpin: Whether pinned rows that no ticket needs may give way where slots are few:
+                first rows pinned for their uses, then the plan's, the least popular first.
+
+        Raises:
+            NoSuchRow: a value is no row of its table.
+            Shortage: too few slots are free of rows that tickets need, or that are pinned.
+        """
+        try:
+            claim: SlotClaim = self.map.claim(lookups, bags)
+        except Shortage as shortage:
+            if not may_unpin:
+                raise
+            self._unpin(shortage)
+            claim = self.map.claim(lookups, bags)
+        if self.observer is not None:
+            self.observer.claimed(lookups, bags)
+        return claim
+
+    def pin_popular(self, num_slots: int) -> tuple[int, int]:
+        """Choose the rows to be pinned for their uses; see `Residency.pin_popular`.
+
+        Args:
+            num_slots: At most so many are pinned; a plan's rows are among them.
+        """
+        flags, uses = self.map.flags, self.map.num_uses
+        was_popular, is_full = (flags & POPULAR) > 0, torch.ne(self.map.row_of_slot, EMPTY)
+        may_be = is_full & (was_popular | ((flags & PINNED) == 0))
+        num_planned = int(((flags & PINNED) > 0).sum() - was_popular.sum())
+        counts = torch.bincount(uses[may_be], minlength=256).cpu().numpy()
+        enough = fewest_uses(counts, num_slots - num_planned)
+        is_popular = may_be & (uses.long() >= enough)  # 256 is no uint8
+        given_up = (was_popular & ~is_popular).nonzero().flatten()
+        flags[is_popular] |= PINNED | POPULAR
+        uses[is_popular] >>= 1
+        self._let_go(given_up)
+        if is_popular.any():
+            self.observer = None  # it follows slots that stay unpinned, and these come and go
+        return int((is_popular & ~was_popular).sum()), len(given_up)
+
+    @property
+    def num_claimed(self) -> int:
+        """Slots that tickets need."""
+        return int((self.map.num_claims > 0).sum())
+
+    def are_among(self, slot_of_value: Any, slots: NDArray[np.int32]) -> Tensor:
+        """Which values' slots are some of these, (N,) bool, where the slots are."""
+        flags, marked = self.map.flags, self._tensor(slots)
+        flags[marked] |= MARKED
+        found = torch.gt(flags[self._tensor(slot_of_value)] & MARKED, 0)
+        flags[marked] &= 255 - MARKED
+        return found
+
+    def of_rows(self, held: Any, only: Sequence[range]) -> Tensor:
+        """Those of some slots that hold one of these rows, counted over all tables."""
+        slots = self._tensor(held)
+        slots = slots[slots != NOWHERE]
+        rows = self.map.row_of_slot[slots]
+        is_meant = torch.zeros_like(rows, dtype=torch.bool)
+        for each in only:
+            is_meant |= (rows >= each.start) & (rows < each.stop)
+        return slots[is_meant]
+
+    def dirty(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Rows that are newer than in the cold store, and their slots."""
+        return self._rows_and_slots((self.map.flags & DIRTY) > 0)
+
+    def mark_clean(self, slots: NDArray[np.int32]) -> None:
+        """Note that these slots' rows were written back."""
+        self.map.flags[self._tensor(slots)] &= 255 - DIRTY
+
+    def claimed(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Rows in slots that tickets need, and their slots."""
+        return self._rows_and_slots((self.map.num_claims > 0) & (self.map.row_of_slot != EMPTY))
+
+    def drop_unclaimed(self) -> None:
+        """Drop the rows that no ticket needs, as they are; pinned rows keep their empty slots."""
+        self._both = None
+        if self.observer is not None:
+            self.observer.cleared()
+        slot_of_row, row_of_slot, flags = self.map.slot_of_row, self.map.row_of_slot, self.map.flags
+        flags.bitwise_and_(255 - DIRTY)
+        is_dropped = (self.map.num_claims == 0) & (row_of_slot != EMPTY)
+        is_pinned = is_dropped & ((flags & PINNED) > 0)
+        pinned = is_pinned.nonzero().flatten()
+        slot_of_row[row_of_slot[is_dropped].long()] = NOWHERE
+        slot_of_row[row_of_slot[pinned].long()] = (pinned + AWAITED).int()
+        row_of_slot[is_dropped & ~is_pinned] = EMPTY
+
+    def where(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slot of each row, (M,); -1 for a row that only the cold store has."""
+        slots = self.map.slot_of_row[self._tensor(rows)].long()
+        found: NDArray[np.int64] = torch.where(slots < AWAITED, slots, NOWHERE).cpu().numpy()
+        return found
+
+    def look_up(
+        self, tables: RowSpace, cold: ColdStore, lookups: Lookups, bags: Any, result: Tensor
+    ) -> int:
+        """Pool rows from wherever each one is; see `Residency.look_up`.
+
+        On the CPU rows without a slot are read from the tables, which are in memory or mapped
+        there. On a device the host waits for the list of these rows, and copies them from the cold
+        store.
+        """
+        if self._staging is None:
+            if self._both is None or self._both[0] is not tables:
+                self._both = tables, RowSpace([*tables.tables, self.rows])
+            slot_of_row = self.map.arrays.slot_of_row
+            return tiered_lookup(self._both[1], slot_of_row, self.first_rows, lookups, bags, result)
+        rows_U = self.map.rows_of(lookups, bags)
+        known_U = self.map.slot_of_row[rows_U.clamp(min=0)]
+        is_elsewhere = (known_U == NOWHERE) | (known_U >= AWAITED)
+        others = rows_U[(rows_U != NOWHERE) & is_elsewhere]
+        copies = self._staging.read(cold, others.cpu().numpy().astype(np.int32))
+        rows = TieredRows(self._numbers, self.map.tensors, self.rows, others, copies)
+        return pooled_lookup(rows, lookups, bags, result)
+
+    def _unpin(self, shortage: Shortage) -> None:
+        """Unpin as many rows as a claim lacks slots for, but none that a ticket or it needs."""
+        is_free = torch.ones_like(self.map.flags, dtype=torch.bool)
+        is_free[self._tensor(shortage.needed)] = False
+        pinned = (((self.map.flags & PINNED) > 0) & is_free).nonzero().flatten()
+        is_popular = (self.map.flags[pinned] & POPULAR) > 0
+        # The first of a plan's rows is its most popular, and has the first slot.
+        in_order = torch.cat([pinned[is_popular], pinned[~is_popular].flip(0)])
+        given_up = in_order[: shortage.num_lacking]
+        self._let_go(given_up)
+        self.num_unpinned += max(0, len(given_up) - int(is_popular.sum()))
+
+    def _let_go(self, given_up: Tensor) -> None:
+        """Pin these slots, (M,), no more."""
+        slot_of_row, row_of_slot = self.map.slot_of_row, self.map.row_of_slot
+        self.map.flags[given_up] &= 255 - PINNED - POPULAR
+        rows = row_of_slot[given_up].long()
+        is_empty = slot_of_row[rows] >= AWAITED
+        slot_of_row[rows[is_empty]] = NOWHERE
+        row_of_slot[given_up[is_empty]] = EMPTY
+        self.map.recount()
+
+    def _rows_and_slots(self, is_meant: Tensor) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        slots = is_meant.nonzero().flatten()
+        return self.map.row_of_slot[slots].cpu().numpy(), slots.int().cpu().numpy()
+
+    def _tensor(self, numbers: Any) -> Tensor:
+        """Rows or slots, an array or a tensor, as an index of int64 where the slots are."""
+        found = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(numbers)
+        return found.to(self.rows.device, torch.int64)
+
+
+class _SlotSpace(RowSpace):
+    """The slots, once for every table: slot s begins at `flat[s * dim]`, whatever the table."""
+
+    def __init__(self, rows: Tensor, sizes: Sequence[int]) -> None:
+        super().__init__([rows])
+        self.bases = np.zeros(len(sizes), np.uint64)
+        # Kernels begin with the largest table.
+        self.sizes_key = np.array(sizes, np.uint64).tobytes()
+        self.sizes = np.full(len(sizes), len(rows), np.uint64)
+
+
+def fewest_uses(counts: NDArray[np.int64], num_slots: int) -> int:
+    """How many uses make a row popular.
+
+    Args:
+        counts: Of rows, by uses.
+        num_slots: At most so many rows are popular; of rows with equal uses, all are or none.
+    """
+    num_with = counts[::-1].cumsum()[::-1]  # so many uses or more
+    fitting = np.flatnonzero(num_with <= num_slots)
+    return max(_MIN_POPULAR_USES, int(fitting[0]) if len(fitting) else len(counts))

@@ -1,0 +1,463 @@
+"""The tiers of a table group: which rows of which tables are in which slots, as lookups see it.
+
+A lookup that has a backward gets a ticket: its ids become slot numbers, and kernels work on the
+slots as they do on resident tables. A lookup without one (evaluation) claims no slots: it reads
+each row where it is.
+
+`weight` and the optimizer's state are the cold store, in memory or mapped from files. A read
+through `weight` finds every row's newest value, because `TieredParameter` writes rows back first. A
+write through it counts, because the next lookup fetches rows again.
+
+A write through another tensor on the same memory (a `detach()` that was kept, an optimizer's state
+array) raises that memory's version. If every row was written back before, the next lookup fetches
+rows again. If rows were updated since, one of the two would be lost: that is an error.
+
+A failed transfer ends the use of the tiers: every later use raises `TiersFailed`.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from recsys._support.interrupts import interrupts_held_back
+from recsys.embeddings.rows.row_space import RowSpace
+from recsys.embeddings.rows.table_versions import TableVersions, Written
+from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
+from recsys.embeddings.tiers.cold.file_store import FileStore, arrays_of
+from recsys.embeddings.tiers.cold.host_store import HostStore
+from recsys.embeddings.tiers.residency import NotEnoughSlots, Residency
+from recsys.embeddings.tiers.slots import Slots
+from recsys.errors import ConflictingWrite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.rows.ledger import LedgerEntry
+    from recsys.embeddings.rows.lookups import Bags, Lookups
+    from recsys.embeddings.tiers.cold.cold_files import ColdFiles
+    from recsys.embeddings.tiers.residency import Ticket
+    from recsys.embeddings.tiers.slots import ClaimObserver
+
+__all__ = ["Tiers"]
+
+
+class _Recipe(NamedTuple):
+    """The arguments of `Tiers`, without `files`."""
+
+    names: Sequence[str]
+    sizes: Sequence[int]
+    dim: int
+    dtype: torch.dtype
+    state_sizes: Mapping[str, int]
+    num_slots: int
+    pinned: NDArray[np.int32]
+    device: torch.device
+
+
+class Tiers:
+    """The tiers of one table group.
+
+    Args:
+        names: Of every table, for errors.
+        sizes: E of every table.
+        dim: D.
+        dtype: Of the rows.
+        state_sizes: Numbers per row of every state array, by name.
+        num_slots: S.
+        pinned: Rows with a slot of their own, counted over all tables, the most popular first.
+        device: Where the slots are, and where rows are looked up. All rows wait in the host's
+            memory, or in files.
+        files: Where tables and state are, if they are in files. Copies have theirs in memory.
+
+    Attributes:
+        files: As given, and so are `sizes` and `dtype`.
+        device: Where the slots are.
+        hot: The slots.
+        residency: Moves rows between them and the cold store.
+        ahead: Tickets that wait for their lookups.
+        is_exposed: Whether the tables may be written to in a way that raises no version, so that
+            the next lookup fetches rows again.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        dim: int,
+        dtype: torch.dtype,
+        state_sizes: Mapping[str, int],
+        num_slots: int,
+        pinned: NDArray[np.int32],
+        device: torch.device,
+        files: ColdFiles | None = None,
+    ) -> None:
+        self.files, self.sizes, self.dtype = files, sizes, dtype
+        self.ahead = AheadQueue()
+        self._make_observer: Callable[[Slots], ClaimObserver | None] | None = None
+        self._make(_Recipe(names, sizes, dim, dtype, state_sizes, num_slots, pinned, device))
+        self._tables: RowSpace | None = None
+        self._states: Sequence[RowSpace] = [
+            RowSpace([torch.empty(0, size) for _ in sizes]) for size in state_sizes.values()
+        ]
+        self._versions = TableVersions()
+        self.is_exposed = False
+        self._updated: set[int] = set()  # tables whose slots may be newer than the cold store
+        self._layers: dict[Lookups, list[Lookups]] = {}
+
+    def _make(self, made_of: _Recipe, kept: tuple[Any, Any, Any] | None = None) -> None:
+        """Make slots, all of them empty, and what moves rows there.
+
+        Args:
+            made_of: What they are made of.
+            kept: Counts, times and `on_span` to go on with.
+        """
+        self._made_of = made_of
+        self.hot = Slots(*made_of[1:6], made_of.device)
+        self.device = self.hot.rows.device
+        self.hot.pin(made_of.pinned)
+        if self._make_observer is not None:
+            self.hot.observer = self._make_observer(self.hot)
+        cold = (
+            HostStore(self._spaces) if self.files is None else FileStore(self.files, self._spaces)
+        )
+        self.residency = Residency(self.hot, cold)
+        if kept is not None:
+            self.residency.counts, self.residency.times, self.residency.queue.on_span = kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which begin with empty slots: the tables have all rows."""
+        self.flush()
+        return {"_made_of": self._made_of}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*state["_made_of"])  # type: ignore[misc]
+
+    def observe(self, make_observer: Callable[[Slots], ClaimObserver | None]) -> None:
+        """Tell an observer of every claim from now on, for advice; claims do no work without one.
+
+        Args:
+            make_observer: Makes one for the slots, now and whenever there are others; None for
+                slots that cannot be observed.
+        """
+        self._make_observer = make_observer
+        self.hot.observer = make_observer(self.hot)
+
+    def claim(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> list[Ticket]:
+        """Claim slots for everything that is looked up, and wait until the rows are there.
+
+        Args:
+            tables: The cold store, where it lies now.
+            lookups: What is looked up where.
+            bags: The input.
+
+        Returns:
+            As many tickets as a feature is looked up in different tables: nearly always one.
+
+        Raises:
+            ConflictingWrite: as for `reload_if_tables_changed`.
+            NoSuchRow: a value is no row of its table.
+            NotEnoughSlots: there are not.
+            TiersFailed: a transfer has failed.
+        """
+        with interrupts_held_back():
+            self.reload_if_tables_changed(tables)
+            tickets = []
+            for layer in self._layers_of(lookups):
+                taken = self.ahead.take(layer, bags) if self.ahead.waiting else None
+                tickets.append(taken or self._claim_now(layer, bags))
+        for ticket in tickets:
+            ticket.wait()
+        return tickets
+
+    def claim_ahead(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> list[Ticket]:
+        """Claim slots for a later lookup, and have its rows fetched in the background.
+
+        `claim` of exactly the same ids takes these tickets; other lookups do not.
+
+        Args:
+            tables: As for `claim`, and so are the others.
+            lookups: See `tables`.
+            bags: See `tables`.
+
+        Raises:
+            ConflictingWrite: as for `reload_if_tables_changed`.
+            NoSuchRow: a value is no row of its table.
+            NotEnoughSlots: there are not; no row of a plan has been given up.
+            TiersFailed: a transfer has failed.
+        """
+        with interrupts_held_back():
+            is_exposed = self.is_exposed
+            self.reload_if_tables_changed(tables)
+            # Code that was handed the tables may still write to them before the lookup comes.
+            self.is_exposed = is_exposed
+            tickets = [
+                self.residency.claim(layer, bags, in_background=True, may_unpin=False)
+                for layer in self._layers_of(lookups)
+            ]
+            self.ahead.add(tickets, InputIds.copy(bags))
+            return tickets
+
+    def settle(self) -> None:
+        """Leave nothing under way: tickets made ahead are released, transfers waited for."""
+        self.ahead.give_up_all()
+        self.residency.settle()
+
+    def _claim_now(self, lookups: Lookups, bags: Bags) -> Ticket:
+        """Claim slots, if need be those of later lookups, then those of a plan's rows."""
+        while True:
+            has_others = bool(self.ahead.waiting)
+            try:
+                ticket = self.residency.claim(lookups, bags, may_unpin=not has_others)
+            except NotEnoughSlots:
+                if not has_others:
+                    raise
+            else:
+                ticket.bags = bags.at_slots(ticket.slot_of_value)
+                return ticket
+            self.ahead.give_up_last()
+
+    def look_up(self, tables: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
+        """Pool rows from wherever each one is; arguments and result as for `Residency.look_up`."""
+        self.reload_if_tables_changed(tables)
+        if self.files is not None:
+            self.files.expect(lookups=True)
+        return self.residency.look_up(tables, lookups, bags, result)
+
+    def renormalize(
+        self, tables: RowSpace, table: int, values: Tensor, max_norm: float, norm_type: float
+    ) -> None:
+        """Scale a table's rows down to a norm, each where it is.
+
+        Args:
+            tables: The cold store, where it lies now.
+            table: Number of the table.
+            values: Its rows, (N,).
+            max_norm: At most.
+            norm_type: The p of that norm.
+        """
+        self.reload_if_tables_changed(tables)
+        if self.files is not None:
+            self.files.mark_dirty()
+        self._updated.add(table)
+        self.residency.renormalize(
+            tables.tables[table], int(self.hot.first_rows[table]), values, max_norm, norm_type
+        )
+        self._versions.accept()
+
+    def resize(self, num_slots: int) -> None:
+        """Replace the slots by another number of empty ones; no ticket may be held."""
+        self._remake(self._made_of._replace(num_slots=num_slots))
+
+    def move_to(self, device: torch.device) -> None:
+        """Replace the slots by empty ones on another device; no ticket may be held."""
+        self._remake(self._made_of._replace(device=device))
+
+    def _remake(self, made_of: _Recipe) -> None:
+        """Drop the slots, then make others: at no time are there both (C3)."""
+        assert not self.ahead
+        self.flush()
+        before, old = self._made_of, self.residency
+        kept = old.counts, old.times, old.queue.on_span
+        del self.residency, self.hot, old
+        try:
+            self._make(made_of._replace(pinned=made_of.pinned[: made_of.num_slots]), kept)
+        except BaseException:
+            self._make(before, kept)
+            raise
+
+    def reload_if_tables_changed(self, tables: RowSpace) -> None:
+        """Fetch rows again if the tables or their state may have been written to from outside.
+
+        Args:
+            tables: Where they lie now.
+
+        Raises:
+            ColdTierError: a table is not in its file any more.
+            ConflictingWrite: rows in slots were updated and not written back before that write.
+            TiersFailed: a transfer has failed.
+        """
+        self.residency.queue.require_intact()
+        is_same = tables is self._tables
+        if is_same and not self.is_exposed and not self._versions.have_changed():
+            return
+        if self.files is not None and not is_same:
+            arrays_of(self.files, tables.tables)  # refused before a transfer would fail
+        if self._tables is not None:
+            self.flush()
+            self.is_exposed = True  # until the reload has succeeded
+            with interrupts_held_back():
+                self.residency.settle()  # transfers under way are of the old tables
+                self._tables = tables
+                self.residency.reload()
+        self._tables, self.is_exposed = tables, False
+        self._versions.watch(tables, self._named_states())
+
+    def mark_updated(self, ledger: Iterable[LedgerEntry], tables: Iterable[int]) -> None:
+        """Note that our optimizer has updated the rows of a ledger, and raised tables' versions.
+
+        Args:
+            ledger: Its tickets have the rows.
+            tables: Numbers of the tables.
+        """
+        self._updated.update(tables)
+        for entry in ledger:
+            ticket, updated, claimed = entry.ticket, entry.lookups, entry.claimed
+            assert ticket is not None
+            assert claimed is not None
+            is_whole = updated is claimed or updated.distinct_tables == claimed.distinct_tables
+            # Slots of a frozen table equal the cold store. Writing them back would undo writes
+            # to the table from outside.
+            self.residency.mark_updated(
+                ticket, None if is_whole else self._ranges_of(updated.distinct_tables)
+            )
+        self._versions.accept()
+
+    def keep_state_in(self, states: Sequence[RowSpace], *, are_others: bool) -> None:
+        """Say where the tables' state lies.
+
+        Args:
+            states: Each state array, by table.
+            are_others: Whether arrays have replaced others; then the values of the new ones count.
+        """
+        if are_others:
+            self.flush()
+        self._states = states
+        if self._tables is None:
+            return
+        if are_others:
+            self.residency.reload()
+        if self._versions.have_changed():
+            self.is_exposed = True  # the next lookup fetches rows again
+        self._versions.watch(self._tables, self._named_states())
+
+    def flush(self) -> None:
+        """Write back every row that was updated.
+
+        Raises:
+            ConflictingWrite: a table that has updated rows in slots, or its state, was written to.
+            TiersFailed: a transfer has failed.
+        """
+        self.residency.queue.require_intact()
+        if not self._updated:
+            return
+        for conflict in self._conflicts():
+            raise self._conflict_error(conflict)
+        self.residency.flush()
+        self._updated.clear()
+
+    def expose(self, overwritten: int | None = None) -> None:
+        """Write rows back before the tables' memory is handed out.
+
+        The next lookup fetches rows again.
+
+        Args:
+            overwritten: The number of a table that is overwritten as a whole, so that earlier
+                writes to its rows do not count. So a checkpoint can be loaded after a
+                `ConflictingWrite`.
+
+        Raises:
+            ConflictingWrite: as for `flush`.
+            TiersFailed: as for `flush`.
+        """
+        conflicts = self._conflicts()
+        if overwritten is None or not conflicts:
+            self.flush()
+        else:
+            for conflict in conflicts:
+                if conflict.table == overwritten and conflict.state is not None:
+                    raise self._conflict_error(conflict)
+            [rows] = self._ranges_of([overwritten])
+            self.residency.flush(rows)  # their state counts
+            self._updated.discard(overwritten)
+        if self.files is not None:
+            self.files.mark_dirty()
+            self.files.expect(lookups=False)
+        self.is_exposed = True
+
+    def data_of(self, weight: Tensor, table: int) -> Tensor:
+        """The tensor that `weight.data` hands out, so that writes to it raise a version.
+
+        Args:
+            weight: A table.
+            table: Its number.
+        """
+        return self._versions.data_of(weight, table)
+
+    @contextmanager
+    def only_read(self) -> Iterator[None]:
+        """A context in which tables are handed out for reading alone."""
+        self.flush()
+        was_exposed = self.is_exposed
+        yield
+        self.is_exposed = was_exposed
+
+    def _ranges_of(self, tables: Iterable[int]) -> list[range]:
+        """The rows of tables, counted over all tables."""
+        first_rows = self.hot.first_rows.tolist()
+        return [range(first_rows[table], first_rows[table + 1]) for table in tables]
+
+    def _conflicts(self) -> list[Written]:
+        """Tables and states that were written to although slots have newer rows."""
+        if not self._updated:
+            return []
+        return [each for each in self._versions.written() if each.table in self._updated]
+
+    def _conflict_error(self, conflict: Written) -> ConflictingWrite:
+        name = self._made_of.names[conflict.table]
+        if conflict.state is not None:
+            return ConflictingWrite(
+                f"table {name!r}: its optimizer state {conflict.state!r} was written to while "
+                "newer state of some rows is in fast memory; one of the two would be lost. Call "
+                "the optimizer's state_dict() before each such write, which writes the newer state "
+                "back; to go on, build the model anew and load a checkpoint"
+            )
+        return ConflictingWrite(
+            f"table {name!r}: its rows were written to by a tensor kept from before (of detach(), "
+            "data or state_dict()) while newer values of some rows are in fast memory; one of the "
+            "two would be lost. Write through the module's weight, which writes the newer values "
+            "back first (with torch.no_grad(): module.weight.clamp_(...)); to go on from here, "
+            "load a checkpoint by load_state_dict, the module's before the optimizer's"
+        )
+
+    def _named_states(self) -> dict[str, RowSpace]:
+        return dict(zip(self._made_of.state_sizes, self._states, strict=True))
+
+    def _spaces(self) -> Sequence[RowSpace]:
+        assert self._tables is not None
+        return [self._tables, *self._states]
+
+    def _layers_of(self, lookups: Lookups) -> list[Lookups]:
+        """Lookups in groups in which every feature is looked up once, so that a value has one slot.
+
+        All lookups of a table are in one group, which keeps their order.
+        """
+        if lookups not in self._layers:
+            features_of: dict[int, set[int]] = {}
+            for table, position in zip(
+                lookups.tables.tolist(), lookups.positions.tolist(), strict=True
+            ):
+                features_of.setdefault(table, set()).add(position)
+            layers: list[tuple[set[int], set[int]]] = []  # tables and their features
+            for table, features in features_of.items():
+                fitting = [layer for layer in layers if not layer[1] & features]
+                if not fitting:
+                    fitting = [(set(), set())]
+                    layers += fitting
+                fitting[0][0].add(table)
+                fitting[0][1].update(features)
+            if len(self._layers) > _MOST_KEPT:
+                self._layers.clear()
+            self._layers[lookups] = [
+                lookups if len(layers) == 1 else lookups.of_tables(tables) for tables, _ in layers
+            ]
+        return self._layers[lookups]
+
+
+_MOST_KEPT = 64

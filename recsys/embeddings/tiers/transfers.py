@@ -1,0 +1,223 @@
+"""The queue of transfers between the tiers, and how long they take.
+
+All transfers of a row space run one after the other, in the order in which they were put in. So a
+row is never fetched before its own write-back. A transfer that the caller waits for, with nothing
+else under way, runs in the caller's thread; all others run in one thread of the queue.
+
+A transfer that fails ends the queue: neither the transfers after it nor later ones run, and every
+later use raises `TiersFailed`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from recsys._support.interrupts import interrupts_held_back
+from recsys._support.jit import work_alone
+from recsys.errors import TiersFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["MoveSeconds", "TransferClock", "TransferQueue"]
+
+
+class TransferQueue:
+    """Runs transfers one after the other, in the order in which they were put in.
+
+    One thread, the owner's, calls all methods. Transfers run in it or in the queue's own thread.
+
+    Attributes:
+        on_span: Called with "wait" or "move", and when that began and ended, by `perf_counter`; for
+            timelines.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queued: deque[Callable[[], None]] = deque()
+        self._num_put = self._num_done = 0
+        self._failure = ""  # the first one, in words
+        self._cause: BaseException | None = None  # the same, until an error tells of it
+        self._thread: ThreadPoolExecutor | None = None
+        self.on_span: Callable[[str, float, float], None] | None = None
+
+    @property
+    def last(self) -> int:
+        """The number of the transfer last put in; 0 if none is under way."""
+        is_under_way = self._num_done < self._num_put and not self._failure
+        return self._num_put if is_under_way else 0
+
+    def is_done(self, number: int) -> bool:
+        """Whether a transfer and all before it have run."""
+        return self._num_done >= number
+
+    def put(self, run: Callable[[], None], *, in_background: bool) -> None:
+        """Put in a transfer.
+
+        Args:
+            run: Copies the rows. Ctrl-C does not interrupt it.
+            in_background: Whether to leave it to the queue's thread; else the caller runs it, if
+                nothing is under way.
+
+        Raises:
+            TiersFailed: it failed, or an earlier one has.
+        """
+        self.require_intact()
+        if in_background or self._num_done < self._num_put:
+            with self._changed:
+                self._num_put += 1
+                self._queued.append(run)
+            self._wake_thread()
+            return
+        begin = perf_counter()
+        with interrupts_held_back():
+            self._num_put += 1
+            self._run(run)
+        self._tell("wait", begin)  # the caller has waited for it
+        self.require_intact()
+
+    def wait(self, number: int) -> None:
+        """Wait until a transfer and all before it have run.
+
+        Raises:
+            TiersFailed: a transfer has failed.
+        """
+        if self._num_done < number and not self._failure:
+            begin = perf_counter()
+            with self._changed:
+                while self._num_done < number and not self._failure:
+                    self._changed.wait()
+            self._tell("wait", begin)
+        self.require_intact()
+
+    def settle(self) -> None:
+        """Wait until no transfer runs, and none will."""
+        with self._changed:
+            while self._num_done < self._num_put and not self._failure:
+                self._changed.wait()
+
+    def require_intact(self) -> None:
+        """Check that every transfer so far has succeeded.
+
+        Raises:
+            TiersFailed: one has not; the first such error has its exception as the cause.
+        """
+        if self._failure:
+            cause, self._cause = self._cause, None
+            raise TiersFailed(
+                f"rows could not be moved between fast memory and the cold tier ({self._failure}), "
+                "and the tables cannot be used any more; build the model anew and load a checkpoint"
+            ) from cause
+
+    def _wake_thread(self) -> None:
+        """Have the queue's thread run one more transfer."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(
+                1, thread_name_prefix="recsys-transfers", initializer=work_alone
+            )
+        try:
+            self._thread.submit(self._run_next)
+        except RuntimeError:  # the process is ending, and has waited for all threads
+            self._run_next()
+
+    def _run_next(self) -> None:
+        """In the queue's thread: run the first transfer, unless one has failed."""
+        if self._failure:
+            return
+        begin = perf_counter()
+        self._run(self._queued.popleft())
+        self._tell("move", begin)
+
+    def _run(self, run: Callable[[], None]) -> None:
+        failure: BaseException | None = None
+        try:
+            run()
+        except BaseException as error:  # raised by whatever uses the rows next
+            failure = error
+        del run  # has the slots, which must go before others are made
+        with self._changed:
+            if failure is None:
+                self._num_done += 1
+            else:
+                self._failure = f"{type(failure).__name__}: {failure}"
+                self._cause = failure
+                self._queued.clear()
+            self._changed.notify_all()
+        failure = None  # or it would keep this frame, and the frames of its callers, with tickets
+
+    def _tell(self, what: str, begin: float) -> None:
+        if self.on_span is not None:
+            self.on_span(what, begin, perf_counter())
+
+
+@dataclass(slots=True)  # not frozen: every step makes some, and that would take three times as long
+class MoveSeconds:
+    """Seconds spent on moving rows, or on waiting for that. An immutable value by convention.
+
+    Attributes:
+        fetch: From the cold tier to the hot tier.
+        write_back: From the hot tier to the cold tier.
+    """
+
+    fetch: float = 0.0
+    write_back: float = 0.0
+
+    def __add__(self, other: MoveSeconds) -> MoveSeconds:
+        """The sum of both."""
+        return MoveSeconds(self.fetch + other.fetch, self.write_back + other.write_back)
+
+    def __sub__(self, other: MoveSeconds) -> MoveSeconds:
+        """What was added since an earlier count."""
+        return MoveSeconds(self.fetch - other.fetch, self.write_back - other.write_back)
+
+    @property
+    def total(self) -> float:
+        """Fetches and write-backs together."""
+        return self.fetch + self.write_back
+
+
+class TransferClock:
+    """Measures how long the transfers of one row space take, and how long they are waited for.
+
+    Of the time waited, the part during write-backs counts as such, and the rest as waiting for
+    fetches.
+
+    Transfers run one after the other, so only one thread at a time calls `wrote_back` and
+    `fetched`. Only the thread that owns the queue calls `waiting`.
+
+    Attributes:
+        busy: Seconds that all transfers took, in any thread.
+        exposed: Seconds that the owner of the queue waited for them.
+    """
+
+    def __init__(self) -> None:
+        self.busy = self.exposed = MoveSeconds()
+        self._write_backs: deque[tuple[float, float]] = deque()  # since the last wait
+
+    def wrote_back(self, begin: float, end: float) -> None:
+        """Record a write-back from `begin` to `end`, both by `perf_counter`."""
+        self.busy += MoveSeconds(write_back=end - begin)
+        self._write_backs.append((begin, end))
+
+    def fetched(self, begin: float, end: float) -> None:
+        """Record a fetch from `begin` to `end`, both by `perf_counter`."""
+        self.busy += MoveSeconds(fetch=end - begin)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time spent in this context as waiting for rows."""
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            end, write_back = perf_counter(), 0.0
+            while self._write_backs:  # all have ended, so no later wait overlaps them
+                first, last = self._write_backs.popleft()
+                write_back += max(0.0, min(last, end) - max(first, begin))
+            self.exposed += MoveSeconds(end - begin - write_back, write_back)

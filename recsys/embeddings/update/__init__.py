@@ -1,0 +1,1 @@
+"""Updates: from a ledger and settings to updated rows."""

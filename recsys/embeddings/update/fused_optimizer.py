@@ -1,0 +1,237 @@
+"""`FusedOptimizer`: a formula of recsys as an optimizer of torch, for the rows of one module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import _profiler_enabled
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from recsys.embeddings.update.row_updater import RowUpdater
+from recsys.embeddings.update.state_arrays import require_state
+from recsys.embeddings.update.translation import Translation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from recsys.embeddings.lookup.table_group import TableGroup
+    from recsys.embeddings.optimizer import RowOptimizer
+
+__all__ = ["FusedOptimizer"]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """The optimizer of a module's rows: `param_groups` for schedulers, `step`, `state_dict`.
+
+    A copy or a pickle has tables and state if all of its modules are copied together with it.
+
+    Args:
+        tables: By `state_dict` key of the table: the table, and what its state's names begin with.
+        groups: The tables again, as they are updated.
+        formula: How rows are updated. Its fields are the settings, to be changed in `param_groups`.
+        auto_apply: Whether rows are updated at the end of each backward pass; `step` then has
+            nothing left to do.
+        stochastic_rounding: Of tables of 16 bits: whether rows are rounded so that they are right
+            on average; else to nearest. Kept in `param_groups`, as is the next.
+        rounding_seed: What that rounding depends on, beside the place of a number and the step.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, tuple[nn.Parameter, str]],
+        groups: Sequence[TableGroup],
+        formula: RowOptimizer,
+        *,
+        auto_apply: bool,
+        stochastic_rounding: bool = True,
+        rounding_seed: int = 0,
+    ) -> None:
+        settings = {field.name: getattr(formula, field.name) for field in fields(formula)}
+        settings |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed}
+        super().__init__([table for table, _ in tables.values()], settings)
+        self._prefixes = {key: prefix for key, (_, prefix) in tables.items()}
+        self._kind = type(formula)
+        translation = Translation(
+            formula=self._formula_of,
+            state_names={},
+            learning_rate=_read_lr,
+            counts_steps=formula.rate_and_eps(1.0, 1) != formula.rate_and_eps(1.0, 2),
+        )
+        self.updater = RowUpdater(
+            [(0, group) for group in groups],
+            self,
+            translation,
+            auto_apply=auto_apply,
+            goes_along=True,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, to which modules bring their tables; see `RowUpdater.join`."""
+        own = {name: self.__dict__[name] for name in ("_prefixes", "_kind", "updater")}
+        groups = [group | {"params": []} for group in self.param_groups]
+        return super().__getstate__() | {"state": defaultdict(dict), "param_groups": groups} | own
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the rows looked up since the last step.
+
+        Args:
+            closure: Computes the loss and its gradients anew; called first.
+
+        Returns:
+            What `closure` returned.
+        """
+        # Naming every step to a profiler that is not there would take a third as long as updating
+        # the rows of a small mini-batch.
+        if (
+            closure is not None
+            or _profiler_enabled()
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        ):
+            return self._named_step(closure)
+        self.updater.update_rows()
+        return None
+
+    @torch.optim.Optimizer.profile_hook_step
+    def _named_step(self, closure: Callable[[], float] | None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.updater.update_rows()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # or the base class would wrap it
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The tables are those of the module; there is no other group.
+
+        Raises:
+            ValueError: always, after construction.
+        """
+        if self.param_groups:
+            raise ValueError(
+                "add_param_group: this optimizer has the tables of one module and no others; give "
+                "the parameters to an optimizer of their own"
+            )
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients collected since the last step."""
+        self.updater.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by TorchRec's names, `{table key: {table.momentum1: ...}}`; no copies."""
+        self.updater.flush()
+        [group] = self.param_groups
+        state = {
+            key: {self._prefixes[key] + name: value for name, value in self.state[table].items()}
+            for key, table in zip(self._prefixes, group["params"], strict=True)
+        }
+        settings = {name: value for name, value in group.items() if name != "params"}
+        return {"state": state, "param_groups": [settings | {"params": list(self._prefixes)}]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy a state of the same tables, one table after the other.
+
+        An array that the optimizer already has in the same shape and dtype is written in place.
+        Tensors of `state_dict` are not kept.
+
+        Raises:
+            ColdTierError: state is kept in files, and there is no room for a new array.
+            ValueError: a table is missing or unknown, or a state's size is another. Nothing has
+                been changed.
+        """
+        [group] = self.param_groups
+        states, settings = state_dict["state"], state_dict["param_groups"][0]
+        if set(states) != set(self._prefixes):
+            missing = sorted(set(self._prefixes) - set(states))
+            unknown = sorted(set(states) - set(self._prefixes))
+            raise ValueError(f"optimizer state: tables {missing} are missing, {unknown} unknown")
+        tables = dict(zip(self._prefixes, group["params"], strict=True))
+        for key, table in tables.items():
+            self._require_state(key, table, states[key])
+        loaded = self._without_aliases(tables, states)
+        # Rows and state in slots are written back now, and fetched anew after the copies.
+        tiers = self.updater.tiers()
+        for each in tiers:
+            each.expose()
+        group.update({name: value for name, value in settings.items() if name != "params"})
+        has_files = any(each.files is not None for each in tiers)
+        for key, table in tables.items():
+            known = self.state.get(table, {})
+            self.state[table] = {
+                name: _copy_state(value, known.get(name)) for name, value in loaded[key].items()
+            }
+            if has_files:  # clones go to their files before the next table's are made
+                self.updater.follow_state()
+        self.updater.follow_state()
+
+    def _require_state(self, key: str, table: Tensor, state: Mapping[str, Any]) -> None:
+        """Check the sizes of a table's state before anything is changed.
+
+        Raises:
+            ValueError: a size is another.
+        """
+        formula = self._formula_of(self.param_groups[0])
+        sizes = formula.state_sizes(table.shape[1]) if self.updater.tiers() else {}
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or not value.dim():
+                continue
+            if len(value) != len(table):
+                raise ValueError(f"{key}: {name}: must have {len(table)} rows, got {len(value)}")
+            own = name.removeprefix(self._prefixes[key])
+            if own in sizes:  # without tiers, the next step checks it
+                columns = () if own in formula.row_states else (sizes[own],)
+                require_state(own, columns, [table], [value])
+
+    def _without_aliases(
+        self, tables: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """The state by its own names, with clones of arrays that belong to another state here.
+
+        `state_dict` makes no copies. A caller that swaps the state of two tables gives arrays that
+        loading would otherwise write before it has read them.
+        """
+        held = {
+            value.untyped_storage().data_ptr()
+            for table in tables.values()
+            for value in self.state.get(table, {}).values()
+            if isinstance(value, Tensor)
+        }
+        loaded: dict[str, dict[str, Any]] = {}
+        for key, table in tables.items():
+            known, prefix = self.state.get(table, {}), self._prefixes[key]
+            loaded[key] = {}
+            for name, value in states[key].items():
+                own = name.removeprefix(prefix)
+                is_alias = (
+                    isinstance(value, Tensor)
+                    and value is not known.get(own)
+                    and value.untyped_storage().data_ptr() in held
+                )
+                loaded[key][own] = value.clone() if is_alias else value
+        return loaded
+
+    def _formula_of(self, settings: Mapping[str, Any]) -> RowOptimizer:
+        return self._kind(**{field.name: settings[field.name] for field in fields(self._kind)})
+
+
+def _read_lr(settings: Mapping[str, Any], step: int) -> float:
+    lr: float = settings["lr"]
+    return lr
+
+
+def _copy_state(value: Any, known: Any) -> Any:
+    """A state's value that is not the caller's: in place of the known array where that fits."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    if isinstance(known, Tensor) and (known.shape, known.dtype) == (value.shape, value.dtype):
+        return known.copy_(value.detach())
+    return value.detach().clone()

@@ -1,0 +1,220 @@
+"""Translates optimizers of torch and TorchRec into the row optimizers of recsys.
+
+    torch.optim.SGD              SGD               without momentum
+    torch.optim.Adagrad          Adagrad           its `sum` becomes the state without a copy
+    torch.optim.SparseAdam       Adam              `exp_avg`, `exp_avg_sq`
+    torchrec RowWiseAdagrad      RowWiseAdagrad    its `sum`
+    dlrm's RWSAdagrad            RowWiseAdagrad    its `momentum`
+    torch.optim.Adam, AdamW      Adam              only with lazy_adam=True
+
+Weight decay is always refused. Like momentum, it updates rows that were not looked up. Settings
+may change during training, by `load_state_dict` or a scheduler, so every step checks them again.
+
+References:
+    `torch.optim`; `torchrec.optim`; `optim/rwsadagrad.py` of facebookresearch/dlrm.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
+from recsys.embeddings.update.translation import Translation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["translate"]
+
+_ADVICE = "recsys.accelerate(model) without optimizer= leaves the gradients to your optimizer"
+_UPDATES_ALL = "updates rows that were not looked up"
+_LAZY = "lazy_adam=True updates only the rows that were looked up, by the rule of SparseAdam"
+# Settings that must be off, and the reason.
+_MUST_BE_OFF = {
+    "momentum": _UPDATES_ALL,
+    "weight_decay": _UPDATES_ALL,
+    "amsgrad": "is not translated",
+    "maximize": "is not translated (negate the loss)",
+    "differentiable": "is not translated (rows are updated outside autograd)",
+}
+
+
+def translate(
+    optimizer: torch.optim.Optimizer,
+    tables: Sequence[tuple[str, int]],
+    advice: str = _ADVICE,
+    *,
+    lazy_adam: bool = False,
+) -> Translation:
+    """Tell how to read an optimizer's settings and state.
+
+    Args:
+        optimizer: One of those listed above.
+        tables: Name and param group number of each table to be updated; at least one.
+        advice: What errors recommend.
+        lazy_adam: Whether Adam and AdamW are read as SparseAdam.
+
+    Raises:
+        ValueError: the optimizer, or a setting in a table's param group, cannot be translated.
+    """
+    translation = _translations(optimizer, lazy_adam=lazy_adam).get(type(optimizer))
+    for table, number in tables:
+        if translation is None:
+            reason = _reason_to_refuse(type(optimizer))
+            if advice == _ADVICE and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+                reason += f"; {_LAZY}"
+            raise ValueError(f"table {table!r}: {reason}; {advice}")
+        try:
+            translation.formula(optimizer.param_groups[number])
+        except ValueError as error:
+            raise ValueError(f"table {table!r}: {error}; or: {advice}") from None
+    assert translation is not None
+    return translation
+
+
+def _translations(
+    optimizer: torch.optim.Optimizer, *, lazy_adam: bool
+) -> dict[type[torch.optim.Optimizer], Translation]:
+    known = dict(_TORCH)
+    if lazy_adam:
+        known |= {torch.optim.Adam: _LAZY_ADAM, torch.optim.AdamW: _LAZY_ADAM}
+    # RWSAdagrad is in no package: DLRM's users copy its file, so it is known by name and settings.
+    if type(optimizer).__name__ == "RWSAdagrad" and set(optimizer.defaults) >= _RWS_SETTINGS:
+        known[type(optimizer)] = _RWS_ADAGRAD
+    # Importing TorchRec takes seconds. An optimizer of its class exists only if it is imported.
+    module = sys.modules.get("torchrec.optim.rowwise_adagrad")
+    if module is not None:
+        known[module.RowWiseAdagrad] = Translation(
+            formula=_rowwise_adagrad,
+            state_names={"momentum1": "sum"},
+            learning_rate=_decaying_lr,
+            counts_steps=True,
+            no_step=torch.tensor(0.0),
+            has_columns=True,
+        )
+    return known
+
+
+def _sgd(settings: Mapping[str, Any]) -> SGD:
+    _require_off("torch.optim.SGD", settings)
+    return SGD(lr=_at_least_0(settings["lr"]))
+
+
+def _adagrad(settings: Mapping[str, Any]) -> Adagrad:
+    _require_off("torch.optim.Adagrad", settings)
+    return Adagrad(lr=_at_least_0(settings["lr"]), eps=float(settings["eps"]))
+
+
+def _sparse_adam(settings: Mapping[str, Any]) -> Adam:
+    _require_off("torch.optim.SparseAdam", settings)
+    return _adam_of(settings)
+
+
+def _adam(settings: Mapping[str, Any]) -> Adam:
+    name = "torch.optim.AdamW" if settings.get("decoupled_weight_decay") else "torch.optim.Adam"
+    _require_off(name, settings)
+    return _adam_of(settings)
+
+
+def _adam_of(settings: Mapping[str, Any]) -> Adam:
+    beta1, beta2 = settings["betas"]
+    return Adam(
+        lr=_at_least_0(settings["lr"]),
+        betas=(float(beta1), float(beta2)),
+        eps=float(settings["eps"]),
+    )
+
+
+def _rws_adagrad(settings: Mapping[str, Any]) -> RowWiseAdagrad:
+    _require_off("RWSAdagrad", settings)
+    if settings["initial_accumulator_value"]:
+        raise ValueError(
+            "RWSAdagrad with initial_accumulator_value="
+            f"{settings['initial_accumulator_value']} is not translated; leave it out"
+        )
+    return RowWiseAdagrad(lr=_at_least_0(settings["lr"]), eps=float(settings["eps"]))
+
+
+def _rowwise_adagrad(settings: Mapping[str, Any]) -> RowWiseAdagrad:
+    _require_off("torchrec RowWiseAdagrad", settings)
+    return RowWiseAdagrad(lr=_at_least_0(settings["lr"]), eps=float(settings["eps"]))
+
+
+def _at_least_0(lr: Any) -> float:
+    """Clamp a rate that a scheduler has rounded to slightly below 0, which a formula would refuse.
+
+    Updates use `Translation.learning_rate`, which is not clamped.
+    """
+    return 0.0 if float(lr) < 0 else float(lr)
+
+
+def _lr(settings: Mapping[str, Any], step: int) -> float:
+    return float(settings["lr"])
+
+
+def _decaying_lr(settings: Mapping[str, Any], step: int) -> float:
+    return float(settings["lr"]) / (1 + (step - 1) * float(settings["lr_decay"]))
+
+
+_TORCH: dict[type[torch.optim.Optimizer], Translation] = {
+    torch.optim.SGD: Translation(
+        formula=_sgd, state_names={}, learning_rate=_lr, counts_steps=False
+    ),
+    torch.optim.Adagrad: Translation(
+        formula=_adagrad,
+        state_names={"momentum1": "sum"},
+        learning_rate=_decaying_lr,
+        counts_steps=True,
+        no_step=torch.tensor(0.0),
+    ),
+    torch.optim.SparseAdam: Translation(
+        formula=_sparse_adam,
+        state_names={"momentum1": "exp_avg"},
+        learning_rate=_lr,
+        counts_steps=True,
+    ),
+}
+
+
+_LAZY_ADAM = Translation(
+    formula=_adam,
+    state_names={"momentum1": "exp_avg"},
+    learning_rate=_lr,
+    counts_steps=True,
+    no_step=torch.tensor(0.0),
+    rule=(
+        "lazy_adam=True: rows are updated by the rule of torch.optim.SparseAdam: a row that a step "
+        "does not look up keeps its value and its moments, where Adam would decay the moments and "
+        "update the row by them"
+    ),
+)
+
+_RWS_SETTINGS = {"lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"}
+_RWS_ADAGRAD = Translation(
+    formula=_rws_adagrad,
+    state_names={"momentum1": "momentum"},
+    learning_rate=_decaying_lr,
+    counts_steps=True,
+    is_for_sparse=True,
+)
+
+
+def _require_off(name: str, settings: Mapping[str, Any]) -> None:
+    for setting, wrong in _MUST_BE_OFF.items():
+        if settings.get(setting):
+            raise ValueError(f"{name} with {setting}={settings[setting]} {wrong}; leave it out")
+
+
+def _reason_to_refuse(kind: type) -> str:
+    dense = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Rprop", "ASGD", "Adadelta")
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in dense:
+        return f"{_name(kind)} {_UPDATES_ALL}"
+    return f"{_name(kind)} is none of SGD, Adagrad, SparseAdam, RowWiseAdagrad and RWSAdagrad"
+
+
+def _name(kind: type) -> str:
+    package = kind.__module__.partition(".")[0]
+    return f"{'torch.optim' if package == 'torch' else package}.{kind.__name__}"

@@ -1,0 +1,1 @@
+"""FAE: mini-batches of hot samples alone, and of others alone."""

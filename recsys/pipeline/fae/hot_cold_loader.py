@@ -1,0 +1,252 @@
+"""Loads mini-batches of only hot samples and of only cold samples, in turns, for FAE.
+
+    turn     a share of the cold mini-batches, then the same share of the hot ones
+    swap     the end of a turn; the validation loss then decides how long the next turn is
+
+Each sample comes once per epoch. The order of the hot samples and that of the cold ones are
+functions of (seed, epoch).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys.datasets.iteration import ResumableLoader
+from recsys.datasets.read_ahead import ReadAhead
+from recsys.errors import ConfigError
+from recsys.pipeline.fae.shuffle_scheduler import ShuffleScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from numpy.typing import NDArray
+
+    from recsys.batch import Batch
+    from recsys.datasets.source import SampleSource
+    from recsys.pipeline.fae.shuffle_scheduler import FAE
+
+__all__ = ["HotColdLoader"]
+
+_COLD, _HOT = 0, 1
+
+
+@dataclass
+class _Position:
+    """A position in an epoch.
+
+    Attributes:
+        num_done: Cold and hot mini-batches of this epoch that were used.
+        num_left: Cold and hot mini-batches left in this turn.
+        wants_loss: Whether a turn has ended and the next one waits for `observe`.
+    """
+
+    num_done: list[int]
+    num_left: list[int]
+    wants_loss: bool = False
+
+
+class HotColdLoader(ResumableLoader[_Position]):
+    """Iterates over one split of a source, over cold and hot samples in turns, each once per epoch.
+
+        loader = HotColdLoader(store, "train", 128, is_hot, FAE(), seed=0)
+        for batch in loader:
+            ...
+            if loader.wants_loss:
+                loader.observe(validation_loss())
+
+    If an iteration is left early, the next one continues where it stopped. The loader has one
+    position, so only one iteration can run at a time.
+
+    The position is the next mini-batch to be used. Mini-batches handed out count as used, except
+    for the last `num_waiting`, an attribute of the iterator (`iter(loader).num_waiting`, default
+    0). A `TrainPipeline` sets it to the number of mini-batches that it has taken ahead. With
+    `FAE(is_adaptive=True)` none can be taken ahead, because the loss after a turn decides which
+    mini-batches come next; a pipeline that looks ahead refuses such a loader.
+
+    Args:
+        source: Where samples come from.
+        split: "train", "test" or "validation".
+        batch_size: B. The last mini-batch of each kind may be smaller.
+        is_hot: Which samples of the split are hot, (N,).
+        fae: The scheduler's constants.
+        seed: Seed of the order.
+        prefetch: The least number of mini-batches to read ahead within a turn.
+
+    Attributes:
+        epoch: Epochs that have ended.
+        scheduler: Holds the current rate.
+        wants_loss: Whether a turn has ended and the next one waits for `observe`.
+
+    Raises:
+        ConfigError: an argument is out of range.
+        RuntimeError: an iteration begins, or a state is loaded, while another iteration runs; or
+            the next mini-batch is requested before `observe`.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        split: str,
+        batch_size: int,
+        is_hot: NDArray[np.bool_],
+        fae: FAE,
+        *,
+        seed: int = 0,
+        prefetch: int = 2,
+    ) -> None:
+        samples = source.splits[split]
+        if len(is_hot) != len(samples):
+            raise ConfigError(
+                f"is_hot must have one value for each of the {len(samples)} samples of the {split} "
+                f"split, got {len(is_hot)}; find the hot samples of this split"
+            )
+        if batch_size < 1 or prefetch < 1:
+            raise ConfigError(
+                f"batch_size and prefetch must be at least 1, got {batch_size} and {prefetch}"
+            )
+        super().__init__(
+            split, _Position([0, 0], [0, 0]), _WHY_NOT_AHEAD if fae.is_adaptive else ""
+        )
+        self.source, self.batch_size = source, batch_size
+        self.seed, self.fae = seed, fae
+        self.epoch = 0
+        self.scheduler = ShuffleScheduler(fae)
+        numbers = np.arange(samples.start, samples.stop)
+        self._samples = [numbers[~is_hot], numbers[is_hot]]
+        self._is_hot_digest = hashlib.sha256(np.packbits(is_hot).tobytes()).hexdigest()[:16]
+        self._reader = ReadAhead(source, prefetch)
+
+    def __len__(self) -> int:
+        """Mini-batches in a whole epoch."""
+        return sum(self._num_batches)
+
+    @property
+    def hot_share(self) -> float:
+        """Share of the samples that are hot."""
+        cold, hot = map(len, self._samples)
+        return hot / max(1, cold + hot)
+
+    @property
+    def wants_loss(self) -> bool:
+        """Whether a turn has ended and the next one waits for `observe`."""
+        return self._position.wants_loss
+
+    def observe(self, loss: float) -> None:
+        """Give the scheduler the loss after a turn, on samples that are not trained on."""
+        self.scheduler.observe(loss)
+        self._position.wants_loss = False
+
+    def finish_reading(self) -> None:
+        """Wait until reading ahead has finished; it resumes with the next mini-batch."""
+        self._reader.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, what the order depends on, and the scheduler's state, in JSON types."""
+        place = self._position
+        return {
+            "epoch": self.epoch,
+            "num_done": list(place.num_done),
+            "num_left": list(place.num_left),
+            "wants_loss": place.wants_loss,
+            "scheduler": self.scheduler.state_dict(),
+            **self._identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            ConfigError: `state` comes from other data, another plan, seed or batch size.
+        """
+        own = self.state_dict()
+        if set(state) != set(own):
+            raise ConfigError(
+                f"loader state: keys must be {sorted(own)}, got {sorted(state)}; use what "
+                "state_dict returned"
+            )
+        for key, value in self._identity().items():
+            if state[key] != value:
+                raise ConfigError(
+                    f"loader state: {key} is {state[key]!r}, but this loader has {value!r}; make "
+                    "the loader as the one that was saved"
+                )
+        self._require_idle("given a state")
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.epoch = state["epoch"]
+        self._settled = _Position(
+            list(state["num_done"]), list(state["num_left"]), state["wants_loss"]
+        )
+
+    @property
+    def _num_batches(self) -> list[int]:
+        return [-(-len(samples) // self.batch_size) for samples in self._samples]
+
+    def _read(self, position: _Position) -> Generator[tuple[Batch, _Position]]:
+        orders = [self._order(kind) for kind in (_COLD, _HOT)]
+        place = position
+        while place.num_done != self._num_batches:
+            self._require_loss(place)
+            num_left = place.num_left if any(place.num_left) else self._new_turn(place)
+            kinds = [kind for kind in (_COLD, _HOT) for _ in range(num_left[kind])]
+            parts = self._parts(orders, kinds, place)
+            with closing(self._reader.read(parts)) as batches:
+                for kind, batch in zip(kinds, batches, strict=True):
+                    num_done, num_left = list(place.num_done), list(num_left)
+                    num_done[kind] += 1
+                    num_left[kind] -= 1
+                    is_over = num_done == self._num_batches
+                    is_swap = not any(num_left) and not is_over
+                    place = _Position(num_done, num_left, is_swap and self.fae.is_adaptive)
+                    yield batch, place
+
+    def _end_epoch(self) -> _Position:
+        self.epoch += 1
+        return _Position([0, 0], [0, 0])
+
+    def _new_turn(self, place: _Position) -> list[int]:
+        """Numbers of cold and hot mini-batches in the next turn."""
+        return [
+            min(self.scheduler.share_of(num_batches), num_batches - num_done)
+            for num_batches, num_done in zip(self._num_batches, place.num_done, strict=True)
+        ]
+
+    def _parts(
+        self, orders: list[NDArray[np.int64]], kinds: list[int], place: _Position
+    ) -> Iterator[NDArray[np.int64]]:
+        """The samples of mini-batches of these kinds, beginning at a position."""
+        starts = [num * self.batch_size for num in place.num_done]
+        for kind in kinds:
+            yield orders[kind][starts[kind] : starts[kind] + self.batch_size]
+            starts[kind] += self.batch_size
+
+    def _order(self, kind: int) -> NDArray[np.int64]:
+        order = self._samples[kind].copy()
+        np.random.Generator(np.random.PCG64([self.seed, self.epoch, kind])).shuffle(order)
+        return order
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "split": self.split,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "data": self.source.fingerprint,
+            "is_hot": self._is_hot_digest,
+        }
+
+    def _require_loss(self, place: _Position) -> None:
+        if place.wants_loss:
+            raise RuntimeError(
+                "the loader's next turn waits for the loss after the last one; call observe(loss) "
+                "where wants_loss is set, or use FAE(is_adaptive=False)"
+            )
+
+
+_WHY_NOT_AHEAD = (
+    "HotColdLoader with FAE(is_adaptive=True) decides by the loss after each turn which "
+    "mini-batches come next; use schedule=Sequential(), or FAE(is_adaptive=False)"
+)

@@ -1,0 +1,95 @@
+"""Finds hot samples: a sample is hot if a plan pins every row that it looks up. FAE's pre-pass.
+
+One pass over the data finds them. The result is kept in a file whose name is a digest of the plan
+and the samples, and later runs read that file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from recsys._support.files import appearing_whole
+from recsys.embeddings.kernels.cpu.counting import worst_levels
+from recsys.embeddings.popularity.lookup_blocks import blocks_of_source, samples_of
+from recsys.embeddings.popularity.row_counts import RowCounts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from recsys.datasets.source import SampleSource
+    from recsys.embeddings.popularity.plan import HotPlan
+
+__all__ = ["find_hot_samples", "hot_samples"]
+
+
+def hot_samples(
+    plan: HotPlan, source: SampleSource, samples: range, folder: Path | str | None = None
+) -> NDArray[np.bool_]:
+    """Tell which samples are hot, by reading the file of an earlier call or by a pass over them.
+
+    Args:
+        plan: Says which rows are pinned; features of the source look up its tables.
+        source: Where samples come from.
+        samples: A contiguous range of samples.
+        folder: Where the file is kept; None keeps none. A folder that cannot be written warns.
+
+    Shape:
+        result (N,), one value for each sample.
+
+    Raises:
+        ConfigError: the source has no such samples.
+        ProfileError: the source lacks a feature.
+        IdOutOfRange: an id is no row of its table.
+    """
+    if folder is None:
+        return find_hot_samples(plan, source, samples)
+    file = Path(folder) / f"hot_samples-{_digest(plan, source, samples)}.npy"
+    if file.is_file():
+        packed = np.load(file, allow_pickle=False)
+        if packed.dtype == np.uint8 and len(packed) == -(-len(samples) // 8):
+            return np.unpackbits(packed, count=len(samples)).astype(np.bool_)
+    found = find_hot_samples(plan, source, samples)
+    try:
+        with appearing_whole(file) as partial, partial.open("wb") as opened:
+            np.save(opened, np.packbits(found))
+    except OSError as error:
+        warnings.warn(
+            f"{file}: the list of hot samples cannot be kept ({error.strerror}), so every run "
+            "finds them again; make the folder writable",
+            stacklevel=2,
+        )
+    return found
+
+
+def find_hot_samples(plan: HotPlan, source: SampleSource, samples: range) -> NDArray[np.bool_]:
+    """Find hot samples by a pass over the data; see `hot_samples` for arguments and errors."""
+    rows = RowCounts(plan.profile.table_sizes, plan.profile.features)
+    levels = np.ones(int(rows.sizes.sum()), np.uint8)
+    for table, base in zip(plan.tables, rows.bases.tolist(), strict=True):
+        levels[base + plan.pinned_rows(table)] = 0
+    found, first = [np.empty(0, np.bool_)], samples_of(source, samples).start
+    for block in blocks_of_source(source, samples):
+        rows.add(block, first.__add__)  # raises if an id is not a row
+        segments = rows.segments(block)
+        worst = worst_levels(levels, segments, block.values, block.offsets, block.num_samples)
+        found.append(worst == 0)
+        first += block.num_samples
+    return np.concatenate(found)
+
+
+def _digest(plan: HotPlan, source: SampleSource, samples: range) -> str:
+    """A digest of everything that the result depends on."""
+    digest = hashlib.sha256()
+    features = plan.profile.features
+    about = [source.fingerprint, samples.start, samples.stop, plan.profile.table_sizes, features]
+    digest.update(json.dumps(about).encode())
+    for table in plan.tables:
+        digest.update(plan.pinned_rows(table).astype("<i8").tobytes())
+        digest.update(b"|")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Hotline: popular samples of a mini-batch first."""

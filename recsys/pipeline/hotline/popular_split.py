@@ -1,0 +1,253 @@
+"""Hotline's split of a mini-batch: popular samples, and the others, whose rows are fetched."""
+
+from __future__ import annotations
+
+import warnings
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
+from recsys.embeddings.table_module import TableModule
+from recsys.pipeline.hotline.loss_parts import is_loss_a_sum
+from recsys.pipeline.inputs import cancel
+from recsys.pipeline.micro_batches import select_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from recsys.embeddings.tiers.ahead import Prefetched
+    from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.pipeline.schedule import Hotline
+
+__all__ = ["MicroBatch", "PopularSplit", "Side"]
+
+_NUM_SIZES = 16  # different sizes that a part can have
+
+
+class Side(NamedTuple):
+    """A part of a mini-batch before its claims are divided.
+
+    Attributes:
+        batch: The part, of the mini-batch's type.
+        samples: Numbers of its samples in the mini-batch, (M,) int64.
+        weight: Weight of its loss: M / B if the loss is a mean over samples, 1 if it is a sum.
+        was_missing: Whether a row had to be fetched.
+    """
+
+    batch: Any
+    samples: Tensor
+    weight: float
+    was_missing: bool
+
+
+class MicroBatch(NamedTuple):
+    """A part of a mini-batch.
+
+    Attributes:
+        batch: As for `Side`.
+        samples: As for `Side`.
+        weight: As for `Side`.
+        claims: Its claims.
+    """
+
+    batch: Any
+    samples: Tensor
+    weight: float
+    claims: list[Prefetched]
+
+
+class PopularSplit:
+    """Splits mini-batches, and learns which rows are popular.
+
+    Args:
+        schedule: Its settings.
+        model: The model that is trained.
+        tiers: Returns the model's tiers.
+
+    Attributes:
+        num_steps: Mini-batches seen.
+        num_split: Mini-batches split.
+        num_samples: Samples seen after the learning steps.
+        num_popular: Samples among these that had all rows in fast memory.
+        num_promoted: Rows that were pinned because they became popular.
+        num_demoted: Rows that were unpinned because they were no longer popular.
+        is_loss_a_sum: Whether the loss is a sum over samples; False for a mean, None until known.
+    """
+
+    def __init__(
+        self, schedule: Hotline, model: nn.Module, tiers: Callable[[], Sequence[Tiers]]
+    ) -> None:
+        self._schedule, self._tiers = schedule, tiers
+        # Weak keys, so that tiers that were replaced by others with other slots can be freed.
+        self._num_rows: WeakKeyDictionary[Tiers, int] = WeakKeyDictionary()  # claimed so far
+        self._most_rows: WeakKeyDictionary[Tiers, int] = WeakKeyDictionary()  # by one mini-batch
+        self.num_steps = self.num_split = self.num_samples = self.num_popular = 0
+        self.num_promoted = self.num_demoted = 0
+        self.is_loss_a_sum: bool | None = None
+        self._never_splits = _warn_if_never_split(schedule, model)
+        if not self._never_splits:
+            _warn_of_layers(schedule, model)
+
+    def choose(
+        self,
+        batch: Any,
+        claims: Sequence[Prefetched] | None,
+        model: nn.Module,
+        compute: Callable[[Any], tuple[Tensor, Any]],
+    ) -> list[Side]:
+        """Divide a mini-batch into popular samples and the others; empty if it stays whole.
+
+        Args:
+            batch: The mini-batch.
+            claims: Its claims.
+            model: As for `is_loss_a_sum`, which runs on the first mini-batch that is split.
+            compute: As for `is_loss_a_sum`.
+        """
+        self.num_steps += 1
+        self._count_rows()
+        if claims is None or self._never_splits or not all(claim.can_split for claim in claims):
+            return []
+        sizes = {size for claim in claims for size in claim.batch_sizes()}
+        if len(sizes) != 1:
+            return []
+        [batch_size] = sizes
+        if self.num_steps == 1:  # raise in the first step, not after the learning steps
+            select_samples(batch, torch.arange(batch_size), batch_size)
+        if self.num_steps <= self._schedule.learning_steps:
+            return []
+        is_missing = reduce(or_, (each for claim in claims for each in claim.missing_samples()))
+        num_missing = int(is_missing.sum())
+        self.num_samples += batch_size
+        self.num_popular += batch_size - num_missing
+        num_popular = _rounded(batch_size - num_missing, batch_size)
+        popular = (~is_missing).nonzero().flatten()[:num_popular]
+        if not num_missing or not num_popular or self._has_arrived(claims):
+            return []
+        is_other = torch.ones(batch_size, dtype=torch.bool)
+        is_other[popular] = False
+        parts = [popular, is_other.nonzero().flatten()]
+        batches = [select_samples(batch, samples, batch_size) for samples in parts]
+        if self.is_loss_a_sum is None:
+            lengths = [len(samples) for samples in parts]
+            self.is_loss_a_sum = is_loss_a_sum(
+                self._schedule, model, compute, batch, batches, lengths
+            )
+            if self.is_loss_a_sum is None or any(claim.is_given_up for claim in claims):
+                return []
+        return [
+            Side(part, samples, 1.0 if self.is_loss_a_sum else len(samples) / batch_size, missing)
+            for part, samples, missing in zip(batches, parts, (False, True), strict=True)
+        ]
+
+    def split(self, sides: Sequence[Side], claims: Sequence[Prefetched]) -> list[MicroBatch]:
+        """Divide the claims of a mini-batch among its parts.
+
+        Args:
+            sides: What `choose` returned.
+            claims: The claims of the mini-batch; the parts own them afterwards.
+        """
+        self.num_split += 1
+        parts = [(side.samples, side.was_missing) for side in sides]
+        of_claims: list[list[Prefetched]] = []
+        try:
+            of_claims.extend(claim.split(parts) for claim in claims)  # keeps those before an error
+        except BaseException:
+            for claimed in of_claims:
+                cancel(claimed)
+            raise
+        return [
+            MicroBatch(side.batch, side.samples, side.weight, [each[number] for each in of_claims])
+            for number, side in enumerate(sides)
+        ]
+
+    def learn(self) -> None:
+        """Choose the popular rows again if it is time; called after each step."""
+        period = self._schedule.learning_steps
+        if not period or self.num_steps % period:
+            return
+        for tiers in self._tiers():
+            num_left = (1 + self._schedule.depth) * self._most_rows.get(tiers, 0)
+            promoted, demoted = tiers.residency.pin_popular(self._schedule.pinned_share, num_left)
+            self.num_promoted += promoted
+            self.num_demoted += demoted
+
+    def _count_rows(self) -> None:
+        """Count the rows that a mini-batch claims; called after the claims of each step."""
+        for tiers in self._tiers():
+            count = tiers.residency.counts.num_rows
+            if tiers in self._num_rows:  # the first step claims for the whole window
+                claimed = count - self._num_rows[tiers]
+                self._most_rows[tiers] = max(claimed, self._most_rows.get(tiers, 0))
+            self._num_rows[tiers] = count
+
+    def describe(self) -> dict[str, Any]:
+        """For a run record: shares of the steps and samples after the learning steps."""
+        num_steps = max(1, self.num_steps - self._schedule.learning_steps)
+        return {
+            "depth": self._schedule.depth,
+            "learning_steps": self._schedule.learning_steps,
+            "split_step_share": self.num_split / num_steps,
+            "popular_sample_share": self.num_popular / max(1, self.num_samples),
+            "num_promoted": self.num_promoted,
+            "num_demoted": self.num_demoted,
+        }
+
+    def _has_arrived(self, claims: Sequence[Prefetched]) -> bool:
+        """Whether all rows have arrived, so that there is no fetch to hide.
+
+        Always False at depth 0. Otherwise the split would depend on timing.
+        """
+        return bool(self._schedule.depth) and all(claim.is_here for claim in claims)
+
+
+def _warn_if_never_split(schedule: Hotline, model: nn.Module) -> bool:
+    """Whether a module needs whole mini-batches; a warning names the module."""
+    for name, module in model.named_modules():
+        if getattr(module, "scale_grad_by_freq", False):
+            reason = "scale_grad_by_freq=True divides by counts of the whole mini-batch"
+        elif isinstance(module, TableModule) and module.mode == "max" and module.tiers():
+            reason = "with mode='max' rows are fetched for the whole mini-batch"
+        elif isinstance(module, HotColdEmbeddingCollection) and module.tiers():
+            reason = "rows are fetched for the whole mini-batch"
+        else:
+            continue
+        warnings.warn(
+            f"schedule={schedule} splits no mini-batch, because of {name!r} "
+            f"({type(module).__name__}): {reason}; use LookAhead, which fetches these rows ahead",
+            stacklevel=4,
+        )
+        return True
+    return False
+
+
+def _warn_of_layers(schedule: Hotline, model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            difference = "statistics of each part alone"
+        elif isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            difference = "other random draws than for the whole mini-batch"
+        else:
+            continue
+        warnings.warn(
+            f"schedule={schedule} computes on mini-batches in two parts, and {name!r} "
+            f"({type(module).__name__}) has {difference}: steps are not those of whole "
+            "mini-batches; use LookAhead for these",
+            stacklevel=4,
+        )
+        return
+
+
+def _rounded(num_popular: int, batch_size: int) -> int:
+    """Round the number of popular samples down; the remaining ones go to the other part.
+
+    Libraries such as oneDNN compile a matrix-product kernel for each size, so sizes should be few.
+    """
+    step = max(1, batch_size // _NUM_SIZES)
+    return num_popular // step * step

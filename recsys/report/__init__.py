@@ -1,0 +1,1 @@
+"""Results of runs and of ablations as a person reads them."""

@@ -1,0 +1,155 @@
+"""The table of an ablation: for each variation, mean and spread over its seeds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from recsys.bench.parts.harness import summarize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["column_title", "format_ablation", "format_evaluations", "format_number", "make_rows"]
+
+
+def _test_metric(name: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda cell: (cell["run"]["metrics"]["test"] or {}).get(name)
+
+
+def _milliseconds_to_target(cell: Mapping[str, Any]) -> float | None:
+    seconds: float | None = cell["seconds_to_target_auc"]
+    return None if seconds is None else seconds * 1e3
+
+
+# By metric: its unit, and the function that reads its value from a finished cell, or None.
+_METRICS: dict[str, tuple[str, Callable[[Mapping[str, Any]], float | None]]] = {
+    "auc": ("1", _test_metric("auc")),
+    "logloss": ("nats", _test_metric("logloss")),
+    "throughput": ("samples/s", lambda cell: cell["run"]["throughput"]["samples_per_second"]),
+    "time_to_target_auc": ("ms", _milliseconds_to_target),
+}
+
+
+def make_rows(
+    cells: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Rows of the benchmark schema, with the extra keys of the ablation's table.
+
+    Args:
+        cells: As in `ablate.json`.
+        config: As in `ablate.json`.
+
+    Returns:
+        A row per variation and metric. Extra keys: `variation`; `mean`, `std` (sample standard
+        deviation; null for a single run), `min`, `max`; `values`, one per cell in the order of the
+        seeds; `num_cells`. Only `num_runs` of these cells have a value: the others diverged or
+        never reached the target. All numbers are null if no cell has a value.
+    """
+    rows = []
+    for variation in config["variations"]:
+        own = [cell for cell in cells if cell["variation"] == variation]
+        for metric, (unit, value_of) in _METRICS.items():
+            if own and (metric != "time_to_target_auc" or config["target_auc"] is not None):
+                # A run that diverged has no result, even if it was evaluated before.
+                values = [
+                    value_of(cell) if cell["run"]["status"] == "finished" else None for cell in own
+                ]
+                provider = own[0]["run"]["config"]["embeddings"]
+                case = variation if "=" in variation.split(",")[0] else f"variation={variation}"
+                row = _row(case, provider, metric, unit, [v for v in values if v is not None])
+                rows.append(row | {"variation": variation, "num_cells": len(own), "values": values})
+    return rows
+
+
+def _row(
+    case: str, provider: str, metric: str, unit: str, values: Sequence[float]
+) -> dict[str, Any]:
+    head = {"bench": "ablate", "case": case, "provider": provider, "metric": metric, "unit": unit}
+    if not values:
+        numbers = ("median", "p20", "p80", "low", "high", "mean", "std", "min", "max")
+        return {**head, **dict.fromkeys(numbers), "num_runs": 0}
+    row = summarize(
+        bench="ablate", case=case, provider=provider, metric=metric, unit=unit, values=values
+    )
+    return {
+        **asdict(row),
+        "mean": mean(values),
+        "std": stdev(values) if len(values) > 1 else None,
+        "min": min(values),
+        "max": max(values),
+    }
+
+
+def column_title(metric: str, config: Mapping[str, Any]) -> str:
+    """Title of a metric for readers; `config` is that of `ablate.json`."""
+    titles = {
+        "auc": "test AUC",
+        "logloss": "test logloss",
+        "throughput": "samples/s",
+        "time_to_target_auc": f"seconds to {config['target_split']} AUC {config['target_auc']}",
+    }
+    return titles[metric]
+
+
+def format_number(metric: str, value: float | None) -> str:
+    """Value of a metric for readers; times in seconds."""
+    if value is None:
+        return "-"
+    if metric == "throughput":
+        return f"{value:,.0f}"
+    return f"{value / 1e3:.2f}" if metric == "time_to_target_auc" else f"{value:.4f}"
+
+
+def format_evaluations(record: Mapping[str, Any]) -> str:
+    """How often the cells were evaluated, in words, for the note on the time to the target.
+
+    Args:
+        record: `ablate.json` of an ablation with a target.
+    """
+    runs = [cell["run"] for cell in record["cells"]]
+    periodic = [run["config"] for run in runs if not _is_evaluated_only_at_its_end(run)]
+    if runs and not periodic:
+        return "the only one is made after the last step"
+    configured = record["config"]["eval_every_samples"]
+    found = {run["eval"]["every_steps"] * run["batch_size"] for run in periodic} or {configured}
+    interval = " to ".join(f"{samples:,}" for samples in dict.fromkeys((min(found), max(found))))
+    num_others = len(runs) - len(periodic)
+    others = f", but in {num_others} of {len(runs)} cells only the last one" if num_others else ""
+    return f"one is made every {interval} samples{others}"
+
+
+def _is_evaluated_only_at_its_end(run: Mapping[str, Any]) -> bool:
+    every_steps: int = run["config"]["eval"]["every_steps"]
+    num_steps: int = run["throughput"]["num_steps"]
+    return run["status"] == "finished" and every_steps > num_steps
+
+
+def format_ablation(record: Mapping[str, Any]) -> str:
+    """What `recsys ablate` prints at the end."""
+    config = record["config"]
+    table = pd.DataFrame(
+        [
+            [
+                row["variation"],
+                column_title(row["metric"], config),
+                *(format_number(row["metric"], row[key]) for key in ("mean", "std", "min", "max")),
+                f"{row['num_runs']} of {row['num_cells']}",
+            ]
+            for row in record["rows"]
+        ],
+        columns=["variation", "metric", "mean", "std", "min", "max", "runs"],
+    ).set_index(["variation", "metric"])
+    lines = [table.to_string() if len(table) else "no cell is finished", ""]
+    num_done, num_cells = len(record["cells"]), record["num_cells"]
+    if num_done < num_cells:
+        lines.append(f"{num_done} of {num_cells} cells were run; the same command runs the rest")
+    if config["target_auc"] is not None:
+        lines.append(
+            "The time to an AUC is training time up to the first evaluation that reached it; "
+            f"{format_evaluations(record)}. Evaluations are not timed."
+        )
+    return "\n".join(lines).rstrip()

@@ -1,0 +1,204 @@
+"""One HTML page about a training run or an ablation, without scripts and without other files.
+
+`page.html` is the Jinja template of both pages. It escapes every text that a record holds;
+pictures are in the page as data.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recsys._support.files import appearing_whole
+from recsys.errors import ConfigError
+from recsys.pipeline.stalls import stage_seconds, stage_title
+from recsys.pipeline.suggestions import Suggestion
+from recsys.report.ablation_table import column_title, format_evaluations, format_number
+from recsys.report.summary import (
+    METRIC_NAMES,
+    NO_METRICS,
+    format_auc_error,
+    format_best_auc,
+    format_metric,
+)
+from recsys.train.curves import draw_run, draw_variations
+from recsys.train.run_folder import RunFolder, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from jinja2 import Template
+
+__all__ = ["write_report"]
+
+_COLORS = (
+    "#4878d0",
+    "#82c6e2",
+    "#ee854a",
+    "#6acc64",
+    "#956cb4",
+    "#d65f5f",
+    "#dcdcdc",
+    "#8c8c8c",
+)
+_SPREAD_NOTE = "Mean over seeds, least to most, sample standard deviation (sd)."
+_TARGET_NOTE = (
+    " Seconds to {target_split} AUC {target_auc}: training time until the first evaluation that "
+    "reached it, without interpolation; {evaluations}. The clock leaves evaluations out."
+)
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.html` into the folder of a run or an ablation; returns its path.
+
+    Raises:
+        ConfigError: the folder is neither, has no record yet, or has a damaged record.
+    """
+    if (folder / "ablate.json").is_file():
+        page = _ablation_page(folder, read_json(folder / "ablate.json"))
+    elif (folder / "run.json").is_file():
+        page = _run_page(RunFolder.open(folder), read_json(folder / "run.json"))
+    else:
+        raise ConfigError(
+            f"{folder} has neither a run.json nor an ablate.json; name the folder of a run or of "
+            "an ablation, after it has ended"
+        )
+    out = folder / "report.html"
+    with appearing_whole(out) as partial:
+        partial.write_text(page, encoding="utf-8")
+    return out
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["flat"] = _flat
+    return environment.from_string(Path(__file__).with_suffix(".html").read_text("utf-8"))
+
+
+def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
+    throughput, data, metrics = record["throughput"], record["data"], record["metrics"]
+    rate, peak = throughput["samples_per_second"], record["peak_memory_bytes"]
+    measured = {split: values for split, values in metrics.items() if values is not None}
+    timeline = folder.timeline_picture_file
+    return _template().render(
+        kind="run",
+        title=f"Run {folder.path.resolve().name}",
+        facts=[
+            f"{record['status']}: {throughput['num_samples']:,} samples in "
+            f"{throughput['num_steps']:,} steps, {throughput['train_seconds']:.1f} s of training",
+            f"{'-' if rate is None else format(rate, ',.0f')} samples/s",
+            f"peak memory {'-' if peak is None else format(peak / 2**30, '.2f')} GiB",
+            f"data {data['name']}, {data['num_samples']:,} samples",
+        ],
+        record=record,
+        splits=list(measured),
+        metrics=[
+            [name.replace("_", " "), *(format_metric(each.get(name)) for each in measured.values())]
+            for name in METRIC_NAMES
+        ],
+        no_metrics=NO_METRICS,
+        notes=format_auc_error(metrics) + format_best_auc(data),
+        curves=_as_base64(draw_run(folder.read_history(), record["config"]["eval"]["split"])),
+        stages=_stages(record["stalls"]),
+        # Records of older versions have no predictions.
+        predicted=[Suggestion.sentence(each) for each in record["stalls"].get("predicted", ())],
+        timeline=_as_base64(timeline.read_bytes() if timeline.is_file() else None),
+    )
+
+
+def _stages(stalls: Mapping[str, Any]) -> list[tuple[float, str, str]]:
+    """Share of the time, color and legend of every stage; empty if no step was made."""
+    stages = stage_seconds(stalls)
+    total = sum(stages.values())
+    if not total:
+        return []
+    return [
+        (seconds / total, color, f"{stage_title(stage)} {seconds:.2f} s, {seconds / total:.0%}")
+        for color, (stage, seconds) in zip(_COLORS, stages.items(), strict=False)
+    ]
+
+
+def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
+    config, cells = record["config"], record["cells"]
+    split = cells[0]["run"]["config"]["eval"]["split"] if cells else "validation"
+    histories = [
+        (cell["variation"], RunFolder(folder / "cells" / cell["name"]).read_history())
+        for cell in cells
+    ]
+    note = _SPREAD_NOTE
+    if config["target_auc"] is not None:
+        note += _TARGET_NOTE.format(**config, evaluations=format_evaluations(record))
+    tested = {cell["name"]: cell["run"]["metrics"]["test"] for cell in cells}
+    best = dict.fromkeys(line for cell in cells for line in format_best_auc(cell["run"]["data"]))
+    rows = {(row["variation"], row["metric"]): row for row in record["rows"]}
+    metrics = list(dict.fromkeys(metric for _, metric in rows))
+    values = {key: iter(row["values"]) for key, row in rows.items()}  # in the order of the cells
+    return _template().render(
+        kind="ablation",
+        title=f"Ablation {folder.resolve().name}",
+        facts=[
+            f"{record['status']}: {len(cells)} of {record['num_cells']} cells, "
+            f"{len(config['variations'])} variations, seeds {_as_text(config['seeds'])}"
+        ],
+        record=record,
+        titles=[column_title(metric, config) for metric in metrics],
+        variations=[
+            [variation, *(_summary(rows[variation, metric]) for metric in metrics)]
+            for variation in dict.fromkeys(variation for variation, _ in rows)
+        ],
+        notes=[note, *format_auc_error(tested), *best],
+        curves=_as_base64(draw_variations(histories, split)),
+        cells=[
+            [
+                cell["name"],
+                *(format_number(name, next(values[cell["variation"], name])) for name in metrics),
+                cell["run"]["status"],
+            ]
+            for cell in cells
+        ],
+        keys=[(name, _as_text(keys)) for name, keys in config["variations"].items()],
+    )
+
+
+def _summary(row: Mapping[str, Any]) -> str:
+    """Mean, range and standard deviation of a metric of one variation, a line each."""
+    mean, low, high, std = (
+        format_number(row["metric"], row[key]) for key in ("mean", "min", "max", "std")
+    )
+    lines = [mean]
+    if row["num_runs"] > 1:
+        lines += [f"{low} to {high}", f"sd {std}"]
+    if row["num_runs"] < row["num_cells"]:
+        lines.append(f"{row['num_cells'] - row['num_runs']} of {row['num_cells']} have none")
+    return "\n".join(lines)
+
+
+def _as_base64(png: bytes | None) -> str:
+    return b64encode(png or b"").decode()
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Nested keys as pairs of a dotted key and a text."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _as_text(value)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        return ", ".join(f"{key} = {_as_text(entry)}" for key, entry in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_as_text, value))
+    return "-" if value is None else json.dumps(value)

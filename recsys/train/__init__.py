@@ -1,0 +1,1 @@
+"""Training runs: from a configuration to a folder of results."""

@@ -1,0 +1,371 @@
+"""Builds what a configuration names: data, plan, loader, model, optimizers and pipeline."""
+
+from __future__ import annotations
+
+import warnings
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from recsys.config import SYNTHETIC_PREFIX
+from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
+from recsys.datasets.loader import BatchLoader
+from recsys.datasets.store import Store
+from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
+from recsys.embeddings.popularity.profile import PopularityProfile
+from recsys.embeddings.table import TableConfig
+from recsys.errors import ConfigError
+from recsys.models.dlrm import DLRM, DLRMTrain, initialize_classic
+from recsys.models.interaction import InteractionArch
+from recsys.pipeline import (
+    FAE,
+    Auto,
+    HotColdLoader,
+    Hotline,
+    LookAhead,
+    Sequential,
+    TrainPipeline,
+)
+from recsys.pipeline.fae.hot_samples import hot_samples
+from recsys.train.providers import build_embeddings, row_optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from recsys.batch import Batch
+    from recsys.config import TrainConfig
+    from recsys.config_schedule import ScheduleConfig
+    from recsys.datasets.source import SampleSource
+    from recsys.pipeline.schedule import Schedule
+    from recsys.pipeline.stalls import StageClock
+
+__all__ = [
+    "autocast",
+    "build_loader",
+    "build_model",
+    "build_pipeline",
+    "choose_plan",
+    "compile_kernels",
+    "describe_schedule",
+    "describe_source",
+    "open_source",
+    "permutation_seed",
+    "table_configs",
+]
+
+_DEFAULT_DEPTH = 2
+
+
+def open_source(config: TrainConfig) -> SampleSource:
+    """Open the data of a configuration.
+
+    Raises:
+        StoreError: the folder is not a store.
+        ConfigError: the synthetic data is unknown, or a split is empty.
+    """
+    source: SampleSource
+    if not config.data.startswith(SYNTHETIC_PREFIX):
+        source = Store(config.data)
+    elif config.data == f"{SYNTHETIC_PREFIX}criteo-kaggle":
+        source = SyntheticCriteo(
+            num_samples=config.synthetic.num_samples,
+            seed=config.synthetic.seed,
+            table_sizes=config.synthetic.table_sizes or KAGGLE_TABLE_SIZES,
+            drift=config.synthetic.drift,
+            preference_changes=config.synthetic.preference_changes,
+            preference_share=config.synthetic.preference_share,
+            split=config.synthetic.split,
+        )
+    else:
+        raise ConfigError(f"synthetic data must be 'synthetic:criteo-kaggle', got {config.data!r}")
+    for split, samples in source.splits.items():
+        if not samples:
+            raise ConfigError(
+                f"{config.data}: the {split} part is empty: of {source.num_samples} samples, "
+                f"{_describe_sizes(source)}; a store of several days needs 2 samples or more in "
+                "its last day and one before it, any other data 14 or more"
+            )
+    return source
+
+
+def _describe_sizes(source: SampleSource) -> str:
+    sizes = [f"{split} has {len(samples)}" for split, samples in source.splits.items()]
+    return ", ".join(sizes)
+
+
+def describe_source(source: SampleSource) -> dict[str, Any]:
+    """Data of a run as its record holds it, with a fingerprint that identifies the data."""
+    return {**source.describe(), "fingerprint": source.fingerprint}
+
+
+def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
+    """The plan of a run: the rows that never leave fast memory; None for a run without a plan.
+
+    The plan is the file `config.plan`. FAE's schedule without this key makes one, from the lookups
+    of a sample of the training split.
+
+    Raises:
+        BudgetTooSmall: FAE has no room for the rows of a mini-batch.
+        ConfigError: FAE has neither a budget nor a plan.
+        ProfileError: the file is not a plan.
+    """
+    if config.plan:
+        return HotPlan.load(config.plan)
+    if config.schedule.name != "fae":
+        return None
+    if not config.budget:
+        raise ConfigError(
+            "schedule.name 'fae' separates samples by whether all of their rows are in fast "
+            "memory; give it a size by budget, or a plan"
+        )
+    rate, seed = config.schedule.sample_rate, config.seed
+    train = source.splits["train"]
+    profile = PopularityProfile.count(source, train, rate=rate, seed=seed)
+    return plan_hot_rows(
+        profile,
+        table_configs(source.table_sizes, config.model.embedding_dim),
+        config.budget,
+        row_optimizer(config.optimizer),
+        ranking="global_topk",
+        window_lookups=config.batch_size,
+    )
+
+
+def build_loader(
+    config: TrainConfig, source: SampleSource, plan: HotPlan | None
+) -> BatchLoader | HotColdLoader:
+    """A loader of the training split, in the order of the schedule.
+
+    FAE classifies every sample as hot or cold, and keeps the result in the folder of the store.
+    """
+    if config.schedule.name != "fae":
+        return BatchLoader(
+            source,
+            "train",
+            config.batch_size,
+            shuffle=True,
+            seed=config.seed,
+            prefetch=config.prefetch,
+            permutation_seed=permutation_seed(config),
+        )
+    assert plan is not None
+    constants = config.schedule
+    folder = Path(config.data) if isinstance(source, Store) else None
+    is_hot = hot_samples(plan, source, source.splits["train"], folder)
+    if is_hot.all() or not is_hot.any():
+        warnings.warn(
+            f"schedule.name 'fae' has no effect: {'all' if is_hot.all() else 'no'} samples "
+            f"are hot with budget={config.budget!r}; choose another budget, or another schedule",
+            stacklevel=3,
+        )
+    return HotColdLoader(
+        source,
+        "train",
+        config.batch_size,
+        is_hot,
+        FAE(
+            rate=constants.rate,
+            is_adaptive=constants.adaptive,
+            min_rate=constants.min_rate,
+            max_rate=constants.max_rate,
+            patience=constants.patience,
+            factor=constants.factor,
+        ),
+        seed=config.seed,
+        prefetch=config.prefetch,
+    )
+
+
+def permutation_seed(config: TrainConfig) -> int | None:
+    """Seed that shuffles the samples inside each mini-batch; None to leave their order."""
+    schedule = config.schedule
+    return schedule.permutation_seed if schedule.permute_within_batch else None
+
+
+def build_model(
+    config: TrainConfig,
+    source: SampleSource,
+    plan: HotPlan | None = None,
+    *,
+    table_device: str | None = None,
+) -> tuple[DLRMTrain, list[Optimizer]]:
+    """Build a model with initial values from `config.seed`, and its optimizers.
+
+    Args:
+        config: The configuration.
+        source: The data.
+        plan: Result of `choose_plan`; None to read the file `config.plan`, if set.
+        table_device: Device of the embedding tables, if not `config.device`: "meta" for tables
+            that `RunFolder.load_model` maps from the saved model.
+
+    Returns:
+        The model, and the optimizers to step after each backward: dense part, then rows.
+
+    Raises:
+        ConfigError: the device is not available, or the embeddings do not support the optimizer or
+            the dimension.
+        MissingDependency: the package of the embeddings is not installed.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda': torch sees no CUDA device; use device 'cpu'")
+    if plan is None and config.plan:
+        plan = HotPlan.load(config.plan)
+    torch.manual_seed(config.seed)
+    device = torch.device(config.device)
+    tables = table_configs(source.table_sizes, config.model.embedding_dim)
+    embeddings, of_rows = build_embeddings(
+        config.embeddings,
+        tables,
+        config.optimizer,
+        device if table_device is None else torch.device(table_device),
+        budget=config.budget,
+        plan=plan,
+        cold_tier=config.cold_tier,
+        cold_path=config.cold_path,
+    )
+    dlrm = DLRM(
+        embeddings,
+        source.num_dense,
+        config.model.dense_arch,
+        config.model.over_arch,
+        dense_device=device,
+    )
+    if config.model.init == "classic":
+        initialize_classic(dlrm)
+    dense_parameters = [*dlrm.dense_arch.parameters(), *dlrm.over_arch.parameters()]
+    dense = config.resolved_dense_optimizer
+    dense_optimizer: Optimizer
+    if dense.name == "sgd":
+        dense_optimizer = torch.optim.SGD(dense_parameters, lr=dense.lr)
+    elif dense.name == "adam":
+        dense_optimizer = torch.optim.Adam(
+            dense_parameters,
+            lr=dense.lr,
+            betas=(dense.betas[0], dense.betas[1]),
+            eps=dense.eps,
+            fused=device.type == "cpu" or None,
+        )
+    else:
+        # Fused: one call for all parameters takes a third of the time on the CPU.
+        dense_optimizer = torch.optim.Adagrad(
+            dense_parameters, lr=dense.lr, eps=dense.eps, fused=device.type == "cpu" or None
+        )
+    model = DLRMTrain(dlrm)
+    if table_device is None:
+        model.to(device)
+    return model, [dense_optimizer, of_rows]
+
+
+def build_pipeline(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    config: TrainConfig,
+    clock: StageClock,
+    num_steps: int,
+) -> TrainPipeline:
+    """Build the pipeline that makes the steps of a run.
+
+    Args:
+        model: A model from `build_model`.
+        optimizers: Its optimizers from `build_model`.
+        config: Configuration of the run.
+        clock: Clock that records every stage.
+        num_steps: Steps of the run.
+    """
+
+    def forward(batch: Batch) -> tuple[Tensor, Any]:
+        with autocast(config):
+            found: tuple[Tensor, Any] = model(batch)
+        return found
+
+    return TrainPipeline(
+        model,
+        optimizers,
+        config.device,
+        schedule=_schedule(config.schedule, num_steps),
+        custom_model_fwd=forward,
+        clock=clock,
+    )
+
+
+def _schedule(config: ScheduleConfig, num_steps: int) -> Schedule | Auto | None:
+    """The schedule of a configuration; None lets the pipeline choose."""
+    if config.name in ("sequential", "fae"):
+        return Sequential()
+    if config.name == "auto":
+        return Auto()
+    if config.name == "hotline":
+        learning_steps = ceil(config.learning_share * num_steps)
+        return Hotline(config.depth, learning_steps, config.pinned_share)
+    if config.name or config.depth:
+        return LookAhead(config.depth or _DEFAULT_DEPTH)
+    return None
+
+
+def describe_schedule(
+    pipeline: TrainPipeline, loader: BatchLoader | HotColdLoader
+) -> dict[str, Any]:
+    """The schedule of a run as its record holds it.
+
+    `mean_depth` is the average number of mini-batches ahead whose rows had room. `rate` is FAE's
+    rate at the end, and `num_swaps` the number of losses that it used. For "auto" the record holds
+    its choice, if the run was long enough, the measurements, and settings that repeat the choice.
+    """
+    if isinstance(loader, HotColdLoader):
+        return {
+            "name": "fae",
+            "hot_sample_share": loader.hot_share,
+            "rate": loader.scheduler.rate,
+            "num_swaps": loader.scheduler.num_swaps,
+        }
+    if pipeline.choice is not None:
+        return {"name": "auto", **pipeline.choice.describe()}
+    if isinstance(pipeline.schedule, LookAhead):
+        depth = pipeline.schedule.depth
+        return {"name": "lookahead", "depth": depth, "mean_depth": pipeline.mean_depth}
+    if pipeline.popular_split is not None:
+        return {"name": "hotline", **pipeline.popular_split.describe()}
+    return {"name": "sequential"}
+
+
+def compile_kernels(config: TrainConfig, source: SampleSource) -> None:
+    """Compile the kernels of a run before its clock starts.
+
+    A kernel is compiled, or loaded from the disk, on its first call. That takes a tenth of a second
+    to several seconds.
+    """
+    source.read(np.arange(1))
+    dense, sparse = torch.ones(2, 1, requires_grad=True), torch.ones(2, 1, 1)
+    with autocast(config):
+        # Two samples and an unaligned output, as in training: numba compiles a kernel again for
+        # arrays with another layout.
+        InteractionArch(1)(dense, sparse).sum().backward()
+
+
+def table_configs(table_sizes: Mapping[str, int], embedding_dim: int) -> list[TableConfig]:
+    """The tables of a model, named `t_<feature>` as in TorchRec's DLRM."""
+    return [
+        TableConfig(
+            name=f"t_{feature}",
+            num_embeddings=size,
+            embedding_dim=embedding_dim,
+            feature_names=(feature,),
+        )
+        for feature, size in table_sizes.items()
+    ]
+
+
+def autocast(config: TrainConfig) -> torch.autocast:
+    """A context that gives a forward pass the precision of `config`.
+
+    "bf16" multiplies the matrices of the dense part in bfloat16. Parameters, embedding rows, the
+    last layer, the loss and all updates stay in float32.
+    """
+    return torch.autocast(config.device, torch.bfloat16, enabled=config.precision == "bf16")

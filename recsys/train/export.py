@@ -1,0 +1,86 @@
+"""Export of a run's model to the formats of other programs.
+
+format       content of FILE
+torchrec     torch.save of the state dict of TorchRec's `DLRM` (tables `t_<feature>`)
+classic      torch.save of a checkpoint for facebookresearch/dlrm's `--load-model
+             --inference-only`; without optimizer state, so its training cannot be continued
+safetensors  the state dict of TorchRec's `DLRM`, without pickle
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file
+
+from recsys._support.files import appearing_whole, require_new
+from recsys.errors import ConfigError
+from recsys.models.convert import to_classic
+from recsys.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["FORMATS", "export_run"]
+
+FORMATS = ("torchrec", "classic", "safetensors")
+
+
+def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
+    """Write the model of a run in another program's format.
+
+    Args:
+        run_dir: A run that saved its model.
+        to: One of `FORMATS`.
+        file: A new file.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: the format is unknown, `run_dir` is not a run, or the run saved no model.
+        AlreadyExists: `file` exists.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"export: the format must be one of {FORMATS}, got {to!r}")
+    folder, file = RunFolder.open(run_dir), Path(file)
+    folder.require_model()
+    record = folder.read_record()
+    require_new(file)
+    with appearing_whole(file) as partial:
+        if to == "safetensors":
+            shutil.copyfile(folder.model_file, partial)
+            return file
+        state = load_file(folder.model_file)
+        if to == "classic":
+            torch.save(_classic_checkpoint(state, record), partial)
+        else:
+            torch.save(state, partial)
+    return file
+
+
+def _classic_checkpoint(state: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint that `dlrm_s_pytorch.py --load-model --inference-only` reads."""
+    test = record["metrics"]["test"] or {}
+    num_steps = record["throughput"]["num_steps"]
+    epochs = record["config"]["epochs"]
+    unknown = float("nan")
+    return {
+        "state_dict": to_classic(state, list(record["data"]["table_sizes"])),
+        "epoch": epochs,
+        "nepochs": epochs,
+        "iter": num_steps,
+        "nbatches": num_steps,
+        "nbatches_test": 0,
+        "train_acc": unknown,
+        "train_loss": unknown,
+        "total_accu": 0.0,
+        "total_loss": 0.0,
+        "test_acc": test.get("accuracy", unknown),
+        "test_loss": test.get("logloss", unknown),
+    }

@@ -1,0 +1,143 @@
+"""Reports of a run while it trains: history lines and the progress bar."""
+
+from __future__ import annotations
+
+import sys
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from tqdm import tqdm
+
+from recsys._support.machine import peak_memory_bytes
+from recsys.train.metrics import auc
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from recsys.pipeline.stalls import StageClock
+    from recsys.train.metrics import Metrics
+    from recsys.train.run_folder import RunFolder
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """Collects steps; each report writes a history line and advances the bar. A context manager.
+
+    `train_loss` and `train_auc` cover the samples since the last report. Each sample is predicted
+    before the model trains on it. An evaluation writes a history line of its own, and does not
+    start a new report interval.
+
+    Args:
+        folder: Folder of the history.
+        clock: Clock of the run.
+        num_samples: Samples that the run will train on.
+        split: Split of the evaluations during training.
+        show: Draw the bar.
+
+    Attributes:
+        num_steps: Steps so far.
+        num_samples: Samples so far.
+        peak_memory_bytes: Peak of the process when the `with` block ends; None before, and where
+            the system does not report it.
+        last_evaluation: Metrics of the last evaluation during training, if any.
+    """
+
+    def __init__(
+        self, folder: RunFolder, clock: StageClock, num_samples: int, split: str, *, show: bool
+    ) -> None:
+        self.num_steps = 0
+        self.num_samples = 0
+        self.peak_memory_bytes: int | None = None
+        self.last_evaluation: dict[str, Any] | None = None
+        self._split = split
+        self._folder = folder
+        self._clock = clock
+        self._bar = tqdm(
+            total=num_samples,
+            desc="train",
+            unit_scale=True,
+            disable=not show,
+            mininterval=0.1 if sys.stderr.isatty() else 10,  # fewer lines in a log file
+            # The rate of tqdm would include evaluations; the postfix has one without them.
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} samples [{elapsed}<{remaining}{postfix}]",
+        )
+        self._losses: list[Tensor] = []
+        self._logits: list[Tensor] = []
+        self._labels: list[Tensor] = []
+        self._reported = (0, 0.0)
+
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add one step."""
+        self.num_steps += 1
+        self.num_samples += len(labels)
+        self._losses.append(loss * len(labels))
+        self._logits.append(logits)
+        self._labels.append(labels)
+
+    def add_evaluation(self, evaluation: Metrics) -> None:
+        """Write a history line about an evaluation made after the last step."""
+        self.last_evaluation = evaluation.as_dict()
+        self._folder.append_history({**self.position(), self._split: self.last_evaluation})
+
+    def report(self, epoch: int) -> float:
+        """Write a history line about the steps since the last report; returns their mean loss."""
+        num_samples, seconds = self._reported
+        self._reported = (self.num_samples, self._clock.train_seconds)
+        num_samples, seconds = self.num_samples - num_samples, self._clock.train_seconds - seconds
+        loss = float(torch.stack(self._losses).sum()) / num_samples
+        logits = torch.cat(self._logits).float().cpu().numpy()
+        labels = torch.cat(self._labels).cpu().numpy()
+        self._losses, self._logits, self._labels = [], [], []
+        entry = {
+            **self.position(),
+            "epoch": epoch,
+            "samples_per_second": num_samples / seconds,
+            "train_loss": loss,
+            "train_auc": auc(logits, labels) if isfinite(loss) else None,
+        }
+        self._folder.append_history(entry)
+        shown = {"loss": f"{loss:.4f}", "auc": _rounded(entry["train_auc"])}
+        if self.last_evaluation is not None:
+            shown[f"{self._split}_auc"] = _rounded(self.last_evaluation["auc"])
+        shown["samples/s"] = f"{self.throughput()['samples_per_second']:,.0f}"
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(num_samples)
+        return loss
+
+    def position(self) -> dict[str, Any]:
+        """Steps, samples and seconds of training so far."""
+        return {
+            "step": self.num_steps,
+            "num_samples": self.num_samples,
+            "train_seconds": self._clock.train_seconds,
+        }
+
+    def throughput(self) -> dict[str, float | None]:
+        """Samples per second of training; evaluations are not timed."""
+        seconds = self._clock.train_seconds
+        return {
+            "samples_per_second": self.num_samples / seconds if seconds else None,
+            "num_samples": self.num_samples,
+            "num_steps": self.num_steps,
+            "train_seconds": seconds,
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.peak_memory_bytes = peak_memory_bytes()
+        self._bar.close()
+
+
+def _rounded(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

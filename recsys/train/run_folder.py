@@ -1,0 +1,254 @@
+"""The folder of a training run.
+
+    DIR/config.toml        the whole configuration, written first
+        history.jsonl      one JSON object per report and per evaluation, appended as training goes
+        run.json           configuration, environment, data, metrics, throughput, stages, memory
+        curves.png         loss and AUC over samples
+        model.safetensors  the final state_dict, readable without this library; missing if
+                           `save_model` is false
+        timeline.json      the first steps for chrome://tracing, if `timeline_steps` is set
+        timeline.png       ten of these steps as a picture
+
+`config.toml`, `run.json` and the model are written atomically.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from recsys._support.files import appearing_whole
+from recsys.config import TrainConfig, load_config, to_toml
+from recsys.errors import AlreadyExists, ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["RunFolder", "read_json", "write_json"]
+
+# Keys that every record has, however its run ended, each with its inner keys.
+_RECORD_KEYS: dict[str, tuple[str, ...]] = {
+    "config": (),
+    "environment": (),
+    "data": ("name", "num_samples", "table_sizes"),
+    "metrics": ("test", "validation"),
+    "throughput": ("samples_per_second", "num_samples", "num_steps", "train_seconds"),
+}
+
+
+class RunFolder:
+    """Reads and writes the files of one run.
+
+    Args:
+        path: The folder. `create` makes a new one and `open` checks an old one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.toml"
+        self.history_file = path / "history.jsonl"
+        self.record_file = path / "run.json"
+        self.curves_file = path / "curves.png"
+        self.model_file = path / "model.safetensors"
+        self.timeline_file = path / "timeline.json"
+        self.timeline_picture_file = path / "timeline.png"
+
+    @classmethod
+    def create(cls, path: str | Path, config: TrainConfig) -> RunFolder:
+        """Start a run in a new or empty folder.
+
+        Raises:
+            AlreadyExists: the folder is not empty.
+        """
+        folder = cls(Path(path))
+        if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
+            raise AlreadyExists(
+                f"run folder {folder.path} is not empty; remove it or choose another with --run"
+            )
+        folder.path.mkdir(parents=True, exist_ok=True)
+        with appearing_whole(folder.config_file) as partial:
+            partial.write_text(to_toml(config))
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Open the folder of an earlier run.
+
+        Raises:
+            ConfigError: `path` is not the folder of a run.
+        """
+        folder = cls(Path(path))
+        if not folder.config_file.is_file():
+            raise ConfigError(
+                f"{folder.path} is not a run: it has no config.toml; make one with "
+                f"`recsys train DATA --run {folder.path}`"
+            )
+        return folder
+
+    def read_config(self) -> TrainConfig:
+        """Configuration of the run."""
+        return load_config(self.config_file)
+
+    def append_history(self, entry: dict[str, Any]) -> None:
+        """Add one line to the history."""
+        with self.history_file.open("a") as file:
+            file.write(json.dumps(_without_nan(entry)) + "\n")
+
+    def read_history(self) -> list[dict[str, Any]]:
+        """All lines of the history, oldest first.
+
+        An incomplete last line, which a killed run leaves, is dropped.
+
+        Raises:
+            ConfigError: another line is damaged.
+        """
+        if not self.history_file.is_file():
+            return []
+        text = self.history_file.read_text(encoding="utf-8", errors="replace")
+        *lines, rest = text.split("\n")
+        entries = [
+            _parse_object(line, f"{self.history_file} line {number}", "remove the line")
+            for number, line in enumerate(lines, 1)
+        ]
+        with suppress(ConfigError):  # the rest is empty if the last line is complete
+            entries.append(_parse_object(rest, "the rest", ""))
+        return entries
+
+    def write_record(self, record: dict[str, Any]) -> None:
+        """Write `run.json`."""
+        write_json(self.record_file, record)
+
+    def read_record(self) -> dict[str, Any]:
+        """Read `run.json`.
+
+        Raises:
+            ConfigError: the run did not end, or the file is damaged or lacks a key.
+        """
+        if not self.record_file.is_file():
+            raise ConfigError(f"{self.path} has no {self.record_file.name}: the run did not end")
+        record = read_json(self.record_file)
+        fault = _fault(record)
+        if fault is not None:
+            raise ConfigError(
+                f"{self.record_file} is damaged: {fault}; remove {self.path} and train again"
+            )
+        return record
+
+    def save_model(self, model: nn.Module) -> None:
+        """Write the state_dict of a model without copying its tables in memory.
+
+        Raises:
+            OSError: the disk is full, or the folder no longer exists.
+        """
+        state = {key: value.contiguous() for key, value in model.state_dict().items()}
+        with appearing_whole(self.model_file) as partial:
+            try:
+                save_file(state, partial)
+            except SafetensorError as error:
+                raise OSError(f"{self.model_file} cannot be written: {error}") from error
+            # safetensors creates private files; give the model the mode of its configuration.
+            partial.chmod(self.config_file.stat().st_mode)
+
+    def require_model(self) -> None:
+        """Check that the run saved its model.
+
+        Raises:
+            ConfigError: there is no saved model.
+        """
+        if not self.model_file.is_file():
+            raise ConfigError(
+                f"{self.path} has no {self.model_file.name}: the run saved no model; "
+                "train with save_model = true and to the end"
+            )
+
+    def load_model(self, model: nn.Module) -> None:
+        """Read the saved state_dict into a model of the same shape, one tensor at a time.
+
+        A tensor on device "meta" is replaced by a tensor mapped from the file. Its pages are read
+        on demand and the system may drop them again, so it may be larger than memory. Other tensors
+        are copied.
+
+        Args:
+            model: A model built from the run's configuration. Mapped tensors are read-only.
+
+        Raises:
+            ConfigError: there is no saved model, or its keys or shapes differ from the model's.
+        """
+        self.require_model()
+        state = model.state_dict()
+        with safe_open(self.model_file, "pt") as saved:
+            found = {key: saved.get_slice(key).get_shape() for key in saved.keys()}  # noqa: SIM118  # no mapping
+            expected = {key: list(value.shape) for key, value in state.items()}
+            if found != expected:
+                key = min(key for key in found | expected if found.get(key) != expected.get(key))
+                raise ConfigError(
+                    f"{self.model_file} does not fit the model: {key} is {found.get(key)} in the "
+                    f"file and {expected.get(key)} in the model; evaluate on the data the run was "
+                    "trained on, or data prepared with the same ids"
+                )
+            mapped = {key: saved.get_tensor(key) for key, value in state.items() if value.is_meta}
+            model.load_state_dict(mapped, strict=False, assign=True)
+            with torch.no_grad():
+                for key in state.keys() - mapped.keys():
+                    state[key].copy_(saved.get_tensor(key))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a file that `write_json` wrote.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return _parse_object(text, str(file), "remove it and run the command that made it again")
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a JSON file atomically, with null for NaN and infinities; creates missing folders."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with appearing_whole(file) as partial:
+        partial.write_text(json.dumps(_without_nan(value), indent=2) + "\n")
+
+
+def _fault(record: dict[str, Any]) -> str | None:
+    """The first key that a record lacks, in words; None for a complete record."""
+    if not isinstance(record.get("status"), str):
+        return "it has no status"
+    for key, inner_keys in _RECORD_KEYS.items():
+        if not isinstance(record.get(key), dict):
+            return f"its {key} is not a JSON object"
+        for inner in inner_keys:
+            if inner not in record[key]:
+                return f"it has no {key}.{inner}"
+    for split, metrics in record["metrics"].items():
+        if not (metrics is None or isinstance(metrics, dict)):
+            return f"its metrics.{split} is neither a JSON object nor null"
+    return None
+
+
+def _parse_object(text: str, place: str, remedy: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{place} is damaged, it is not JSON ({error}); {remedy}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place} is damaged, it is not a JSON object but {text!r}; {remedy}")
+    return value
+
+
+def _without_nan(value: Any) -> Any:
+    """The same JSON value with null for NaN and infinities."""
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,53 @@
+"""The part of a run record that describes the tiers of a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recsys.embeddings.lookup.device_tables import AbstractTables
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from recsys.embeddings.tiers.table_tiers import Tiers
+
+__all__ = ["describe_tiers", "tiers_of"]
+
+
+def tiers_of(model: nn.Module) -> list[Tiers]:
+    """The tiers of a model's modules of recsys, each once; none where every row is resident."""
+    found: dict[Tiers, None] = {}
+    for module in model.modules():
+        if isinstance(module, AbstractTables):
+            found |= dict.fromkeys(module.tiers())
+    return list(found)
+
+
+def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
+    """Hit rates since the tiers were made, bytes moved, memory; None where all rows are resident.
+
+    A lookup hits if its row was in fast memory when its mini-batch claimed slots;
+    `unique_hit_rate` counts each row once per mini-batch. `exposed_fetch_seconds` is the time spent
+    waiting for transfers, of rows fetched and of rows written back.
+    """
+    tiers = tiers_of(model)
+    if not tiers:
+        return None
+    counts = [each.residency.counts for each in tiers]
+    num_lookups = sum(count.num_lookups for count in counts)
+    num_rows = sum(count.num_rows for count in counts)
+    return {
+        "cold_tier": "host" if all(each.files is None for each in tiers) else "file",
+        "hot_bytes": sum(each.hot.num_bytes for each in tiers),
+        "num_slots": sum(each.hot.num_slots for each in tiers),
+        "num_rows": sum(int(each.hot.first_rows[-1]) for each in tiers),
+        "lookup_hit_rate": sum(count.num_hits for count in counts) / max(1, num_lookups),
+        "unique_hit_rate": sum(count.num_rows_hit for count in counts) / max(1, num_rows),
+        "fetched_bytes": sum(
+            each.residency.counts.num_fetched * each.hot.row_bytes for each in tiers
+        ),
+        "written_back_bytes": sum(
+            each.residency.counts.num_written_back * each.hot.row_bytes for each in tiers
+        ),
+        "exposed_fetch_seconds": sum(each.residency.times.exposed.total for each in tiers),
+    }

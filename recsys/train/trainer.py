@@ -1,0 +1,405 @@
+"""One training run, from a configuration to a folder of results.
+
+`train` builds the parts and saves the results. `_fit` is the training loop.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
+from recsys.config import OptimizerConfig, describe_config
+from recsys.datasets.loader import BatchLoader
+from recsys.datasets.read_ahead import num_read_ahead
+from recsys.embeddings.lookup.device_tables import check_input
+from recsys.errors import AlreadyExists, TrainingDiverged
+from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
+from recsys.pipeline.stalls import StageClock, describe_stalls
+from recsys.pipeline.suggestions import of_load
+from recsys.pipeline.timeline import Timeline
+from recsys.train.build import (
+    autocast,
+    build_loader,
+    build_model,
+    build_pipeline,
+    choose_plan,
+    compile_kernels,
+    describe_schedule,
+    describe_source,
+    open_source,
+)
+from recsys.train.curves import plot_curves, plot_timeline
+from recsys.train.metrics import Metrics, MetricsAccumulator
+from recsys.train.progress import Progress
+from recsys.train.run_folder import RunFolder
+from recsys.train.tier_report import describe_tiers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+    from recsys.pipeline import TrainPipeline
+    from recsys.pipeline.suggestions import Suggestion
+
+__all__ = ["evaluate_run", "evaluate_split", "train"]
+
+_REPORTS_PER_RUN = 100
+_EVALUATIONS_PER_EPOCH = 10
+_INTERRUPT_NOTICE = b"\nending after this step; press Ctrl-C again to stop at once\n"
+_LOWER_LR = "lower optimizer.lr or dense_optimizer.lr"
+
+
+def train(
+    config: TrainConfig, run_dir: str | Path, *, show_progress: bool = True
+) -> dict[str, Any]:
+    """Train a model, save it, evaluate it, and write the results to a run folder.
+
+    The first Ctrl-C ends training after the current step and writes the model and the measurements.
+    The second Ctrl-C interrupts at once and writes only the measurements.
+
+    Args:
+        config: The configuration.
+        run_dir: A new or empty folder; `RunFolder` lists the files.
+        show_progress: Draw a progress bar.
+
+    Returns:
+        The run record, as in `run.json`; `status` is "finished" or "interrupted".
+
+    Raises:
+        AlreadyExists: `run_dir` is not empty.
+        ConfigError, StoreError: the configuration does not fit the data, or there is no data.
+        TrainingDiverged: the loss is no longer finite. The record is written with the `status`
+            "diverged" and without metrics. After any other error it is written with "failed".
+    """
+    with _cold_folder(config, run_dir) as cold_path:
+        return _train(config, run_dir, cold_path, show_progress=show_progress)
+
+
+def _train(
+    config: TrainConfig, run_dir: str | Path, cold_path: str, *, show_progress: bool
+) -> dict[str, Any]:
+    source = open_source(config)
+    set_num_threads(config.num_threads)
+    tune_allocator()
+    plan = choose_plan(config, source)
+    loader = build_loader(config, source, plan)
+    model, optimizers = build_model(replace(config, cold_path=cold_path), source, plan)
+    _warn_of_no_effect(config, config.epochs * len(loader))
+    compile_kernels(config, source)
+    folder = RunFolder.create(run_dir, config)
+    clock = StageClock()
+    pipeline = build_pipeline(model, optimizers, config, clock, config.epochs * len(loader))
+    pipeline.forecast_budget()
+    timeline = Timeline() if config.timeline_steps else None
+    pipeline.record(timeline)
+    num_samples = config.epochs * len(source.splits["train"])
+    progress = Progress(folder, clock, num_samples, config.eval.split, show=show_progress)
+    metrics: dict[str, Any] = {"test": None, "validation": None}
+    record: dict[str, Any] = {
+        "status": "failed",
+        "config": describe_config(config),
+        "environment": describe_environment(),
+        "data": describe_source(source),
+        "metrics": metrics,
+    }
+    try:
+        with _interrupts() as interrupted:
+            with progress:
+                _fit(pipeline, model, optimizers, loader, config, progress, interrupted)
+            metrics[config.eval.split] = progress.last_evaluation
+            is_whole = progress.num_samples == num_samples
+            if config.save_model:
+                folder.save_model(model.model)
+            if is_whole:
+                clock.start()
+                for split in metrics:
+                    with autocast(config):
+                        found = evaluate_split(model, source, split, config.eval.batch_size)
+                    metrics[split] = found.as_dict()
+                clock.mark("evaluate")
+                folder.append_history({**progress.position(), **metrics})
+            record["status"] = "finished" if is_whole else "interrupted"
+    except KeyboardInterrupt:
+        metrics[config.eval.split] = metrics[config.eval.split] or progress.last_evaluation
+        record["status"] = "interrupted"
+        raise
+    except TrainingDiverged:
+        metrics |= dict.fromkeys(metrics)  # drop the metrics from before it diverged
+        record["status"] = "diverged"
+        raise
+    finally:
+        record |= {
+            "throughput": progress.throughput(),
+            "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
+            "schedule": describe_schedule(pipeline, loader),
+            "tiers": describe_tiers(model),
+            "skipped": None,
+            "peak_memory_bytes": progress.peak_memory_bytes,
+        }
+        if timeline is not None:
+            timeline.write(folder.timeline_file)
+        folder.write_record(record)
+    plot_curves(folder)
+    if timeline is not None:
+        plot_timeline(folder, timeline)
+    return record
+
+
+def _fit(
+    pipeline: TrainPipeline,
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    loader: BatchLoader | HotColdLoader,
+    config: TrainConfig,
+    progress: Progress,
+    interrupted: threading.Event,
+) -> None:
+    """The training loop: returns after the last epoch, or once `interrupted` is set.
+
+    Raises:
+        TrainingDiverged: the loss is no longer finite.
+    """
+    clock, num_steps = pipeline.clock, config.epochs * len(loader)
+    schedulers = []
+    if not config.lr_schedule.is_constant:
+        schedulers = [
+            LambdaLR(optimizer, lambda step: config.lr_schedule.factor(step, num_steps))
+            for optimizer in optimizers
+        ]
+    model.train()
+    clock.start()
+    for epoch in range(config.epochs):
+        for loss, (_, logits, labels) in _steps(pipeline, loader, progress):
+            for scheduler in schedulers:
+                scheduler.step()
+            clock.mark("update")
+
+            progress.add(loss, logits, labels)
+            step = progress.num_steps
+            if step == config.timeline_steps:
+                pipeline.record(None)
+            is_due = step < num_steps and _is_evaluation_due(step, num_steps, config)
+            wants_loss = isinstance(loader, HotColdLoader) and loader.wants_loss
+            if is_due or wants_loss:
+                clock.mark("other")
+                # Otherwise the reader would fill its queue during time that is not counted.
+                loader.finish_reading()
+                clock.mark("load")
+                if isinstance(loader, HotColdLoader) and wants_loss:
+                    loader.observe(_evaluate(model, loader.source, "validation", config).logloss)
+                if is_due:
+                    found = _evaluate(model, loader.source, config.eval.split, config)
+                    progress.add_evaluation(found)
+                clock.mark("evaluate")
+            if _is_one_of(step, _REPORTS_PER_RUN, num_steps) or interrupted.is_set():
+                mean_loss = progress.report(epoch)
+                if not isfinite(mean_loss):
+                    raise TrainingDiverged(f"by step {step} the loss is {mean_loss}; {_LOWER_LR}")
+            clock.mark("other")
+            if interrupted.is_set():
+                pipeline.detach()
+                return
+
+
+def _steps(
+    pipeline: TrainPipeline, loader: BatchLoader | HotColdLoader, progress: Progress
+) -> Iterator[tuple[Tensor, Any]]:
+    """Steps over the rest of an epoch; the error of a step that diverges names the step."""
+    try:
+        yield from pipeline.steps(loader)
+    except TrainingDiverged as error:
+        raise TrainingDiverged(f"step {progress.num_steps + 1}: {error}; {_LOWER_LR}") from error
+
+
+def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[Suggestion | None]:
+    """What would loosen the run's stalls; with FAE's schedule, no other one."""
+    num_ahead = num_read_ahead(config.prefetch, config.batch_size)
+    found = [of_load(pipeline.clock, num_ahead), *pipeline.suggestions()]
+    is_kept = config.schedule.name == "fae"
+    return [each for each in found if not (each and is_kept and each.key.startswith("schedule"))]
+
+
+def _evaluate(model: nn.Module, source: SampleSource, split: str, config: TrainConfig) -> Metrics:
+    """An evaluation during training."""
+    with autocast(config):
+        return evaluate_split(model, source, split, config.eval.batch_size, config.eval.max_samples)
+
+
+def _warn_of_no_effect(config: TrainConfig, num_steps: int) -> None:
+    """Warn about settings that take effect only after the last step."""
+    schedule = config.lr_schedule
+    if schedule.warmup_steps > num_steps:
+        warnings.warn(
+            "learning rates never reach their full value: lr_schedule.warmup_steps is "
+            f"{schedule.warmup_steps}, and the run has {num_steps} steps; lower it",
+            stacklevel=3,
+        )
+    if config.eval.every_steps > num_steps:
+        warnings.warn(
+            "the only evaluation is the one after the last step: eval.every_steps is "
+            f"{config.eval.every_steps}, and the run has {num_steps} steps; lower it, or "
+            "ablate.eval_every_samples in an ablation with a target",
+            stacklevel=3,
+        )
+    if schedule.decay != "none" and schedule.first_decay_step >= num_steps:
+        warnings.warn(
+            f"learning rates never fall: lr_schedule.decay is {schedule.decay!r} from step "
+            f"{schedule.first_decay_step} on, and the run has {num_steps} steps; "
+            "lower lr_schedule.decay_start or lr_schedule.warmup_steps",
+            stacklevel=3,
+        )
+
+
+def _is_evaluation_due(step: int, num_steps: int, config: TrainConfig) -> bool:
+    if config.eval.every_steps:
+        return step % config.eval.every_steps == 0
+    return _is_one_of(step, _EVALUATIONS_PER_EPOCH * config.epochs, num_steps)
+
+
+def _is_one_of(step: int, times: int, num_steps: int) -> bool:
+    """Whether a step is one of `times` steps spread evenly over the run; the last step is one."""
+    return step * times // num_steps > (step - 1) * times // num_steps
+
+
+def evaluate_split(
+    model: nn.Module,
+    source: SampleSource,
+    split: str,
+    batch_size: int,
+    max_samples: int | None = None,
+) -> Metrics:
+    """Metrics over a split.
+
+    Args:
+        model: Maps a batch to (loss, (loss, logits, labels)).
+        source: The data.
+        split: "train", "test" or "validation".
+        batch_size: Samples per forward pass.
+        max_samples: Stop after this number of samples.
+
+    Raises:
+        IdOutOfRange: an id is not a row of its table, here or in training before.
+        TrainingDiverged: a logit is not finite.
+    """
+    device = next(model.parameters()).device
+    accumulator = MetricsAccumulator()
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for batch in BatchLoader(source, split, batch_size, shuffle=False):
+            _, (_, logits, labels) = model(batch.to(device))
+            wanted = None if max_samples is None else max_samples - accumulator.num_samples
+            scores = logits[:wanted].float().cpu().numpy()
+            num_bad = int((~np.isfinite(scores)).sum())
+            if num_bad:
+                raise TrainingDiverged(
+                    f"{split}: {num_bad} of {len(scores)} logits are not finite; {_LOWER_LR}"
+                )
+            accumulator.add(scores, labels[:wanted].cpu().numpy())
+            if accumulator.num_samples == max_samples:
+                break
+    check_input(model)
+    model.train(was_training)
+    return accumulator.result()
+
+
+def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metrics]:
+    """Metrics of a saved model on the test and validation splits.
+
+    Args:
+        run_dir: A run that saved its model.
+        data: A store or synthetic data; default: the data of the run.
+
+    Raises:
+        ConfigError: there is no saved model, or it does not fit the data.
+    """
+    folder = RunFolder.open(run_dir)
+    # Evaluation updates no rows: plain SGD allocates no state.
+    config = replace(
+        folder.read_config(),
+        optimizer=OptimizerConfig(),
+        dense_optimizer=None,
+        budget="",
+        plan="",
+        cold_tier="host",
+        cold_path="",
+    )
+    if data is not None:
+        config = replace(config, data=data)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        warnings.warn(
+            "the run used device 'cuda', which is not available; evaluating on 'cpu'", stacklevel=2
+        )
+        config = replace(config, device="cpu")
+    source = open_source(config)
+    set_num_threads(config.num_threads)
+    # On the CPU, tables are mapped from the saved model, which may be larger than memory. FBGEMM
+    # cannot: it keeps all tables in one array that it allocates.
+    is_mapped = config.device == "cpu" and config.embeddings != "fbgemm"
+    model, _ = build_model(config, source, table_device="meta" if is_mapped else None)
+    folder.load_model(model.model)
+    with autocast(config):
+        return {
+            split: evaluate_split(model, source, split, config.eval.batch_size)
+            for split in ("test", "validation")
+        }
+
+
+@contextmanager
+def _cold_folder(config: TrainConfig, run_dir: str | Path) -> Iterator[str]:
+    """The folder for rows in files: `cold_path`, or one that is deleted after the run."""
+    if config.cold_tier == "host" or config.cold_path:
+        if config.cold_path and Path(config.cold_path).exists():
+            raise AlreadyExists(
+                f"cold_path {config.cold_path} exists, but training starts with new rows; choose "
+                "another, or delete it"
+            )
+        yield config.cold_path
+        return
+    own = Path(f"{run_dir}.cold")
+    if own.exists():
+        raise AlreadyExists(
+            f"{own}, the folder for rows in files, exists; delete it, or set cold_path"
+        )
+    try:
+        yield str(own)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)  # the run folder holds the model
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Within the `with` block the first Ctrl-C sets the event; the second interrupts as usual."""
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted  # only the main thread may handle signals
+        return
+
+    def on_signal(*_: object) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, before)
+        # Not print: the signal may have interrupted one.
+        os.write(2, _INTERRUPT_NOTICE)
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

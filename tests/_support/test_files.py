@@ -1,0 +1,82 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from recsys._support.files import appearing_whole
+from recsys.config import TrainConfig
+from recsys.embeddings.tiers.cold.cold_files import ColdFiles
+from recsys.train.run_folder import RunFolder
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is flushed and what is renamed, in order."""
+    calls = []
+    fsync, rename = os.fsync, os.rename
+
+    def spy_on_fsync(descriptor):
+        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    def spy_on_rename(old, new, **options):
+        calls.append(("rename", Path(new)))
+        rename(old, new, **options)
+
+    monkeypatch.setattr(os, "fsync", spy_on_fsync)
+    monkeypatch.setattr(os, "rename", spy_on_rename)
+    monkeypatch.setattr(os, "replace", spy_on_rename)
+    return calls
+
+
+def flushed_around(file):
+    partial = file.with_name(f"{file.name}.partial")
+    return [("fsync", partial), ("rename", file), ("fsync", file.parent)]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(tmp_path, calls):
+    file = tmp_path / "record.json"
+
+    with appearing_whole(file) as partial:
+        partial.write_text("whole")
+
+    assert calls == flushed_around(file)
+    assert file.read_text() == "whole"
+
+
+@pytest.mark.parametrize("fails", ["writing", "flushing"])
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch, fails):
+    file = tmp_path / "record.json"
+    file.write_text("before")
+
+    def fail(_):
+        raise OSError("disk gone")
+
+    def write():
+        with appearing_whole(file) as partial:
+            partial.write_text("half")
+            if fails == "writing":
+                fail(partial)
+            monkeypatch.setattr(os, "fsync", fail)
+
+    with pytest.raises(OSError, match="disk gone"):
+        write()
+
+    assert file.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_runs_configuration_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
+    folder = RunFolder.create(tmp_path / "run", TrainConfig(data="store"))
+
+    assert calls == flushed_around(folder.config_file)
+
+
+def test_the_manifest_of_rows_in_files_is_on_the_disk_before_it_has_its_name(tmp_path, calls):
+    files = ColdFiles(tmp_path / "rows", {"goods": ((3, 4), torch.float32)})
+
+    assert calls == flushed_around(tmp_path / "rows" / "arrays.json")
+    assert json.loads((tmp_path / "rows" / "arrays.json").read_text())["is_dirty"]
+    files.discard()

@@ -1,0 +1,198 @@
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from recsys._support import jit
+from recsys.embeddings.tiers.transfers import TransferQueue
+
+
+def test_a_kernel_runs_where_nothing_can_be_kept_and_says_so(monkeypatch):
+    def njit(*, cache=False, **options):
+        if cache:
+            raise RuntimeError("no locator available")
+        return numba.njit(**options)
+
+    def double(number):
+        return 2 * number
+
+    monkeypatch.setattr(jit, "njit", njit)
+
+    with pytest.warns(UserWarning, match="each process compiles them again"):
+        compiled = jit.kernel(double)
+
+    assert compiled(21) == 42
+
+
+def test_a_kernel_divides_by_zero_as_numpy_does():
+    def divide(dividends, divisor):
+        for number in range(len(dividends)):
+            dividends[number] /= divisor
+
+    quotients = np.array([1.0, 0.0, -1.0])
+
+    jit.kernel(divide)(quotients, 0.0)
+
+    assert np.array_equal(quotients, [np.inf, np.nan, -np.inf], equal_nan=True)
+
+
+def run(program, **variables):
+    """What a process of its own prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | variables,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout
+
+
+COUNTS = """
+import torch
+from recsys import jit
+from recsys.models.interaction import InteractionArch
+dense, sparse = torch.randn(64, 8), torch.randn(64, 3, 8, requires_grad=True)
+for number in (2, 1, 3):
+    torch.set_num_threads(number)
+    InteractionArch(3)(dense, sparse).sum().backward()
+    print(torch.get_num_threads(), jit.num_parts())
+"""
+
+
+def test_torchs_number_of_threads_outlives_the_first_kernel():
+    assert run(COUNTS, NUMBA_NUM_THREADS="4") == "2 2\n1 1\n3 3\n"
+
+
+FORK = """
+import multiprocessing
+import torch
+from recsys.models.interaction import InteractionArch
+torch.set_num_threads(2)
+arch, dense, sparse = InteractionArch(3), torch.randn(64, 8), torch.randn(64, 3, 8)
+expected = arch(dense, sparse)
+
+def child(answers):
+    torch.set_num_threads(2)
+    answers.put((arch(dense, sparse) - expected).abs().max().item())
+
+context = multiprocessing.get_context("fork")
+answers = context.SimpleQueue()
+process = context.Process(target=child, args=(answers,))
+process.start()
+process.join(60)
+print(process.exitcode, answers.get() if process.exitcode == 0 else None)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_can_run_kernels_that_its_parent_has_run():
+    assert run(FORK) == "0 0.0\n"
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_threads_may_not_meet_kernels_run_on_one_and_say_so():
+    program = """
+import warnings
+import torch
+from recsys.models.interaction import InteractionArch
+torch.set_num_threads(2)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    result = InteractionArch(1)(torch.ones(1, 2), torch.ones(1, 1, 2))
+print(result.tolist(), [str(warning.message)[:33] for warning in said])
+"""
+
+    printed = run(program, NUMBA_THREADING_LAYER="workqueue")
+
+    assert printed == "[[1.0, 1.0, 2.0]] ['numba finds neither OpenMP nor TB']\n"
+
+
+NOTHING_LEFT_TO_COMPILE = """
+import os
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+from recsys.train.build import autocast, build_model, compile_kernels, open_source
+from recsys.config import load_config
+
+def made_ready_by_a_step(setting):
+    config = load_config(
+        None, [setting], synthetic={"num_samples": 100, "table_sizes": [9] * 3}, batch_size=8
+    )
+    source = open_source(config)
+    model, optimizers = build_model(config, source)
+    compile_kernels(config, source)
+    made_ready = []
+    add = Dispatcher.add_overload
+    Dispatcher.add_overload = lambda self, made: made_ready.append(self) or add(self, made)
+    with autocast(config):
+        loss, _ = model(source.read(np.arange(8)))
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    return made_ready
+
+for setting in ("precision=fp32", "precision=bf16"):
+    child = os.fork()  # of a process that has imported, and has run no kernel yet
+    if not child:
+        print(setting, made_ready_by_a_step(setting), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_first_step_of_training_neither_compiles_nor_takes_a_kernel_from_the_disk():
+    assert run(NOTHING_LEFT_TO_COMPILE) == "precision=fp32 []\nprecision=bf16 []\n"
+
+
+def test_a_parallel_kernel_made_for_a_number_knows_it_on_one_thread_and_on_two():
+    def adding(number):
+        @jit.parallel_kernel
+        def add(numbers):
+            for place in numba.prange(len(numbers)):
+                numbers[place] += number
+
+        return add
+
+    numbers = np.zeros(3)
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            adding(1)(numbers)
+            adding(10)(numbers)
+    finally:
+        torch.set_num_threads(before)
+
+    assert numbers.tolist() == [22, 22, 22]
+
+
+def test_a_thread_that_works_alone_runs_kernels_by_itself(monkeypatch):
+    doubled = jit.parallel_kernel(_doubled)
+    monkeypatch.setattr(doubled, "_parallel", lambda *_: "shared")
+    monkeypatch.setattr(jit, "get_num_threads", lambda: 2)
+    numbers = np.arange(3.0)
+
+    with ThreadPoolExecutor(1, initializer=jit.work_alone) as alone, ThreadPoolExecutor(1) as other:
+        assert alone.submit(doubled, numbers).result().tolist() == [0.0, 2.0, 4.0]
+        assert other.submit(doubled, numbers).result() == "shared"
+
+
+def test_what_is_transferred_in_the_background_is_moved_by_one_thread():
+    queue, found = TransferQueue(), []
+    for in_background in (False, True):
+        queue.put(lambda: found.append(jit._thread.works_alone), in_background=in_background)
+        queue.settle()
+
+    assert found == [False, True]
+
+
+def _doubled(numbers):
+    return 2 * numbers

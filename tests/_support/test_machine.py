@@ -1,0 +1,33 @@
+import torch
+
+from recsys._support import machine
+
+
+def test_an_installed_package_has_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "recsys" / "_support" / "machine.py"))
+
+    environment = machine.describe_environment()
+
+    assert (environment["commit"], environment["dirty"]) == (None, None)
+    assert environment["torch"] == torch.__version__
+
+
+def test_peak_memory_only_grows():
+    before = machine.peak_memory_bytes()
+
+    block = bytearray(b"x" * 50_000_000)
+
+    assert machine.peak_memory_bytes() >= before
+    assert machine.peak_memory_bytes() >= len(block)
+
+
+def test_threads_are_set_for_torch():
+    before = torch.get_num_threads()
+
+    machine.set_num_threads(1)
+    one = torch.get_num_threads()
+    machine.set_num_threads(0)
+    all_cores = torch.get_num_threads()
+
+    torch.set_num_threads(before)
+    assert (one, all_cores) == (1, machine.num_cores())

@@ -1,0 +1,57 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys._support.sizes import format_bytes, parse_bytes
+from recsys.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (17, 17),
+        ("17", 17),
+        ("17B", 17),
+        ("256MiB", 256 * 2**20),
+        ("2 GiB", 2**31),
+        ("1.5KiB", 1536),
+        ("1 TiB", 2**40),
+        ("3MB", 3_000_000),
+        ("1g", 10**9),
+        (" 4kib ", 4096),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1 XB", "1e9", "2 GiB 3"])
+def test_what_is_no_size_is_refused_by_name(text):
+    with pytest.raises(ConfigError, match="budget must be a number of bytes such as 256MiB"):
+        parse_bytes(text, "budget")
+
+
+def test_a_negative_number_is_no_size():
+    with pytest.raises(ConfigError, match="size must be at least 0 bytes, got -1"):
+        parse_bytes(-1)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "expected"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1.5 * 2**20, "1.5 MiB"),
+        (256 * 2**20, "256 MiB"),
+        (1023.4 * 2**30, "1023 GiB"),
+        (5000 * 2**40, "5000 TiB"),
+    ],
+)
+def test_sizes_are_written_in_the_largest_unit_of_which_there_is_one(num_bytes, expected):
+    assert format_bytes(num_bytes) == expected
+
+
+@given(st.integers(0, 2**60))
+def test_a_written_size_can_be_read(num_bytes):
+    assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.01)

@@ -1,0 +1,200 @@
+import pytest
+
+from recsys.ablate.config import load_ablation
+from recsys.errors import ConfigError
+
+TWO_VARIATIONS = """
+[[ablate.variations]]
+name = "sgd"
+[[ablate.variations]]
+name = "adagrad"
+optimizer.name = "adagrad"
+optimizer.lr = 0.05
+"""
+
+
+def test_named_variations_are_crossed_with_the_grid(tmp_path):
+    file = tmp_path / "ablation.toml"
+    file.write_text(f"""
+        [ablate]
+        seeds = [0]
+        {TWO_VARIATIONS}
+        [ablate.grid]
+        embeddings = ["torch", "fbgemm"]
+        "model.dense_arch" = [[8, 16], [16]]
+    """)
+
+    cells = load_ablation(file).cells()
+
+    assert [
+        (
+            cell.variation,
+            cell.config.optimizer.name,
+            cell.config.embeddings,
+            cell.config.model.dense_arch,
+        )
+        for cell in cells
+    ] == [
+        (f"{name},embeddings={provider},model.dense_arch={shown}", name, provider, built)
+        for name in ("sgd", "adagrad")
+        for provider in ("torch", "fbgemm")
+        for shown, built in (("[8;16]", (8, 16)), ("[16]", (16,)))
+    ]
+
+
+def test_a_target_decides_when_cells_evaluate_and_on_which_part(ablation):
+    grid = "[ablate.grid]\nbatch_size = [128, 1000, 8192]"
+
+    to_test = ablation(f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\n{grid}").cells()
+    to_validation = ablation(
+        f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\ntarget_split = 'validation'\n"
+        f"eval_every_samples = 256\n{grid}"
+    ).cells()
+    without = ablation(f"[ablate]\nseeds = [0]\n{grid}", "eval.every_steps=7").cells()
+
+    found = [
+        [(cell.config.eval.every_steps, cell.config.eval.split) for cell in cells]
+        for cells in (to_test, to_validation, without)
+    ]
+    assert found == [
+        [(32, "test"), (4, "test"), (1, "test")],
+        [(2, "validation"), (1, "validation"), (1, "validation")],
+        [(7, "validation")] * 3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epochs = 1", "has no table [ablate]; it needs seeds"),
+        ("[ablate]\nseed = 0", "unknown key ablate.seed; keys are ['seeds'"),
+        ("[ablate]\nseeds = [0]", "ablate needs [[ablate.variations]] or [ablate.grid]"),
+        ("[ablate]\nseeds = 3", "ablate.seeds must be a list of integers, got 3"),
+        (TWO_VARIATIONS, "ablate.seeds must be a list of integers, got []"),
+        (f"[ablate]\nseeds = [true]\n{TWO_VARIATIONS}", "must be a list of integers, got [True]"),
+        (f"[ablate]\nseeds = [1, 1]\n{TWO_VARIATIONS}", "seeds must be distinct, got 1 twice"),
+        (
+            f"[ablate]\nseeds = [0]\ntarget_auc = 70.0\n{TWO_VARIATIONS}",
+            "ablate.target_auc must be between 0 and 1, got 70.0",
+        ),
+        (
+            f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\ntarget_split = 'train'\n{TWO_VARIATIONS}",
+            "split must be one of 'validation', 'test'; got 'train'",
+        ),
+        (
+            f"[ablate]\nseeds = [0]\ntarget_split = 'test'\n{TWO_VARIATIONS}",
+            "ablate.target_split means nothing without ablate.target_auc",
+        ),
+        (
+            f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\neval_every_samples = 0\n{TWO_VARIATIONS}",
+            "ablate.eval_every_samples must be at least 1, got 0",
+        ),
+        (
+            f"seed = 3\n[ablate]\nseeds = [0]\n{TWO_VARIATIONS}",
+            "the base configuration sets seed, which ablate.seeds sets; drop seed",
+        ),
+        (
+            f"eval.split = 'test'\n[ablate]\nseeds = [0]\ntarget_auc = 0.7\n{TWO_VARIATIONS}",
+            "sets eval.split, which ablate.target_split sets",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\nseed = [1, 2]",
+            "variation 'seed=1' sets seed, which ablate.seeds sets",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\nepochs = 2",
+            "ablate.grid.epochs must be a list of values, got 2",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\nepochs = []",
+            "ablate.grid.epochs must be a list of values, got []",
+        ),
+        (
+            f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}\n[ablate.grid]\noptimizer.lr = [1, 2]",
+            "optimizer.lr is set by variation 'adagrad' and by the grid",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\noptimizer = [{name = 'sgd', lr = 1}]",
+            "optimizer is a table, got {'name': 'sgd', 'lr': 1}; set its keys one by one, as in "
+            "optimizer.name = ..., under [[ablate.variations]] if they belong together",
+        ),
+        (
+            "[ablate]\nseeds = [0]\ntarget_auc = 0.7\n[ablate.grid]\neval = [{split = 'test'}]",
+            "eval is a table, got {'split': 'test'}; set its keys one by one, as in eval.split",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\nepochs = [0]",
+            "variation 'epochs=0': epochs must be at least 1, got 0",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\nepoch = [1]",
+            "variation 'epoch=1': unknown key epoch; did you mean epochs?",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[[ablate.variations]]\nepochs = 1",
+            "a variation needs a name of letters, digits and any of . _ + -, got None",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = '../x'",
+            "a variation needs a name of letters, digits and any of . _ + -, got '../x'",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n" + 2 * "[[ablate.variations]]\nname = 'x'\n",
+            "names of variations must be distinct, got 'x' twice",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\ndata = ['a/b', 'a_b']",
+            "folder names of cells must be distinct, got 'data=a_b-seed0' twice",
+        ),
+    ],
+)
+def test_a_bad_file_is_refused(ablation, text, message):
+    with pytest.raises(ConfigError) as caught:
+        ablation(text)
+
+    assert message in str(caught.value)
+
+
+def test_a_setting_that_a_variation_would_overrule_is_refused(ablation):
+    with pytest.raises(ConfigError, match=r"--set optimizer\.lr=1 has no effect: variation"):
+        ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "optimizer.lr=1")
+
+
+def test_a_variation_wins_over_the_base_configuration_key_by_key(ablation):
+    base = "optimizer.lr = 0.7\noptimizer.eps = 0.25"
+
+    cells = ablation(f"{base}\n[ablate]\nseeds = [0]\n{TWO_VARIATIONS}").cells()
+
+    assert [(cell.config.optimizer.lr, cell.config.optimizer.eps) for cell in cells] == [
+        (0.7, 0.25),
+        (0.05, 0.25),
+    ]
+
+
+def test_a_setting_reaches_the_ablation_itself(ablation):
+    config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", "ablate.seeds=[7]", "epochs=2")
+
+    assert [(cell.seed, cell.config.epochs) for cell in config.cells()] == [(7, 2), (7, 2)]
+
+
+def test_the_example_is_three_providers_by_two_recipes_by_five_seeds(pytestconfig):
+    config = load_ablation(pytestconfig.rootpath / "examples" / "ablate_embeddings.toml")
+
+    found = {
+        (
+            cell.config.embeddings,
+            cell.config.optimizer.name,
+            cell.config.optimizer.lr,
+            cell.config.batch_size,
+            cell.seed,
+        )
+        for cell in config.cells()
+    }
+
+    assert found == {
+        (embeddings, *recipe, seed)
+        for embeddings in ("recsys", "torch", "fbgemm")
+        for recipe in (("sgd", 0.1, 128), ("adagrad", 0.01, 1024))
+        for seed in range(5)
+    }
+    assert (config.target_auc, config.target_split) == (0.7, "test")

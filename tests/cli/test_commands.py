@@ -1,0 +1,331 @@
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from recsys._support.config_fields import format_keys
+from recsys.cli.commands import build_parser, main
+from recsys.config import TrainConfig, describe_keys
+
+
+def run_cli(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def test_options_are_these_and_no_others():
+    def options(parser):
+        found = {}
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found |= {name: options(sub) for name, sub in action.choices.items()}
+            elif action.dest != "help":
+                found[action.option_strings[-1] if action.option_strings else action.dest] = None
+        return {key: value or "" for key, value in found.items()}
+
+    assert options(build_parser()) == {
+        "--version": "",
+        "prepare": {
+            "criteo-kaggle": {
+                "raw": "",
+                "--convention": "",
+                "--skip-bad-lines": "",
+                "--out": "",
+            },
+            "criteo-1tb": {
+                "day": "",
+                "--max-ind-range": "",
+                "--skip-bad-lines": "",
+                "--out": "",
+            },
+            "classic-npz": {"file": "", "--out": ""},
+            "torchrec-npy": {"prefix": "", "--table-sizes": "", "--out": ""},
+        },
+        "convert": {"store": "", "--to": "", "--out": "", "--split": ""},
+        "profile": {"store": "", "--out": "", "--samples": "", "--rate": ""},
+        "plan": {
+            "profile": "",
+            "--budget": "",
+            "--out": "",
+            "--ranking": "",
+            "--config": "",
+            "--set": "",
+        },
+        "train": {"data": "", "--config": "", "--set": "", "--run": ""},
+        "verify": {"data": "", "--config": "", "--set": "", "--budgets": "", "--steps": ""},
+        "ablate": {"config": "", "--set": "", "--run": ""},
+        "report": {"run": ""},
+        "evaluate": {"run": "", "--data": "", "--json": ""},
+        "export": {"run": "", "--to": "", "--out": ""},
+        "bench": {
+            "prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""},
+            "step": {"--batch-sizes": "", "--quick": "", "--json": ""},
+            "lookup": {
+                "--batch-sizes": "",
+                "--dims": "",
+                "--optimizers": "",
+                "--quick": "",
+                "--json": "",
+            },
+            "models": {"--batch-sizes": "", "--optimizers": "", "--quick": "", "--json": ""},
+            "synthetic": {"--quick": "", "--json": ""},
+            "count": {"--quick": "", "--json": ""},
+            "rand-em": {"--quick": "", "--json": ""},
+            "tiers": {
+                "--shares": "",
+                "--schedule": "",
+                "--dim": "",
+                "--batch-size": "",
+                "--optimizer": "",
+                "--cold-tier": "",
+                "--cold-path": "",
+                "--times-memory": "",
+                "--budget": "",
+                "--quick": "",
+                "--json": "",
+            },
+        },
+    }
+
+
+def test_prepare_train_evaluate(raw_line, tmp_path, small_settings, capsys):
+    raw = tmp_path / "raw.txt"
+    raw.write_text(
+        "\n".join(
+            raw_line(str(line % 3 // 2), [str(line % 5)] * 13, [f"{line % 7:x}"] * 26)
+            for line in range(700)
+        )
+    )
+    store, folder = tmp_path / "store", tmp_path / "run"
+
+    assert run_cli("prepare", "criteo-kaggle", raw, "--out", store) == 0
+    assert run_cli("train", store, *small_settings, "--run", folder) == 0
+    printed_by_train = capsys.readouterr().out
+    metrics_file = tmp_path / "new" / "metrics.json"
+    assert run_cli("evaluate", folder, "--data", store, "--json", metrics_file) == 0
+
+    for word in ("auc", "logloss", "samples/s", str(folder)):
+        assert word in printed_by_train
+    record = json.loads((folder / "run.json").read_text())
+    assert json.loads(metrics_file.read_text())["metrics"] == record["metrics"]
+
+
+def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
+    raw = tmp_path / "raw.txt"
+    raw.write_text(f"{raw_line()}\noops\n")
+
+    assert run_cli("prepare", "criteo-kaggle", raw, "--out", tmp_path / "a") == 2
+    assert f"{raw} line 2: expected 40" in capsys.readouterr().err
+    assert (
+        run_cli("prepare", "criteo-kaggle", raw, "--out", tmp_path / "b", "--skip-bad-lines") == 0
+    )
+    assert "left out 1 bad lines, listed in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere"], "nowhere is not a store"),
+        (["train", "synthetic:criteo-kaggle", "--set", "x=1"], "unknown key x"),
+        (["train", "synthetic:criteo-kaggle", "--set", "data=x"], "data is set elsewhere"),
+        (["train", "synthetic:criteo-kaggle", "--set", "device=cuda"], "sees no CUDA device"),
+        (
+            [
+                *("train", "synthetic:criteo-kaggle", "--set", "embeddings=torch"),
+                *("--set", "optimizer.name=rowwise_adagrad"),
+            ],
+            "not in torch.optim, so embeddings 'torch' cannot use it",
+        ),
+        (["evaluate", "nowhere"], "nowhere is not a run"),
+        (["export", "nowhere", "--to", "classic", "--out", "f"], "nowhere is not a run"),
+        (["report", "nowhere"], "nowhere has neither a run.json nor an ablate.json"),
+        (["ablate", "nowhere.toml", "--run", "out"], "nowhere.toml cannot be read"),
+        (
+            ["prepare", "criteo-kaggle", "nowhere", "--out", "s"],
+            "raw input nowhere must be a file",
+        ),
+        (
+            ["prepare", "criteo-1tb", "nowhere", "--out", "s"],
+            "raw input nowhere must be a file",
+        ),
+        (
+            ["prepare", "classic-npz", "nowhere", "--out", "s"],
+            "npz input nowhere must be a file",
+        ),
+        (
+            ["prepare", "torchrec-npy", "no/where", "--out", "s"],
+            "npy input no/where_dense.npy must be a file, found nothing",
+        ),
+        (["convert", "nowhere", "--to", "classic-npz", "--out", "f"], "nowhere is not a store"),
+        (["convert", "nowhere", "--to", "torchrec-npy", "--out", "f"], "nowhere is not a store"),
+        (
+            ["convert", "s", "--to", "torchrec-npy", "--out", "."],
+            ". is a folder; name what is to be",
+        ),
+        (
+            ["convert", "s", "--to", "classic-npz", "--out", "f", "--split", "test"],
+            "and cannot have split 'test' alone; leave the split out",
+        ),
+        (["profile", "nowhere", "--out", "f.npz"], "nowhere is not a store"),
+        (["profile", "synthetic:other", "--out", "f"], "must be 'synthetic:criteo-kaggle'"),
+        (["plan", "nowhere", "--budget", "1GiB", "--out", "f"], "No such file or directory"),
+        (["bench", "prepare", "--raw", "nowhere"], "nowhere is not a file"),
+        (["evaluate", "nowhere", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "prepare", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "step", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "lookup", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "lookup", "--batch-sizes", "0"], "batch sizes must be at least 1, got 0"),
+        (["bench", "models", "--batch-sizes", "0"], "batch sizes must be at least 1, got 0"),
+        (["bench", "synthetic", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "count", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "rand-em", "--json", "."], ". is a folder; name a file to be written"),
+        (["bench", "tiers", "--json", "x.png"], "x.png is where the curve goes"),
+        (["bench", "tiers", "--schedule", "fae"], "'fae' must be one of the schedules"),
+    ],
+)
+def test_bad_input_ends_with_a_message_and_status_2(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+
+    assert run_cli(*arguments) == 2
+
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_that_would_lie_under_a_file_is_refused_before_the_work(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+
+    assert run_cli("bench", "step", "--json", tmp_path / "file" / "new" / "x.json") == 2
+
+    assert f"cannot be written: {tmp_path / 'file'} is not a folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_result_never_takes_the_place_of_a_pipe_or_a_device(tmp_path, capsys):
+    # One of our own: a device of the system would be lost where this fails.
+    os.mkfifo(tmp_path / "pipe")
+
+    assert run_cli("evaluate", tmp_path / "no_run", "--json", tmp_path / "pipe") == 2
+
+    assert f"{tmp_path / 'pipe'} is not a plain file" in capsys.readouterr().err
+
+
+def test_help_lists_every_configuration_key(capsys):
+    with pytest.raises(SystemExit) as caught:
+        run_cli("train", "--help")
+
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    for name, _, _ in describe_keys():
+        assert name in printed
+
+
+def test_help_of_a_key_says_its_group_its_meaning_what_it_accepts_and_its_default():
+    lines = format_keys(TrainConfig, width=200).split("\n")
+
+    place = lines.index("lr_schedule: learning rates over the run")
+    found = [" ".join(line.split()) for line in lines[place:]]
+    assert (
+        "lr_schedule.final factor that remains at the end (number in [0, 1]; default 0.0)" in found
+    )
+    assert "lr_schedule.decay how rates fall (one of none, linear, cosine; default none)" in found
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_cleanly_with_what_was_measured(tmp_path, small_settings):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "recsys.cli", "train", "synthetic:criteo-kaggle"]
+    command += [*small_settings, "--set", "synthetic.num_samples=5000000"]
+    command += ["--set", "eval.every_steps=20", "--set", "eval.max_samples=1000"]
+    with subprocess.Popen(
+        [*command, "--run", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        history = folder / "history.jsonl"
+        give_up = time.monotonic() + 300
+        while not history.is_file() or "validation" not in history.read_text():
+            assert process.poll() is None
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=300)
+
+    assert process.returncode == 130
+    record = json.loads((folder / "run.json").read_text())
+    assert record["status"] == "interrupted"
+    assert record["metrics"]["test"] is None
+    assert record["metrics"]["validation"]["auc"] is not None
+    assert record["throughput"]["samples_per_second"] > 0
+    assert (folder / "model.safetensors").is_file()
+    assert (folder / "curves.png").is_file()
+    assert "interrupted at step" in printed
+
+
+BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torchrec", "fbgemm_gpu"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+import recsys
+from recsys.cli.commands import main
+command, run = sys.argv[1:-1], sys.argv[-1]
+print("fbgemm:", main([*command, "--set", "embeddings=fbgemm", "--run", run + "-fbgemm"]))
+print("plain:", main([*command, "--run", run]))
+"""
+
+
+@pytest.mark.slow
+def test_training_needs_neither_torchrec_nor_fbgemm(tmp_path, small_settings):
+    command = [sys.executable, "-c", BLOCKED, "train", "synthetic:criteo-kaggle"]
+
+    ended = subprocess.run(
+        [*command, *small_settings, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONWARNINGS": "error"},
+        check=False,
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    with_fbgemm, _, plain = ended.stdout.partition("fbgemm: 2\n")
+    assert "samples/s" not in with_fbgemm
+    assert "embeddings 'fbgemm' needs fbgemm-gpu-cpu" in ended.stderr
+    assert "samples/s" in plain
+    assert plain.endswith("plain: 0\n")
+
+
+def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
+    from recsys.bench.lookup import OPTIMIZERS
+    from recsys.bench.tiers import OPTIMIZERS as TIERED_OPTIMIZERS
+    from recsys.datasets.convert import FORMATS as DATA_FORMATS
+    from recsys.datasets.criteo.kaggle import CONVENTIONS
+    from recsys.datasets.source import SPLITS
+    from recsys.train.export import FORMATS as MODEL_FORMATS
+
+    def choices(*path):
+        parser = build_parser()
+        for name in path[:-1]:
+            (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+            parser = commands.choices[name]
+        (action,) = (a for a in parser._actions if a.dest == path[-1])
+        return tuple(action.choices)
+
+    assert choices("prepare", "criteo-kaggle", "convention") == CONVENTIONS
+    assert choices("convert", "to") == DATA_FORMATS
+    assert choices("convert", "split") == SPLITS
+    assert choices("export", "to") == MODEL_FORMATS
+    assert choices("bench", "lookup", "optimizers") == OPTIMIZERS
+    assert choices("bench", "tiers", "optimizer") == TIERED_OPTIMIZERS

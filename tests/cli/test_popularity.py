@@ -1,0 +1,178 @@
+import numpy as np
+import pytest
+
+from recsys.bench.synthetic import write_store
+from recsys.cli.commands import main
+from recsys.cli.popularity import parse_samples
+from recsys.datasets import Store, SyntheticCriteo
+from recsys.embeddings import HotPlan, PopularityProfile
+from recsys.errors import ConfigError
+
+
+def run_cli(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def store(tmp_path):
+    source = SyntheticCriteo(num_samples=2000, table_sizes=[300, 7, 1, 500])
+    return write_store(source, tmp_path / "store")
+
+
+def test_profile_counts_the_named_samples_and_prints_the_coverage_of_later_ones(
+    store, tmp_path, capsys
+):
+    assert run_cli("profile", store, "--out", tmp_path / "p.npz", "--samples", "0.25:0.5") == 0
+
+    printed = capsys.readouterr().out
+    profile = PopularityProfile.load(tmp_path / "p.npz")
+    expected = PopularityProfile.count(Store(store), range(500, 1000))
+    np.testing.assert_array_equal(profile.counts(), expected.counts())
+    assert f"2,000 lookups of 500 samples; {profile.num_rows_seen:,} of 808 rows" in printed
+    assert "on samples 1,000 to 2,000, which come later:" in printed
+    found = profile.coverage(profile.num_rows_seen // 10, Store(store), range(1000, 2000))
+    line = next(line for line in printed.splitlines() if line.split()[:1] == [str(found.num_rows)])
+    assert line.split()[2] == f"{found.lookup_hit_rate:.1%}"
+    assert line.split()[4] == f"{found.hot_sample_share:.1%}"
+
+
+def test_a_profile_of_everything_is_measured_on_what_was_counted(store, tmp_path, capsys):
+    assert run_cli("profile", store, "--out", tmp_path / "p.npz", "--rate", "0.5") == 0
+
+    printed = capsys.readouterr().out
+    profile = PopularityProfile.load(tmp_path / "p.npz")
+    assert profile.rate == 0.5
+    assert f"lookups of {profile.num_samples:,} of 2,000 samples" in printed
+    assert "on samples 0 to 2,000, the same ones:" in printed
+
+
+def test_a_rate_that_met_no_sample_says_so(store, tmp_path, capsys):
+    assert run_cli("profile", store, "--out", tmp_path / "p.npz", "--rate", "1e-9") == 0
+
+    assert (
+        capsys.readouterr()
+        .out.strip()
+        .endswith("0 lookups of 0 of 2,000 samples; 0 of 808 rows in 4 tables seen")
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--samples", "5"], "samples must be A:B"),
+        (["--samples", "0:1.5"], "two shares as in 0:0.5, got '0:1.5'"),
+        (["--samples", "a:b"], "samples must be A:B"),
+        (["--samples", "0:nan."], "samples must be A:B"),
+        (["--samples", "7:7"], "are 7 to 7, but must be a range within the 2000"),
+        (["--samples", "0:2001"], "are 0 to 2001, but must be a range within the 2000"),
+        (["--rate", "0"], "rate must lie in (0, 1], got 0"),
+    ],
+)
+def test_bad_options_leave_no_profile(store, tmp_path, capsys, more, message):
+    assert run_cli("profile", store, "--out", tmp_path / "p.npz", *more) == 2
+
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "p.npz").exists()
+
+
+def test_a_profile_that_is_there_is_not_replaced(store, tmp_path, capsys):
+    (tmp_path / "p.npz").write_text("mine")
+
+    assert run_cli("profile", store, "--out", tmp_path / "p.npz") == 2
+
+    assert "exists already" in capsys.readouterr().err
+    assert (tmp_path / "p.npz").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (":", range(9)),
+        ("2:", range(2, 9)),
+        (":4", range(4)),
+        ("0:1", range(1)),
+        ("0.5:1", range(4, 9)),
+        ("0:1.0", range(9)),
+        ("0:0.5", range(4)),
+        (".5:", range(4, 9)),
+    ],
+)
+def test_samples_are_numbers_or_where_one_has_a_point_shares(text, expected):
+    assert parse_samples(text, 9) == expected
+
+
+def test_samples_that_are_none_are_refused():
+    with pytest.raises(ConfigError, match="are 0 to 0, but must be a range within the 9"):
+        parse_samples("0:0.1", 9)
+
+
+def test_the_first_half_of_the_real_sample_profiled_serves_the_second(
+    kaggle_137k_store, tmp_path, capsys
+):
+    file = tmp_path / "profile.npz"
+
+    assert run_cli("profile", kaggle_137k_store, "--out", file, "--samples", "0:0.5") == 0
+
+    printed = capsys.readouterr().out
+    cells = next(line.split() for line in printed.splitlines() if line.split()[1:2] == ["1.0%"])
+    assert cells[:3] == ["1,859", "1.0%", "71.4%"]
+    store = Store(kaggle_137k_store)
+    later = range(store.num_samples // 2, store.num_samples)
+    coverage = PopularityProfile.load(file).coverage(1859, store, later)
+    assert abs(coverage.lookup_hit_rate - 0.714) < 0.001
+
+
+def test_plan_pins_rows_for_the_model_that_train_would_make(store, tmp_path, capsys):
+    profile, out = tmp_path / "p.npz", tmp_path / "plan.npz"
+    run_cli("profile", store, "--out", profile)
+    capsys.readouterr()
+    (tmp_path / "model.toml").write_text("[model]\nembedding_dim = 8\ndense_arch = [16, 8]\n")
+    settings = ["--config", tmp_path / "model.toml", "--set", "optimizer.name=rowwise_adagrad"]
+    settings += ["--set", "batch_size=16"]
+
+    assert run_cli("plan", profile, "--budget", "20KB", "--out", out, *settings) == 0
+
+    printed = capsys.readouterr().out
+    plan = HotPlan.load(out)
+    assert plan.tables["t_cat_0"] == (8, "fp32", 1, 8 * 4 + 4 + 8)
+    assert plan.num_shared_slots == {(8, "fp32"): 16 + 7 + 1 + 16}
+    assert f"{plan.num_pinned} of 808 rows pinned in" in printed
+    assert str(plan) in printed
+
+
+def test_plan_takes_faes_rankings(store, tmp_path):
+    profile, out = tmp_path / "p.npz", tmp_path / "plan.npz"
+    run_cli("profile", store, "--out", profile)
+
+    more = ["--ranking", "global_topk", "--set", "batch_size=16"]
+    assert run_cli("plan", profile, "--budget", "20KiB", "--out", out, *more) == 0
+
+    assert HotPlan.load(out).ranking == "global_topk"
+
+
+def test_a_budget_below_the_floor_leaves_no_plan(store, tmp_path, capsys):
+    profile, out = tmp_path / "p.npz", tmp_path / "plan.npz"
+    run_cli("profile", store, "--out", profile)
+
+    assert run_cli("plan", profile, "--budget", "1KiB", "--out", out) == 2
+
+    assert "budget must be at least" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_the_docs_show_what_is_printed_of_the_real_sample(
+    kaggle_137k_store, tmp_path, capsys, pytestconfig
+):
+    profile, out = tmp_path / "profile.npz", tmp_path / "plan.npz"
+    text = (pytestconfig.rootpath / "docs" / "popularity.md").read_text()
+
+    run_cli("profile", kaggle_137k_store, "--out", profile, "--samples", "0:0.5")
+    run_cli("plan", profile, "--budget", "4MiB", "--out", out)
+
+    printed = capsys.readouterr().out.split("\n\n")
+    tables = [part.split(":\n")[-1].split(f"\n{out}")[0].strip("\n") for part in printed[1:]]
+    assert len(tables) == 2
+    for table in tables:
+        assert f"```\n{table}\n```" in text
+    itself = PopularityProfile.load(profile).coverage(1859)
+    assert f"the top 1 % would take {100 * itself.lookup_hit_rate:.1f} %" in text

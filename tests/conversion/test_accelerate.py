@@ -1,0 +1,545 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.embeddings import SGD, HotColdEmbeddingBag, HotColdEmbeddingBagCollection
+from recsys.embeddings.kernels.choice import NUMBA
+
+INDICES, OFFSETS = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 2, 2])
+
+
+def bag(size=5, dim=2, **options):
+    return nn.EmbeddingBag(size, dim, **({"mode": "sum", "sparse": True} | options))
+
+
+class Holder(nn.Module):
+    def __init__(self, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **({"lr": 0.5} | options))
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    sum(
+        module(INDICES, OFFSETS).square().sum()
+        for module in model.modules()
+        if isinstance(module, nn.EmbeddingBag)
+    ).backward()
+    optimizer.step()
+
+
+def kinds(model):
+    return {name: type(module).__name__ for name, module in model.named_modules() if name}
+
+
+def test_bags_are_found_at_any_depth_under_any_name():
+    model = Holder(
+        one=bag(),
+        many=nn.ModuleList([bag(), nn.ModuleDict({"deep": bag()})]),
+        dense=nn.Linear(2, 2),
+    )
+
+    result = recsys.accelerate(model, optimizer=sgd(model))
+
+    assert [each.names for each in result.replacements] == [
+        ("one",),
+        ("many.0",),
+        ("many.1.deep",),
+    ]
+    assert kinds(model) == {
+        "one": "HotColdEmbeddingBag",
+        "many": "ModuleList",
+        "many.0": "HotColdEmbeddingBag",
+        "many.1": "ModuleDict",
+        "many.1.deep": "HotColdEmbeddingBag",
+        "dense": "Linear",
+    }
+    assert repr(result).splitlines() == [
+        "HotColdEmbeddingBag: 3 tables of 15 rows at one, many.0, many.1.deep",
+        "rows are updated in the step of SGD",
+        "all 120 B of rows and state are in fast memory",
+        "expect shorter steps: 3 tables are updated by 1 kernel call a step",
+    ]
+
+
+def test_a_module_used_in_two_places_is_exchanged_once_for_both():
+    shared = bag()
+    model = Holder(left=Holder(bag=shared), right=nn.ModuleList([shared]))
+
+    result = recsys.accelerate(model)
+
+    assert model.left.bag is model.right[0]
+    assert [each.names for each in result.replacements] == [("left.bag", "right.0")]
+
+
+def test_parameters_keys_flags_and_hooks_are_kept():
+    model = Holder(a=bag(), b=bag(padding_idx=-1, include_last_offset=True, mode="mean"))
+    model.b.weight.requires_grad = False
+    model.a.eval()
+    calls = []
+    handle = model.a.register_forward_hook(lambda *_: calls.append("forward"))
+    weights, keys = [model.a.weight, model.b.weight], list(model.state_dict())
+
+    recsys.accelerate(model, optimizer=sgd(model))
+    model.a(INDICES, OFFSETS)
+    handle.remove()
+    model.a(INDICES, OFFSETS)
+
+    assert model.a.weight is weights[0]
+    assert model.b.weight is weights[1]
+    assert list(model.state_dict()) == keys
+    assert (model.a.training, model.b.training) == (False, True)
+    assert model.b.weight.requires_grad is False
+    assert repr(model.b) == "HotColdEmbeddingBag(5, 2, mode='mean', padding_idx=4)"
+    assert calls == ["forward"]
+
+
+def test_restore_puts_the_same_objects_back_with_rows_and_hooks_as_they_are():
+    model = Holder(a=bag(), nested=nn.ModuleList([bag()]))
+    originals = [model.a, model.nested[0]]
+    before = model.a.weight.detach().clone()
+    optimizer = sgd(model)
+    recsys.accelerate(model, optimizer=optimizer)
+    step(model, optimizer)
+    moved = model.a.weight.detach().clone()
+    model.eval()
+    calls = []
+    model.a.register_forward_hook(lambda *_: calls.append("forward"))
+
+    result = recsys.restore(model)
+
+    assert [model.a, model.nested[0]] == originals
+    assert type(model.a.weight) is nn.Parameter
+    assert not torch.equal(model.a.weight, before)
+    assert torch.equal(model.a.weight, moved)
+    assert model.a.training is False
+    assert [each.kind for each in result.replacements] == ["EmbeddingBag", "EmbeddingBag"]
+    model.a(INDICES, OFFSETS)
+    assert calls == ["forward"]
+
+
+def test_after_restore_the_optimizer_steps_once_and_by_itself():
+    model, plain = (Holder(a=bag()) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    optimizers = [sgd(model), sgd(plain)]
+    recsys.accelerate(model, optimizer=optimizers[0])
+    step(model, optimizers[0])
+    step(plain, optimizers[1])
+
+    recsys.restore(model)
+    step(model, optimizers[0])
+    step(plain, optimizers[1])
+
+    torch.testing.assert_close(model.a.weight, plain.a.weight)
+    assert not optimizers[0]._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_restore_leaves_collected_gradients_as_grad(sparse):
+    model, plain = (Holder(a=bag(sparse=sparse)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    recsys.accelerate(model, optimizer=sgd(model))
+    for each in (model, plain):
+        each.a(INDICES, OFFSETS).square().sum().backward()
+
+    recsys.restore(model)
+
+    assert model.a.weight.grad.is_sparse == sparse
+    torch.testing.assert_close(model.a.weight.grad.to_dense(), plain.a.weight.grad.to_dense())
+
+
+def test_a_restored_model_can_be_accelerated_again():
+    model = Holder(a=bag())
+    optimizer = sgd(model)
+    recsys.accelerate(model, optimizer=optimizer)
+    recsys.restore(model)
+
+    recsys.accelerate(model, optimizer=optimizer)
+    step(model, optimizer)
+
+    assert len(optimizer._optimizer_step_pre_hooks) == 1
+    assert isinstance(model.a, HotColdEmbeddingBag)
+
+
+def test_there_must_be_something_to_restore():
+    model = Holder(a=bag())
+
+    with pytest.raises(ValueError, match=r"no module that recsys.accelerate has put there"):
+        recsys.restore(model)
+
+
+REFUSED = {
+    "momentum": (
+        lambda model: sgd(model, momentum=0.9),
+        r"table 'many\.0': torch\.optim\.SGD with momentum=0\.9 updates rows that were not looked "
+        r"up; leave it out; or: recsys\.accelerate\(model\) without optimizer=",
+    ),
+    "weight decay": (
+        lambda model: torch.optim.Adagrad(model.parameters(), weight_decay=0.1),
+        r"torch\.optim\.Adagrad with weight_decay=0\.1 updates rows that were not looked up",
+    ),
+    "dense Adam": (
+        lambda model: torch.optim.Adam(model.parameters()),
+        r"table 'many\.0': torch\.optim\.Adam updates rows that were not looked up; lazy_adam=True",
+    ),
+    "Adam with weight decay": (
+        lambda model: torch.optim.AdamW(model.parameters()),
+        r"table 'many\.0': torch\.optim\.AdamW updates rows that were not looked up; lazy_adam",
+    ),
+    "no table": (
+        lambda model: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1),
+        r"table 'many\.0': an optimizer must have it in a param group, and SGD has none of",
+    ),
+    "twice": (
+        lambda model: [sgd(model), sgd(model)],
+        r"table 'many\.0': one optimizer must have it, and 2 of those given have",
+    ),
+    "bad type": (lambda model: "sgd", "optimizer must be a torch.optim.Optimizer, several of"),
+    "bad type in a list": (lambda model: [sgd(model), "sgd"], "several of these, .* got str"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_an_optimizer_cannot_do_is_refused_before_anything_is_exchanged(case):
+    model = Holder(many=nn.ModuleList([bag(), bag()]))
+    make, message = REFUSED[case]
+
+    with pytest.raises((ValueError, TypeError), match=message):
+        recsys.accelerate(model, optimizer=make(model))
+
+    assert kinds(model) == {
+        "many": "ModuleList",
+        "many.0": "EmbeddingBag",
+        "many.1": "EmbeddingBag",
+    }
+    assert type(model.many[0].weight) is nn.Parameter
+
+
+UNFIT = {
+    "device": (
+        lambda: bag(device="meta"),
+        "table 'b': rows must be on the CPU or on CUDA, got meta; move the module by",
+    ),
+    "bfloat16": (lambda: bag(dtype=torch.bfloat16), "table 'b': rows must be one of .*bfloat16"),
+    "float16": (lambda: bag(dtype=torch.float16), "table 'b': rows must be one of .*float16"),
+    "strides": (
+        lambda: bag(_weight=torch.rand(2, 5).t()),
+        r"table 'b': rows must be contiguous, got strides \(1, 5\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_tables_that_cannot_be_worked_on_are_named_before_anything_is_exchanged(case):
+    make, message = UNFIT[case]
+    model = Holder(b=make())
+
+    with pytest.raises(ValueError, match=message):
+        recsys.accelerate(model)
+
+    assert kinds(model) == {"b": "EmbeddingBag"}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_beside_others_such_tables_are_left_as_they_are_and_reported(case):
+    make, message = UNFIT[case]
+    model = Holder(a=bag(), b=make())
+
+    with pytest.warns(UserWarning, match=f"b is left as it is: {message}"):
+        result = recsys.accelerate(model)
+
+    assert kinds(model) == {"a": "HotColdEmbeddingBag", "b": "EmbeddingBag"}
+    [left] = result.left_alone
+    assert left.names == ("b",)
+    assert "left as it was: b: table 'b': rows must" in repr(result)
+
+
+def test_a_model_that_is_accelerated_already_is_told_from_one_that_is_not():
+    model = Holder(a=bag())
+    recsys.accelerate(model)
+
+    with pytest.raises(ValueError, match=r"module 'a' is accelerated already; call recsys.restore"):
+        recsys.accelerate(model)
+
+
+@pytest.mark.parametrize("model", [Holder(dense=nn.Linear(2, 2)), Holder()])
+def test_nothing_to_exchange_is_an_error(model):
+    with pytest.raises(
+        ValueError,
+        match=r"must have an nn.EmbeddingBag, an nn.Embedding or a collection of torchrec",
+    ):
+        recsys.accelerate(model)
+
+
+def test_a_bare_bag_is_referred_to_from_torch():
+    with pytest.raises(ValueError, match=r"cannot be replaced in place.*from_torch"):
+        recsys.accelerate(bag())
+
+
+def test_a_class_of_its_own_is_left_alone_and_named():
+    class Special(nn.EmbeddingBag):
+        pass
+
+    model = Holder(a=bag(), b=Special(5, 2))
+
+    with pytest.warns(UserWarning, match=r"b is left as it is: Special is a class of its own"):
+        recsys.accelerate(model)
+
+    assert type(model.b) is Special
+
+
+def test_without_an_optimizer_gradients_are_dense_or_sparse_as_the_bag_says():
+    model = Holder(a=bag(), b=bag(sparse=False))
+    recsys.accelerate(model)
+
+    (model.a(INDICES, OFFSETS) + model.b(INDICES, OFFSETS)).sum().backward()
+
+    assert model.a.weight.grad.is_sparse
+    assert not model.b.weight.grad.is_sparse
+
+
+def test_a_formula_moves_rows_at_the_end_of_each_backward():
+    model = Holder(a=bag(), b=bag(7))
+    before = [model.a.weight.detach().clone(), model.b.weight.detach().clone()]
+
+    result = recsys.accelerate(model, optimizer=SGD(lr=0.5))
+    (model.a(INDICES, OFFSETS).sum() + model.b(INDICES, OFFSETS).sum()).backward()
+
+    for weight, old in zip((model.a.weight, model.b.weight), before, strict=True):
+        expected = old - 0.5 * torch.bincount(INDICES, minlength=len(old)).unsqueeze(1)
+        torch.testing.assert_close(weight.detach(), expected)
+    assert list(result.row_optimizer.state_dict()["state"]) == ["a.weight", "b.weight"]
+    result.row_optimizer.param_groups[0]["lr"] = 0.0
+    now = model.a.weight.detach().clone()
+    model.a(INDICES, OFFSETS).sum().backward()
+    assert torch.equal(model.a.weight, now)
+
+
+def test_a_parameter_of_two_modules_is_one_table():
+    def build():
+        torch.manual_seed(0)
+        model = Holder(a=bag(), b=bag(mode="mean"))
+        model.b.weight = model.a.weight
+        return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+    (plain, plain_optimizer), (model, optimizer) = build(), build()
+    recsys.accelerate(model, optimizer=optimizer)
+    for each, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
+        for _ in range(3):
+            its_optimizer.zero_grad()
+            first, second = each.a(INDICES, OFFSETS), each.b(INDICES, OFFSETS)
+            (first.square().sum() + second.sin().sum()).backward()
+            its_optimizer.step()
+
+    assert model.a.weight is model.b.weight
+    torch.testing.assert_close(model.a.weight, plain.a.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_a_frozen_table_need_not_be_in_the_optimizer():
+    model = Holder(a=bag(), b=bag())
+    model.b.weight.requires_grad = False
+    frozen = model.b.weight.detach().clone()
+    optimizer = torch.optim.SGD([model.a.weight], lr=0.5)
+
+    recsys.accelerate(model, optimizer=optimizer)
+    before = model.a.weight.detach().clone()
+    (model.a(INDICES, OFFSETS) * model.b(INDICES, OFFSETS)).sum().backward()
+    optimizer.step()
+
+    assert not torch.equal(model.a.weight, before)
+    assert torch.equal(model.b.weight, frozen)
+
+
+def test_rows_that_lie_elsewhere_now_are_found_by_the_bag_that_has_them():
+    model = Holder(one=bag(), other=bag())
+    optimizer = sgd(model)
+    recsys.accelerate(model, optimizer=optimizer)
+    step(model, optimizer)
+    model.other.weight.data = torch.ones_like(model.other.weight)
+
+    first, moved = model.one(INDICES, OFFSETS), model.other(INDICES, OFFSETS)
+    (first.sum() + moved.sum()).backward()
+    optimizer.step()
+
+    assert torch.equal(moved, torch.tensor([[2.0, 2.0], [0.0, 0.0], [2.0, 2.0]]))
+    assert torch.equal(model.other.weight[1], torch.tensor([0.5, 0.5]))
+
+
+def test_tables_of_one_dim_and_param_group_are_updated_in_one_call(monkeypatch):
+    model = Holder(many=nn.ModuleList([bag(), bag(9), bag(3, 4), bag(), bag(6, 4)]))
+    groups = [
+        {"params": model.many[:3].parameters(), "lr": 0.5},
+        {"params": model.many[3:].parameters(), "lr": 0.1},
+    ]
+    optimizer = torch.optim.SGD(groups)
+    recsys.accelerate(model, optimizer=optimizer)
+    calls = []
+    monkeypatch.setattr(NUMBA, "row_update", lambda space, *_: calls.append(space.sizes))
+
+    ids = torch.tensor([0, 2])
+    sum(each(ids, torch.tensor([0])).sum() for each in model.many).backward()
+    optimizer.step()
+
+    assert [sizes.tolist() for sizes in calls] == [[5, 9], [3], [5], [6]]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_model_and_optimizer_trains_on_as_the_original(copied):
+    model = Holder(a=bag())
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=optimizer)
+    step(model, optimizer)
+
+    twin, twin_optimizer = copied((model, optimizer))
+    for _ in range(2):
+        step(model, optimizer)
+        step(twin, twin_optimizer)
+
+    assert twin.a.weight is not model.a.weight
+    torch.testing.assert_close(twin.a.weight, model.a.weight)
+    recsys.restore(twin)
+    assert type(twin.a) is nn.EmbeddingBag
+
+
+def test_torchrecs_collections_are_exchanged_inside_torchrecs_models():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    from torchrec.models.dlrm import DLRM
+
+    def build():
+        torch.manual_seed(0)
+        tables = [
+            torchrec.EmbeddingBagConfig(
+                name=name, num_embeddings=size, embedding_dim=4, feature_names=[name]
+            )
+            for name, size in (("user", 9), ("item", 5))
+        ]
+        model = DLRM(torchrec.EmbeddingBagCollection(tables), 3, [6, 4], [5, 1])
+        return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+    features = torchrec.KeyedJaggedTensor.from_lengths_sync(
+        ["item", "user"], torch.tensor([0, 4, 4, 8, 1, 1]), torch.tensor([2, 1, 0, 3])
+    )
+    (plain, plain_optimizer), (model, optimizer) = build(), build()
+    keys, weights = list(model.state_dict()), list(model.parameters())
+    original = model.sparse_arch.embedding_bag_collection
+
+    result = recsys.accelerate(model, optimizer=optimizer)
+    for each, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
+        for _ in range(3):
+            its_optimizer.zero_grad()
+            each(torch.ones(2, 3), features).square().sum().backward()
+            its_optimizer.step()
+
+    assert isinstance(model.sparse_arch.embedding_bag_collection, HotColdEmbeddingBagCollection)
+    assert result.replacements[0].num_tables == 2
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), weights, strict=True))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+    recsys.restore(model)
+    assert model.sparse_arch.embedding_bag_collection is original
+
+
+def test_a_bag_of_ours_that_the_user_built_is_left_alone():
+    model = Holder(a=bag(), ours=HotColdEmbeddingBag(5, 2, mode="sum", optimizer=SGD(lr=1.0)))
+    ours = model.ours
+
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.a.parameters(), lr=0.1))
+
+    assert model.ours is ours
+
+
+def collection():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    torch.manual_seed(0)
+    return torchrec.EmbeddingBagCollection(
+        [
+            torchrec.EmbeddingBagConfig(
+                name=name, num_embeddings=5, embedding_dim=2, feature_names=[name]
+            )
+            for name in ("user", "item")
+        ]
+    )
+
+
+def kjt():
+    from torchrec import KeyedJaggedTensor
+
+    lengths = torch.tensor([2, 1, 0, 3])
+    return KeyedJaggedTensor.from_lengths_sync(["user", "item"], torch.arange(6) % 5, lengths)
+
+
+def test_a_parameter_of_a_collection_and_a_bag_is_one_table():
+    def build():
+        model = Holder(ebc=collection(), a=bag(sparse=False))
+        model.a.weight = model.ebc.embedding_bags["item"].weight
+        return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+    (plain, plain_optimizer), (model, optimizer) = build(), build()
+    recsys.accelerate(model, optimizer=optimizer)
+    for each, its_optimizer in ((plain, plain_optimizer), (model, optimizer)):
+        for _ in range(3):
+            its_optimizer.zero_grad()
+            pooled = each.ebc(kjt()).values()
+            (pooled.square().sum() + each.a(INDICES, OFFSETS).sin().sum()).backward()
+            its_optimizer.step()
+
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_the_tables_of_a_collection_have_one_optimizer_or_none():
+    model = Holder(ebc=collection())
+    frozen, moved = model.ebc.parameters()
+    frozen.requires_grad = False
+
+    with pytest.raises(ValueError, match=r"table 'ebc\.embedding_bags\.user': all tables of a"):
+        recsys.accelerate(model, optimizer=torch.optim.SGD([moved], lr=0.1))
+
+    assert type(model.ebc).__module__.startswith("torchrec")
+
+
+def test_a_part_of_what_was_accelerated_is_not_restored_alone():
+    model = Holder(first=Holder(bag=bag()), second=Holder(bag=bag()))
+    recsys.accelerate(model, optimizer=sgd(model))
+
+    with pytest.raises(ValueError, match=r"has 1 of the 2 modules .* on the whole model"):
+        recsys.restore(model.first)
+
+    assert kinds(model)["first.bag"] == "HotColdEmbeddingBag"
+    recsys.restore(model)
+    assert kinds(model)["first.bag"] == kinds(model)["second.bag"] == "EmbeddingBag"
+
+
+def test_a_table_that_two_collections_share_binds_both_to_the_optimizer():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+
+    def collection(*names):
+        return torchrec.EmbeddingBagCollection(
+            [
+                torchrec.EmbeddingBagConfig(
+                    name=name, num_embeddings=5, embedding_dim=4, feature_names=[name]
+                )
+                for name in names
+            ]
+        )
+
+    model = Holder(first=collection("shared", "a"), second=collection("b", "shared"))
+    shared = model.first.embedding_bags["shared"].weight
+    model.second.embedding_bags["shared"].weight = shared
+    model.second.embedding_bags["b"].weight.requires_grad_(False)
+    moved = [shared, model.first.embedding_bags["a"].weight]
+
+    with pytest.raises(ValueError, match=r"second\.embedding_bags\.b': all tables of a"):
+        recsys.accelerate(model, optimizer=torch.optim.SGD(moved, lr=0.1))

@@ -1,0 +1,626 @@
+"""An accelerated model beside the plain one, in all that training may do between two steps."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import recsys
+from recsys.embeddings import SGD, Adagrad
+from recsys.embeddings.kernels import choice as kernel_choice
+
+SIZES, BATCH_SIZE = [9, 5, 30], 6
+
+
+class Towers(nn.Module):
+    """Two towers look up the same tables; `dense` has parameters of its own."""
+
+    def __init__(self, dim=4):
+        super().__init__()
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(size, dim, mode="sum", sparse=True) for size in SIZES
+        )
+        self.dense = nn.Linear(2 * dim * len(SIZES), 1)
+
+    def tower(self, ids):
+        offsets = torch.arange(0, ids.shape[1], 2)
+        return torch.cat([bag(row, offsets) for bag, row in zip(self.bags, ids, strict=True)], 1)
+
+    def forward(self, ids):
+        first, second = ids
+        return self.dense(torch.cat([self.tower(first), self.tower(second)], 1)).squeeze(1)
+
+
+def optimizers(model, name, **options):
+    """Of the tables first; SparseAdam wants the dense part to have another."""
+    if name == "sparse_adam":
+        return [
+            torch.optim.SparseAdam(model.bags.parameters(), lr=0.05),
+            torch.optim.Adam(model.dense.parameters(), lr=0.05),
+        ]
+    kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[name]
+    return [kind(model.parameters(), lr=0.05, **options)]
+
+
+def batch(number):
+    generator = torch.Generator().manual_seed(number)
+    shape = (2, len(SIZES), 2 * BATCH_SIZE)
+    ids = torch.randint(0, 1000, shape, generator=generator) % torch.tensor(SIZES)[:, None]
+    return ids, torch.rand(BATCH_SIZE, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model, number):
+    ids, labels = batch(number)
+    return mse_loss(model(ids), labels)
+
+
+def pair(name="adagrad", **options):
+    """A plain and an accelerated model in float64, with their optimizers."""
+    torch.manual_seed(0)
+    plain = Towers().double()
+    model = copy.deepcopy(plain)
+    runs = [(each, optimizers(each, name, **options)) for each in (plain, model)]
+    recsys.accelerate(model, optimizer=runs[1][1][0])
+    return runs
+
+
+def require_equal(runs):
+    (plain, theirs), (model, mine) = runs
+    for (key, expected), found in zip(
+        plain.state_dict().items(), model.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=key)
+    for expected, found in zip(theirs, mine, strict=True):
+        torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def train(model, its_optimizers, numbers=range(4)):
+    for number in numbers:
+        for optimizer in its_optimizers:
+            optimizer.zero_grad()
+        loss_of(model, number).backward()
+        for optimizer in its_optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse_adam"])
+def test_two_towers_over_the_same_tables_then_a_step(name):
+    runs = pair(name)
+
+    for model, its_optimizers in runs:
+        train(model, its_optimizers)
+
+    require_equal(runs)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse_adam"])
+def test_gradients_of_several_micro_batches_then_a_step(name):
+    runs = pair(name)
+
+    for model, its_optimizers in runs:
+        for step in range(3):
+            for optimizer in its_optimizers:
+                optimizer.zero_grad()
+            for micro in range(3):
+                (loss_of(model, 3 * step + micro) / 3).backward()
+            for optimizer in its_optimizers:
+                optimizer.step()
+
+    require_equal(runs)
+
+
+def test_an_update_per_backward_would_be_another_step():
+    def build():
+        bag = nn.EmbeddingBag(1, 1, mode="sum", sparse=True, _weight=torch.zeros(1, 1))
+        return nn.ModuleList([bag])
+
+    def run(model, optimizer):
+        optimizer.zero_grad()
+        for gradient in (3.0, 0.5):
+            (gradient * model[0](torch.tensor([[0]]))).sum().backward()
+        optimizer.step()
+        return float(model[0].weight.detach())
+
+    plain, model, fused = build(), build(), build()
+    theirs, mine = (torch.optim.Adagrad(each.parameters(), lr=0.1) for each in (plain, model))
+    recsys.accelerate(model, optimizer=mine)
+    recsys.accelerate(fused, optimizer=Adagrad(lr=0.1))
+
+    right, found = run(plain, theirs), run(model, mine)
+    for gradient in (3.0, 0.5):
+        (gradient * fused[0](torch.tensor([[0]]))).sum().backward()
+
+    assert right == pytest.approx(-0.1)
+    assert found == pytest.approx(-0.1)
+    # A formula moves rows in every backward, as it says: 3 / 3 + 0.5 / sqrt(9.25) of the rate.
+    assert float(fused[0].weight.detach()) == pytest.approx(-0.1164399)
+
+
+def test_gradients_clipped_by_hand_are_those_that_count():
+    runs = pair()
+
+    for model, (optimizer,) in runs:
+        for number in range(3):
+            optimizer.zero_grad()
+            loss_of(model, number).backward()
+            for parameter in model.parameters():
+                gradient = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
+                parameter.grad = gradient * min(1.0, 0.01 / float(gradient.norm()))
+            optimizer.step()
+
+    require_equal(runs)
+
+
+def test_schedulers_change_the_rate_of_each_param_group():
+    torch.manual_seed(0)
+    plain = Towers().double()
+    model = copy.deepcopy(plain)
+    runs = []
+    for each in (plain, model):
+        groups = [
+            {"params": each.bags[:1].parameters(), "lr": 0.2},
+            {"params": [*each.bags[1:].parameters(), *each.dense.parameters()], "lr": 0.05},
+        ]
+        runs.append((each, [torch.optim.Adagrad(groups, lr_decay=0.1)]))
+    recsys.accelerate(model, optimizer=runs[1][1][0])
+
+    for each, [optimizer] in runs:
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for number in range(4):
+            train(each, [optimizer], [number])
+            scheduler.step()
+
+    require_equal(runs)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["plain", "fused"])
+def test_steps_that_grad_scaler_skips_move_nothing(options):
+    torch.manual_seed(0)
+    plain = Towers()
+    model = copy.deepcopy(plain)
+    # The plain one is never fused: torch's fused step takes no sparse gradients.
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    mine = torch.optim.SGD(model.parameters(), lr=0.1, **options)
+    recsys.accelerate(model, optimizer=mine)
+
+    for each, optimizer in ((plain, theirs), (model, mine)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for number, factor in enumerate((1.0, float("inf"), 1.0)):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(each, number).float() * factor).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
+        assert found.isfinite().all()
+
+
+def test_a_scale_that_is_left_to_a_fused_step_is_refused():
+    model = Towers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    recsys.accelerate(model, optimizer=optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, 0).float()).backward()
+
+    with pytest.raises(RuntimeError, match=r"fused=True.* call scaler\.unscale_\(optimizer\)"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("way", ["positional", "keyword"])
+def test_a_closure_computes_the_gradients_that_its_step_uses(way):
+    runs = pair()
+
+    for model, (optimizer,) in runs:
+        for number in range(3):
+
+            def closure(model=model, optimizer=optimizer, number=number):
+                optimizer.zero_grad()
+                loss = loss_of(model, number)
+                loss.backward()
+                return loss
+
+            loss = (
+                optimizer.step(closure) if way == "positional" else optimizer.step(closure=closure)
+            )
+            assert loss > 0
+
+    require_equal(runs)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "sparse_adam"])
+def test_a_state_that_is_loaded_later_is_the_one_that_counts(name):
+    runs = pair(name)
+    train(*runs[0])
+    saved = copy.deepcopy([each.state_dict() for each in runs[0][1]])
+    weights = copy.deepcopy(runs[0][0].state_dict())
+    train(*runs[1], numbers=[7])
+
+    runs[1][0].load_state_dict(weights)
+    for optimizer, state in zip(runs[1][1], saved, strict=True):
+        optimizer.load_state_dict(state)
+    for run in runs:
+        train(*run, numbers=range(4, 7))
+
+    require_equal(runs)
+
+
+def test_a_setting_loaded_later_that_has_no_formula_stops_the_step():
+    (_, _), (model, [optimizer]) = pair("sgd")
+    optimizer.param_groups[0]["momentum"] = 0.9
+
+    with pytest.raises(ValueError, match=r"torch\.optim\.SGD with momentum=0\.9 updates rows"):
+        train(model, [optimizer], [0])
+
+
+def test_a_table_frozen_for_a_while_rests():
+    runs = pair()
+
+    for model, its_optimizers in runs:
+        train(model, its_optimizers, [0])
+        model.bags[1].weight.requires_grad = False
+        train(model, its_optimizers, [1, 2])
+        model.bags[1].weight.requires_grad = True
+        train(model, its_optimizers, [3])
+
+    require_equal(runs)
+
+
+def test_steps_of_a_table_that_is_not_looked_up_are_not_counted():
+    runs = pair("sparse_adam")
+
+    for model, its_optimizers in runs:
+        for number in range(4):
+            for optimizer in its_optimizers:
+                optimizer.zero_grad()
+            ids, _ = batch(number)
+            model.bags[number % 2](ids[0][number % 2][:, None]).square().sum().backward()
+            its_optimizers[0].step()
+
+    require_equal(runs)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_activation_checkpointing_gives_the_same_update(use_reentrant, is_fused):
+    def run(is_checkpointed):
+        torch.manual_seed(0)
+        model = Towers().double()
+        settings = {"lr": 0.05}
+        optimizer = torch.optim.Adagrad(model.parameters(), **settings)
+        recsys.accelerate(model, optimizer=Adagrad(**settings) if is_fused else optimizer)
+        ids, labels = batch(0)
+        # The reentrant kind wants an input that asks for a gradient.
+        asks = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+        def tower(asks):
+            return model.tower(ids[0]) * asks
+
+        first = checkpoint(tower, asks, use_reentrant=use_reentrant) if is_checkpointed else None
+        first = tower(asks) if first is None else first
+        pooled = torch.cat([first, model.tower(ids[1])], 1)
+        mse_loss(model.dense(pooled).squeeze(1), labels).backward()
+        optimizer.step()
+        return model.state_dict()
+
+    expected, found = run(False), run(True)
+
+    for key in expected:
+        torch.testing.assert_close(found[key], expected[key], rtol=1e-12, atol=1e-12)
+
+
+# Dynamo looks whether its inputs have a gradient, and hides what torch says to that.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_the_surrounding_model_is_compiled_around_the_lookups():
+    runs = pair()
+    (plain, theirs), (model, mine) = runs
+    compiled = torch.compile(model, backend="aot_eager")
+
+    train(plain, theirs)
+    train(compiled, mine)
+
+    require_equal(runs)
+
+
+def test_data_parallel_models_are_refused_before_and_after(process_group):
+    wrapped = DistributedDataParallel(Towers())
+    with pytest.raises(ValueError, match="must not be wrapped by DistributedDataParallel"):
+        recsys.accelerate(wrapped)
+    with pytest.raises(ValueError, match=r"module '0' must not be wrapped"):
+        recsys.accelerate(nn.ModuleList([wrapped]))
+    assert type(wrapped.module.bags[0]) is nn.EmbeddingBag
+
+    (_, _), (model, _) = pair()
+    with pytest.raises(RuntimeError, match="DistributedDataParallel: rows that a recsys optimizer"):
+        loss_of(DistributedDataParallel(model), 0)
+
+
+def bags(*sizes, dim=4):
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.EmbeddingBag(size, dim, mode="sum", sparse=True) for size in sizes)
+
+
+@pytest.mark.parametrize("budget", [None, 600])
+def test_a_gradient_of_a_lookup_before_restore_is_the_tables_grad(budget):
+    both = bags(50), bags(50)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in both]
+    recsys.accelerate(both[1], optimizer=optimizers[1], budget=budget)
+
+    for model, optimizer in zip(both, optimizers, strict=True):
+        pooled = model[0](torch.tensor([49, 7, 7]), torch.tensor([0, 1]))
+        if model is both[1]:
+            recsys.restore(model)
+        pooled.square().sum().backward()
+        assert model[0].weight.grad.shape == (50, 4)
+        optimizer.step()
+
+    assert torch.equal(both[1][0].weight, both[0][0].weight)
+
+
+def test_a_gradient_of_a_lookup_before_restore_is_used_by_what_moves_the_rows_by_then():
+    model = bags(5)
+    recsys.accelerate(model, optimizer=SGD(lr=0.5))
+    ids, offsets = torch.tensor([4]), torch.tensor([0])
+    pooled = model[0](ids, offsets)
+    recsys.restore(model)
+    recsys.accelerate(model, optimizer=SGD(lr=0.5))
+    for _ in range(2):  # it knows by then that no grad was left
+        model[0](ids - 1, offsets).sum().backward()
+    before = model[0].weight[4].detach().clone()
+
+    pooled.sum().backward()
+    model[0](ids - 1, offsets).sum().backward()
+
+    assert torch.equal(model[0].weight[4], before - 0.5)
+
+
+def test_after_restore_a_collections_gradient_is_that_of_the_table_that_was_looked_up():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    config = torchrec.EmbeddingBagConfig(
+        name="a", num_embeddings=5, embedding_dim=4, feature_names=["f"]
+    )
+    model = nn.ModuleList([torchrec.EmbeddingBagCollection([config])])
+    recsys.accelerate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
+    features = torchrec.KeyedJaggedTensor(["f"], torch.tensor([4]), lengths=torch.tensor([1]))
+    pooled = model[0](features).values()
+    recsys.restore(model)
+    holder = model[0].embedding_bags["a"]
+    old, new = holder.weight, nn.Parameter(torch.zeros(5, 4))
+
+    holder.weight = new
+    pooled.sum().backward()
+
+    assert new.grad is None
+    assert old.grad.to_dense().sum(1).tolist() == [0, 0, 0, 0, 4.0]
+
+
+def test_a_gradient_that_is_refused_after_restore_is_not_added_to_the_next():
+    model = bags(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer)
+    weight, ids, offsets = model[0].weight, torch.tensor([4]), torch.tensor([0])
+    pooled = [model[0](ids, offsets) for _ in range(2)]
+    recsys.restore(model)
+    whole = weight.data
+
+    weight.data = whole[:3]
+    with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
+        pooled[0].sum().backward()
+    weight.data = whole
+    pooled[1].sum().backward()
+
+    assert weight.grad.to_dense()[4].tolist() == [1.0] * 4
+
+
+def test_restore_is_refused_for_all_or_for_none():
+    model = nn.ModuleDict({"a": bags(5), "b": bags(5)})
+    recsys.accelerate(model["a"], optimizer=SGD(lr=0.5))
+    recsys.accelerate(model["b"], optimizer=torch.optim.SGD(model["b"].parameters(), lr=0.5))
+    ids, offsets = torch.tensor([4]), torch.tensor([0])
+    model["b"][0](ids, offsets).sum().backward()
+    short = model["b"][0].weight
+    short.data = short.data[:3]
+
+    with pytest.raises(ValueError, match=r"\(5, 4\) was looked up"):
+        recsys.restore(model)
+
+    before = model["a"][0].weight.detach().clone()
+    model["a"][0](ids, offsets).sum().backward()
+    assert torch.equal(model["a"][0].weight[4], before[4] - 0.5)
+    short.grad = None
+    recsys.restore(model)
+
+
+def test_rows_of_a_formula_rest_after_restore_whatever_was_looked_up_before():
+    model = bags(5)
+    recsys.accelerate(model, optimizer=SGD(lr=0.5))
+    ids, offsets = torch.tensor([4]), torch.tensor([0])
+    pooled, updater = model[0](ids, offsets), model[0].row_updater
+    before = model[0].weight.detach().clone()
+
+    with updater.moving_once():
+        recsys.restore(model)
+    pooled.sum().backward()
+
+    assert torch.equal(model[0].weight, before)
+    assert model[0].weight.grad.to_dense()[4].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_lookup_by_torchs_kernels_outlives_restore_to_tables_for_ours(is_weighted, monkeypatch):
+    both = bags(500), bags(500)
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cpu"})  # as if slots were a device's
+    recsys.accelerate(both[1], optimizer=torch.optim.SGD(both[1].parameters(), lr=0.5), budget=7000)
+    found = []
+    for model in both:
+        weights = torch.arange(1.0, 4.0, requires_grad=True)
+        settings = {"per_sample_weights": weights} if is_weighted else {}
+        pooled = model[0](torch.tensor([499, 7, 7]), torch.tensor([0, 1]), **settings)
+        if model is both[1]:
+            monkeypatch.undo()
+            recsys.restore(model)
+        pooled.square().sum().backward()
+        found.append((model[0].weight.grad.to_dense(), weights.grad))
+
+    torch.testing.assert_close(found[1], found[0])
+
+
+def halve_grads(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.grad is not None:
+                weight.grad = 0.5 * weight.grad
+
+
+def set_rate(optimizer, args, kwargs):
+    for group in optimizer.param_groups:
+        group["lr"] = 0.25
+
+
+@pytest.mark.parametrize("hook", [halve_grads, set_rate])
+@pytest.mark.parametrize("has_closure", [False, True])
+def test_hooks_of_step_count_whenever_they_were_registered(hook, has_closure):
+    plain, model = bags(5, 9), bags(5, 9)
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
+        optimizer.register_step_pre_hook(hook)
+        if each is model:
+            recsys.accelerate(model, optimizer=optimizer)
+        optimizer.register_step_pre_hook(hook)
+
+        def closure(each=each):
+            loss = sum(bag(torch.tensor([4, 2]), torch.tensor([0])).square().sum() for bag in each)
+            loss.backward()
+            return loss
+
+        if has_closure:
+            assert optimizer.step(closure) > 0
+        else:
+            closure()
+            assert optimizer.step() is None
+
+    for mine, theirs in zip(model, plain, strict=True):
+        torch.testing.assert_close(mine.weight, theirs.weight)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_table_that_is_put_into_another_param_group_is_refused(is_kept):
+    model = bags(5, 9)
+    optimizer = torch.optim.SGD([{"params": [bag.weight]} for bag in model], lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer)
+    weight = model[1].weight
+    before = weight.detach().clone()
+    for bag in model:
+        bag(torch.tensor([4]), torch.tensor([0])).sum().backward()
+
+    del optimizer.param_groups[1]
+    if is_kept:
+        optimizer.param_groups[0]["params"].append(weight)
+
+    with pytest.raises(ValueError, match=r"\(9, 4\) was in param group 1 .*; call recsys.restore"):
+        optimizer.step()
+    assert torch.equal(weight, before)
+    weight.requires_grad = is_kept
+    recsys.restore(model)
+    recsys.accelerate(model, optimizer=optimizer)
+    optimizer.step()
+    assert torch.equal(weight[4], before[4] - 0.5 * is_kept)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_state_of_tables_of_one_column_has_the_shape_that_torchs_has(kind):
+    plain = nn.ModuleList([nn.EmbeddingBag(20, 1, mode="sum", sparse=True)])
+    model = copy.deepcopy(plain)
+    optimizers = [kind(list(each.parameters()), lr=0.1) for each in (plain, model)]
+    recsys.accelerate(model, optimizer=optimizers[1])
+
+    for number in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            if each is model and number == 2:
+                recsys.restore(model)
+            optimizer.zero_grad()
+            each[0](torch.tensor([4, number]), torch.tensor([0])).sum().backward()
+            optimizer.step()
+
+    torch.testing.assert_close(model[0].weight, plain[0].weight)
+    states = [each.state[m[0].weight] for m, each in zip((plain, model), optimizers, strict=True)]
+    torch.testing.assert_close(*states)
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_table_that_is_not_to_move_may_leave_the_param_groups(is_dropped):
+    model = bags(5, 9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recsys.accelerate(model, optimizer=optimizer)
+    first, second = (bag.weight.detach().clone() for bag in model)
+
+    optimizer.param_groups[0]["params"] = [model[0].weight]
+    if is_dropped:
+        del model[1]
+    else:
+        model[1].weight.requires_grad = False
+    loss = sum(bag(torch.tensor([4]), torch.tensor([0])).sum() for bag in model)
+    loss.backward()
+    optimizer.step()
+
+    assert torch.equal(model[0].weight[4], first[4] - 0.5)
+    assert is_dropped or torch.equal(model[1].weight, second)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 800}, {"budget": 2000, "cold_tier": "file"}])
+def test_state_of_one_column_that_was_written_without_it_is_read(options, tmp_path):
+    model, other = bags(60, 50, dim=1), bags(60, 50, dim=1)
+    if "cold_tier" in options:
+        options = options | {"cold_path": tmp_path / "cold"}
+    source = recsys.accelerate(other, optimizer=Adagrad(lr=0.5)).row_optimizer
+    target = recsys.accelerate(model, optimizer=Adagrad(lr=0.5), **options).row_optimizer
+
+    def step(bags_):
+        for bag in bags_:
+            bag(torch.tensor([4, 7, 4]), torch.tensor([0])).square().sum().backward()
+
+    step(other)
+    step(model)
+    step(other)
+    state = copy.deepcopy(source.state_dict())
+    for each in state["state"].values():
+        each["momentum1"] = each["momentum1"].squeeze(1)
+    model.load_state_dict(other.state_dict())
+    target.load_state_dict(state)
+    step(other)
+    step(model)
+
+    shapes = [each["momentum1"].shape for each in target.state_dict()["state"].values()]
+    assert shapes == [(60, 1), (50, 1)]
+    for mine, theirs in zip(model, other, strict=True):
+        assert torch.equal(mine.weight, theirs.weight)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("dim", [1, 4])
+def test_state_begun_anew_is_as_the_optimizer_would_have_made_it(name, dim):
+    kind = torch.optim.Adagrad
+    if name == "rowwise_adagrad":
+        kind = pytest.importorskip("torchrec.optim.rowwise_adagrad").RowWiseAdagrad
+    plain, model = bags(5, dim=dim), bags(5, dim=dim)
+    plain[0].sparse = model[0].sparse = name == "adagrad"  # TorchRec's takes no other
+    both = [(each, kind(each.parameters(), lr=0.5)) for each in (plain, model)]
+    recsys.accelerate(model, optimizer=both[1][1])
+    del both[1][1].state[model[0].weight]
+
+    for number in range(2):
+        for each, optimizer in both:
+            optimizer.zero_grad()
+            each[0](torch.tensor([4, 2]), torch.tensor([0])).square().sum().backward()
+            optimizer.step()
+        if not number:
+            recsys.restore(model)
+
+    torch.testing.assert_close(model[0].weight, plain[0].weight)
+    states = [optimizer.state[each[0].weight] for each, optimizer in both]
+    torch.testing.assert_close(*states)

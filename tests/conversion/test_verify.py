@@ -1,0 +1,342 @@
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.functional import mse_loss
+
+import recsys
+from recsys.conversion.verify import Difference
+from recsys.embeddings import SGD
+from recsys.embeddings.kernels.choice import NUMBA
+from recsys.errors import NonFiniteGradient
+
+
+class Model(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(size, 4, mode="mean", sparse=True, dtype=dtype) for size in (9, 5)
+        )
+        self.norm = nn.BatchNorm1d(8, dtype=dtype)
+        self.drop = nn.Dropout(0.2)
+        self.top = nn.Linear(8, 1, dtype=dtype)
+
+    def forward(self, ids):
+        pooled = torch.cat([bag(row) for bag, row in zip(self.bags, ids, strict=True)], 1)
+        return self.top(self.drop(self.norm(pooled))).squeeze(1)
+
+
+def batches(number=6, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(number):
+        ids = [torch.randint(0, size, (7, 3), generator=generator) for size in (9, 5)]
+        yield ids, torch.rand(7, generator=generator, dtype=dtype)
+
+
+def loss_of(model, batch):
+    ids, labels = batch
+    return mse_loss(model(ids), labels)
+
+
+def build(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = Model(dtype)
+    if name == "sparse_adam":
+        dense = [*model.norm.parameters(), *model.top.parameters()]
+        return model, [torch.optim.SparseAdam(model.bags.parameters()), torch.optim.Adam(dense)]
+    kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[name]
+    return model, kind(model.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "sparse_adam"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_model_agrees_with_its_accelerated_self(name, dtype):
+    model, optimizer = build(name, dtype)
+
+    report = recsys.verify(model, batches(dtype=dtype), loss=loss_of, optimizer=optimizer)
+
+    assert report.ok
+    assert report.differences == []
+    assert (report.num_steps, report.num_samples) == (6, 42)
+    assert report.is_whole_run == (dtype == torch.float64)
+    assert (report.rtol, report.atol) == ((1e-9, 1e-9) if report.is_whole_run else (1e-5, 1e-7))
+    kinds = {"loss", "row", "parameter", "buffer"} | ({"state"} if name != "sgd" else set())
+    assert set(report.comparisons) == kinds
+    assert report.comparisons["row"].num_values == 6 * (9 + 5) * 4
+
+
+def test_the_report_is_a_table():
+    model, optimizer = build("adagrad")
+
+    text = str(recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer))
+
+    head, columns, *lines = text.splitlines()
+    assert head == "agrees: 6 steps, 42 samples, each from the same state; rtol 1e-05, atol 1e-07"
+    assert columns.split() == ["compared", "different", "largest", "error", "/", "tolerance"]
+    assert [line.split()[0] for line in lines] == ["loss", "row", "state", "parameter", "buffer"]
+
+
+def test_model_optimizer_and_random_numbers_stay_as_they_are():
+    model, optimizer = build("adagrad")
+    loss_of(model, next(batches())).backward()
+    optimizer.step()
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    modules, gradient = list(model.modules()), model.top.weight.grad
+    numbers = torch.get_rng_state()
+
+    recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)
+
+    torch.testing.assert_close(model.state_dict(), before[0], rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict(), before[1], rtol=0, atol=0)
+    assert list(model.modules()) == modules
+    assert model.top.weight.grad is gradient
+    assert not optimizer._optimizer_step_pre_hooks
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_an_optimizer_may_be_made_anew_of_each_copy():
+    model, _ = build("sgd")
+    made = []
+
+    def make(parameters):
+        made.append(torch.optim.SGD(parameters, lr=0.1))
+        return made[-1]
+
+    assert recsys.verify(model, batches(), loss=loss_of, optimizer=make).ok
+    assert len(made) == 2
+
+
+def test_no_more_batches_are_taken_than_steps_are_asked_for():
+    model, optimizer = build("sgd")
+    source = batches(5)
+
+    report = recsys.verify(model, source, loss=loss_of, optimizer=optimizer, steps=2)
+
+    assert report.num_steps == 2
+    assert len(list(source)) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_that_move_otherwise_are_found_and_named(monkeypatch, dtype):
+    model, optimizer = build("sgd", dtype)
+    right = NUMBA.row_update
+
+    def wrong(space, states, formula, rates_T2, ledger, *keys):
+        right(space, states, formula, rates_T2 * 1.01, ledger, *keys)
+
+    monkeypatch.setattr(NUMBA, "row_update", wrong)
+
+    report = recsys.verify(model, batches(dtype=dtype), loss=loss_of, optimizer=optimizer)
+
+    assert not report.ok
+    first = report.differences[0]
+    assert (first.step, first.what, first.name) == (0, "row", "bags.0.weight")
+    assert first.error_over_tolerance > 1
+    assert abs(first.got - first.expected) > report.atol
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.step = 1
+    assert str(report).startswith("DIFFERS: 6 steps")
+    assert "bags.0.weight" in str(report)
+    steps = {each.step for each in report.differences if each.what == "row"}
+    assert steps == set(range(6))
+    # From the same state one step's rows are all that is wrong; a whole run goes astray.
+    losses = [each for each in report.differences if each.what == "loss"]
+    assert bool(losses) == report.is_whole_run
+
+
+def test_a_row_that_should_not_have_moved_is_found(monkeypatch):
+    model, optimizer = build("sgd")
+    model.bags[1].weight.data = torch.cat([model.bags[1].weight.data, torch.ones(1, 4)])
+    model.bags[1].num_embeddings = 6
+    right = NUMBA.row_update
+
+    def wrong(space, states, formula, rates_T2, ledger, *keys):
+        right(space, states, formula, rates_T2, ledger, *keys)
+        space.tables[1][5, 2] += 0.5
+
+    monkeypatch.setattr(NUMBA, "row_update", wrong)
+
+    report = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
+
+    [found] = report.differences
+    assert found == Difference(0, "row", "bags.1.weight", 5, 1.0, 1.5, found.error_over_tolerance)
+
+
+def test_state_is_compared_although_it_is_set_back_at_every_step(monkeypatch):
+    model, optimizer = build("adagrad")
+    right = NUMBA.row_update
+
+    def wrong(space, states, formula, rates_T2, ledger, *keys):
+        right(space, states, formula, rates_T2, ledger, *keys)
+        states[0].tables[0][ledger[0].bags.values[0]] += 1
+
+    monkeypatch.setattr(NUMBA, "row_update", wrong)
+
+    report = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
+
+    assert {(each.what, each.name) for each in report.differences} == {
+        ("state", "bags.0.weight sum")
+    }
+
+
+def test_what_is_no_number_on_both_sides_is_equal_and_on_one_side_infinitely_wrong(monkeypatch):
+    def spoil(space, *_):
+        space.tables[0].fill_(float("nan"))
+
+    model, optimizer = build("sgd")
+    used = {row for ids, _ in batches(1) for row in ids[0].flatten().tolist()}
+    with torch.no_grad():
+        model.bags[0].weight[min(set(range(9)) - used)] = float("nan")
+
+    both = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
+    monkeypatch.setattr(NUMBA, "row_update", spoil)
+    model, optimizer = build("sgd")
+    one = recsys.verify(model, batches(1), loss=loss_of, optimizer=optimizer)
+
+    assert both.ok
+    assert {each.error_over_tolerance for each in one.differences} >= {float("inf")}
+
+
+def test_a_gradient_that_is_not_finite_is_an_error_of_the_accelerated_side():
+    model, optimizer = build("sgd")
+    with torch.no_grad():
+        model.bags[1].weight[2] = float("nan")
+
+    with pytest.raises(NonFiniteGradient, match=r"^table 'bags\.0': the gradient of row"):
+        recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)
+
+
+def test_tolerances_may_be_given():
+    model, optimizer = build("adagrad")
+
+    report = recsys.verify(
+        model, batches(), loss=loss_of, optimizer=optimizer, rtol=1e-12, atol=1e-12
+    )
+
+    assert (report.rtol, report.atol) == (1e-12, 1e-12)
+    assert report.comparisons["row"].largest_error > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batches": []}, "batches must have at least one, got none"),
+        ({"loss": lambda model, batch: model(batch[0])}, r"loss must return a scalar, got shape"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(change, message):
+    model, optimizer = build("sgd")
+    arguments = {"batches": batches(), "loss": loss_of, "optimizer": optimizer} | change
+
+    with pytest.raises(ValueError, match=message):
+        recsys.verify(model, **arguments)
+
+
+def test_a_model_that_is_accelerated_already_is_refused():
+    model, optimizer = build("sgd")
+    recsys.accelerate(model, optimizer=SGD(lr=0.1))
+
+    with pytest.raises(ValueError, match=r"is accelerated already; call recsys\.restore"):
+        recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)
+
+
+def test_a_model_with_optimizers_in_backward_is_refused_because_copies_have_none():
+    model, optimizer = build("sgd")
+    _apply_optimizer_in_backward(torch.optim.SGD, [model.bags[1].weight], {"lr": 0.1})
+
+    with pytest.raises(ValueError, match=r"'bags\.1\.weight' .* given it SGD, which copies"):
+        recsys.verify(model, batches(), loss=loss_of, optimizer=optimizer)
+
+
+class Tables(nn.Module):
+    """Tables that a budget does not hold."""
+
+    def __init__(self, *, sparse=True):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(60, 4, mode="mean", sparse=sparse)
+        self.embedding = nn.Embedding(80, 4, padding_idx=0, sparse=sparse)
+        self.drop, self.top = nn.Dropout(0.2), nn.Linear(8, 1)
+
+    def forward(self, ids):
+        found = torch.cat([self.bag(ids), self.embedding(ids).sum(1)], 1)
+        return self.top(self.drop(found)).squeeze(1)
+
+
+def batches_of_tables():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        ids = torch.randint(0, 60, (7, 2), generator=generator)
+        yield ids, torch.rand(7, generator=generator)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_with_a_budget_the_whole_run_is_that_without_to_the_last_bit(sparse):
+    model = Tables(sparse=sparse)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+
+    report = recsys.verify(
+        model, batches_of_tables(), loss=loss_of, optimizer=optimizer, budget="3KiB"
+    )
+
+    assert report.ok
+    assert report.tiered.ok
+    assert report.tiered.is_whole_run
+    assert set(report.tiered.comparisons) == {"loss", "row", "parameter", "state"}
+    assert report.tiered.comparisons["row"].num_values == (60 + 80) * 4
+    text = str(report)
+    assert (
+        "compared with all rows in fast memory: 2.97 KiB of fast memory for 4.38 KiB of rows"
+        in text
+    )
+    assert "agrees: 6 steps, 42 samples, as one run; to the last bit" in text
+
+
+def test_a_row_that_only_a_budget_gets_wrong_is_found(monkeypatch):
+    model = Tables()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    real = recsys.verify.__globals__["_Run"].sync
+
+    def lose_a_bit(run):
+        real(run)
+        with torch.no_grad():
+            run.model.bag.weight[7, 0] = run.model.bag.weight[7, 0].nextafter(torch.tensor(9.0))
+
+    monkeypatch.setattr(recsys.verify.__globals__["_Run"], "sync", lose_a_bit)
+
+    report = recsys.verify(
+        model, batches_of_tables(), loss=loss_of, optimizer=optimizer, budget="2KiB"
+    )
+
+    assert not report.differences
+    assert not report.ok
+    [wrong] = report.tiered.differences
+    assert (wrong.what, wrong.name, wrong.row) == ("row", "bag.weight", 7)
+    assert "DIFFERS" in str(report)
+
+
+def test_lazy_adam_differs_from_adam_and_the_report_says_why():
+    model = Tables()
+    kept = [*model.drop.parameters(), *model.top.parameters()]
+    rows = [model.bag.weight, model.embedding.weight]
+    plain = Tables(sparse=False)
+
+    report = recsys.verify(
+        plain,
+        batches_of_tables(),
+        loss=loss_of,
+        optimizer=torch.optim.Adam(plain.parameters()),
+        lazy_adam=True,
+    )
+    same = recsys.verify(
+        model,
+        batches_of_tables(),
+        loss=loss_of,
+        optimizer=[torch.optim.SparseAdam(rows), torch.optim.Adam(kept)],
+    )
+
+    assert not report.ok
+    assert any("by the rule of torch.optim.SparseAdam" in note for note in report.notes)
+    assert same.ok

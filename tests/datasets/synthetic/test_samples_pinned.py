@@ -1,0 +1,61 @@
+"""The samples of given settings stay what they are, however they are made.
+
+A change that is meant to alter them raises the version in `SyntheticCriteo.fingerprint`, and the
+sums here with it; `docs/synthetic.md` must then be measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from recsys.datasets.synthetic.samples import SyntheticCriteo
+
+_IN_TIME = {"drift": 3.0, "preference_changes": [200_000, 500_000], "preference_share": 0.4}
+SETTINGS = {
+    "plain": {},
+    "drift": {"drift": 0.3},
+    "many cycles of drift": {"drift": 20.0, "seed": -3},
+    "preference changes": {"preference_changes": [200_000, 500_000, 800_000]},
+    "all": {**_IN_TIME, "split": "random", "seed": 5},
+    "odd tables": {**_IN_TIME, "table_sizes": [1, 2, 3, 7, 64, 1_001, 2**31]},
+}
+# By name: a sum over rows, counts and labels; mean sizes of the parts of the logit.
+PINNED = {
+    "plain": ("81138d9a94f4dbf4", [0.7316044989835613, 0.868072020548334, 0.4619930322247699]),
+    "drift": ("66edcb8129fbc1d6", [0.7264469070555696, 0.8508838187446205, 0.48773580919813986]),
+    "many cycles of drift": (
+        "dbb8fcc6935da0a0",
+        [0.6711433454619361, 0.8093097683616756, 0.38731225817267567],
+    ),
+    "preference changes": (
+        "9af88fd2115bfbb1",
+        [0.6801199699488809, 0.7895521821750721, 0.46669147646045456],
+    ),
+    "all": ("22c0639a61749c02", [0.6822380939139534, 0.830886592869397, 0.4189263725115866]),
+    "odd tables": (
+        "ce246b7e0f4e8336",
+        [0.8775283856019669, 0.4986721608294851, 0.5338360531081429],
+    ),
+}
+
+
+def checksum(*arrays):
+    return hashlib.sha256(b"".join(np.ascontiguousarray(a).data for a in arrays)).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_samples_are_those_of_their_settings(name):
+    source = SyntheticCriteo(num_samples=1_000_000, **SETTINGS[name])
+    numbers = np.random.default_rng(0).permutation(1_000_000)[:3_001]
+
+    batch, parts = source.read(numbers), source.logit_parts(numbers)
+
+    # Counts and rounded logits, for their last bits are the math library's.
+    rows = batch.sparse_features.values().numpy().astype("<i8")
+    counts = np.rint(np.expm1(batch.dense_features.double().numpy())).astype("<i8")
+    clicks = batch.labels.numpy().astype("<i8")
+    logits = [float(np.abs(part).mean()) for part in parts.values()]
+    assert (checksum(rows, counts, clicks), pytest.approx(logits, rel=1e-9)) == PINNED[name]

@@ -1,0 +1,198 @@
+from math import sqrt
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numba import njit
+
+from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST, key_of_row, narrow, widen
+from recsys.embeddings.rows.rounding import fold, round_reference, table_key
+
+# Of each dtype: what kernels see.
+SEEN = {torch.bfloat16: np.uint16, torch.float16: np.int16}
+each_dtype = pytest.mark.parametrize("dtype", SEEN, ids=str)
+INFINITY = float("inf")
+
+
+@njit
+def widen_all(stored, values):
+    for place in range(len(stored)):
+        values[place] = widen(stored[place])
+
+
+@njit
+def narrow_all(values, stored, keys, table, row):
+    key = key_of_row(keys, table, row)
+    for place in range(len(values)):
+        stored[place] = narrow(stored[place], values[place], key, np.uint64(place))
+
+
+@njit
+def row_key(keys, row):
+    return key_of_row(keys, np.uint64(0), row)
+
+
+def all_stored(dtype):
+    return torch.from_numpy(np.arange(2**16, dtype=np.uint16)).view(dtype)
+
+
+def widened(stored):
+    values = np.empty(len(stored), np.float32)
+    widen_all(stored.view(torch.uint16).numpy().view(SEEN[stored.dtype]), values)
+    return torch.from_numpy(values)
+
+
+def narrowed(values, dtype, keys=TO_NEAREST, table=0, row=0):
+    stored = np.zeros(len(values), SEEN[dtype])
+    narrow_all(values.numpy(), stored, keys, np.uint64(table), np.uint64(row))
+    return torch.from_numpy(stored.view(np.uint16)).view(dtype)
+
+
+def keys_of(seed, step, num_tables=1):
+    return np.array([table_key(seed, step, table) for table in range(num_tables)], np.uint64)
+
+
+def drawn(seed):
+    """Any float32s, then ordinary ones, then ones about where float16 ends at either side."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**31), 2**31, (2000,), generator=generator).int()
+    ordinary = torch.randn(500, generator=generator)
+    return torch.cat([bits.view(torch.float32), ordinary, ordinary * 1e-6, 65504 + 20 * ordinary])
+
+
+def same(found, expected):
+    """Bit for bit; one NaN is as good as another."""
+    is_nan = expected.isnan()
+    bits = [each.view(torch.int16)[~is_nan] for each in (found, expected)]
+    return torch.equal(found.isnan(), is_nan) and torch.equal(*bits)
+
+
+def neighbours(values, dtype):
+    """The stored numbers that finite values lie between, and the share of the way to the upper."""
+    stored = all_stored(dtype)
+    stored = stored[stored.isfinite()].double().unique()
+    above = torch.searchsorted(stored, values.double()).clamp(min=1)
+    lower, upper = stored[above - 1], stored[above]
+    return lower, upper, (values.double() - lower) / (upper - lower)
+
+
+@each_dtype
+def test_every_stored_number_is_widened_to_what_it_is(dtype):
+    stored = all_stored(dtype)
+
+    found, expected = widened(stored), stored.float()
+
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found[~found.isnan()], expected[~expected.isnan()])
+    assert torch.equal(found.signbit(), expected.signbit())
+
+
+@each_dtype
+@pytest.mark.parametrize("keys", [TO_NEAREST, keys_of(1, 2)], ids=["nearest", "chance"])
+def test_every_stored_number_is_narrowed_to_itself(dtype, keys):
+    stored = all_stored(dtype)
+
+    assert same(narrowed(widened(stored), dtype, keys), stored)
+
+
+@each_dtype
+@given(st.integers(0, 2**31))
+def test_to_nearest_is_as_torch_rounds(dtype, seed):
+    values = drawn(seed)
+
+    found = narrowed(values, dtype)
+
+    assert same(found, values.to(dtype))
+    assert same(round_reference(values.unsqueeze(0), dtype, None)[0], found)
+
+
+@each_dtype
+@given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 9), st.integers(0, 2**40))
+def test_chance_is_that_of_the_reference(dtype, seed, step, table, row):
+    values = drawn(seed % 2**31)
+    keys = keys_of(seed, step, 10)
+
+    found = narrowed(values, dtype, keys, table, row)
+
+    expected = round_reference(values.unsqueeze(0), dtype, [fold(int(keys[table]), row)])[0]
+    assert same(found, expected)
+
+
+@each_dtype
+def test_chance_takes_one_of_the_two_neighbours(dtype):
+    values = drawn(0)
+    values = values[values.isfinite() & (values.abs() < 65504)]
+
+    found = narrowed(values, dtype, keys_of(3, 4)).double()
+
+    lower, upper, share = neighbours(values, dtype)
+    assert ((found == lower) | (found == upper)).all()
+    assert ((found == lower) & (share < 1)).any()
+    assert ((found == upper) & (share > 0)).any()
+
+
+# An ordinary number, one of float16's subnormals, its smallest one's thousandth, a third of it.
+VALUES = torch.tensor([1.0013, -0.3333, 3.3e-6, -7e-8, 2.0**-24 / 1000, 2.0**-24 / 3])
+
+
+@each_dtype
+@pytest.mark.parametrize("varied", ["seed", "step", "table", "row", "column"])
+def test_numbers_are_right_on_average_whichever_part_of_their_place_varies(dtype, varied):
+    count = 20_000
+    lower, upper, share = neighbours(VALUES, dtype)
+    if varied == "column":
+        found = [narrowed(value.expand(count), dtype, keys_of(5, 6)) for value in VALUES]
+        drawn_up = torch.stack(found, 1).double() == upper
+    else:
+        places = [
+            {"seed": 5, "step": 6, "table": 0, "row": 7} | {varied: number}
+            for number in range(count)
+        ]
+        drawn_up = torch.stack(
+            [
+                narrowed(
+                    VALUES,
+                    dtype,
+                    np.array([table_key(at["seed"], at["step"], at["table"])], np.uint64),
+                    0,
+                    at["row"],
+                )
+                for at in places
+            ]
+        ).double()
+        drawn_up = drawn_up == upper
+
+    for column, probability in enumerate(share.tolist()):
+        deviation = sqrt(probability * (1 - probability) / count)
+        frequency = drawn_up[:, column].double().mean().item()
+        assert abs(frequency - probability) <= 5 * deviation, (VALUES[column], lower[column])
+
+
+@each_dtype
+def test_what_is_out_of_reach_is_infinity_and_what_is_nearer_to_the_largest_is_not(dtype):
+    largest = torch.finfo(dtype).max
+    half = {torch.float16: 16.0, torch.bfloat16: 2.0**119}[dtype]  # of the step that comes next
+    values = torch.tensor([largest + half * 0.99, largest + half, -largest - half, INFINITY])
+    values = values.repeat(100)
+
+    found = narrowed(values, dtype, keys_of(0, 1)).double()
+
+    assert found.tolist() == [largest, INFINITY, -INFINITY, INFINITY] * 100
+
+
+def test_the_hash_goes_on_in_splitmix64s_sequence():
+    # The first numbers of the reference implementation from the seed 1234567.
+    assert [fold(1234567, number) for number in range(3)] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32), st.integers(0, 2**32))
+def test_a_row_is_folded_into_its_tables_key(seed, step, row):
+    keys = keys_of(seed, step)
+
+    assert row_key(keys, np.uint64(row)) == fold(table_key(seed, step, 0), row)

@@ -1,0 +1,150 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.embeddings.kernels.cpu import pooled_lookup as numba
+from recsys.embeddings.kernels.torch.errors import errors_on
+from recsys.embeddings.kernels.torch.pooled_lookup import pooled_lookup, row_gradient_dots
+from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
+from recsys.embeddings.rows.row_space import RowSpace
+from recsys.errors import MalformedBags
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}
+cases = {
+    "seed": st.integers(0, 2**31),
+    "dim": st.integers(1, 9),
+    "batch_size": st.integers(0, 9),
+    "longest": st.sampled_from([None, 0, 1, 4]),
+    "how": st.sampled_from(["sum", "mean", "weighted", "weighted mean"]),
+    "int_dtype": st.sampled_from([torch.int32, torch.int64]),
+}
+
+
+def pooled_by_both(case, **others):
+    """By numba and by torch; columns that nobody writes are left as they were."""
+    dtype = TorchRowSpace(case.copies()).compute_dtype
+    shape = case.batch_size, case.lookups.width
+    theirs, ours = torch.full(shape, 7, dtype=dtype), torch.full(shape, 7, dtype=dtype)
+    numba.pooled_lookup(RowSpace(case.copies()), case.lookups, case.numba_bags(), theirs)
+    space = TorchRowSpace(case.copies())
+    assert pooled_lookup(space, case.lookups, case.bags(**others), ours) == -1
+    return theirs, ours
+
+
+@given(dtype=st.sampled_from(list(TOLERANCE)), **cases)
+def test_rows_are_pooled_as_by_the_kernel_for_the_cpu(make_case, dtype, **of_case):
+    case = make_case(**of_case, dtype=dtype)
+
+    expected, found = pooled_by_both(case)
+
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    errors_on(CPU).check()
+
+
+@given(**cases)
+def test_gradients_of_weights_are_those_of_the_kernel_for_the_cpu(make_case, **of_case):
+    case = make_case(**of_case)
+    gradient = case.gradient().contiguous()
+    expected = torch.ones(len(case.values), dtype=torch.float64)
+    found = expected.clone()
+    numba.row_gradient_dots(
+        RowSpace(case.copies()), case.lookups, case.numba_bags(), gradient, expected
+    )
+
+    row_gradient_dots(TorchRowSpace(case.copies()), case.lookups, case.bags(), gradient, found)
+
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_result_that_is_one_piece_repeats_to_the_bit(make_case):
+    case = make_case(0, 8, 50, 9, "weighted", torch.float32)
+    space = TorchRowSpace(case.copies())
+    results = [torch.zeros(50, case.lookups.width) for _ in range(2)]
+
+    for result in results:
+        pooled_lookup(space, case.lookups, case.bags(), result)
+
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("how", ["sum", "mean"])
+def test_a_row_that_is_padding_counts_for_nothing(make_case, how):
+    case = make_case(3, 4, 6, 5, how)
+    space = TorchRowSpace(case.copies())
+    found = torch.zeros(6, case.lookups.width, dtype=torch.float64)
+    first = slice(int(case.offsets[6]), int(case.offsets[12]))
+    bounds = case.offsets[6:13] - case.offsets[6]
+
+    pooled_lookup(space, case.lookups, case.bags(padding=1), found)
+
+    expected = torch.nn.functional.embedding_bag(
+        case.values[first],
+        case.tables[0],
+        bounds,
+        mode=how,
+        include_last_offset=True,
+        padding_idx=1,
+    )
+    torch.testing.assert_close(found[:, :4], expected)
+
+
+@pytest.mark.parametrize("longest", [None, 3])
+@pytest.mark.parametrize("bad", [-1, 40])
+def test_the_first_value_that_is_no_row_is_told_later(make_case, longest, bad):
+    case = make_case(5, 4, 6, longest)
+    values = case.values.clone()
+    place = len(values) - 1 if longest is None else int(case.offsets[18]) - 1
+    in_table = 17 if longest is None else place
+    values[[2, in_table]] = bad
+    case = case._replace(values=values)
+    space = TorchRowSpace(case.copies())
+    result = torch.zeros(6, case.lookups.width, dtype=torch.float64)
+
+    pooled_lookup(space, case.lookups, case.bags(), result)
+    space.errors.report(KeyError)
+
+    with pytest.raises(KeyError) as error:
+        space.errors.poll()
+    assert error.value.args == (2,)
+    space.errors.check()  # and only once
+
+
+def test_values_of_features_that_are_not_looked_up_may_be_anything(make_case):
+    case = make_case(5, 4, 6, None)
+    case.values[18:] = -9
+    result = torch.zeros(6, case.lookups.width, dtype=torch.float64)
+    space = TorchRowSpace(case.copies())
+
+    pooled_lookup(space, case.lookups, case.bags(), result)
+    space.errors.report(KeyError)
+
+    space.errors.check()
+
+
+@pytest.mark.parametrize(("place", "bound"), [(0, 1), (7, -3), (7, 10**9), (24, 10**9)], ids=str)
+def test_offsets_that_make_no_bags_read_nothing_beside_the_input(make_case, place, bound):
+    case = make_case(5, 4, 6, 3)
+    case.offsets[place] = bound
+    result = torch.zeros(6, case.lookups.width, dtype=torch.float64)
+    space = TorchRowSpace(case.copies())
+
+    pooled_lookup(space, case.lookups, case.bags(), result)
+    space.errors.report(KeyError)
+
+    with pytest.raises(MalformedBags, match=f"offsets must begin at 0.* number {place} does not"):
+        space.errors.check()
+
+
+def test_a_weight_that_is_no_number_is_told_later(make_case):
+    case = make_case(5, 4, 6, 3, "weighted")
+    case.weights[4] = torch.nan
+    result = torch.zeros(6, case.lookups.width, dtype=torch.float64)
+    space = TorchRowSpace(case.copies())
+
+    pooled_lookup(space, case.lookups, case.bags(), result)
+    space.errors.report(KeyError)
+
+    with pytest.raises(ValueError, match="must be numbers, got nan at position 4"):
+        space.errors.check()

@@ -1,0 +1,68 @@
+import pytest
+import torch
+from torch import nn
+
+from recsys.embeddings.kernels.torch.row_space import TorchRowSpace
+
+
+def test_tables_from_anywhere_are_brought_into_one_allocation_and_stay_what_they_are():
+    tables = [nn.Parameter(torch.randn(size, 3)) for size in (4, 0, 2)]
+    before = [table.detach().clone() for table in tables]
+
+    space = TorchRowSpace(tables)
+
+    assert len({table.untyped_storage().data_ptr() for table in tables if len(table)}) == 1
+    assert all(torch.equal(*pair) for pair in zip(tables, before, strict=True))
+    assert torch.equal(space.rows, torch.cat(before))
+    space.rows[4] = 7
+    assert tables[2][0].tolist() == [7, 7, 7]
+
+
+def test_tables_that_lie_together_are_left_alone():
+    rows = torch.randn(10, 3)
+    tables = [rows[6:8], rows[1:4]]
+
+    space = TorchRowSpace(tables)
+
+    assert [table.data_ptr() for table in tables] == [rows[6].data_ptr(), rows[1].data_ptr()]
+    assert space.first_rows == [5, 0]
+    assert torch.equal(space.rows, rows[1:8])
+    assert space.holds(tables)
+
+
+def test_rows_written_by_a_kernel_do_not_look_like_an_operation_on_a_table():
+    weight = nn.Parameter(torch.zeros(4, 3))
+    space = TorchRowSpace([weight])
+    version = weight._version
+
+    space.rows.index_copy_(0, torch.tensor([1]), torch.ones(1, 3))
+
+    assert weight._version == version
+    assert weight[1].tolist() == [1, 1, 1]
+
+
+def test_tables_that_share_memory_are_not_torn_apart():
+    rows, other = torch.randn(10, 3), torch.randn(2, 3)
+
+    with pytest.raises(ValueError, match="share memory"):
+        TorchRowSpace([rows[:4], rows[2:6], other])
+
+
+def test_rows_know_their_table_and_their_number_in_it():
+    rows = torch.randn(10, 3)
+    space = TorchRowSpace([rows[6:8], rows[:0], rows[1:4]])
+
+    numbers = torch.tensor([5, 0, 6, 2])
+
+    assert space.table_of(numbers).tolist() == [0, 2, 0, 2]
+    assert space.ids_of(numbers).tolist() == [0, 0, 1, 2]
+
+
+def test_rows_of_one_row_space_are_found_in_another_that_has_them_in_another_order():
+    rows, state = torch.randn(10, 3), torch.arange(10.0)
+    space = TorchRowSpace([rows[6:8], rows[1:4]])
+    states = TorchRowSpace([state[:2], state[2:5]])
+
+    found = states.follow(torch.tensor([5, 0, 6, 2]), space, [0, 1])
+
+    assert states.rows[found].flatten().tolist() == [0, 2, 1, 4]

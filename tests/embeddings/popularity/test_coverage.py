@@ -1,0 +1,158 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.batch import JaggedIds
+from recsys.bench.synthetic import write_store
+from recsys.datasets import BatchLoader, Store, SyntheticCriteo
+from recsys.embeddings import PopularityProfile, TableConfig
+from recsys.embeddings.popularity import lookup_blocks
+from recsys.embeddings.popularity.coverage import format_coverages
+from recsys.errors import ProfileError
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    source = SyntheticCriteo(num_samples=3000, table_sizes=[30, 7, 1, 500], seed=1)
+    return Store(write_store(source, tmp_path_factory.mktemp("coverage") / "store"))
+
+
+def expected_coverage(store, num_rows, counted, measured):
+    """By plain numpy: rows of all tables ranked together, then looked for one by one."""
+    sizes = np.array(list(store.table_sizes.values()))
+    rows_BF = np.asarray(store.sparse, np.int64) + np.cumsum(sizes) - sizes
+    counts = np.bincount(rows_BF[counted].reshape(-1), minlength=sizes.sum())
+    seen = np.flatnonzero(counts)
+    hot = sorted(seen, key=lambda row: (-counts[row], row))[:num_rows]
+    is_hot = np.isin(rows_BF[measured], hot)
+    distinct = np.unique(rows_BF[measured])
+    return {
+        "num_rows": len(hot),
+        "num_lookups": is_hot.size,
+        "lookup_hit_rate": is_hot.mean(),
+        "num_distinct_rows": len(distinct),
+        "num_distinct_hot_rows": np.isin(distinct, hot).sum(),
+        "num_samples": len(is_hot),
+        "hot_sample_share": is_hot.all(axis=1).mean(),
+    }
+
+
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=4), st.integers(1, 2999), st.booleans())
+def test_coverage_is_what_looking_for_every_lookup_finds(store, nums_rows, cut, by_blocks):
+    with pytest.MonkeyPatch.context() as patch:
+        if by_blocks:
+            patch.setattr(lookup_blocks, "_BLOCK_SAMPLES", 400)
+        profile = PopularityProfile.count(store, range(cut))
+
+        found = profile.coverages(nums_rows, store, range(cut, 3000))
+
+    for coverage, num_rows in zip(found, nums_rows, strict=True):
+        expected = expected_coverage(store, num_rows, slice(cut), slice(cut, None))
+        assert vars(coverage) == pytest.approx(expected)
+
+
+def test_a_source_mini_batches_and_a_profile_of_them_agree_on_lookups(store):
+    profile = PopularityProfile.count(store, range(1500))
+    test = store.splits["test"]
+
+    by_source = profile.coverage(50, store, test)
+    by_batches = profile.coverage(50, BatchLoader(store, "test", 32, shuffle=True))
+    by_ids = profile.coverage(50, [store.read(np.array(test)).sparse_features])
+    by_profile = profile.coverage(50, PopularityProfile.count(store, test))
+
+    assert by_batches == by_ids == by_source
+    assert (by_profile.num_samples, by_profile.hot_sample_share) == (None, None)
+    assert by_profile.lookup_hit_rate == by_source.lookup_hit_rate
+    assert by_profile.num_distinct_hot_rows == by_source.num_distinct_hot_rows
+
+
+def test_coverage_of_a_models_tables_is_measured_on_the_columns_of_their_features(store):
+    tables = [
+        TableConfig(name="t_3", num_embeddings=500, embedding_dim=4, feature_names=("cat_3",)),
+        TableConfig(name="t_0", num_embeddings=30, embedding_dim=4, feature_names=("cat_0",)),
+    ]
+    profile = PopularityProfile.count(store, range(1500)).for_tables(tables)
+
+    coverage = profile.coverage(40, store, range(1500, 3000))
+
+    counted = PopularityProfile({"cat_3": 500, "cat_0": 30})
+    counted.add(store.read(np.arange(1500)))
+    batches = [store.read(np.arange(1500, 3000))]
+    assert coverage == counted.coverage(40, batches)
+    assert coverage.num_lookups == 3000
+
+
+def test_a_column_of_another_size_is_refused(store):
+    profile = PopularityProfile({"cat_0": 31})
+    profile.add(store.read(np.arange(10)))
+
+    with pytest.raises(ProfileError, match="table 'cat_0' has 31 rows, but its feature 'cat_0'"):
+        profile.coverage(1, store)
+
+
+def test_without_others_the_lookups_that_were_counted_are_measured(store):
+    profile = PopularityProfile.count(store)
+
+    assert profile.coverage(50).lookup_hit_rate == profile.coverage(50, store).lookup_hit_rate
+
+
+def test_rows_never_seen_are_not_hot_however_many_may_be(store):
+    profile = PopularityProfile.count(store, range(10))
+
+    coverage = profile.coverage(538, store, range(10, 3000))
+
+    assert coverage.num_rows == profile.num_rows_seen < 538
+    assert coverage.lookup_hit_rate < 1
+
+
+def test_a_sample_is_hot_when_all_its_lookups_are_and_when_it_has_none():
+    profile = PopularityProfile({"a": 4, "b": 4})
+    offsets = np.array([0, 2, 4, 4, 5, 5, 5])
+    values = np.array([1, 1, 1, 2, 3])
+    ids = JaggedIds(["a", "b"], *map(torch_of, (values, offsets)))
+    profile.add(ids)
+
+    coverage = profile.coverage(1, [ids])
+
+    # Row 1 of "a" alone is hot: sample 0 has it twice and 3 of "b", sample 1 also 2, sample 2 none.
+    assert (coverage.lookup_hit_rate, coverage.hot_sample_share) == (3 / 5, 1 / 3)
+    assert (coverage.num_distinct_rows, coverage.num_distinct_hot_rows) == (3, 1)
+
+
+def torch_of(array):
+    import torch
+
+    return torch.from_numpy(array)
+
+
+def test_the_table_has_a_line_for_each_set(store):
+    profile = PopularityProfile.count(store, range(1500))
+
+    text = format_coverages(profile.coverages([5, 50], store, range(1500, 3000)), 200)
+
+    header, first, second = text.split("\n")
+    expected = profile.coverage(5, store, range(1500, 3000))
+    assert header.split("  ")[0] == "hot rows"
+    assert first.split() == [
+        "5",
+        "2.5%",
+        f"{expected.lookup_hit_rate:.1%}",
+        f"{expected.num_distinct_hot_rows / expected.num_distinct_rows:.1%}",
+        f"{expected.hot_sample_share:.1%}",
+    ]
+    assert second.split()[:2] == ["50", "25.0%"]
+    assert len({len(line) for line in (header, first, second)}) == 1
+
+
+def test_the_top_rows_of_the_first_half_serve_the_second_half_of_the_real_sample(kaggle_137k_store):
+    store = Store(kaggle_137k_store)
+    half = store.num_samples // 2
+    profile = PopularityProfile.count(store, range(half))
+
+    coverage = profile.coverage(1859, store, range(half, store.num_samples))
+
+    # The top 1 % of the rows seen in the first half.
+    assert profile.num_rows_seen == 185_915
+    assert abs(coverage.lookup_hit_rate - 0.714) < 0.001
+    assert coverage.num_rows == 1859

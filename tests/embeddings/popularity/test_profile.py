@@ -1,0 +1,424 @@
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.batch import Batch, JaggedIds
+from recsys.bench.synthetic import write_store
+from recsys.datasets import BatchLoader, Store, SyntheticCriteo
+from recsys.embeddings import PopularityProfile, TableConfig
+from recsys.embeddings.popularity import lookup_blocks
+from recsys.errors import ConfigError, IdOutOfRange, MalformedBags, ProfileError
+
+SIZES = [30, 7, 1, 500]
+
+
+@pytest.fixture(scope="module")
+def source():
+    return SyntheticCriteo(num_samples=3000, table_sizes=SIZES, seed=1)
+
+
+@pytest.fixture(scope="module")
+def store(source, tmp_path_factory):
+    return Store(write_store(source, tmp_path_factory.mktemp("popularity") / "store"))
+
+
+def bincounts(store, samples=slice(None)):
+    return np.concatenate(
+        [
+            np.bincount(column, minlength=size)
+            for column, size in zip(
+                np.asarray(store.sparse[samples]).T, store.table_sizes.values(), strict=True
+            )
+        ]
+    )
+
+
+def bags(lists_by_feature, dtype=torch.int64):
+    """`JaggedIds` from {feature: [rows of each sample]}."""
+    lists = [rows for of_samples in lists_by_feature.values() for rows in of_samples]
+    offsets = np.concatenate([[0], np.cumsum([len(rows) for rows in lists])])
+    values = torch.tensor([row for rows in lists for row in rows], dtype=dtype)
+    return JaggedIds(list(lists_by_feature), values, torch.from_numpy(offsets).to(dtype))
+
+
+def test_a_store_is_counted_as_numpy_counts_it(store, monkeypatch):
+    monkeypatch.setattr(lookup_blocks, "_BLOCK_SAMPLES", 700)
+
+    profile = PopularityProfile.count(store, range(5, 2500))
+
+    np.testing.assert_array_equal(profile.counts(), bincounts(store, slice(5, 2500)))
+    assert profile.num_lookups == 4 * 2495
+    assert profile.num_samples == profile.num_samples_seen == 2495
+    assert profile.counts("cat_1").tolist() == profile.counts()[30:37].tolist()
+    assert profile.num_rows_seen == np.count_nonzero(profile.counts())
+
+
+def test_a_store_a_source_and_mini_batches_give_the_same_counts(source, store, monkeypatch):
+    monkeypatch.setattr(lookup_blocks, "_READ_SAMPLES", 700)
+    from_batches = PopularityProfile(store.table_sizes)
+
+    for split in ("train", "test", "validation"):
+        for batch in BatchLoader(store, split, 128, shuffle=True):
+            from_batches.add(batch)
+
+    np.testing.assert_array_equal(PopularityProfile.count(source).counts(), bincounts(store))
+    np.testing.assert_array_equal(from_batches.counts(), bincounts(store))
+
+
+def test_every_value_of_every_bag_counts_in_every_table_that_looks_it_up():
+    profile = PopularityProfile(
+        [
+            TableConfig(name="items", num_embeddings=4, embedding_dim=2, feature_names=("a", "b")),
+            TableConfig(name="others", num_embeddings=3, embedding_dim=8, feature_names=("b",)),
+        ]
+    )
+
+    profile.add(bags({"a": [[3, 3, 0], []], "unused": [[99], [98]], "b": [[], [2, 1]]}))
+
+    assert profile.counts("items").tolist() == [1, 1, 1, 2]
+    assert profile.counts("others").tolist() == [0, 1, 1]
+    assert profile.num_samples == 2
+
+
+def test_batches_of_torchrec_are_counted():
+    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
+    lengths, values = torch.tensor([2, 0, 1, 1]), torch.tensor([1, 1, 0, 2])
+    features = sparse.KeyedJaggedTensor(keys=["a", "b"], values=values, lengths=lengths)
+    shared = sparse.KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.tensor([1, 2]),
+        lengths=torch.tensor([1, 1]),
+        stride_per_key_per_rank=[[1], [1]],
+        inverse_indices=(["a", "b"], torch.zeros(2, 3, dtype=torch.int64)),
+    )
+    profile = PopularityProfile({"a": 2, "b": 3})
+
+    profile.add(Batch(torch.zeros(2, 0), features, torch.zeros(2)))
+    profile.add(shared)
+
+    assert profile.counts("a").tolist() == [0, 5]
+    assert profile.counts("b").tolist() == [1, 0, 4]
+
+
+@given(
+    st.integers(0, 2**64), st.floats(0.05, 0.95), st.integers(0, 2100), st.sampled_from([1, 2, 3])
+)
+def test_parts_counted_one_by_one_and_merged_are_what_the_whole_gives(source, seed, rate, cut, by):
+    whole = PopularityProfile.count(source, range(0, 2100, 1), rate=rate, seed=seed)
+    merged = PopularityProfile(source.table_sizes, rate=rate, seed=seed)
+    cuts = sorted({0, cut // by, cut, 2100})
+
+    for begin, end in pairwise(cuts):
+        part = range(begin, end)
+        merged.merge(PopularityProfile.count(source, part, rate=rate, seed=seed))
+
+    np.testing.assert_array_equal(merged.counts(), whole.counts())
+    assert merged.num_samples == whole.num_samples
+    assert merged.num_samples_seen == whole.num_samples_seen == 2100
+
+
+def test_a_rate_counts_whole_samples_about_that_many_of_them_and_others_for_another_seed(store):
+    first, second = (PopularityProfile.count(store, rate=0.3, seed=seed) for seed in (0, 1))
+
+    for profile in (first, second):
+        assert profile.num_lookups == 4 * profile.num_samples
+        assert abs(profile.num_samples - 900) < 4 * np.sqrt(3000 * 0.3 * 0.7)
+        assert profile.counts("cat_2").tolist() == [profile.num_samples]
+    assert not np.array_equal(first.counts(), second.counts())
+    assert "rate=0.3, seed=0" in repr(first)
+
+
+@pytest.mark.parametrize("one_hot", [True, False])
+def test_mini_batches_are_sampled_by_their_place_in_the_sequence(store, one_hot, monkeypatch):
+    monkeypatch.setattr(lookup_blocks, "_CHOSEN_SAMPLES", 700)
+    profile = PopularityProfile(store.table_sizes, rate=0.5, seed=3)
+
+    for begin in range(0, 3000, 100):
+        batch = store.read(np.arange(begin, begin + 100))
+        ids = batch.sparse_features
+        profile.add(ids if one_hot else JaggedIds(ids.keys(), ids.values(), ids.offsets()))
+
+    expected = PopularityProfile.count(store, rate=0.5, seed=3)
+    np.testing.assert_array_equal(profile.counts(), expected.counts())
+    assert profile.num_samples == expected.num_samples
+
+
+def test_bags_of_sampled_samples_are_counted_whole():
+    profile = PopularityProfile({"a": 64, "b": 64}, rate=0.5)
+
+    profile.add(
+        bags({"a": [[i, i] if i % 3 else [] for i in range(64)], "b": [[i] for i in range(64)]})
+    )
+
+    chosen = profile.counts("b").astype(bool)
+    expected = np.where(chosen & (np.arange(64) % 3 > 0), 2, 0)
+    assert profile.num_samples == chosen.sum()
+    assert 0 < chosen.sum() < 64
+    np.testing.assert_array_equal(profile.counts("a"), expected)
+
+
+def test_a_batch_with_a_bad_id_is_not_counted_at_all():
+    profile = PopularityProfile({"a": 4, "b": 3})
+    profile.add(bags({"a": [[1], [2]], "b": [[0], [0]]}))
+    before = profile.counts().copy()
+
+    with pytest.raises(IdOutOfRange, match=r"feature 'b', sample 1: id 3 is not in \[0, 3\)"):
+        profile.add(bags({"a": [[3], [0]], "b": [[], [1, 3]]}))
+
+    np.testing.assert_array_equal(profile.counts(), before)
+    assert profile.num_samples == 2
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_a_bad_id_of_a_store_is_named_by_its_sample(source, tmp_path, rate, monkeypatch):
+    monkeypatch.setattr(lookup_blocks, "_BLOCK_SAMPLES", 700)
+    monkeypatch.setattr(lookup_blocks, "_CHOSEN_SAMPLES", 300)
+    chosen = np.flatnonzero(
+        [
+            PopularityProfile.count(source, range(i, i + 1), rate=rate).num_samples
+            for i in range(999)
+        ]
+    )
+    bad = int(chosen[-3])
+    path = write_store(source, tmp_path / "store")
+    rows = np.memmap(path / "sparse.bin", "<i4", mode="r+").reshape(-1, 4)
+    rows[bad, 1] = -1
+    rows.flush()
+
+    with pytest.raises(IdOutOfRange, match=rf"'cat_1', sample {bad}: id -1 is not in \[0, 7\)"):
+        PopularityProfile.count(Store(path), rate=rate)
+
+
+def test_offsets_that_are_no_bags_are_refused():
+    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
+    features = sparse.KeyedJaggedTensor(
+        keys=["a"], values=torch.tensor([0, 1]), offsets=torch.tensor([0, 3, 2])
+    )
+
+    with pytest.raises(MalformedBags, match="feature 'a', sample 0: offsets must not exceed"):
+        PopularityProfile({"a": 4}).add(features)
+
+
+def test_counts_grow_to_64_bits_before_they_overflow():
+    profile = PopularityProfile({"a": 3})
+    profile.add(bags({"a": [[0, 0, 0, 2]]}))
+    for _ in range(30):  # 3 * 2**30 lookups of row 0
+        profile.merge(profile)
+    assert profile.counts().dtype == np.uint32
+
+    profile.merge(profile)
+    profile.add(bags({"a": [[0, 1]]}))
+
+    assert profile.counts().tolist() == [3 * 2**31 + 1, 1, 2**31]
+    assert profile.num_lookups == 2**33 + 2
+
+
+def test_a_mini_batch_that_would_overflow_32_bits_is_counted_in_64():
+    profile = PopularityProfile({"a": 2})
+    profile.add(bags({"a": [[0]]}))
+    for _ in range(31):
+        profile.merge(profile)
+    other = PopularityProfile({"a": 2})
+    other.add(bags({"a": [[0]]}))
+    for _ in range(31):
+        profile.merge(other)
+        other.merge(other)
+    assert profile.counts().tolist() == [2**32 - 1, 0]
+    assert profile.counts().dtype == np.uint32
+
+    profile.add(bags({"a": [[0]]}))
+
+    assert profile.counts().tolist() == [2**32, 0]
+
+
+def test_a_decay_keeps_whole_numbers_and_the_expected_counts():
+    profile = PopularityProfile({"a": 20_000, "b": 4})
+    profile.add(bags({"a": [np.repeat(np.arange(20_000), 5).tolist()], "b": [[0] * 8 + [2] * 16]}))
+
+    profile.decay(0.5)
+
+    assert profile.counts("b").tolist() == [4, 0, 8, 0]
+    assert set(profile.counts("a").tolist()) == {2, 3}
+    assert abs(profile.counts("a").mean() - 2.5) < 4 * 0.5 / np.sqrt(20_000)
+    assert profile.num_decays == 1
+
+
+def test_decays_are_drawn_from_the_seed_and_differ_from_one_to_the_next():
+    def decayed(seed, times):
+        profile = PopularityProfile({"a": 1000}, seed=seed)
+        profile.add(bags({"a": [list(range(1000)) * 4]}))
+        for _ in range(times):
+            profile.decay(0.5)
+            profile.add(bags({"a": [list(range(1000)) * 2]}))
+        return profile.counts().copy()
+
+    once = decayed(0, 1)
+    assert (once == 4).all()
+    np.testing.assert_array_equal(decayed(0, 3), decayed(0, 3))
+    assert (decayed(0, 3) == 4).all()
+
+    profile = PopularityProfile({"a": 1000})
+    profile.add(bags({"a": [list(range(1000)) * 3]}))
+    profile.decay(0.5)
+    first = profile.counts() == 2
+    profile.decay(0.5)
+    second_of_twos = profile.counts()[first]
+    assert 0.4 < first.mean() < 0.6
+    assert (second_of_twos == 1).all()
+    assert 0.35 < (profile.counts()[~first] == 1).mean() < 0.65
+
+
+def test_a_row_seen_once_between_two_decays_is_worth_its_exact_sum_on_average():
+    profile = PopularityProfile({"a": 2000})
+    everyone = bags({"a": [list(range(2000))]})
+
+    for _ in range(40):
+        profile.add(everyone)
+        profile.decay(0.9)
+
+    # 0.9 + 0.81 + ... up to 40 terms; rounding down would leave 0, to the nearest 5 or more.
+    expected = 9 * (1 - 0.9**40)
+    assert abs(profile.counts().mean() - expected) < 0.15
+
+
+def test_ranked_rows_are_those_seen_most_popular_first_and_ties_in_order():
+    profile = PopularityProfile({"a": 4, "b": 3})
+    profile.add(bags({"a": [[3, 3, 0, 1]], "b": [[2, 2, 0]]}))
+
+    assert profile.ranked_rows().tolist() == [3, 6, 0, 1, 4]
+    assert profile.ranked_rows(num_rows=3).tolist() == [3, 6, 0]
+    assert profile.ranked_rows(num_rows=0).tolist() == []
+    assert profile.ranked_rows(num_rows=99).tolist() == [3, 6, 0, 1, 4]
+    assert profile.bases.tolist() == [0, 4]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(0, 45), st.data())
+def test_a_few_ranked_rows_are_the_first_of_all_whatever_the_weights(counts, num_rows, data):
+    cut = data.draw(st.integers(0, len(counts) - 1))
+    sizes = {"a": cut or 1, "b": len(counts) - cut}
+    profile = PopularityProfile(sizes)
+    lists = [
+        np.repeat(np.arange(len(part)), part).tolist() for part in (counts[:cut], counts[cut:])
+    ]
+    profile.add(bags({"a": [lists[0]], "b": [lists[1]]}))
+    weights = data.draw(st.sampled_from([None, {"a": 1.0, "b": 0.5}, {"b": 3, "a": 0.1}]))
+
+    ranked = profile.ranked_rows(weights=weights)
+
+    scale = np.repeat(
+        [1, 1] if weights is None else [weights["a"], weights["b"]], [*sizes.values()]
+    )
+    keys = profile.counts() * scale
+    expected = sorted(np.flatnonzero(keys), key=lambda row: (-keys[row], row))
+    assert ranked.tolist() == expected
+    assert profile.ranked_rows(num_rows, weights).tolist() == expected[:num_rows]
+
+
+def test_counts_of_features_become_those_of_a_models_tables(store):
+    profile = PopularityProfile.count(store, rate=0.5)
+    tables = [
+        TableConfig(name="t_last", num_embeddings=500, embedding_dim=4, feature_names=("cat_3",)),
+        TableConfig(name="cat_1", num_embeddings=7, embedding_dim=8),
+    ]
+
+    found = profile.for_tables(tables)
+
+    assert found.table_sizes == {"t_last": 500, "cat_1": 7}
+    np.testing.assert_array_equal(found.counts("t_last"), profile.counts("cat_3"))
+    np.testing.assert_array_equal(found.counts("cat_1"), profile.counts("cat_1"))
+    assert (found.rate, found.num_samples) == (0.5, profile.num_samples)
+
+
+def test_a_table_of_several_features_takes_the_sum_of_their_counts():
+    profile = PopularityProfile({"a": 3, "b": 3, "c": 3})
+    profile.add(bags({"a": [[0, 1]], "b": [[1, 1]], "c": [[2]]}))
+    both = TableConfig(name="t", num_embeddings=3, embedding_dim=4, feature_names=("a", "b"))
+    again = TableConfig(name="u", num_embeddings=3, embedding_dim=4, feature_names=("a",))
+
+    found = profile.for_tables([both, again])
+
+    assert found.counts("t").tolist() == [1, 3, 0]
+    assert found.counts("u").tolist() == [1, 1, 0]
+    with pytest.raises(ProfileError, match=r"table 'u' \(features \['a'\]\) is not in the profile"):
+        profile.for_tables([both]).for_tables([again])
+
+
+def sized(name, size):
+    return TableConfig(name=name, num_embeddings=size, embedding_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: p.merge(PopularityProfile({"a": 5, "b": 3})), "'a' has 4 rows in this profile"),
+        (lambda p: p.merge(PopularityProfile({"a": 4})), r"\['b'\] are only in this profile"),
+        (lambda p: p.merge(PopularityProfile({"b": 3, "a": 4})), "their order differs"),
+        (lambda p: p.merge(PopularityProfile({"a": 4, "b": 3}, rate=0.5)), "of rate 0.5 cannot"),
+        (lambda p: p.coverage(1, PopularityProfile({"c": 4})), r"\['c'\] are not in this profile"),
+        (
+            lambda p: p.coverage(1, SyntheticCriteo(num_samples=7)),
+            "its feature 'a' is not in the data",
+        ),
+        (lambda p: p.add(bags({"a": [[0]]})), "table 'b': its feature 'b' is not in the data"),
+        (lambda p: p.for_tables([sized("c", 4)]), "table 'c' .* is not in the profile"),
+        (lambda p: p.for_tables([sized("a", 9)]), "table 'a' has 9 rows, but the profile's 'a'"),
+    ],
+)
+def test_other_tables_are_refused_by_name(call, message):
+    profile = PopularityProfile({"a": 4, "b": 3})
+    profile.add(bags({"a": [[0]], "b": [[0]]}))
+
+    with pytest.raises(ProfileError, match=message):
+        call(profile)
+
+    assert profile.num_lookups == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PopularityProfile({}), "there must be at least one table"),
+        (lambda: PopularityProfile([sized("a", 1), sized("a", 2)]), r"distinct, got \['a', 'a'\]"),
+        (lambda: PopularityProfile({"a": 0}), "table 'a' must have at least one row, got 0"),
+        (lambda: PopularityProfile({"a": 1}, rate=0), r"rate must lie in \(0, 1\], got 0"),
+        (lambda: PopularityProfile({"a": 1}, rate=1.5), r"rate must lie in \(0, 1\], got 1.5"),
+        (
+            lambda: PopularityProfile({"a": 1}).decay(2),
+            r"decay must lie in \[0, 1\], got 2",
+        ),
+        (lambda: PopularityProfile({"a": 1}).ranked_rows(-1), "num_rows must be at least 0"),
+        (
+            lambda: PopularityProfile({"a": 1}).ranked_rows(weights={}),
+            r"tables \['a'\], got",
+        ),
+        (lambda: PopularityProfile({"a": 1}).coverage(-1), "none negative"),
+        (lambda: PopularityProfile({"a": 1}).coverage(1), "there must be lookups to measure"),
+        (lambda: PopularityProfile({"a": 1}).coverages([]), "got 0, the least"),
+        (lambda: PopularityProfile({"a": 1}).coverage(1, [], range(3)), "samples= needs a source"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_samples_outside_of_the_source_are_refused(store):
+    for samples in (range(3001), range(-1, 5), range(0, 10, 2)):
+        with pytest.raises(ConfigError, match=r"must be a range of step 1 within \[0, 3000\)"):
+            PopularityProfile.count(store, samples)
+
+
+def test_a_table_that_is_not_there_is_named():
+    with pytest.raises(KeyError, match="no table 'b'; it has"):
+        PopularityProfile({"a": 1}).counts("b")
+
+
+def test_counts_cannot_be_written_to():
+    profile = PopularityProfile({"a": 2})
+
+    with pytest.raises(ValueError, match="read-only"):
+        profile.counts("a")[0] = 1

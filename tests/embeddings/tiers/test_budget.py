@@ -1,0 +1,98 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.batch import JaggedIds
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.table import TableConfig
+from recsys.embeddings.tiers.budget import SpaceSize, divide_budget
+from recsys.embeddings.tiers.slots import Slots
+from recsys.errors import BudgetTooSmall
+
+CPU = torch.device("cpu")
+
+
+def space(num_rows, dim, *state):
+    sizes = {str(number): size for number, size in enumerate(state)}
+    return SpaceSize(num_rows, dim, torch.float32, sizes)
+
+
+spaces = st.lists(
+    st.builds(space, st.integers(1, 300), st.sampled_from([1, 4, 16]), st.sampled_from([1, 4])),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(spaces, st.integers(1, 40_000))
+def test_slots_and_row_maps_stay_within_the_budget(sizes, budget_bytes):
+    try:
+        slots = divide_budget(budget_bytes, sizes, [1] * len(sizes))
+    except BudgetTooSmall:
+        assert budget_bytes < sum(4 * size.num_rows + size.slot_bytes for size in sizes)
+        return
+    if slots is None:
+        assert sum(size.resident_bytes for size in sizes) <= budget_bytes
+        return
+    tiers = [
+        Slots([size.num_rows], size.dim, size.dtype, size.state_sizes, num_slots, CPU)
+        for size, num_slots in zip(sizes, slots, strict=True)
+    ]
+    assert all(
+        1 <= tier.num_slots <= size.num_rows for tier, size in zip(tiers, sizes, strict=True)
+    )
+    if budget_bytes >= sum(4 * size.num_rows + 4 * size.slot_bytes for size in sizes):
+        assert sum(tier.num_bytes for tier in tiers) <= budget_bytes
+
+
+@given(spaces, st.integers(1, 40_000))
+def test_what_is_left_over_is_less_than_a_slot_of_each(sizes, budget_bytes):
+    try:
+        slots = divide_budget(budget_bytes, sizes, [1] * len(sizes))
+    except BudgetTooSmall:
+        return
+    if slots is None or slots == [size.num_rows for size in sizes]:
+        return
+    used = sum(
+        4 * size.num_rows + num_slots * size.slot_bytes
+        for size, num_slots in zip(sizes, slots, strict=True)
+    )
+    assert budget_bytes - used < sum(size.slot_bytes for size in sizes)
+
+
+def test_a_budget_below_the_row_map_names_the_floor():
+    with pytest.raises(BudgetTooSmall, match="424"):
+        divide_budget(399, [space(100, 4)], [1])
+
+
+def test_slots_that_a_row_space_must_have_come_first():
+    sizes = [space(100, 4), space(10_000, 4)]
+    budget_bytes = 4 * 10_100 + 24 * 200
+
+    assert divide_budget(budget_bytes, sizes, [1, 1])[0] < 10
+    assert divide_budget(budget_bytes, sizes, [60, 1])[0] >= 60
+    with pytest.raises(BudgetTooSmall, match="60 of embedding_dim 4, 141 of embedding_dim 4"):
+        divide_budget(budget_bytes, sizes, [60, 141])
+
+
+def test_what_one_mini_batch_needed_is_not_kept_from_the_next_one():
+    tables = [
+        TableConfig(name="small", num_embeddings=300, embedding_dim=4),
+        TableConfig(name="large", num_embeddings=3000, embedding_dim=8),
+    ]
+    module = HotColdEmbeddingBagCollection(
+        tables, optimizer=SGD(lr=0.1), budget=4 * 3300 + 40 * 24 + 5 * 40
+    )
+
+    def look_up(num_small, num_large):
+        values = torch.cat([torch.arange(num_small), torch.arange(num_large)])
+        offsets = torch.tensor([0, num_small, num_small + num_large])
+        module(JaggedIds(["small", "large"], values, offsets)).values().sum().backward()
+
+    look_up(40, 5)
+    look_up(5, 25)  # of which 40 and 25 together would not fit
+    with pytest.raises(BudgetTooSmall, match="300 of embedding_dim 4, 1 of embedding_dim 8"):
+        look_up(300, 1)
+    look_up(40, 5)

@@ -1,0 +1,381 @@
+"""Writes to tiered tables, and to their state, that do not go through the module."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.batch import JaggedIds
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD, Adagrad
+from recsys.embeddings.table import TableConfig
+from recsys.embeddings.tiers import table_tiers as tiers_module
+from recsys.errors import ConflictingWrite
+
+NUM_ROWS, DIM = 400, 4
+
+
+def bags(optimizer=None, **options):
+    """The same bag twice: resident, and tiered."""
+    found = []
+    for budget in (None, 6000):
+        torch.manual_seed(0)
+        found.append(
+            HotColdEmbeddingBag(
+                NUM_ROWS,
+                DIM,
+                mode="sum",
+                optimizer=optimizer or SGD(lr=0.5),
+                budget=budget,
+                **options,
+            )
+        )
+    return found
+
+
+def train(module, num_steps=5, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(num_steps):
+        ids = torch.randint(0, NUM_ROWS, (8, 4), generator=generator)
+        module(ids).square().sum().backward()
+
+
+def residency_of(module):
+    [tiers] = module.tiers()
+    return tiers.residency
+
+
+KEPT = {
+    "detach": lambda module: module.weight.detach(),
+    "slice": lambda module: module.weight.detach()[3:90],
+    "data": lambda module: module.weight.data,
+    "view of data": lambda module: module.weight.data.view(-1)[17:],
+    "state_dict": lambda module: module.state_dict()["weight"],
+}
+each_kept = pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
+
+
+@each_kept
+@pytest.mark.parametrize("when", ["before the first lookup", "between steps"])
+def test_a_kept_tensor_written_to_while_slots_are_newer_is_an_error(keep, when):
+    _, tiered = bags()
+    kept = keep(tiered) if when == "before the first lookup" else None
+    train(tiered)
+    if kept is None:
+        kept = keep(tiered)
+        train(tiered)
+
+    kept.clamp_(-0.1, 0.1)
+
+    for use in (train, lambda module: module.state_dict(), lambda module: module.weight.sum()):
+        with pytest.raises(ConflictingWrite, match=r"^table 'weight': its rows were written to"):
+            use(tiered)
+    with torch.no_grad(), pytest.raises(ConflictingWrite, match="load_state_dict"):
+        tiered(torch.tensor([[0]]))
+
+
+@each_kept
+def test_a_kept_tensor_written_to_while_no_slot_is_newer_counts(keep):
+    modules = bags()
+    kept = [keep(module) for module in modules]
+    for module in modules:
+        train(module)
+        module.state_dict()  # writes rows back
+
+    for each in kept:
+        each.mul_(0.5)
+
+    for module in modules:
+        train(module, seed=1)
+    assert torch.equal(modules[0].weight, modules[1].weight)
+
+
+def test_a_write_between_lookup_and_backward_counts():
+    modules = bags()
+    for module in modules:
+        kept = module.weight.detach()
+        loss = module(torch.tensor([[3, 5], [5, 7]])).square().sum()
+        kept.mul_(0.5)
+        loss.backward()
+
+    assert torch.equal(modules[0].weight, modules[1].weight)
+
+
+def test_a_write_through_the_module_counts_at_any_time():
+    modules = bags()
+    for module in modules:
+        for seed in range(3):
+            train(module, seed=seed)
+            with torch.no_grad():
+                module.weight.clamp_(-1, 1)
+            module.weight.detach().add_(0.25)
+            module.weight.data.mul_(0.5)
+            module.weight.detach().numpy()[7] = 2
+
+    assert torch.equal(modules[0].weight, modules[1].weight)
+
+
+def test_after_a_conflict_a_checkpoint_is_loaded_into_the_same_module():
+    modules = bags(Adagrad(lr=0.1))
+    saved = []
+    for module in modules:
+        train(module)
+        saved.append(copy.deepcopy(module.state_dict()))
+        kept = module.weight.detach()
+        train(module, seed=1)
+        kept.zero_()
+    with pytest.raises(ConflictingWrite):
+        train(modules[1], seed=2)
+
+    for module, state in zip(modules, saved, strict=True):
+        module.load_state_dict(state)
+        train(module, seed=3)
+
+    assert torch.equal(modules[0].weight, modules[1].weight)
+    states = [module.row_optimizer.state_dict()["state"]["weight"] for module in modules]
+    assert torch.equal(states[0]["momentum1"], states[1]["momentum1"])
+
+
+def test_a_shorter_copy_does_not_overwrite_a_table():
+    _, tiered = bags()
+    kept = tiered.weight.detach()
+    train(tiered)
+    kept.zero_()
+
+    with torch.no_grad(), pytest.raises(ConflictingWrite):
+        tiered.weight.copy_(torch.ones(1, DIM))
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_collection_names_the_table_and_loads_tables_one_by_one(both):
+    tables = [
+        TableConfig(name=name, num_embeddings=300, embedding_dim=4) for name in ("users", "goods")
+    ]
+    torch.manual_seed(0)
+    tiered = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.5), budget=6000)
+    ids = JaggedIds.from_one_hot(["users", "goods"], torch.arange(20).view(2, 10))
+    saved = copy.deepcopy(tiered.state_dict())
+    kept = [weight.detach() for weight in tiered.table_weights()]
+    tiered(ids).values().sum().backward()
+
+    kept[1].zero_()
+
+    with pytest.raises(ConflictingWrite, match=r"^table 'goods': its rows"):
+        tiered(ids)
+    if both:
+        kept[0].zero_()
+    tiered.load_state_dict(saved)
+    for name, value in tiered.state_dict().items():
+        assert torch.equal(value, saved[name])
+    tiered(ids).values().sum().backward()
+
+
+def test_an_accelerated_model_names_the_module():
+    model = nn.ModuleDict({"users": nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    kept = model["users"].weight.data
+    recsys.accelerate(model, optimizer=optimizer, budget=6000)
+    kept_since = model["users"].weight.data
+    model["users"](torch.arange(30).view(3, 10)).sum().backward()
+    optimizer.step()
+
+    kept_since.zero_()
+
+    assert kept.data_ptr() == kept_since.data_ptr()
+    with pytest.raises(ConflictingWrite, match=r"^table 'users': its rows"):
+        model["users"](torch.arange(30).view(3, 10))
+
+
+@pytest.mark.parametrize("when", ["before the lookup", "before backward", "grad of a table set"])
+def test_a_write_to_a_table_that_no_step_updates_counts(when):
+    tables = [TableConfig(name=name, num_embeddings=200, embedding_dim=4) for name in "ab"]
+    ids = JaggedIds.from_one_hot(["a", "b"], torch.arange(8).view(2, 4))
+    found = []
+    for budget in (None, 6000):
+        torch.manual_seed(0)
+        module = HotColdEmbeddingBagCollection(
+            tables, optimizer=SGD(lr=0.1), auto_apply=False, budget=budget
+        )
+        updated, frozen = module.table_weights()
+        view = frozen.detach()
+        if when == "before the lookup":
+            frozen.requires_grad_(False)
+        pooled = module(ids).values()
+        if when == "before backward":
+            frozen.requires_grad_(False)
+        pooled.sum().backward()
+        if when == "grad of a table set":
+            frozen.grad = None
+        module.row_optimizer.step()
+        view.mul_(-1)
+        module(ids)
+        found.append([updated.detach().clone(), frozen.detach().clone()])
+
+    assert torch.equal(*(tables[0] for tables in found))
+    assert torch.equal(*(tables[1] for tables in found))
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_state_written_to_in_place_counts_or_is_an_error(is_saved):
+    modules = bags(Adagrad(lr=0.1))
+    for module in modules:
+        train(module)
+        if is_saved:
+            module.row_optimizer.state_dict()  # writes state back
+        module.row_optimizer.state[module.weight]["momentum1"].mul_(4)
+
+    if not is_saved:
+        with pytest.raises(
+            ConflictingWrite,
+            match=r"^table 'weight': its optimizer state 'momentum1' was written to",
+        ):
+            train(modules[1])
+        return
+    for module in modules:
+        train(module, seed=1)
+    assert torch.equal(modules[0].weight, modules[1].weight)
+    states = [module.row_optimizer.state_dict()["state"]["weight"] for module in modules]
+    assert torch.equal(states[0]["momentum1"], states[1]["momentum1"])
+
+
+def test_a_step_refused_for_a_conflict_keeps_its_gradients_and_counts_no_step():
+    _, tiered = bags(Adagrad(lr=0.1), auto_apply=False)
+    train(tiered, num_steps=1)
+    tiered.row_optimizer.step()
+    kept = tiered.weight.detach()
+    train(tiered, num_steps=1, seed=1)
+    tiered.row_optimizer.step()
+    loss = tiered(torch.tensor([[3]])).sum()
+    kept.zero_()
+    loss.backward()
+
+    with pytest.raises(ConflictingWrite):
+        tiered.row_optimizer.step()
+
+    tiered.load_state_dict({"weight": torch.zeros(NUM_ROWS, DIM)})
+    tiered.row_optimizer.step()
+    assert tiered.weight[3].ne(0).all()
+
+
+def test_gradients_are_read_and_forgotten_after_a_conflict():
+    _, tiered = bags(auto_apply=False)
+    kept = tiered.weight.detach()
+    train(tiered)
+    tiered.row_optimizer.step()
+    train(tiered)
+    kept.zero_()
+
+    assert tiered.weight.grad is not None
+    tiered.weight.grad = None
+
+    tiered.load_state_dict({"weight": torch.ones(NUM_ROWS, DIM)})
+    tiered.row_optimizer.step()
+    assert tiered.weight.eq(1).all()
+
+
+READS = {
+    "state_dict": lambda module: module.state_dict(),
+    "state_dict of the model": lambda module: nn.ModuleList([module]).state_dict(),
+    "norm": lambda module: module.weight.norm(),
+    "clone": lambda module: module.weight.clone(),
+    "index": lambda module: module.weight[torch.tensor([3, 5])],
+    "equal": lambda module: torch.equal(module.weight, module.weight),
+    "optimizer": lambda module: module.row_optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_finds_the_newest_rows_and_leaves_them_in_fast_memory(read):
+    resident, tiered = bags(Adagrad(lr=0.1))
+    train(resident)
+    train(tiered)
+    last = torch.arange(16).view(4, 4)
+    for module in (resident, tiered):
+        module(last).square().sum().backward()
+    before = residency_of(tiered).counts.num_fetched
+
+    read(tiered)
+
+    assert torch.equal(tiered.state_dict()["weight"], resident.weight)
+    for module in (resident, tiered):
+        module(last).square().sum().backward()
+    assert residency_of(tiered).counts.num_fetched == before
+    assert torch.equal(tiered.weight, resident.weight)
+
+
+def test_a_view_that_is_handed_out_makes_the_next_lookup_take_rows_anew():
+    resident, tiered = bags()
+    last = torch.arange(16).view(4, 4)
+    for module in (resident, tiered):
+        module(last).sum().backward()
+        view = module.weight.detach()
+        module.weight.norm()  # a read after it changes nothing about that
+        view.numpy()[:] *= 0.5
+        module(last).sum().backward()
+
+    assert torch.equal(tiered.weight, resident.weight)
+
+
+def test_a_budget_divided_anew_never_has_old_and_new_slots_at_once(monkeypatch):
+    torch.manual_seed(0)
+    tables = [
+        TableConfig(name="users", num_embeddings=500, embedding_dim=4),
+        TableConfig(name="goods", num_embeddings=500, embedding_dim=8),
+    ]
+    tiered = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.5), budget=12_000)
+    hot = [weakref.ref(each.hot) for each in tiered.tiers()]
+    budget = sum(ref().num_bytes for ref in hot)
+    make, peaks = tiers_module.Slots, []
+
+    def spy(*arguments):
+        found = make(*arguments)
+        hot.append(weakref.ref(found))
+        peaks.append(sum(ref().num_bytes for ref in hot if ref() is not None))
+        return found
+
+    monkeypatch.setattr(tiers_module, "Slots", spy)
+    ids = JaggedIds(["users", "goods"], torch.arange(200), torch.tensor([0, 180, 200]))
+    tiered(ids).values().sum().backward()
+    other = JaggedIds(["users", "goods"], torch.arange(130), torch.tensor([0, 20, 130]))
+    tiered(other).values().sum().backward()
+
+    assert len(peaks) >= 2
+    assert max(peaks) <= max(budget, 12_000)
+
+
+def test_a_write_before_the_optimizers_state_is_loaded_counts():
+    models = []
+    for budget in (None, 6000):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"users": nn.EmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        recsys.accelerate(model, optimizer=optimizer, budget=budget)
+        ids = torch.arange(30).view(3, 10)
+        kept = model["users"].weight.detach()
+        for _ in range(2):
+            model["users"](ids).square().sum().backward()
+            optimizer.step()
+            state = optimizer.state_dict()
+            kept.mul_(2)
+            optimizer.load_state_dict(state)
+        models.append(model)
+
+    assert torch.equal(models[0]["users"].weight, models[1]["users"].weight)
+
+
+def test_a_table_that_is_a_part_of_a_larger_tensor_is_refused_with_a_budget():
+    whole = torch.zeros(2 * NUM_ROWS, DIM)
+    model = nn.ModuleDict(
+        {"users": nn.EmbeddingBag(NUM_ROWS, DIM, sparse=True, _weight=whole[:NUM_ROWS])}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    with pytest.raises(ValueError, match=r"^table 'users': with a budget .* give it a clone"):
+        recsys.accelerate(model, optimizer=optimizer, budget=6000)
+
+    assert type(model["users"]) is nn.EmbeddingBag
+    recsys.accelerate(model, optimizer=optimizer)

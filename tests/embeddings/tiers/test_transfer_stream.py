@@ -1,0 +1,215 @@
+"""Transfers on a stream of their own: which work on a device comes after which.
+
+Fakes stand in for CUDA. A stream knows what comes before the next work that it is given; an event
+keeps that, and a stream that waits for the event knows it, too.
+"""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from recsys.embeddings import HotColdEmbeddingBag
+from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.tiers.cold.staging import TransferStream
+
+NUM_ROWS = 300
+
+
+class FakeStream:
+    def __init__(self, device=None):
+        self.before = frozenset()
+
+    def record_event(self):
+        return self.before
+
+    def wait_event(self, event):
+        self.before |= event
+
+    def work(self, name):
+        """Queue some work; returns what comes before it."""
+        before = self.before
+        self.before |= {name}
+        return before
+
+
+class FakeCuda:
+    """Streams of `torch.cuda`: every thread has the default one until it is told otherwise."""
+
+    def __init__(self):
+        self.default, self._of_thread = FakeStream(), threading.local()
+
+    def current_stream(self, device=None):
+        return getattr(self._of_thread, "stream", self.default)
+
+    @contextmanager
+    def stream(self, stream):
+        before = self.current_stream()
+        self._of_thread.stream = stream
+        try:
+            yield
+        finally:
+            self._of_thread.stream = before
+
+
+class FakeMemory:
+    device = "cuda:0"
+
+    def __init__(self):
+        self.used_by = []
+
+    def record_stream(self, stream):
+        self.used_by.append(stream)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", fake.current_stream)
+    monkeypatch.setattr(torch.cuda, "stream", fake.stream)
+    return fake
+
+
+def test_a_transfer_comes_after_what_was_queued_when_it_was_put_in_and_no_more(cuda):
+    stream = TransferStream([FakeMemory()])
+    cuda.default.work("last use of the slot")
+    transfer = stream.transfer()
+    cuda.default.work("next mini-batch")
+
+    with transfer:
+        before = cuda.current_stream().work("copy")
+
+    assert before == {"last use of the slot"}
+    assert cuda.current_stream() is cuda.default
+
+
+def test_what_is_computed_comes_after_the_transfer_once_it_has_waited(cuda):
+    stream = TransferStream([FakeMemory()])
+    with stream.transfer():
+        cuda.current_stream().work("copy")
+
+    assert "copy" not in cuda.default.work("something else")
+    stream.wait()
+    assert "copy" in cuda.default.work("lookup")
+
+
+def test_transfers_come_one_after_the_other_and_the_last_is_waited_for(cuda):
+    stream = TransferStream([FakeMemory()])
+    transfers = [stream.transfer(), stream.transfer()]
+    for number, transfer in enumerate(transfers):
+        with transfer:
+            before = cuda.current_stream().work(number)
+    stream.wait()
+
+    assert 0 in before
+    assert cuda.default.before == {0, 1}
+
+
+def test_a_transfer_that_fails_is_waited_for_too(cuda):
+    stream = TransferStream([FakeMemory()])
+
+    def fail():
+        with stream.transfer():
+            cuda.current_stream().work("half of it")
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        fail()
+    stream.wait()
+
+    assert cuda.default.before == {"half of it"}
+
+
+def test_nothing_is_waited_for_before_the_first_transfer(cuda):
+    TransferStream([FakeMemory()]).wait()
+
+    assert not cuda.default.before
+
+
+def test_memory_of_the_slots_is_kept_for_the_stream_that_uses_it(cuda):
+    memories = [FakeMemory(), FakeMemory()]
+
+    stream = TransferStream(memories)
+
+    assert [memory.used_by for memory in memories] == [[stream._stream]] * 2
+
+
+class Recorded:
+    """A bag on a device whose tier says what comes before each copy of rows.
+
+    The CPU stands in for the device, and does at once what a stream would do later.
+    """
+
+    def __init__(self, cuda, device):
+        self.bag = HotColdEmbeddingBag(
+            NUM_ROWS, 4, mode="sum", device=device, optimizer=SGD(lr=0.5), budget=4 * 300 + 12 * 24
+        )
+        [tiers] = self.bag.tiers()
+        self.cuda, self.copies, self.hot = cuda, {}, tiers.hot
+        self.hot._stream = TransferStream([FakeMemory()])
+        for name in ("fetch", "write_back"):
+            setattr(self.hot, name, self._recorded(name, getattr(self.hot, name)))
+
+    def _recorded(self, name, copy):
+        def recorded(cold, rows, slots):
+            for row in rows.tolist():
+                stream, times = self.cuda.current_stream(), len(self.copies)
+                self.copies[name, row, times] = stream, stream.work((name, row, times))
+            copy(cold, rows, slots)
+
+        return recorded
+
+    def compute(self, name, ids):
+        """A step; returns what its forward comes after."""
+        pooled = self.bag(ids)
+        before = self.cuda.default.work(name)
+        pooled.square().sum().backward()
+        return before
+
+    def of_row(self, what, row):
+        return [key for key in self.copies if key[:2] == (what, row)]
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_step_comes_after_the_transfers_of_its_rows_and_these_after_the_step_before(
+    cuda, monkeypatch, is_ahead
+):
+    monkeypatch.setattr("recsys.embeddings.kernels.choice._BY_TORCH", {"cuda", "cpu"})
+    run = Recorded(cuda, torch.device("cpu"))
+    batches = [torch.arange(6).view(1, 6) + 6 * step for step in range(8)]
+
+    for step, ids in enumerate(batches):
+        if is_ahead and step + 1 < len(batches):
+            assert run.bag.prefetch(batches[step + 1]).is_held
+        before = run.compute(step, ids)
+        assert all(set(run.of_row("fetch", row)) & before for row in ids.flatten().tolist())
+
+    own = run.hot._stream._stream
+    assert {stream for stream, _ in run.copies.values()} == {own}
+    # Each row is written back by the tier's stream, after the step that updated it.
+    written = [key for key in run.copies if key[0] == "write_back"]
+    assert written
+    assert all(key[1] // 6 in run.copies[key][1] for key in written)
+
+
+@pytest.mark.parametrize("what", ["flush", "lookup"])
+def test_a_flush_and_a_lookup_without_a_ticket_come_after_rows_fetched_ahead(
+    cuda, monkeypatch, what
+):
+    monkeypatch.setattr("recsys.embeddings.kernels.choice._BY_TORCH", {"cuda", "cpu"})
+    run = Recorded(cuda, torch.device("cpu"))
+    ids = torch.arange(6).view(1, 6)
+    run.compute("step", ids)
+    claim = run.bag.prefetch(ids + 6)
+
+    with torch.no_grad():
+        run.bag.weight.sum() if what == "flush" else run.bag(ids + 6)
+
+    fetched = set().union(*(run.of_row("fetch", row) for row in range(12)))
+    assert len(fetched) == 12
+    assert claim.is_held
+    assert fetched <= cuda.default.work("read")
+    written = {run.copies[key][0] for key in run.copies if key[0] == "write_back"}
+    assert written == ({cuda.default} if what == "flush" else set())

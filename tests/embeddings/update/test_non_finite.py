@@ -1,0 +1,211 @@
+"""Rows whose gradient has nan or inf in it are not updated, and all others are."""
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.batch import JaggedIds
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.kernels import choice as kernel_choice
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad
+from recsys.embeddings.table import TableConfig
+from recsys.errors import NonFiniteGradient, TrainingDiverged
+
+IDS = torch.tensor([[0, 1], [1, 2]])
+BAD = [float("nan"), float("inf"), -float("inf")]
+
+
+def bag(optimizer, **options):
+    torch.manual_seed(0)
+    return HotColdEmbeddingBag(50, 4, mode="sum", optimizer=optimizer, **options)
+
+
+def gradient_with(value):
+    gradient = torch.ones(2, 4)
+    gradient[1, 2] = value
+    return gradient
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.1)])
+@pytest.mark.parametrize("budget", [None, 600])
+def test_only_rows_with_a_finite_gradient_are_updated_and_training_goes_on(
+    value, optimizer, budget
+):
+    module = bag(optimizer, budget=budget, auto_apply=False)
+    expected = bag(optimizer, auto_apply=False)
+
+    module(IDS).backward(gradient_with(value))
+    with pytest.raises(NonFiniteGradient, match=r"^table 'weight': the gradient of row 1 has nan"):
+        module.row_optimizer.step()
+    expected(torch.tensor([[0]])).backward(torch.ones(1, 4))  # rows 1 and 2 are the second bag's
+    expected.row_optimizer.step()
+
+    assert torch.equal(module.weight, expected.weight)
+    for each in (module, expected):
+        each(IDS).square().sum().backward()
+        each.row_optimizer.step()
+    assert torch.equal(module.weight, expected.weight)
+    states = [each.row_optimizer.state_dict()["state"]["weight"] for each in (module, expected)]
+    for name, value in states[1].items():
+        assert torch.equal(torch.as_tensor(states[0][name]), torch.as_tensor(value))
+
+
+@pytest.mark.parametrize("dim", [1, 7, 8, 16, 24, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1)])
+def test_every_column_counts(dim, dtype, optimizer):
+    for column in range(dim):
+        module = HotColdEmbeddingBag(3, dim, dtype=dtype, optimizer=optimizer)
+        before = module.weight.detach().clone()
+        pooled = module(torch.tensor([[0], [1], [2]]))
+        gradient = torch.ones_like(pooled)
+        gradient[1, column] = float("nan")
+
+        with pytest.raises(NonFiniteGradient, match="row 1 "):
+            pooled.backward(gradient)
+
+        is_updated = (module.weight != before).any(1)
+        assert is_updated.tolist() == [True, False, True]
+
+
+def test_an_update_in_backward_is_refused_as_well():
+    module = bag(SGD(lr=0.1))
+    before = module.weight.detach().clone()
+
+    with pytest.raises(NonFiniteGradient):
+        (module(IDS).sum() * float("nan")).backward()
+
+    assert torch.equal(module.weight, before)
+    module(IDS).sum().backward()
+    assert not torch.equal(module.weight, before)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_first_row_is_named_however_many_threads_there_are(num_threads):
+    tables = [
+        TableConfig(name="users", num_embeddings=10, embedding_dim=4),
+        TableConfig(name="goods", num_embeddings=10, embedding_dim=8),
+        TableConfig(name="pages", num_embeddings=10, embedding_dim=8),
+    ]
+    ids = JaggedIds.from_one_hot(["users", "goods", "pages"], torch.arange(8, -1, -1).view(3, 3))
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1))
+        pooled = module(ids).values()
+        gradient = torch.ones_like(pooled)
+        gradient[:, 4 + 8 + 3] = float("nan")
+
+        with pytest.raises(NonFiniteGradient, match=r"^table 'pages': the gradient of row 0 "):
+            pooled.backward(gradient)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_finite_gradients_whose_total_overflows_are_taken():
+    module = bag(SGD(lr=1e-38))
+
+    module(torch.tensor([[0], [1]])).backward(torch.full((2, 4), 3e38))
+
+    assert module.weight.isfinite().all()
+    assert (module.weight != bag(SGD(lr=1e-38)).weight)[:2].all()
+
+
+def test_finite_gradients_whose_squares_overflow_are_taken():
+    module = bag(RowWiseAdagrad(lr=0.1))
+
+    module(torch.tensor([[0]])).backward(torch.full((1, 4), 1e30))
+
+    state = module.row_optimizer.state_dict()["state"]["weight"]
+    assert torch.isinf(next(value for value in state.values() if torch.is_tensor(value))[0])
+    assert torch.equal(module.weight, bag(SGD(lr=0.1)).weight)  # a step over inf is 0
+
+
+@pytest.mark.parametrize("value", BAD[1:])
+def test_a_weight_that_is_not_finite_counts_too(value):
+    module = bag(SGD(lr=0.1))
+    before = module.weight.detach().clone()
+    weights = torch.tensor([[1.0, 1.0], [value, 1.0]])
+
+    with pytest.raises(NonFiniteGradient, match="row 1 "):
+        module(IDS, None, weights).backward(torch.ones(2, 4))
+
+    assert torch.equal(module.weight[1:2], before[1:2])
+
+
+@pytest.mark.parametrize("make", [lambda g: g, lambda g: g.to_sparse(1)])
+def test_a_gradient_that_a_user_leaves_at_the_table_counts_too(make):
+    module = bag(SGD(lr=0.1), auto_apply=False)
+    gradient = torch.ones(50, 4)
+    gradient[7, 1] = float("inf")
+    module.weight.grad = make(gradient)
+
+    with pytest.raises(NonFiniteGradient):
+        module.row_optimizer.step()
+
+
+def test_an_accelerated_models_dense_part_is_not_updated_either():
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"users": nn.EmbeddingBag(20, 4, mode="sum", sparse=True), "top": nn.Linear(4, 1)}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    (model["top"](model["users"](IDS)).sum() * float("inf")).backward()
+
+    with pytest.raises(TrainingDiverged, match=r"^table 'users'"):
+        optimizer.step()
+
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    optimizer.zero_grad()  # of the dense part
+    model["top"](model["users"](IDS)).sum().backward()
+    optimizer.step()
+
+
+def test_on_a_device_a_later_call_says_so_and_no_row_was_updated(monkeypatch):
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cpu"})
+    module = bag(Adagrad(lr=0.1))
+    before = module.weight.detach().clone()
+
+    module(IDS).backward(gradient_with(float("nan")))
+
+    assert torch.equal(module.weight, before)
+    with pytest.raises(NonFiniteGradient):
+        module.check_input()
+    module(IDS).square().sum().backward()
+    assert not torch.equal(module.weight, before)
+
+
+def test_the_gradient_of_an_empty_bag_may_be_anything():
+    module = bag(SGD(lr=0.1), padding_idx=7)
+    plain = nn.EmbeddingBag(
+        50, 4, mode="sum", padding_idx=7, _weight=module.weight.detach().clone()
+    )
+    ids, offsets = torch.tensor([1, 2, 7, 3]), torch.tensor([0, 2, 2, 3])
+
+    for each in (module, plain):
+        each(ids, offsets).square().sum(1).sqrt().mean().backward()
+    with torch.no_grad():
+        plain.weight -= 0.1 * plain.weight.grad
+
+    assert plain.weight.isfinite().all()
+    torch.testing.assert_close(module.weight, plain.weight)
+
+
+def test_on_a_tight_budget_training_goes_on_after_an_update_in_backward_was_refused():
+    module = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=0.1), budget=1400)
+    ids = torch.arange(8).view(2, 4)
+
+    for first in range(0, 80, 8):
+        with pytest.raises(NonFiniteGradient) as raised:
+            (module(ids + first).sum() * float("nan")).backward()
+        assert raised.value.args
+        module(ids + first).sum().backward()
+
+    [tiers] = module.tiers()
+    assert tiers.residency.num_claimed == 0

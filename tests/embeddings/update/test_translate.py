@@ -1,0 +1,152 @@
+import pytest
+import torch
+from torch import nn
+
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, RowWiseAdagrad, update_reference
+from recsys.embeddings.update.translate import translate
+
+TABLE = [("users", 0)]
+
+
+def weight():
+    return nn.Parameter(torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4))
+
+
+MAKERS = {
+    "sgd": lambda table: torch.optim.SGD([table], lr=0.3),
+    "adagrad": lambda table: torch.optim.Adagrad(
+        [table], lr=0.3, lr_decay=0.5, initial_accumulator_value=0.1, eps=1e-3
+    ),
+    "sparse_adam": lambda table: torch.optim.SparseAdam(
+        [table], lr=0.3, betas=(0.8, 0.9), eps=1e-3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_formula_does_what_the_optimizer_does_from_its_own_state(name):
+    theirs, ours = weight(), weight()
+    optimizer = MAKERS[name](theirs)
+    translation = translate(optimizer, TABLE)
+    settings = optimizer.param_groups[0]
+    generator = torch.Generator().manual_seed(0)
+    formula = translation.formula(settings)
+    start = settings.get("initial_accumulator_value", 0.0)
+    states = [
+        torch.full((6, size), start, dtype=torch.float64)
+        for size in formula.state_sizes(4).values()
+    ]
+
+    for step in range(1, 6):
+        settings["lr"] = 0.3 / step
+        rows = torch.randint(0, 6, (5,), generator=generator)
+        gradients = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+        theirs.grad = torch.sparse_coo_tensor(rows[None], gradients, (6, 4), check_invariants=True)
+        optimizer.step()
+        moved = type(formula)(
+            **{
+                field: getattr(translation.formula(settings), field)
+                for field in formula.__dataclass_fields__
+                if field != "lr"
+            },
+            lr=translation.learning_rate(settings, step),
+        )
+        with torch.no_grad():
+            update_reference(moved, ours, states, rows, gradients, step)
+
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    kept = optimizer.state[theirs]
+    for state, key in zip(states, formula.state_sizes(4), strict=True):
+        torch.testing.assert_close(state, kept[translation.state_names.get(key, key)])
+
+
+def test_a_rate_in_a_tensor_is_a_number():
+    optimizer = torch.optim.SGD([weight()], lr=torch.tensor(0.25))
+
+    assert translate(optimizer, TABLE).formula(optimizer.param_groups[0]) == SGD(lr=0.25)
+
+
+def test_torchrecs_rowwise_adagrad_is_ours():
+    pytest.importorskip("torchrec", exc_type=ImportError)
+    from torchrec.optim import RowWiseAdagrad as Theirs
+
+    table = weight()
+    optimizer = Theirs([table], lr=0.3, eps=1e-3, lr_decay=0.5)
+    translation = translate(optimizer, TABLE)
+    settings = optimizer.param_groups[0]
+
+    assert translation.formula(settings) == RowWiseAdagrad(lr=0.3, eps=1e-3)
+    assert translation.learning_rate(settings, 3) == 0.15
+    assert translation.state_names == {"momentum1": "sum"}
+
+
+def test_settings_are_read_anew_and_checked_anew():
+    optimizer = torch.optim.SGD([weight()], lr=0.3)
+    translation = translate(optimizer, TABLE)
+    settings = optimizer.param_groups[0]
+    settings["momentum"] = 0.9
+
+    with pytest.raises(ValueError, match=r"SGD with momentum=0\.9 updates rows that were not"):
+        translation.formula(settings)
+
+
+REFUSED = {
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "with momentum=0.9 updates rows"),
+    "nesterov": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+        "with momentum=0.9 updates rows",
+    ),
+    "decay": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, "with weight_decay=0.1 updates"),
+    "maximize": (
+        torch.optim.SparseAdam,
+        {"maximize": True},
+        r"maximize=True .*\(negate the loss\)",
+    ),
+    "differentiable": (torch.optim.Adagrad, {"differentiable": True}, "outside autograd"),
+    "adam": (torch.optim.Adam, {}, "torch.optim.Adam updates rows that were not looked up"),
+    "adamw": (torch.optim.AdamW, {}, "torch.optim.AdamW updates rows that were not looked up"),
+    "lbfgs": (torch.optim.LBFGS, {}, "torch.optim.LBFGS is none of SGD, Adagrad, SparseAdam"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_formula_is_refused_by_name(case):
+    kind, settings, message = REFUSED[case]
+
+    with pytest.raises(ValueError, match=f"table 'users': .*{message}.*without optimizer="):
+        translate(kind([weight()], **settings), TABLE)
+
+
+def test_a_subclass_may_step_otherwise_and_is_refused():
+    class Mine(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ValueError, match=r"Mine is none of SGD, Adagrad, SparseAdam"):
+        translate(Mine([weight()], lr=0.1), TABLE)
+
+
+def test_param_groups_are_judged_by_the_tables_in_them():
+    tables = [weight(), weight()]
+    optimizer = torch.optim.SGD(
+        [{"params": tables[:1]}, {"params": tables[1:], "momentum": 0.9}], lr=0.1
+    )
+
+    translate(optimizer, [("users", 0)])
+
+    with pytest.raises(ValueError, match=r"table 'goods': .*momentum"):
+        translate(optimizer, [("users", 0), ("goods", 1)])
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [
+        ("sgd", SGD(lr=0.3)),
+        ("adagrad", Adagrad(lr=0.3, eps=1e-3)),
+        ("sparse_adam", Adam(lr=0.3, betas=(0.8, 0.9), eps=1e-3)),
+    ],
+)
+def test_formulas_have_the_optimizers_settings(name, formula):
+    optimizer = MAKERS[name](weight())
+
+    assert translate(optimizer, TABLE).formula(optimizer.param_groups[0]) == formula

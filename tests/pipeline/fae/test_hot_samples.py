@@ -1,0 +1,89 @@
+"""Which samples are hot: against each sample's rows, one by one; kept beside the data."""
+
+import numpy as np
+import pytest
+
+from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.popularity.plan import plan_hot_rows
+from recsys.embeddings.popularity.profile import PopularityProfile
+from recsys.errors import ConfigError, ProfileError
+from recsys.pipeline.fae import hot_samples as module
+from recsys.pipeline.fae.hot_samples import find_hot_samples, hot_samples
+from recsys.train.build import table_configs
+
+SOURCE = SyntheticCriteo(num_samples=700, table_sizes=[30, 7, 1, 500])
+PART = range(100, 600)
+
+
+def plan_of(num_bytes=2700, source=SOURCE):
+    tables = table_configs(source.table_sizes, 1)
+    profile = PopularityProfile.count(source, range(300))
+    return plan_hot_rows(
+        profile, tables, num_bytes, SGD(lr=0.1), ranking="global_topk", window_lookups=1
+    )
+
+
+def hot_one_by_one(plan):
+    sparse = SOURCE.read(np.arange(PART.start, PART.stop)).sparse_features
+    values = dict(zip(sparse.keys(), sparse.values().view(-1, len(PART)).tolist(), strict=True))
+    found = np.ones(len(PART), bool)
+    for table, features in plan.profile.features.items():
+        pinned = set(plan.pinned_rows(table).tolist())
+        for feature in features:
+            found &= [row in pinned for row in values[feature]]
+    return found
+
+
+def test_a_sample_is_hot_if_all_of_its_rows_are():
+    plan = plan_of()
+
+    found = find_hot_samples(plan, SOURCE, PART)
+
+    assert 0 < found.sum() < len(PART)
+    assert found.tolist() == hot_one_by_one(plan).tolist()
+
+
+def test_what_was_found_is_read_from_its_file_the_next_time(tmp_path, monkeypatch):
+    plan = plan_of()
+    found = hot_samples(plan, SOURCE, PART, tmp_path)
+    [file] = tmp_path.iterdir()
+
+    monkeypatch.setattr(module, "find_hot_samples", None)
+
+    assert np.array_equal(hot_samples(plan, SOURCE, PART, tmp_path), found)
+    assert file.stat().st_size < len(PART)
+
+
+def test_another_plan_or_other_samples_have_a_file_of_their_own(tmp_path):
+    for plan, part in ((plan_of(), PART), (plan_of(2800), PART), (plan_of(), range(5, 90))):
+        found = hot_samples(plan, SOURCE, part, tmp_path)
+        assert np.array_equal(found, find_hot_samples(plan, SOURCE, part))
+
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_file_of_another_length_is_found_anew(tmp_path):
+    plan = plan_of()
+    found = hot_samples(plan, SOURCE, PART, tmp_path)
+    [file] = tmp_path.iterdir()
+    np.save(file, np.zeros(3, np.uint8))
+
+    assert np.array_equal(hot_samples(plan, SOURCE, PART, tmp_path), found)
+    assert np.array_equal(np.unpackbits(np.load(file), count=len(PART)), found)
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match=r"cannot be kept .*; make the folder writable"):
+        found = hot_samples(plan_of(), SOURCE, PART, tmp_path / "nowhere")
+
+    assert found.sum() > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_samples_and_features_that_are_not_there_are_named():
+    with pytest.raises(ConfigError, match=r"samples must be a range of step 1 within \[0, 700\)"):
+        find_hot_samples(plan_of(), SOURCE, range(600, 800))
+    other = SyntheticCriteo(num_samples=700, table_sizes=[30, 7, 1])
+    with pytest.raises(ProfileError, match="its feature 'cat_3' is not in the data"):
+        find_hot_samples(plan_of(), other, PART)

@@ -1,0 +1,79 @@
+"""FAE's scheduler: when the rate changes, and what it says."""
+
+import json
+
+import pytest
+
+from recsys.errors import ConfigError
+from recsys.pipeline.fae.shuffle_scheduler import FAE, ShuffleScheduler
+
+
+def rates_after(losses, **constants):
+    scheduler = ShuffleScheduler(FAE(**constants))
+    rates = []
+    for loss in losses:
+        scheduler.observe(loss)
+        rates.append(scheduler.rate)
+    return rates
+
+
+def test_a_loss_that_rises_halves_the_rate_at_once():
+    assert rates_after([1.0, 1.1, 1.2]) == [50, 25, 12.5]
+
+
+def test_four_falls_running_double_it():
+    assert rates_after([9, 8, 7, 6, 5, 4, 3, 2, 1]) == [50, 50, 50, 50, 100, 100, 100, 100, 100]
+
+
+def test_a_rise_or_a_standstill_begins_the_falls_anew():
+    assert rates_after([9, 8, 7, 6, 6, 5, 4, 3, 2]) == [50] * 8 + [100]
+    assert rates_after([9, 8, 7, 6, 7, 6, 5, 4, 3])[3:] == [50, 25, 25, 25, 25, 50]
+
+
+def test_the_rate_stays_in_its_bounds():
+    assert rates_after(range(20))[-1] == 1
+    assert rates_after(range(20), min_rate=30, rate=40)[-1] == 30
+    assert rates_after(range(40, 0, -1), max_rate=60)[-1] == 60
+
+
+def test_a_loss_that_is_no_number_and_a_fixed_rate_change_nothing():
+    assert rates_after([1.0, float("nan"), 2.0]) == [50, 50, 50]
+    assert rates_after([1.0, 2.0, 3.0], is_adaptive=False) == [50, 50, 50]
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_batches", "share"),
+    [(50, 10, 5), (50, 11, 6), (1, 10, 1), (100, 10, 10), (1, 1000, 10), (50, 0, 0), (50, 1, 1)],
+)
+def test_a_share_is_at_least_one_mini_batch(rate, num_batches, share):
+    assert ShuffleScheduler(FAE(rate=rate)).share_of(num_batches) == share
+
+
+def test_a_state_goes_on_where_it_was_taken():
+    one, other = ShuffleScheduler(FAE()), ShuffleScheduler(FAE())
+    for loss in (9, 8, 7, 6):
+        one.observe(loss)
+
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+
+    for scheduler in (one, other):
+        scheduler.observe(5)
+        assert (scheduler.rate, scheduler.num_swaps) == (100, 5)
+    with pytest.raises(ConfigError, match="keys of a state must be"):
+        other.load_state_dict({"rate": 5})
+
+
+@pytest.mark.parametrize(
+    ("constants", "message"),
+    [
+        ({"rate": 0}, "rates are percentages"),
+        ({"rate": 101, "max_rate": 101}, "rates are percentages"),
+        ({"min_rate": 60}, "rates are percentages"),
+        ({"patience": 0}, "patience must be at least 1"),
+        ({"factor": 1.0}, "factor above 1"),
+        ({"factor": float("inf")}, "factor above 1"),
+    ],
+)
+def test_constants_that_mean_nothing_are_refused(constants, message):
+    with pytest.raises(ConfigError, match=message):
+        FAE(**constants)

@@ -1,0 +1,488 @@
+"""Splitting a mini-batch changes no step, but for the order in which floats are summed."""
+
+import itertools
+import threading
+import warnings
+from collections import namedtuple
+from dataclasses import dataclass, make_dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import recsys
+from recsys.batch import JaggedIds
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
+from recsys.errors import TiersFailed
+from recsys.pipeline import Hotline, Sequential, TrainPipeline
+
+OPTIMIZERS = [
+    SGD(lr=0.02),
+    Adagrad(lr=0.02),
+    RowWiseAdagrad(lr=0.02),
+    Adam(lr=0.02),
+    PartialRowWiseAdam(lr=0.02),
+]
+
+HALVES = Hotline(learning_steps=0)
+
+MiniBatch = namedtuple("MiniBatch", "ids labels")
+
+
+class Bags(nn.Module):
+    """Bags of float64, so that only what is wrong differs; (B, 3) ids each."""
+
+    def __init__(self, sizes, dims, optimizer, budgets, *, auto_apply):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.ModuleList(
+            HotColdEmbeddingBag(
+                size,
+                dim,
+                mode="sum",
+                optimizer=optimizer,
+                auto_apply=auto_apply,
+                budget=budget,
+                dtype=torch.float64,
+            )
+            for size, dim, budget in zip(sizes, dims, budgets, strict=True)
+        )
+        self.layer = nn.Linear(sum(dims), 1, dtype=torch.float64)
+
+    def forward(self, batch):
+        pooled = torch.cat([bag(ids) for bag, ids in zip(self.bags, batch.ids, strict=True)], 1)
+        predictions = self.layer(pooled).squeeze(1)
+        loss = nn.functional.mse_loss(predictions, batch.labels)
+        return loss, {"predictions": predictions.detach(), "loss": loss.detach()}
+
+    def row_optimizers(self):
+        return [bag.row_optimizer for bag in self.bags]
+
+
+def ids_of(batch):
+    return {f"bags.{number}": ids for number, ids in enumerate(batch.ids)}
+
+
+def make_batch(sizes, seed, share):
+    generator = torch.Generator().manual_seed(seed)
+    ids = [
+        torch.randint(0, max(1, int(size * share)), (6, 3), generator=generator) for size in sizes
+    ]
+    return MiniBatch(ids, torch.rand(6, generator=generator, dtype=torch.float64))
+
+
+def budgets_for(sizes, dims, optimizer, batches, num_more):
+    return [
+        floor_bytes(
+            size,
+            [
+                (
+                    num_more + max(len(batch.ids[number].unique()) for batch in batches),
+                    slot_bytes(dim, torch.float64, optimizer.state_sizes(dim)),
+                )
+            ],
+        )
+        for number, (size, dim) in enumerate(zip(sizes, dims, strict=True))
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:schedule=Hotline")
+@given(
+    sizes=st.lists(st.integers(100, 400), min_size=1, max_size=4),
+    dims=st.lists(st.sampled_from([1, 3, 4, 8]), min_size=4, max_size=4),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    depth=st.integers(0, 8),
+    learning_steps=st.integers(0, 3),
+    num_more=st.sampled_from([60, 20, 3, 0]),
+    seeds=st.lists(st.integers(0, 30), min_size=3, max_size=12),
+    share=st.sampled_from([1.0, 0.3, 0.05]),
+    auto_apply=st.booleans(),
+    is_slow=st.booleans(),
+)
+def test_hotline_is_a_plain_run_but_for_rounding(
+    small,
+    sizes,
+    dims,
+    optimizer,
+    depth,
+    learning_steps,
+    num_more,
+    seeds,
+    share,
+    auto_apply,
+    is_slow,
+):
+    dims = dims[: len(sizes)]
+    batches = [make_batch(sizes, seed, share) for seed in seeds]
+    budgets = budgets_for(sizes, dims, optimizer, batches, num_more)
+    runs = []
+    for is_tiered in (False, True):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "budget=")
+            model = Bags(
+                sizes,
+                dims,
+                optimizer,
+                budgets if is_tiered else [None] * len(sizes),
+                auto_apply=auto_apply,
+            )
+        dense = torch.optim.SGD(model.layer.parameters(), lr=0.02)
+        schedule = Hotline(depth, learning_steps, 0.5) if is_tiered else Sequential()
+        for bag in model.bags if is_slow else []:
+            for tiers in bag.tiers():
+                tiers.residency._cold = small.WatchedStore(tiers.residency._cold)
+        pipeline = TrainPipeline(model, dense, schedule=schedule, ids=ids_of)
+        runs.append([*pipeline.steps(batches)])
+        assert small.num_claimed(model) == 0
+        runs[-1].append(model)
+
+    for (loss, output), (expected_loss, expected) in zip(runs[1][:-1], runs[0][:-1], strict=True):
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-12)
+    (*_, plain), (*_, split) = runs
+    torch.testing.assert_close(split.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
+    for own, other in zip(split.row_optimizers(), plain.row_optimizers(), strict=True):
+        torch.testing.assert_close(
+            own.state_dict()["state"], other.state_dict()["state"], rtol=1e-9, atol=1e-12
+        )
+
+
+@dataclass
+class SparseBatch:
+    sparse_features: JaggedIds
+    labels: torch.Tensor
+
+
+def sparse_batch(tables, rows_FB):
+    features = JaggedIds.from_one_hot([table.name for table in tables], rows_FB)
+    return SparseBatch(features, torch.linspace(0, 1, rows_FB.shape[1]))
+
+
+def in_turn(tables, rows_of_samples):
+    """A mini-batch whose sample b looks up row `rows_of_samples[b]` of every table."""
+    return sparse_batch(tables, torch.tensor([list(rows_of_samples)] * len(tables)))
+
+
+@pytest.fixture
+def tiered(small):
+    def build(before_fetch=None, optimizer=None, num_slots=40, **options):
+        tables = small.make_tables([300, 200], [4, 4])
+        optimizer = optimizer or SGD(lr=0.1)
+        of_slot = slot_bytes(4, torch.float32, optimizer.state_sizes(4))
+        budget = floor_bytes(500, [(num_slots, of_slot)])
+        model = small.Model(tables, optimizer, budget=budget, **options)
+        [tiers] = model.embeddings.tiers()
+        if before_fetch is not None:
+            tiers.residency._cold = small.WatchedStore(tiers.residency._cold, before_fetch)
+        dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+        return tables, model, dense, tiers.residency
+
+    return build
+
+
+def test_popular_samples_are_computed_on_while_rows_come_for_the_others(tiered):
+    gate, sizes = threading.Event(), []
+    gate.set()
+
+    def wait():
+        assert gate.wait(30)
+
+    tables, model, dense, _ = tiered(wait)
+
+    def see(_, arguments, output):
+        sizes.append(len(output))
+        if sizes[-1] == 3:  # the popular ones, whose forward has ended
+            assert not gate.is_set()
+            gate.set()
+
+    # The second one is split, too, and the loss is measured on it: that waits for all rows.
+    batches = [in_turn(tables, rows) for rows in ([0, 1, 2, 3], [2, 60, 0, 1], [2, 50, 0, 1])]
+    pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=0))
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+    pipeline.progress(iterator)
+    model.layer.register_forward_hook(see)
+    gate.clear()
+
+    _, predictions = pipeline.progress(iterator)
+
+    assert sizes == [3, 1]
+    assert len(predictions) == 4
+    assert pipeline.popular_split.num_split == 2
+    assert pipeline.popular_split.num_popular == 6
+
+
+def test_parts_have_few_sizes_and_popular_samples_left_over_go_with_the_others(tiered):
+    tables, model, dense, _ = tiered(num_slots=120)
+    batches = [in_turn(tables, range(40)), in_turn(tables, [*range(35), *range(100, 105)])]
+    sizes = []
+    pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=0))
+
+    def see(layer, arguments, output):
+        if layer.training:  # not where the loss is measured
+            sizes.append(len(output))
+
+    model.layer.register_forward_hook(see)
+
+    *_, (_, predictions) = pipeline.steps(batches)
+
+    assert sizes == [40, 34, 6]  # of 35 popular ones, by twos: a sixteenth of 40
+    assert len(predictions) == 40
+    assert pipeline.popular_split.num_popular == 35
+
+
+@pytest.mark.parametrize("auto_apply", [True, False])
+def test_a_mini_batch_of_one_kind_of_samples_is_as_without_a_split_to_the_last_bit(
+    small, tiered, auto_apply
+):
+    runs = []
+    for schedule in (Sequential(), Hotline(learning_steps=0)):
+        tables, model, dense, _ = tiered(optimizer=Adagrad(lr=0.1), auto_apply=auto_apply)
+        new, old = in_turn(tables, [0, 1, 2, 3]), in_turn(tables, [3, 2, 1, 1])
+        pipeline = TrainPipeline(model, dense, schedule=schedule)
+        runs.append((model, small.run(pipeline, iter([new, old, old]))))
+
+    assert pipeline.popular_split.num_split == 0
+    assert pipeline.popular_split.num_popular == 8
+    assert runs[0][1] == runs[1][1]
+    small.require_equal(runs[0][0], runs[1][0])
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
+def test_a_split_step_is_the_whole_one_within_rounding(small, tiered, optimizer):
+    """From the same rows; bound: rtol 1e-5, atol 1e-7."""
+    tables, model, dense, _ = tiered(optimizer=optimizer, num_slots=60)
+    _, plain, plain_dense, _ = tiered(optimizer=optimizer, num_slots=60)
+    generator = torch.Generator().manual_seed(3)
+    batches = [
+        sparse_batch(tables, torch.randint(0, 12 + 6 * number, (2, 16), generator=generator))
+        for number in range(6)
+    ]
+    pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=2))
+    whole = TrainPipeline(plain, plain_dense, schedule=Sequential())
+    iterators = iter(batches), iter(batches)
+    for _ in range(2):  # the learning, to the last bit
+        assert torch.equal(pipeline.progress(iterators[0])[0], whole.progress(iterators[1])[0])
+
+    loss, predictions = pipeline.progress(iterators[0])
+    expected_loss, expected = whole.progress(iterators[1])
+
+    assert pipeline.popular_split.num_split == 1
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(predictions, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-7)
+
+
+def test_rows_used_most_stay_in_fast_memory_until_others_are(small, tiered):
+    tables, model, dense, residency = tiered(num_slots=40)
+    pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=4, pinned_share=0.5))
+    popular, seldom = [0, 1, 2, 3], iter(range(100, 300))
+
+    def batches(num_steps, first):
+        for _ in range(num_steps):
+            yield in_turn(tables, [*(first + row for row in popular), *_take(seldom, 2)])
+
+    def are_here(first):
+        rows = np.array([first + row for row in popular], np.int64)
+        return (residency.hot.where(np.concatenate([rows, 300 + rows])) >= 0).all()
+
+    small.run(pipeline, batches(4, 0))
+    assert pipeline.popular_split.num_promoted == 8
+    sweep = (in_turn(tables, list(range(n, n + 6))) for n in range(100, 196, 6))
+    for batch in itertools.islice(sweep, 3):  # rows used once go around the popular ones
+        small.run(pipeline, iter([batch]))
+        assert are_here(0)
+
+    small.run(pipeline, batches(40, 50))
+    assert are_here(50)
+    assert pipeline.popular_split.num_demoted >= 8
+    assert not are_here(0)
+
+
+def _take(iterator, count):
+    return list(itertools.islice(iterator, count))
+
+
+def test_a_row_that_does_not_come_fails_the_step_and_every_later_use(small, tiered):
+    failures = []
+
+    def fail():
+        if failures:
+            raise failures.pop()
+
+    tables, model, dense, _ = tiered(fail)
+    first, second = in_turn(tables, [0, 1, 2, 3]), in_turn(tables, [2, 50, 0, 1])
+    pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=0))
+    small.run(pipeline, iter([first]))
+    before = model.layer.weight.clone()
+    failures.append(OSError("the disk is gone"))
+
+    for batch in (second, first):
+        with pytest.raises(TiersFailed, match="the disk is gone"):
+            pipeline.progress(iter([batch]))
+
+    assert torch.equal(model.layer.weight, before)
+    pipeline.detach()
+    assert small.num_claimed(model) == 0
+    with pytest.raises(TiersFailed, match="load a checkpoint"):
+        model.state_dict()
+
+
+def test_a_claim_that_was_given_up_for_another_lookup_is_made_anew(small, tiered):
+    runs = []
+    for schedule in (Sequential(), Hotline(depth=1, learning_steps=0)):
+        tables, model, dense, _ = tiered(num_slots=30)
+        batches = [in_turn(tables, range(4 * n, 4 * n + 8)) for n in range(6)]
+        pipeline = TrainPipeline(model, dense, schedule=schedule)
+        iterator, losses = iter(batches), []
+        for number in range(6):
+            losses.append(pipeline.progress(iterator)[0].item())
+            # Needs slots that were claimed for the next mini-batch.
+            model(in_turn(tables, range(100 + 12 * number, 112 + 12 * number)))
+        runs.append(losses)
+
+    assert pipeline.popular_split.num_samples == 6 * 8
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+
+
+def test_with_a_depth_mini_batches_whose_rows_have_come_stay_whole(small, tiered):
+    tables, model, dense, residency = tiered(num_slots=100)
+    batches = [in_turn(tables, [4 * n, 4 * n + 1, 4 * n - 3, 4 * n - 2]) for n in range(1, 9)]
+    pipeline = TrainPipeline(model, dense, schedule=Hotline(depth=1, learning_steps=0))
+    # Whatever is asked for in the background has come when the step goes on.
+    model.layer.register_forward_pre_hook(lambda *_: residency.queue.settle())
+
+    small.run(pipeline, iter(batches))
+
+    assert pipeline.popular_split.num_split == 0
+    assert 0 < pipeline.popular_split.num_popular < pipeline.popular_split.num_samples
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.BatchNorm1d(1), r"'odd' \(BatchNorm1d\) has statistics of each part alone"),
+        (nn.Dropout(0.5), r"'odd' \(Dropout\) has other random draws"),
+    ],
+)
+def test_layers_that_look_across_samples_or_draw_are_named(tiered, layer, message):
+    _, model, dense, _ = tiered()
+    model.odd = layer
+
+    with pytest.warns(UserWarning, match=message):
+        TrainPipeline(model, dense, schedule=Hotline())
+
+
+def test_hotline_without_tiers_has_no_effect_and_says_so(small):
+    model = small.Model(small.tables, SGD(lr=0.1))
+
+    with pytest.warns(UserWarning, match=r"Hotline\(.*\) has no effect: every row is in fast"):
+        pipeline = TrainPipeline(model, None, schedule=Hotline())
+
+    assert pipeline.popular_split is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"depth": -1}, "depth must be a whole number of at least 0, got -1"),
+        ({"learning_steps": 0.5}, "learning_steps must be a whole number of at least 0, got 0.5"),
+        ({"pinned_share": 1.5}, r"pinned_share must lie in \[0, 1\], got 1.5"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Hotline(**arguments)
+
+
+def test_an_accelerated_model_is_split_too_and_moved_by_the_users_optimizer():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.bags = nn.ModuleList(
+                nn.EmbeddingBag(size, 4, mode="sum", sparse=True, dtype=torch.float64)
+                for size in (300, 200)
+            )
+            self.layer = nn.Linear(8, 1, dtype=torch.float64)
+
+        def forward(self, batch):
+            pooled = torch.cat([bag(ids) for bag, ids in zip(self.bags, batch.ids, strict=True)], 1)
+            predictions = self.layer(pooled).squeeze(1)
+            return nn.functional.mse_loss(predictions, batch.labels), predictions.detach()
+
+    batches = []
+    for seed in range(12):
+        popular, seldom = (make_batch((300, 200), seed, share) for share in (0.02, 1.0))
+        ids = [torch.cat(pair) for pair in zip(seldom.ids, popular.ids, strict=True)]
+        batches.append(MiniBatch(ids, torch.cat([seldom.labels, popular.labels])))
+    models = [Model(), Model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.02) for model in models]
+    recsys.accelerate(models[1], optimizer=optimizers[1], budget="6KiB")
+    pipeline = TrainPipeline(
+        models[1], optimizers[1], schedule=Hotline(learning_steps=0), ids=ids_of
+    )
+
+    for batch, (loss, predictions) in zip(batches, pipeline.steps(batches), strict=True):
+        optimizers[0].zero_grad()
+        expected_loss, expected = models[0](batch)
+        expected_loss.backward()
+        optimizers[0].step()
+        torch.testing.assert_close(loss, expected_loss.detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(predictions, expected, rtol=1e-9, atol=1e-12)
+    assert pipeline.popular_split.num_split > 3
+    recsys.restore(pipeline.detach())
+    torch.testing.assert_close(
+        models[1].state_dict(), models[0].state_dict(), rtol=1e-9, atol=1e-12
+    )
+
+
+def test_rows_of_resident_modules_move_once_too():
+    sizes, optimizer = (300, 12), Adagrad(lr=0.02)
+    batches = []
+    for seed in range(8):
+        popular, seldom = (make_batch((300, 12), seed, share) for share in (0.02, 1.0))
+        ids = [torch.cat(pair) for pair in zip(seldom.ids, popular.ids, strict=True)]
+        batches.append(MiniBatch(ids, torch.cat([seldom.labels, popular.labels])))
+    runs = []
+    for budgets, schedule in (([None, None], Sequential()), ([6000, None], HALVES)):
+        model = Bags(sizes, (4, 4), optimizer, budgets, auto_apply=True)
+        dense = torch.optim.SGD(model.layer.parameters(), lr=0.02)
+        pipeline = TrainPipeline(model, dense, schedule=schedule, ids=ids_of)
+        for _ in pipeline.steps(batches):
+            pass
+        runs.append(model.state_dict())
+
+    assert pipeline.popular_split.num_split > 3
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:schedule. it is not known")
+def test_a_mini_batch_of_which_nothing_tells_all_ids_stays_whole():
+    batches = [make_batch((300, 200), seed, 0.3) for seed in range(8)]
+    model = Bags((300, 200), (4, 4), SGD(lr=0.02), [6000, 6000], auto_apply=False)
+    dense = torch.optim.SGD(model.layer.parameters(), lr=0.02)
+    pipeline = TrainPipeline(
+        model, dense, schedule=HALVES, ids=lambda batch: {"bags.0": batch.ids[0]}
+    )
+
+    assert len(list(pipeline.steps(batches))) == 8
+    assert pipeline.popular_split.num_split == 0
+
+
+def test_what_cannot_be_split_is_told_in_the_first_step(small, tiered):
+    tables, model, dense, _ = tiered()
+    batch = in_turn(tables, [0, 1, 2, 3])
+    batch.weights = {1, 2}
+    batch.__class__ = make_dataclass("Odd", ["sparse_features", "labels", "weights"])
+    pipeline = TrainPipeline(model, dense, schedule=Hotline())
+
+    with pytest.raises(TypeError, match="set of a mini-batch cannot be split"):
+        pipeline.progress(iter([batch]))
+
+    assert small.num_claimed(model) == 0

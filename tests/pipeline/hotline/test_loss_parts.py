@@ -1,0 +1,219 @@
+"""What the losses of two parts say of the whole's is measured, and changes nothing else."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.optimizer import SGD
+from recsys.pipeline import Hotline, Sequential, TrainPipeline
+from recsys.pipeline.hotline.loss_parts import is_loss_a_sum
+
+HALVES = Hotline(learning_steps=0)
+
+MiniBatch = namedtuple("MiniBatch", "ids labels")
+
+
+def ids_of(batch):
+    return {"bag": batch.ids}
+
+
+class Summed(nn.Module):
+    """A bag and a layer, whose loss is made from the squared error of each sample."""
+
+    def __init__(self, reduce, *, budget=None, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bag = HotColdEmbeddingBag(
+            300, 4, mode="sum", optimizer=SGD(lr=0.02), budget=budget, dtype=torch.float64
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.layer = nn.Linear(4, 1, dtype=torch.float64)
+        self.reduce, self.seen = reduce, []
+
+    def forward(self, batch):
+        pooled = self.dropout(self.bag(batch.ids))
+        predictions = self.layer(pooled).squeeze(1)
+        self.seen.append((self.training, len(predictions), torch.random.get_rng_state()))
+        loss = self.reduce((predictions - batch.labels).square(), self)
+        return loss, {"loss": loss.detach(), "mean": predictions.detach().mean()}
+
+
+def halves(count=8):
+    """Mini-batches of 12 samples, of which half are popular."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(count):
+        ids = [torch.randint(0, high, (6, 3), generator=generator) for high in (300, 6)]
+        labels = torch.rand(12, generator=generator, dtype=torch.float64)
+        batches.append(MiniBatch(torch.cat(ids), labels))
+    return batches
+
+
+def summed_run(reduce, schedule, batches, **options):
+    budget = 4000 if isinstance(schedule, Hotline) else None
+    model = Summed(reduce, budget=budget, **options)
+    dense = torch.optim.SGD(model.layer.parameters(), lr=0.02)
+    pipeline = TrainPipeline(model, dense, schedule=schedule, ids=ids_of)
+    return list(pipeline.steps(batches)), model, pipeline
+
+
+@pytest.mark.parametrize(
+    ("reduce", "is_sum"),
+    [
+        (lambda losses, _: losses.mean(), False),
+        (lambda losses, model: losses.mean() + 0.1 * model.layer.weight.square().sum(), False),
+        (lambda losses, _: losses.sum(), True),
+        (lambda losses, _: losses, False),
+    ],
+    ids=["mean", "mean and a penalty", "sum", "of each sample"],
+)
+def test_a_loss_that_is_a_mean_or_a_sum_over_samples_is_that_of_the_whole(reduce, is_sum):
+    batches = halves()
+    expected, plain, _ = summed_run(reduce, Sequential(), batches)
+    found, split, pipeline = summed_run(reduce, HALVES, batches)
+
+    assert pipeline.popular_split.num_split > 3
+    assert pipeline.popular_split.is_loss_a_sum is is_sum
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(split.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
+    # The whole and both parts are computed once more, on the first mini-batch that is split.
+    assert sum(not is_training for is_training, *_ in split.seen) == 3
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda losses, _: losses.square().mean().sqrt(),
+        lambda losses, model: losses.sum() + 10 * model.layer.weight.square().sum(),
+        lambda losses, _: losses.sum() / len(losses) ** 0.5,
+    ],
+    ids=["root of a mean", "sum and a penalty", "over the root of B"],
+)
+def test_a_loss_that_is_neither_a_mean_nor_a_sum_is_refused_with_its_values(small, reduce):
+    batches = halves()
+    model = Summed(reduce, budget=4000)
+    dense = torch.optim.SGD(model.layer.parameters(), lr=0.02)
+    pipeline = TrainPipeline(model, dense, schedule=HALVES, ids=ids_of)
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+
+    message = (
+        r"schedule=Hotline\(.*\) computes on a mini-batch in two parts, so the loss must be a mean "
+        r"or a sum over samples, but it is [\d.]+ of 12 samples, [\d.]+ of \d of them and [\d.]+ "
+        "of the other \\d; return a mean over samples, or use LookAhead"
+    )
+    with pytest.raises(ValueError, match=message):
+        pipeline.progress(iterator)
+
+    assert small.num_claimed(model) == 0
+    _, plain, _ = summed_run(reduce, Sequential(), batches[:1])
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
+def test_a_loss_that_tells_nothing_leaves_its_mini_batch_whole_and_the_next_is_measured(bad):
+    batches = halves()
+    measured = []
+
+    def reduce(losses, model):
+        if not model.training:
+            measured.append(len(losses))
+            if len(measured) <= 6:
+                return losses.sum() * bad
+        return losses.sum()
+
+    expected, plain, _ = summed_run(lambda losses, _: losses.sum(), Sequential(), batches)
+    found, split, pipeline = summed_run(reduce, HALVES, batches)
+
+    assert len(measured) == 9  # two mini-batches told nothing
+    assert pipeline.popular_split.num_split == len(batches) - 3
+    assert pipeline.popular_split.is_loss_a_sum
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(split.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:schedule=Hotline")
+@pytest.mark.parametrize("is_functional", [False, True])
+def test_measuring_the_loss_draws_no_random_number_and_leaves_every_mode(is_functional):
+    def reduce(losses, model):
+        if is_functional and not model.training:
+            torch.rand(7)
+        return losses.mean()
+
+    batches = halves(3)
+    model = Summed(reduce, budget=4000, dropout=0.5)
+    model.layer.eval()  # frozen by its owner
+    pipeline = TrainPipeline(model, None, schedule=HALVES, ids=ids_of)
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+    model.seen.clear()
+    before = torch.random.get_rng_state()
+
+    class Watch(nn.Module):
+        """Notes the random state at which training goes on."""
+
+        def forward(self, pooled):
+            self.state = torch.random.get_rng_state() if self.training else None
+            states.append(self.state)
+            return pooled
+
+    states = []
+    model.dropout = Watch()
+    pipeline.progress(iterator)
+
+    assert [is_training for is_training, *_ in model.seen] == [False] * 3 + [True] * 2
+    assert states[:3] == [None] * 3
+    assert torch.equal(states[3], before)
+    assert model.training
+    assert model.dropout.training
+    assert not model.layer.training
+
+
+def test_a_select_that_loses_samples_is_refused():
+    """Two samples share a bag here, so a claim knows of half as many."""
+
+    class Pairs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = HotColdEmbeddingBag(
+                300, 4, mode="sum", optimizer=SGD(lr=0.02), budget=4000, dtype=torch.float64
+            )
+
+        def forward(self, batch):
+            predictions = self.bag(batch.ids).sum(1).repeat_interleave(2)
+            return (predictions - batch.labels).square().mean(), predictions
+
+    class Batch:
+        def __init__(self, ids, labels):
+            self.ids, self.labels = ids, labels
+
+        def select(self, samples):
+            return Batch(self.ids[samples], self.labels[torch.cat([2 * samples, 2 * samples + 1])])
+
+    batches = [Batch(each.ids, torch.rand(24, dtype=torch.float64)) for each in halves()]
+    pipeline = TrainPipeline(Pairs(), None, schedule=HALVES, ids=ids_of)
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+
+    with pytest.raises(ValueError, match=r"a row for each sample.* got \(24,\) of 12 samples"):
+        pipeline.progress(iterator)
+
+
+def measure(losses, dtype):
+    """Of the whole, of 1 of its 4 samples, and of the other 3."""
+    parts = iter([(torch.tensor(loss, dtype=dtype), None) for loss in losses])
+    return is_loss_a_sum(HALVES, nn.Linear(1, 1), lambda _: next(parts), None, [None] * 2, [1, 3])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 9e-4), (torch.float32, 9e-4), (torch.bfloat16, 0.01)]
+)
+def test_rounding_is_no_difference(dtype, error):
+    assert measure([2.5 * (1 + error), 1.0, 3.0], dtype) is False
+    assert measure([4.0 * (1 - error), 1.0, 3.0], dtype) is True
+    with pytest.raises(ValueError, match="it is 3 of 4 samples, 1 of 1 of them and 3 of the other"):
+        measure([3.0, 1.0, 3.0], dtype)

@@ -1,0 +1,22 @@
+import pytest
+
+from recsys.config import load_config
+from recsys.datasets.criteo.days import prepare_criteo_1tb
+from recsys.errors import ConfigError
+from recsys.train.build import open_source
+
+
+def test_a_last_day_too_short_to_halve_is_what_is_said_to_be_wrong(raw_line, tmp_path):
+    days = [tmp_path / "day_0", tmp_path / "day_1"]
+    for day, num_lines in zip(days, (101, 1), strict=True):
+        day.write_text(f"{raw_line()}\n" * num_lines)
+    prepare_criteo_1tb(days, tmp_path / "store", show_progress=False)
+
+    with pytest.raises(ConfigError) as caught:
+        open_source(load_config(data=str(tmp_path / "store")))
+
+    assert str(caught.value) == (
+        f"{tmp_path / 'store'}: the validation part is empty: of 102 samples, train has 101, "
+        "test has 1, validation has 0; a store of several days needs 2 samples or more in its last "
+        "day and one before it, any other data 14 or more"
+    )

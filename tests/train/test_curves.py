@@ -1,0 +1,78 @@
+"""Pictures, looked at before they are drawn."""
+
+import pytest
+
+from recsys.pipeline.timeline import Timeline
+from recsys.train.curves import draw_shares, draw_timeline, draw_variations
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are made into pictures."""
+    found = []
+    monkeypatch.setattr("recsys.train.curves._as_png", lambda figure: found.append(figure) or b"")
+    return found
+
+
+def run_of(variation):
+    entries = [
+        {"num_samples": step, "train_seconds": step / 10, "test": {"auc": 0.5 + step / 10}}
+        for step in range(3)
+    ]
+    return variation, entries
+
+
+def test_every_variation_is_in_the_legend_once_whatever_its_name(figures):
+    draw_variations([run_of("_base"), run_of("other"), run_of("_base")], "test")
+
+    (legend,) = figures[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["_base", "other"]
+
+
+def test_no_two_variations_look_alike_and_the_runs_of_one_do(figures):
+    names = [f"v{number}" for number in range(25)]
+
+    draw_variations([run_of(name) for name in [*names, *names]], "test")
+
+    looks = [(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].lines]
+    assert len(set(looks)) == 25
+    assert looks[:25] == looks[25:]
+    handles = figures[0].legends[0].legend_handles
+    assert [(handle.get_color(), handle.get_linestyle()) for handle in handles] == looks[:25]
+
+
+def test_shares_of_speed_lie_over_shares_of_memory_in_order_with_their_intervals(figures):
+    points = [(0.5, 1.0, 0.9, 1.1), (0.02, 0.8, 0.7, 0.9)]
+
+    draw_shares({"sequential": points, "lookahead-2": [(0.5, 0.95, 0.9, 1.0)]})
+
+    (axis,) = figures[0].axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axis.lines[:2]}
+    assert lines == {"sequential": [[0.02, 0.8], [0.5, 1.0]], "lookahead-2": [[0.5, 0.95]]}
+    corners = axis.collections[0].get_paths()[0].vertices.tolist()
+    assert {(0.02, 0.7), (0.02, 0.9), (0.5, 0.9), (0.5, 1.1)} <= set(map(tuple, corners))
+    assert axis.get_xscale() == "log"
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == list(lines)
+
+
+def test_a_timeline_has_a_row_for_each_track_and_a_colour_for_each_stage(figures):
+    timeline = Timeline()
+    for step in range(3):
+        timeline.add("steps", "load", step, step + 0.25)
+        timeline.add("steps", "write_back_wait", step + 0.25, step + 1)
+        timeline.add("rows, group 0", "move", step + 0.5, step + 0.75)
+
+    draw_timeline(timeline)
+
+    (axis,) = figures[0].axes
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["steps", "rows, group 0"]
+    assert [len(bars.get_paths()) for bars in axis.collections] == [2, 2, 2]  # the first step apart
+    assert len({tuple(bars.get_facecolor()[0]) for bars in axis.collections}) == 3
+    (legend,) = figures[0].legends
+    titles = [text.get_text() for text in legend.get_texts()]
+    assert titles == ["load", "write-back wait", "move"]
+
+
+def test_a_timeline_without_a_step_has_no_picture(figures):
+    assert draw_timeline(Timeline()) is None
+    assert not figures

@@ -1,0 +1,114 @@
+"""`recsys train` with FAE's schedule: a plain run, in another order."""
+
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recsys.config import load_config
+from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+from recsys.errors import BudgetTooSmall, ConfigError
+from recsys.pipeline import FAE as Constants  # noqa: N811  # its class
+from recsys.pipeline import HotColdLoader
+from recsys.pipeline.fae.shuffle_scheduler import ShuffleScheduler
+from recsys.train.build import build_loader, build_model, choose_plan, open_source
+from recsys.train.trainer import train
+from recsys.train.verify_tiers import verify_budgets
+
+FAE = ("schedule.name=fae", "budget='5000'", "batch_size=16", "num_threads=1")
+
+
+def run(config, folder):
+    return train(config, folder, show_progress=False)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_a_run_is_a_plain_one_over_the_samples_in_its_order(small_config, tmp_path, optimizer):
+    settings = [*FAE, f"optimizer.name={optimizer}", "schedule.adaptive=false", "schedule.rate=20"]
+    config = small_config(*settings, "epochs=2", "budget='6000'")
+    record = run(config, tmp_path / "fae")
+    plain = small_config(f"optimizer.name={optimizer}", "batch_size=16", "num_threads=1")
+    source = open_source(config)
+    loader = build_loader(config, source, choose_plan(config, source))
+    model, optimizers = build_model(plain, source)
+
+    for _ in range(2):
+        for batch in loader:
+            loss, _ = model(batch)
+            for each in optimizers:
+                each.zero_grad()
+            loss.backward()
+            for each in optimizers:
+                each.step()
+
+    assert 0 < record["schedule"]["hot_sample_share"] < 1
+    assert record["tiers"]["fetched_bytes"] > 0
+    found = load_file(tmp_path / "fae" / "model.safetensors")
+    for name, expected in model.model.state_dict().items():
+        assert torch.equal(found[name], expected), name
+
+
+def test_the_validation_loss_steers_the_rate(small_config, tmp_path, monkeypatch):
+    settings = [*FAE, "schedule.rate=10", "schedule.patience=1"]
+    losses = []
+    observe = HotColdLoader.observe
+    monkeypatch.setattr(
+        HotColdLoader, "observe", lambda self, loss: (losses.append(loss), observe(self, loss))
+    )
+    record = run(small_config(*settings), tmp_path / "run")
+
+    scheduler = ShuffleScheduler(Constants(rate=10, patience=1))
+    for loss in losses:
+        scheduler.observe(loss)
+    assert record["schedule"]["num_swaps"] == len(losses) > 3
+    assert record["schedule"]["rate"] == scheduler.rate != 10
+    assert losses[-1] < losses[0] < 0.7  # of the validation part, while the model learns
+    assert record["metrics"]["test"]["num_samples"] == 150
+
+
+def test_a_fixed_rate_asks_for_no_loss(small_config, tmp_path):
+    record = run(small_config(*FAE, "schedule.adaptive=false"), tmp_path / "run")
+
+    assert record["schedule"] | {"hot_sample_share": None} == {
+        "name": "fae",
+        "hot_sample_share": None,
+        "rate": 50.0,
+        "num_swaps": 0,
+    }
+
+
+def test_which_samples_are_hot_is_kept_in_the_store(kaggle_10k, tmp_path):
+    store = tmp_path / "store"
+    prepare_criteo_kaggle([kaggle_10k], store, show_progress=False)
+    settings = [FAE[0], "budget=2MiB", "schedule.adaptive=false", "save_model=false"]
+    config = load_config(None, settings, data=str(store))
+
+    shares = [run(config, tmp_path / str(number))["schedule"] for number in range(2)]
+
+    assert shares[0] == shares[1]
+    assert len(list(store.glob("hot_samples-*.npy"))) == 1
+
+
+def test_what_it_needs_is_said_before_training(small_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"schedule\.name 'fae' .* give it a size by budget"):
+        run(small_config("schedule.name=fae"), tmp_path / "none")
+    with pytest.raises(BudgetTooSmall):
+        run(small_config(*FAE, "budget='2500'"), tmp_path / "small")
+    with pytest.raises(ConfigError, match=r"schedule\.rate must be in \(0, 100\]"):
+        run(small_config(*FAE, "schedule.rate=200"), tmp_path / "rate")
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_all_rows_fit_all_samples_are_hot(small_config, tmp_path):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        record = run(small_config(*FAE, "budget=1MiB"), tmp_path / "run")
+
+    assert record["schedule"]["hot_sample_share"] == 1
+    assert any("all samples are hot" in str(each.message) for each in told)
+
+
+def test_verify_refuses_it(small_config):
+    with pytest.raises(ConfigError, match="changes the order of samples"):
+        verify_budgets(small_config(*FAE))

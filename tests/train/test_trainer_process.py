@@ -1,0 +1,138 @@
+"""Ablations whose cells are processes: killed, interrupted, failing."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from recsys.ablate.config import load_ablation
+from recsys.ablate.run import ablate
+from recsys.errors import ConfigError
+from recsys.train.trainer import train
+from recsys.train.trainer_process import train_in_own_process
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def start_ablation(tmp_path, small_settings):
+    """Starts a short cell and a long one in a session of their own; waits until the long trains."""
+    file, folder = tmp_path / "ablation.toml", tmp_path / "out"
+    settings = [setting for setting in small_settings[1::2] if "num_samples" not in setting]
+    settings.append("num_threads=1")
+
+    def start(num_samples):
+        file.write_text(
+            f"[ablate]\nseeds = [0]\n[ablate.grid]\nsynthetic.num_samples = [2100, {num_samples}]\n"
+        )
+        command = [sys.executable, "-m", "recsys.cli", "ablate", file, "--run", folder]
+        command += [part for setting in settings for part in ("--set", setting)]
+        process = subprocess.Popen(
+            list(map(str, command)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        history = folder / "cells" / f"synthetic.num_samples={num_samples}-seed0" / "history.jsonl"
+        give_up = time.monotonic() + 300
+        while not history.is_file():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+        return process, load_ablation(file, settings), folder
+
+    return start
+
+
+def test_an_ablation_that_is_killed_goes_on_where_it_was(start_ablation):
+    process, config, folder = start_ablation(35_000)
+    short, long = (folder / "cells" / cell.name for cell in config.cells())
+
+    process.kill()
+    process.communicate(timeout=300)  # returns when its child, which has its stdout, is gone too
+    was_half_way = not (long / "run.json").exists()
+    before = (short / "run.json").read_bytes(), (short / "run.json").stat().st_mtime_ns
+    ran = []
+
+    def count_and_train(config, run_dir, *, show_progress):
+        ran.append(run_dir)
+        return train(config, run_dir, show_progress=show_progress)
+
+    record = ablate(config, folder, show_progress=False, run_cell=count_and_train)
+
+    assert ran == ([long] if was_half_way else [])
+    assert ((short / "run.json").read_bytes(), (short / "run.json").stat().st_mtime_ns) == before
+    assert record["status"] == "finished"
+    assert [cell["run"]["throughput"]["num_samples"] for cell in record["cells"]] == [
+        1800,
+        30_000,
+    ]
+
+
+def test_ctrl_c_at_a_terminal_ends_the_cell_behind_its_step_and_tabulates_the_others(
+    start_ablation,
+):
+    process, config, folder = start_ablation(5_000_000)
+    short, long = (folder / "cells" / cell.name for cell in config.cells())
+
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of the foreground
+    printed, said = process.communicate(timeout=300)
+
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert json.loads((long / "run.json").read_text())["status"] == "interrupted"
+    record = json.loads((folder / "ablate.json").read_text())
+    assert [cell["name"] for cell in record["cells"]] == [short.name]
+    assert "1 of 2 cells were run" in printed
+    assert (folder / "report.html").is_file()
+
+
+def test_an_error_of_the_process_is_raised_here(small_config, tmp_path):
+    config = small_config("synthetic.num_samples=8")
+
+    with pytest.raises(ConfigError, match="validation part is empty: of 8 samples, train"):
+        train_in_own_process(config, tmp_path / "run", show_progress=False)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_a_process_that_dies_is_told_of(small_config, tmp_path, monkeypatch):
+    config = small_config()
+    start = multiprocessing.get_context("spawn").Process.start
+
+    def start_and_kill(process):
+        start(process)
+        process.kill()
+
+    monkeypatch.setattr(multiprocessing.get_context("spawn").Process, "start", start_and_kill)
+
+    with pytest.raises(ChildProcessError, match=r"with exit code -9 and no result; .*memory ran"):
+        train_in_own_process(config, tmp_path / "run", show_progress=False)
+
+
+def test_a_script_that_trains_when_it_is_imported_is_told_how_not_to(tmp_path, small_settings):
+    (tmp_path / "ablation.toml").write_text(
+        "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'base'\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from recsys.ablate import ablate\n"
+        "from recsys.ablate.config import load_ablation\n"
+        f"config = load_ablation(Path('ablation.toml'), {small_settings[1::2]})\n"
+        "ablate(config, 'out')\n"
+    )
+
+    ended = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+
+    assert ended.returncode == 1
+    (message,) = [line for line in ended.stderr.splitlines() if "ChildProcessError: the" in line]
+    assert message.endswith('put the work of the script under if __name__ == "__main__":')
+    assert "memory" not in message

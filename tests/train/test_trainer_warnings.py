@@ -1,0 +1,39 @@
+import pytest
+
+from recsys.train.trainer import train
+
+
+def run(config, folder):
+    return train(config, folder, show_progress=False)
+
+
+def test_a_decay_that_begins_behind_the_last_step_is_warned_of(small_config, tmp_path):
+    settings = ["lr_schedule.decay=linear", "lr_schedule.decay_start=15"]
+
+    with pytest.warns(UserWarning, match="never fall: .* from step 15 on, and the run has 15 ste"):
+        run(small_config(*settings), tmp_path / "late")
+
+    run(small_config(settings[0], "lr_schedule.decay_start=14"), tmp_path / "in_time")
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("lr_schedule.warmup_steps", "rates never reach their full value: lr_schedule.warmup_step"),
+        ("eval.every_steps", "the only evaluation is the one after the last step: eval.every_step"),
+    ],
+)
+def test_what_would_come_behind_the_last_step_is_warned_of(small_config, tmp_path, key, message):
+    with pytest.warns(UserWarning, match=f"{message}.* is 16, and the run has 15 steps"):
+        run(small_config(f"{key}=16"), tmp_path / "late")
+
+    run(small_config(f"{key}=15"), tmp_path / "in_time")
+
+
+def test_looking_ahead_over_resident_rows_is_warned_of(small_config, tmp_path):
+    with pytest.warns(UserWarning, match=r"schedule=LookAhead\(depth=2\) has no effect"):
+        run(small_config("schedule.name=lookahead"), tmp_path / "named")
+
+    record = run(small_config(), tmp_path / "left_out")
+
+    assert record["schedule"] == {"name": "sequential"}

@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+from recsys.cli.commands import main
+from recsys.embeddings import PopularityProfile, plan_hot_rows
+from recsys.errors import BudgetTooSmall, ConfigError
+from recsys.train import verify_tiers
+from recsys.train.build import open_source, table_configs
+from recsys.train.verify_tiers import format_verification, verify_budgets
+
+TABLES = "synthetic.table_sizes=[900, 700, 1, 800]"
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_every_budget_equals_everything_resident(small_config, name):
+    dense = "adagrad" if name == "rowwise_adagrad" else name
+    config = small_config(TABLES, f"optimizer.name={name}", f"dense_optimizer.name={dense}")
+
+    found = verify_budgets(config)
+
+    assert [each.name for each in found] == ["floor", "twice-floor", "half", "everything"]
+    assert all(each.ok for each in found), format_verification(found)
+    assert [each.tiers is None for each in found] == [False, False, False, True]
+    assert [each.num_steps for each in found] == [15] * 4
+
+
+def test_rows_in_files_equal_everything_resident_even_where_all_would_fit(small_config, tmp_path):
+    config = small_config(TABLES, "optimizer.name=adam", "cold_tier=file", f"cold_path={tmp_path}")
+
+    found = verify_budgets(config)
+
+    assert all(each.ok for each in found), format_verification(found)
+    assert [each.tiers["cold_tier"] for each in found] == ["file"] * 4
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_changes_nothing_but_what_is_hot(small_config, tmp_path):
+    config = small_config(TABLES)
+    source = open_source(config)
+    profile = PopularityProfile.count(source, source.splits["train"])
+    tables = table_configs(source.table_sizes, config.model.embedding_dim)
+    plan = plan_hot_rows(profile, tables, "30KiB", window_lookups=config.batch_size)
+    plan.save(tmp_path / "plan.npz")
+
+    found = verify_budgets(small_config(TABLES, f"plan={tmp_path}/plan.npz"), ["floor", "half"])
+
+    assert all(each.ok for each in found), format_verification(found)
+    assert found[0].budget_bytes == plan.floor_bytes
+    assert all(each.tiers is not None for each in found)
+
+
+def test_what_differs_is_named_and_the_command_fails(
+    small_config, small_settings, monkeypatch, capsys
+):
+    real = verify_tiers._Run
+
+    class Wrong(real):
+        def __init__(self, config, source, max_steps):
+            super().__init__(config, source, max_steps)
+            if config.budget:
+                with torch.no_grad():
+                    next(self.model.parameters())[0] += 1e-6
+                self.losses[1] += 1e-6
+
+    monkeypatch.setattr(verify_tiers, "_Run", Wrong)
+    command = ["verify", "synthetic:criteo-kaggle", *small_settings, "--set", TABLES]
+    command += ["--budgets", "half", "--steps", "3"]
+
+    status = main(command)
+
+    assert status == 1
+    said = capsys.readouterr().out
+    assert "3 steps" in said
+    assert "DIFFERS: loss of step 1, " in said
+
+
+def test_a_budget_below_the_floor_is_refused_naming_the_floor(small_config):
+    floor = verify_budgets(small_config(TABLES), ["floor"], 3)[0].budget_bytes
+
+    with pytest.raises(BudgetTooSmall, match=str(floor)):
+        verify_budgets(small_config(TABLES), [str(floor - 24)], 3)
+
+
+def test_other_providers_have_no_tiers_to_verify(small_config):
+    with pytest.raises(ConfigError, match="got 'torch'"):
+        verify_budgets(small_config("embeddings=torch"))
+
+
+def test_a_schedule_that_sums_in_another_order_is_refused(small_config):
+    with pytest.raises(ConfigError, match="'hotline' changes the order in which floats are summed"):
+        verify_budgets(small_config(TABLES, "schedule.name=hotline"))
