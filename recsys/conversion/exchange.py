@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recsys._support.torch_compat import MODULE_HOOKS
 from recsys.embeddings.attach import NamedTable
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
@@ -147,7 +148,7 @@ def counterpart(module: nn.Module) -> Ours:
 
 
 def _share_hooks(ours: nn.Module, module: nn.Module) -> None:
-    for name in _SHARED:
+    for name in MODULE_HOOKS:
         ours.__dict__[name] = module.__dict__[name]
 
 
@@ -185,20 +186,3 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _weight(bag: nn.Module) -> nn.Parameter:
     return cast("nn.Parameter", bag.weight)
-
-
-# Both modules share these dictionaries: a hook's handle removes it from the one it was added to.
-_SHARED = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_is_full_backward_hook",
-    "_load_state_dict_post_hooks",
-    "_load_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-)

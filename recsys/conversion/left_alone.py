@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from recsys._support.torch_compat import has_gradient_hooks
 from recsys.conversion.accelerated import LeftAlone
 from recsys.conversion.exchange import find_of_other_classes, tables_of
 from recsys.embeddings.attach import require_translatable, require_updatable
@@ -94,7 +95,7 @@ def _require_plain_instance(module: nn.Module, name: str) -> None:
     if own:
         raise ValueError(f"{name} has its own {own[0]!r}, which its replacement would not have")
     for table in tables_of(module, name):
-        if table.weight._backward_hooks or table.weight._post_accumulate_grad_hooks:
+        if has_gradient_hooks(table.weight):
             raise ValueError(
                 f"table {table.name!r} has a hook for its gradient, which is not called when "
                 "recsys updates the rows"

@@ -6,9 +6,9 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch._C import _are_functorch_transforms_active
 
 from recsys._support.memory import empty_rows
+from recsys._support.torch_compat import are_functorch_transforms_active, is_batched, tracing_state
 from recsys.embeddings.lookup.bag_lookup import BagPlace
 from recsys.embeddings.lookup.device_tables import AbstractTables, slot_device, table_device
 from recsys.embeddings.lookup.table_group import TableGroup
@@ -246,8 +246,8 @@ def is_left_to_torch(input: Tensor, weight: Tensor) -> bool:
     """Whether there is nothing for a kernel to read: on meta, under `torch.jit.trace` and vmap."""
     return (
         (input.is_meta and weight.is_meta)
-        or torch._C._get_tracing_state() is not None
-        or (_are_functorch_transforms_active() and torch._C._functorch.is_batchedtensor(input))
+        or tracing_state() is not None
+        or (are_functorch_transforms_active() and is_batched(input))
     )
 
 

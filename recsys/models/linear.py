@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from recsys._support.machine import cpu_vendor
+from recsys._support.torch_compat import onednn_linear
 
 __all__ = ["linear_relu", "linear_relu_reference", "onednn_product", "weight_gradient"]
 
@@ -69,7 +70,7 @@ def onednn_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> T
     Shape:
         left (N, K), copied if not contiguous; right (M, K), any strides; bias (M,); result (N, M).
     """
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
+    result: Tensor = onednn_linear(left, right, bias, "none", [], "")
     return result
 
 
@@ -109,7 +110,7 @@ def _onednn_is_faster() -> bool:
 def _onednn_is_faster_here() -> bool:
     return (
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and onednn_linear is not None
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and cpu_vendor() not in ("GenuineIntel", None)
     )

@@ -1,6 +1,7 @@
 """What recsys expects of the private parts of torch; one that changes fails here, by its name."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -321,3 +322,23 @@ def test_onednn_multiplies_as_torch_does(has_bias):
     found = onednn_linear(left, right, bias, "none", [], "")
 
     torch.testing.assert_close(found, nn.functional.linear(left, right, bias))
+
+
+PRIVATE = re.compile(
+    r"torch\._C\b|_execution_engine|(?<!recsys)\._version\b|getattr_static\(\s*torch"
+    r"|_global_optimizer_|_active_ddp_module|super\(torch\.autograd|mkldnn\._"
+    r"|_post_accumulate_grad_hooks\b"
+)
+
+
+def test_no_other_module_of_recsys_names_them():
+    files = Path(torch_compat.__file__).parents[1].rglob("*.py")
+
+    found = [
+        f"{file}: {private[0]}"
+        for file in files
+        if file.name != "torch_compat.py"
+        for private in PRIVATE.finditer(file.read_text())
+    ]
+
+    assert found == []

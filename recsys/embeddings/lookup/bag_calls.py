@@ -22,25 +22,27 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import (
-    _are_functorch_transforms_active,
-    _current_graph_task_id,
-    _get_tracing_state,
-)
-from torch._C._autograd import (
-    _get_current_graph_task_keep_graph,
-    _top_saved_tensors_default_hooks,
-)
 from torch.autograd.function import once_differentiable
-from torch.nn.parallel import DistributedDataParallel
 
 from recsys._support.memory import empty_rows
+from recsys._support.torch_compat import (
+    NO_PASS,
+    DisableTorchFunctionSubclass,
+    active_ddp_module,
+    are_functorch_transforms_active,
+    current_pass,
+    is_graph_kept,
+    plain_apply,
+    plain_requires_grad,
+    top_saved_tensors_hooks,
+    tracing_state,
+    version_of,
+)
 from recsys.embeddings.kernels.cpu.one_table import ONE_HOT, REFUSED, TableMemory, pool_one_table
-from recsys.embeddings.lookup.fused_lookup import MAX_KEPT_BYTES, NO_PASS, with_dense_rows
+from recsys.embeddings.lookup.fused_lookup import MAX_KEPT_BYTES, with_dense_rows
 from recsys.embeddings.lookup.sparse_gradients import leave_grads
 from recsys.embeddings.rows.ledger import LedgerEntry
 from recsys.embeddings.rows.lookups import Bags
-from recsys.embeddings.rows.table_parameter import requires_grad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -148,15 +150,15 @@ class BagCalls:
         shape = num_bags, memory.dim
         # Columns of a matrix, mostly: x[:, i].
         flat = ids if ids.is_contiguous() else ids.contiguous()
-        if not (is_grad_enabled() and requires_grad(table)):
+        if not (is_grad_enabled() and plain_requires_grad(table)):
             result = _empty(shape, memory.dtype)
             kind = pool_one_table(memory, flat, offsets, num_bags, result, None, is_mean=is_mean)
             return None if kind == REFUSED else result.view(*bags, memory.dim)
         if (
-            _current_graph_task_id() != NO_PASS
+            current_pass() != NO_PASS
             # Checkpointing counts saved tensors when it computes anew: here are none.
-            or _top_saved_tensors_default_hooks(True) is not None
-            or DistributedDataParallel._active_ddp_module is not None
+            or top_saved_tensors_hooks(True) is not None
+            or active_ddp_module() is not None
         ):
             return None
         node, output, result = self._next_output(shape, memory.dtype)
@@ -173,9 +175,9 @@ class BagCalls:
             is_mean,
             padding_idx,
             ids,
-            ids._version,
+            version_of(ids),
             offsets,
-            offsets._version,
+            version_of(offsets),
             table,
             space.tables,
             group.tables,
@@ -306,7 +308,7 @@ class _Node:
         elif updater.is_in_pass():
             updater.begin_pass()
             for call, gradient in taken:
-                if requires_grad(call.table):  # it may have been frozen since
+                if plain_requires_grad(call.table):  # it may have been frozen since
                     group.keep(_entry(call, gradient))
 
 
@@ -331,15 +333,15 @@ class _LookupNode(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         if is_grad_enabled():  # a graph of gradients is made, which ends here
             return _backward_once(ctx, *gradients)
-        with torch._C.DisableTorchFunctionSubclass():  # internal reads of tables
-            ctx.node.take(gradients, is_kept=_get_current_graph_task_keep_graph())
+        with DisableTorchFunctionSubclass():  # internal reads of tables
+            ctx.node.take(gradients, is_kept=is_graph_kept())
         return None, None, None, None
 
 
 _backward_once: Callable[..., tuple[None, ...]] = once_differentiable(_LookupNode.backward)
 # What `apply` calls when it has looked for tensors that a transform of functorch's has left among
 # the arguments: here is none.
-_make_node: Callable[..., Sequence[Tensor]] = super(torch.autograd.Function, _LookupNode).apply
+_make_node: Callable[..., Sequence[Tensor]] = plain_apply(_LookupNode)
 
 
 def _empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -356,7 +358,7 @@ def _is_plain(ids: Tensor, offsets: Tensor | None) -> bool:
     """Whether a kernel may read offsets from memory as they are, and ids if they are contiguous."""
     if ids.dtype not in _ID_TYPES or not ids.is_cpu:
         return False
-    if _get_tracing_state() is not None or _are_functorch_transforms_active():
+    if tracing_state() is not None or are_functorch_transforms_active():
         return False
     if ids.is_inference():  # has no version to compare in backward
         return False
@@ -372,7 +374,7 @@ _ID_TYPES = {torch.int64: np.int64, torch.int32: np.int32}
 
 def _require_unchanged(call: _Call) -> None:
     """Refuse ids that were changed in place since, as torch's bag does."""
-    if call.ids._version != call.ids_version or call.offsets._version != call.offsets_version:
+    if version_of(call.ids) != call.ids_version or version_of(call.offsets) != call.offsets_version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             "operation: the ids or offsets of a lookup in a table; give it a clone of them"
@@ -382,4 +384,4 @@ def _require_unchanged(call: _Call) -> None:
 def _entry(call: _Call, gradient: Tensor) -> LedgerEntry:
     """What the ledger has of one call."""
     gradient = with_dense_rows(gradient.detach() if gradient.requires_grad else gradient)
-    return LedgerEntry(call.lookups, call.bags(), gradient, gradient._version, call.rows)
+    return LedgerEntry(call.lookups, call.bags(), gradient, version_of(gradient), call.rows)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.embeddings.lookup.device_tables import require_beside
 from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup, prefetch_parts
 from recsys.embeddings.rows.bag_input import BagInput
@@ -189,7 +190,7 @@ def _renormalize(bag: TableModule, place: BagPlace, bags: BagInput, max_norm: fl
     if place.group.tiers is None:
         torch.embedding_renorm_(bag.weight.detach(), bags.values, max_norm, bag.norm_type)
         return
-    with torch._C.DisableTorchFunctionSubclass():  # internal write to the rows
+    with DisableTorchFunctionSubclass():  # internal write to the rows
         [table] = place.lookups.distinct_tables
         space = place.group.space()
         place.group.tiers.renormalize(space, table, bags.values, max_norm, bag.norm_type)

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.memory import empty_rows
+from recsys._support.torch_compat import plain_grad
 from recsys.embeddings.kernels.choice import kernels_on
 from recsys.embeddings.lookup.abstract import pooling_of
 from recsys.embeddings.rows.row_space import require_aligned
-from recsys.embeddings.rows.table_parameter import make_plain, plain_grad
+from recsys.embeddings.rows.table_parameter import make_plain
 from recsys.embeddings.table import DATA_TYPES, data_type_of
 
 if TYPE_CHECKING:

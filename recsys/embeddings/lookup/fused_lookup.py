@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import (
-    DisableTorchFunctionSubclass,
-    _are_functorch_transforms_active,
-    _current_graph_task_id,
-)
-from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd.function import once_differentiable
-from torch.nn.parallel import DistributedDataParallel
 
 from recsys._support.memory import empty_rows
+from recsys._support.torch_compat import (
+    NO_PASS,
+    DisableTorchFunctionSubclass,
+    active_ddp_module,
+    are_functorch_transforms_active,
+    current_pass,
+    is_graph_kept,
+    plain_apply,
+    version_of,
+)
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
 from recsys.embeddings.lookup.sparse_gradients import sparse_gradients
 from recsys.embeddings.rows.ledger import LedgerEntry
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_KEPT_BYTES",
-    "NO_PASS",
     "Part",
     "empty_result",
     "fused_lookup",
@@ -44,7 +46,6 @@ __all__ = [
 
 
 MAX_KEPT_BYTES = 32 * 2**20
-NO_PASS = -1  # what torch's `_current_graph_task_id` returns outside of backward
 
 
 class Part(NamedTuple):
@@ -113,19 +114,19 @@ def fused_lookup(
             tables = [table for part in parts for table in part.group.tables]
         elif is_updated:
             tables = (updater.grad_anchor,)
-            if DistributedDataParallel._active_ddp_module is not None:
+            if active_ddp_module() is not None:
                 raise RuntimeError(
                     "DistributedDataParallel: rows that a recsys optimizer updates are not shared "
                     "between processes; build the tables without optimizer= (their sparse "
                     "gradients are shared), or train in one process"
                 )
-        is_recomputed = updater is not None and _current_graph_task_id() != NO_PASS
+        is_recomputed = updater is not None and current_pass() != NO_PASS
         joined = updater.join_pass() if updater is not None and is_recomputed else None
         work = _Work(calls, ids, updater, explain, joined, num_stacked)
         # torch's own `apply` first looks, in Python, for tensors that a transform of functorch has
         # left among the arguments. Where recsys made all of them, there are none.
         has_own_tensors = updater is not None and bag_weights is None
-        is_plain = has_own_tensors and not _are_functorch_transforms_active()
+        is_plain = has_own_tensors and not are_functorch_transforms_active()
         apply = _apply_plainly if is_plain else _FusedLookup.apply
         pooled: Tensor = apply(work, bag_weights, *tables)
         return pooled
@@ -263,7 +264,7 @@ class _FusedLookup(torch.autograd.Function):
             return _backward_once(ctx, gradient)
         work: _Work = ctx.work
         ctx.saved_tensors  # noqa: B018  # raises where one was changed, or backward runs twice
-        if not _get_current_graph_task_keep_graph():
+        if not is_graph_kept():
             ctx.work = None  # the ledger has its slots now, and an update releases them
         if gradient.requires_grad:  # with create_graph it is part of a graph
             gradient = gradient.detach()
@@ -295,7 +296,7 @@ _backward_once: Callable[..., tuple[Tensor | None, ...]] = once_differentiable(
     _FusedLookup.backward
 )
 # What `torch.autograd.Function.apply` calls when it has looked.
-_apply_plainly: Callable[..., Any] = super(torch.autograd.Function, _FusedLookup).apply
+_apply_plainly: Callable[..., Any] = plain_apply(_FusedLookup)
 
 
 def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor | None]:
@@ -322,7 +323,7 @@ def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
         if requiring.distinct_tables:
             bags = found.bags.copied()
             rows = None if ticket is None else found.rows.copied()
-            version = gradient._version
+            version = version_of(gradient)
             group.keep(
                 LedgerEntry(
                     requiring, bags, gradient, version, found.tables, rows, ticket, found.lookups
@@ -349,4 +350,4 @@ def with_dense_rows(gradient: Tensor) -> Tensor:
 
 
 def _versions(work: _Work) -> list[int]:
-    return [table._version for found, _ in work.calls for table in found.group.tables]
+    return [version_of(table) for found, _ in work.calls for table in found.group.tables]

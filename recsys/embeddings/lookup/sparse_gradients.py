@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from recsys._support.memory import empty_rows
+from recsys._support.torch_compat import plain_grad, set_plain_grad, version_of
 from recsys.embeddings.kernels.torch.bags import TorchBags, by_value
 from recsys.embeddings.rows.row_space import compute_dtype
-from recsys.embeddings.rows.table_parameter import plain_grad, set_plain_grad
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
@@ -131,7 +131,7 @@ def _rows_in(gradient: Tensor) -> Tensor:
         # To count all numbers takes half as long as to look into every row.
         num_numbers = int(gradient.count_nonzero())
         if num_numbers == int(gradient[looked_up].count_nonzero()):
-            is_forgotten = not num_numbers and gradient._version != version  # by zero_()
+            is_forgotten = not num_numbers and version_of(gradient) != version  # by zero_()
             return looked_up[:0] if is_forgotten else looked_up
     is_meant = gradient.any(1)
     if looked_up is not None:
@@ -153,7 +153,7 @@ def _added(known: Tensor | None, more: Tensor, *, is_sparse: bool) -> Tensor:
     rows = [more._indices()[0]]
     if known is not None:
         rows.append(known._indices()[0] if known.is_sparse else _rows_in(known))
-    setattr(found, _ROWS, (torch.cat(rows), found._version))
+    setattr(found, _ROWS, (torch.cat(rows), version_of(found)))
     return found
 
 

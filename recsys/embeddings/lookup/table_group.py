@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 import torch
 from torch import nn
 
+from recsys._support.torch_compat import plain_grad, plain_requires_grad, set_plain_grad, version_of
 from recsys.embeddings.kernels.choice import kernels_on
 from recsys.embeddings.lookup.bag_calls import BagCalls
 from recsys.embeddings.lookup.sparse_gradients import (
@@ -31,10 +32,7 @@ from recsys.embeddings.rows.row_space import RowSpace, address_of, compute_dtype
 from recsys.embeddings.rows.table_parameter import (
     LedgerParameter,
     bind_table,
-    plain_grad,
     require_no_updater,
-    requires_grad,
-    set_plain_grad,
     unbind_table,
 )
 from recsys.embeddings.tiers.residency import NotEnoughSlots
@@ -275,10 +273,10 @@ class TableGroup:
         numbers, tables = lookups.distinct_tables, self.tables
         if len(numbers) < len(tables):
             tables = [tables[number] for number in numbers]
-        if all(map(requires_grad, tables)):
+        if all(map(plain_requires_grad, tables)):
             return lookups
         pairs = zip(numbers, tables, strict=True)
-        return lookups.of_tables({number for number, table in pairs if requires_grad(table)})
+        return lookups.of_tables({number for number, table in pairs if plain_requires_grad(table)})
 
     def keep(self, entry: LedgerEntry) -> None:
         """Add to the ledger what the backward of one lookup found.
@@ -308,7 +306,7 @@ class TableGroup:
         """
         if self.ledger:
             for entry in self.ledger:
-                if entry.version is not None and entry.gradient._version != entry.version:
+                if entry.version is not None and version_of(entry.gradient) != entry.version:
                     self._refuse_overwritten()
             leave_grads(self.ledger, self.tables, self.are_sparse)
             self.ledger = []
@@ -324,7 +322,7 @@ class TableGroup:
         if self._calls is not None:
             self._calls.close()
         for entry in self.ledger:
-            if entry.version is not None and entry.gradient._version != entry.version:
+            if entry.version is not None and version_of(entry.gradient) != entry.version:
                 self._refuse_overwritten()
         # Nothing but the ledger holds gradients, mostly.
         has_grads = not all(map(is_, map(plain_grad, self.tables), _NONES))

@@ -7,15 +7,22 @@ costs nothing until a caller reads one of them.
 from __future__ import annotations
 
 import gc
-import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from recsys._support.torch_compat import (
+    DisableTorchFunctionSubclass,
+    plain_data,
+    plain_grad,
+    set_plain_data,
+    set_plain_grad,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.tiers.table_tiers import Tiers
@@ -26,10 +33,7 @@ __all__ = [
     "bind_table",
     "make_plain",
     "move_table",
-    "plain_grad",
     "require_no_updater",
-    "requires_grad",
-    "set_plain_grad",
     "unbind_table",
 ]
 
@@ -61,12 +65,12 @@ class LedgerParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The rows, (E, D), as autograd does not see them."""
-        rows: Tensor = _DATA.__get__(self)
+        rows: Tensor = plain_data(self)
         return rows
 
     @data.setter
     def data(self, rows: Tensor) -> None:
-        _DATA.__set__(self, rows)
+        set_plain_data(self, rows)
         _forget_space_of(self)
 
     def set_(self, *source: Any) -> Any:
@@ -92,13 +96,13 @@ class TieredParameter(LedgerParameter):
     @property
     def data(self) -> Tensor:
         """The rows, (E, D), as autograd does not see them; writes to them are seen."""
-        rows: Tensor = _DATA.__get__(self)
+        rows: Tensor = plain_data(self)
         place = _place_of(self)
         return rows if place is None else place.tiers.data_of(rows, place.table)
 
     @data.setter
     def data(self, rows: Tensor) -> None:
-        _DATA.__set__(self, rows)
+        set_plain_data(self, rows)
         _forget_space_of(self)
 
     @classmethod
@@ -110,7 +114,7 @@ class TieredParameter(LedgerParameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Any use by torch, any method, any attribute."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func in _BLIND:
                 return func(*args, **kwargs or {})
             tables = list(_tables_among((args, kwargs)))
@@ -252,7 +256,7 @@ def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:
 def _open_ledger_of(weight: LedgerParameter) -> None:
     group = _group_of(weight)
     if group is not None and group.ledger:
-        with torch._C.DisableTorchFunctionSubclass():  # a gradient tells nothing of the rows
+        with DisableTorchFunctionSubclass():  # a gradient tells nothing of the rows
             group.open_ledger()
 
 
@@ -260,13 +264,3 @@ def _forget_space_of(weight: LedgerParameter) -> None:
     group = _group_of(weight)
     if group is not None:
         group.forget_space()
-
-
-requires_grad: Callable[[Tensor], bool] = inspect.getattr_static(
-    torch.Tensor, "requires_grad"
-).__get__
-# What autograd and users have left at a table, without the ledger.
-_GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
-_DATA: Any = inspect.getattr_static(torch.Tensor, "data")
-plain_grad: Callable[[Tensor], Tensor | None] = _GRAD.__get__
-set_plain_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from recsys._support.torch_compat import version_of
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
@@ -100,8 +102,8 @@ class TableVersions:
             known = self._data[table] = weight.data
             self._places.append(Written(table, None))
             self._tensors.append(known)
-            self._known.append(known._version)
+            self._known.append(version_of(known))
         return known.detach()
 
     def _now(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors]
+        return [version_of(tensor) for tensor in self._tensors]

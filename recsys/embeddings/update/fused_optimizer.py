@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _profiler_enabled
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from recsys._support.torch_compat import (
+    GLOBAL_STEP_POST_HOOKS,
+    GLOBAL_STEP_PRE_HOOKS,
+    is_profiler_enabled,
+)
 from recsys.embeddings.update.row_updater import RowUpdater
 from recsys.embeddings.update.state_arrays import require_state
 from recsys.embeddings.update.translation import Translation
@@ -88,11 +91,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         # the rows of a small mini-batch.
         if (
             closure is not None
-            or _profiler_enabled()
+            or is_profiler_enabled()
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
+            or GLOBAL_STEP_PRE_HOOKS
+            or GLOBAL_STEP_POST_HOOKS
         ):
             return self._named_step(closure)
         self.updater.update_rows()

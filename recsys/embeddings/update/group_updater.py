@@ -10,17 +10,15 @@ from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.memory import empty_rows
+from recsys._support.torch_compat import DisableTorchFunctionSubclass, plain_grad
 from recsys.embeddings.kernels.cpu.rounding import TO_NEAREST
 from recsys.embeddings.rows.ledger import tables_in
 from recsys.embeddings.rows.rounding import table_key
 from recsys.embeddings.rows.row_space import compute_dtype
-from recsys.embeddings.rows.table_parameter import plain_grad
 from recsys.embeddings.tiers.budget import SpaceSize
 from recsys.embeddings.update.state_arrays import StateArrays, require_state
 from recsys.embeddings.update.tiering import make_tiers
@@ -29,8 +27,9 @@ from recsys.errors import ColdTierError, NonFiniteGradient
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from numpy.typing import NDArray
-    from torch import nn
+    from torch import Tensor, nn
 
     from recsys.embeddings.kernels.cpu.row_update import BadRow
     from recsys.embeddings.lookup.table_group import TableGroup
@@ -270,7 +269,7 @@ class GroupUpdater:
         """Find state that others have put into the optimizer."""
         if self.group.tiers is None:
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             by_table, _ = self._state_by_table(())
             self._states_of = None
             self._state_spaces(self.group.space(), self._state_sizes(), (), by_table)

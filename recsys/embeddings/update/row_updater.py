@@ -16,14 +16,14 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch._C import (
-    DisableTorchFunctionSubclass,
-    _current_graph_task_id,
-    _will_engine_execute_node,
-)
-from torch.autograd import Variable
 
 from recsys._support.sizes import format_bytes, parse_bytes
+from recsys._support.torch_compat import (
+    DisableTorchFunctionSubclass,
+    current_pass,
+    is_node_in_pass,
+    queue_callback,
+)
 from recsys.embeddings.update.group_updater import GroupUpdater, PreparedUpdate
 from recsys.embeddings.update.tiering import divide_first, make_room, move_slots, move_tables
 
@@ -174,7 +174,7 @@ class RowUpdater:
         """In backward: whether the pass is about tables; `torch.autograd.grad` may not be."""
         if self._anchor_node is None:
             self._anchor_node = torch.autograd.graph.get_gradient_edge(self.grad_anchor).node
-        return bool(_will_engine_execute_node(self._anchor_node))
+        return bool(is_node_in_pass(self._anchor_node))
 
     def join_pass(self) -> int:
         """Within a backward pass, for a lookup that activation checkpointing makes anew: the pass.
@@ -182,7 +182,7 @@ class RowUpdater:
         The lookup's gradients belong to it, although the reentrant kind finds them in a pass of
         its own.
         """
-        backward_pass: int = _current_graph_task_id()
+        backward_pass: int = current_pass()
         self._begin(backward_pass)
         return backward_pass
 
@@ -193,7 +193,7 @@ class RowUpdater:
             joined: What `join_pass` returned when the lookup was made.
         """
         if self.auto_apply and (joined is None or joined != self._queued_for):
-            self._begin(_current_graph_task_id())
+            self._begin(current_pass())
 
     def _begin(self, backward_pass: int) -> None:
         if not self.auto_apply or self._queued_for == backward_pass:
@@ -201,7 +201,7 @@ class RowUpdater:
         self._clear_ledgers()
         self._queued_for = backward_pass
         # After the whole pass: another lookup of it may add to the ledger.
-        Variable._execution_engine.queue_callback(self.update_rows)
+        queue_callback(self.update_rows)
 
     def update_rows(self) -> None:
         """Update every row that gradients were collected for, once; forgets the gradients.
