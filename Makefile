@@ -41,6 +41,8 @@ $(STORE): $(wildcard $(DATA)) | setup
 endif
 
 # A test that takes ten minutes hangs: the run ends then, and prints where.
+# What Python and numba have compiled is kept, for the processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 # Most tests run side by side, one process a core and one thread each. Tests that need several
