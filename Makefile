@@ -40,9 +40,9 @@ $(STORE): $(wildcard $(DATA)) | setup
 	$(BIN)/recsys prepare criteo-kaggle $(DATA) --out $@
 endif
 
-# A test that takes ten minutes hangs: the run ends then, and prints where.
-# What Python and numba have compiled is kept, for the processes that tests start.
+# Python keeps what it has compiled, for the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
+# A test that takes ten minutes hangs: the run ends then, and prints where.
 PYTEST := $(BIN)/python -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 # Most tests run side by side, one process a core and one thread each. Tests that need several

@@ -97,7 +97,6 @@ def test_a_forked_child_can_run_kernels_that_its_parent_has_run():
     assert run(FORK) == "0 0.0\n"
 
 
-@pytest.mark.serial
 @pytest.mark.filterwarnings("error")
 def test_where_threads_may_not_meet_kernels_run_on_one_and_say_so():
     program = """
