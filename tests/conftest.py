@@ -4,7 +4,6 @@ import gc
 import os
 import runpy
 import signal
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.dispatcher import Dispatcher
+from numba.core.sigutils import normalize_signature
 
 from recsys import jit
 from recsys.ablate_config import load_ablation
@@ -47,13 +47,15 @@ def _compile_once():
     Without the lock both would compile it, and could mix up numba's files: to keep compiled code,
     numba reads an index, chooses a name for the code, and writes both.
     """
-    folder = Path(tempfile.gettempdir(), f"recsys-tests-{os.environ['PYTEST_XDIST_TESTRUNUID']}")
-    folder.mkdir(exist_ok=True)
     compile_anew = Dispatcher.compile
 
     def compile_once(dispatcher, signature):
-        function = dispatcher.py_func
-        lock = folder / f"{function.__module__}.{function.__qualname__}.lock"
+        function, folder = dispatcher.py_func, dispatcher.stats.cache_path
+        is_compiled = normalize_signature(signature)[0] in dispatcher.overloads
+        if is_compiled or folder is None:
+            return compile_anew(dispatcher, signature)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lock = Path(folder, f"{function.__module__}.{function.__qualname__}.lock")
         # The lock of threads comes first, as it does in numba: a kernel compiles those it calls.
         with global_compiler_lock, FileLock(lock, is_singleton=True):
             return compile_anew(dispatcher, signature)
@@ -87,12 +89,6 @@ SMALL_SETTINGS = (
 )
 
 
-def pytest_collection_finish():
-    """Let be what has been imported and collected: looking for garbage in it takes 40 ms."""
-    gc.collect()
-    gc.freeze()
-
-
 def _sample(folder, name="train.txt.gz"):
     root = os.environ.get("RECSYS_DATA")
     if not root:
@@ -101,6 +97,13 @@ def _sample(folder, name="train.txt.gz"):
     if not path.is_file():
         pytest.skip(f"RECSYS_DATA has no {folder}/{name}")
     return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_of_others_is_let_be():
+    """Garbage is looked for in what a module's tests make: in what was imported, it takes 40 ms."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
