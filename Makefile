@@ -40,9 +40,16 @@ $(STORE): $(wildcard $(DATA)) | setup
 	$(BIN)/recsys prepare criteo-kaggle $(DATA) --out $@
 endif
 
+# Python keeps what it has compiled, for the processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
 # A test that takes ten minutes hangs. The run then ends and prints where.
+PYTEST := $(BIN)/python -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+
+# Most tests run side by side, one process a core and one thread each. Tests that need several
+# threads run after them, one by one.
 test: setup
-	$(BIN)/python -m pytest -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+	$(PYTEST) -m "not serial" -n logical --maxprocesses 4 --dist worksteal --max-worker-restart 0
+	$(PYTEST) -m "serial or threads"
 
 stress: setup
 	HYPOTHESIS_PROFILE=stress $(BIN)/python -m pytest

@@ -1,5 +1,6 @@
 """What tests share: hypothesis profiles, the real samples, small data."""
 
+import gc
 import os
 import runpy
 import signal
@@ -10,14 +11,66 @@ from types import SimpleNamespace
 # there are few. OpenMP reads it once, when torch brings it in; processes that tests start have it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import numba
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.dispatcher import Dispatcher
+from numba.core.sigutils import normalize_signature
 
+from recsys._support import jit
 from recsys.ablate.config import load_ablation
 from recsys.config import load_config
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.synthetic.parameters import calibrate
+
+
+def _run_alone_but_compile_for_threads():
+    """Kernels run on one thread; those of a test that wants more are compiled for its second run.
+
+    Marked `threads`, it runs on one thread here, and again by itself, on as many as it wants.
+    """
+
+    def call(kernel, *arguments):
+        if torch.get_num_threads() > 1:
+            kernel._parallel.compile(tuple(map(numba.typeof, arguments)))
+        return kernel.alone(*arguments)
+
+    jit.ParallelKernel.__call__ = call
+
+
+def _compile_once():
+    """Of processes that run tests side by side, one compiles a kernel; the others wait for it.
+
+    Without the lock both would compile it, and could mix up numba's files: to keep compiled code,
+    numba reads an index, chooses a name for the code, and writes both.
+    """
+    compile_anew = Dispatcher.compile
+
+    def compile_once(dispatcher, signature):
+        function, folder = dispatcher.py_func, dispatcher.stats.cache_path
+        is_compiled = normalize_signature(signature)[0] in dispatcher.overloads
+        if is_compiled or folder is None:
+            return compile_anew(dispatcher, signature)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lock = Path(folder, f"{function.__module__}.{function.__qualname__}.lock")
+        # The lock of threads comes first, as it does in numba: a kernel compiles those it calls.
+        with global_compiler_lock, FileLock(lock, is_singleton=True):
+            return compile_anew(dispatcher, signature)
+
+    Dispatcher.compile = compile_once
+
+
+# Where several processes run the tests (`pytest -n`), each computes on one thread, and so do the
+# processes that tests start.
+_IS_ONE_OF_SEVERAL = "PYTEST_XDIST_WORKER" in os.environ
+if _IS_ONE_OF_SEVERAL:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    _compile_once()
+    _run_alone_but_compile_for_threads()
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_COMMON)
@@ -44,6 +97,13 @@ def _sample(folder, name="train.txt.gz"):
     if not path.is_file():
         pytest.skip(f"RECSYS_DATA has no {folder}/{name}")
     return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_of_others_is_let_be():
+    """Garbage is looked for in what a module's tests make: in what was imported, it takes 40 ms."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -78,10 +138,19 @@ def day_0_head():
 
 
 @pytest.fixture(scope="session")
-def kaggle_137k_store(kaggle_137k, tmp_path_factory):
-    """The same, prepared."""
-    path = tmp_path_factory.mktemp("stores") / "kaggle-137k"
-    prepare_criteo_kaggle([kaggle_137k], path, show_progress=False)
+def shared_folder(tmp_path_factory):
+    """A folder that all processes of a test run share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if _IS_ONE_OF_SEVERAL else base
+
+
+@pytest.fixture(scope="session")
+def kaggle_137k_store(kaggle_137k, shared_folder):
+    """The same, prepared by the first process that needs it."""
+    path = shared_folder / "kaggle-137k"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            prepare_criteo_kaggle([kaggle_137k], path, show_progress=False)
     return path
 
 

@@ -68,34 +68,75 @@ def test_public_names_are_these_and_no_others():
         assert all(hasattr(module, name) for name in module.__all__)
 
 
-IMPORT_ALL = """
+FROM_THE_WHEEL = """
 import importlib, pathlib, pkgutil, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torchrec", "fbgemm_gpu"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
 import recsys
-assert pathlib.Path(recsys.__file__).is_relative_to(sys.argv[1]), recsys.__file__
+from recsys.cli import main
+
+installed, run, *settings = sys.argv[1:]
+assert pathlib.Path(recsys.__file__).is_relative_to(installed), recsys.__file__
+assert (pathlib.Path(recsys.__file__).parent / "py.typed").is_file()
 for module in pkgutil.walk_packages(recsys.__path__, "recsys."):
     importlib.import_module(module.name)
-assert (pathlib.Path(recsys.__file__).parent / "py.typed").is_file()
-assert list(pathlib.Path(recsys.__file__).parent.rglob("report_page.html"))
+assert list(pathlib.Path(recsys.__file__).parent.rglob("page.html"))
+command = ["train", "synthetic:criteo-kaggle", *settings]
+print("fbgemm:", main([*command, "--set", "embeddings=fbgemm", "--run", run + "-fbgemm"]))
+print("plain:", main([*command, "--run", run]))
 """
 
 
 def run_python(*arguments, **options):
-    subprocess.run([sys.executable, *map(str, arguments)], check=True, **options)
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        check=True,
+        text=True,
+        stdout=subprocess.PIPE,
+        **options,
+    )
+
+
+def share_compiled_kernels(source, target):
+    """Copy what numba has compiled: its files go by the content of the source and by the line."""
+    for kind in ("nbc", "nbi"):  # code first: the index names what is there
+        for file in source.rglob(f"__pycache__/*.{kind}"):
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(file, copy)
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_module(tmp_path, pytestconfig):
+def test_the_wheel_holds_every_module_and_trains_without_torchrec_and_fbgemm(
+    tmp_path, pytestconfig, small_settings
+):
     root, installed = tmp_path / "source", tmp_path / "site"
     # Building leaves a build folder behind, from which a later wheel would take deleted modules.
     root.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(pytestconfig.rootpath / name, root)
-    shutil.copytree(pytestconfig.rootpath / "recsys", root / "recsys")
+    without_compiled = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(pytestconfig.rootpath / "recsys", root / "recsys", ignore=without_compiled)
     offline = ("--quiet", "--no-deps")
     run_python("-m", "pip", "wheel", *offline, "--no-build-isolation", "-w", tmp_path, root)
     (wheel,) = tmp_path.glob("recsys-*.whl")
-
     run_python("-m", "pip", "install", *offline, "--target", installed, wheel)
+    share_compiled_kernels(pytestconfig.rootpath / "recsys", installed / "recsys")
 
-    environment = {"PYTHONPATH": str(installed)}
-    run_python("-c", IMPORT_ALL, installed, cwd=tmp_path, env=environment)
+    ended = run_python(
+        *("-W", "error", "-c", FROM_THE_WHEEL, installed, tmp_path / "run", *small_settings),
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(installed)},
+        stderr=subprocess.PIPE,
+    )
+
+    with_fbgemm, _, plain = ended.stdout.partition("fbgemm: 2\n")
+    assert "samples/s" not in with_fbgemm
+    assert "embeddings 'fbgemm' needs fbgemm-gpu-cpu" in ended.stderr
+    assert "samples/s" in plain
+    assert plain.endswith("plain: 0\n")

@@ -65,6 +65,7 @@ for number in (2, 1, 3):
 """
 
 
+@pytest.mark.serial
 def test_torchs_number_of_threads_outlives_the_first_kernel():
     assert run(COUNTS, NUMBA_NUM_THREADS="4") == "2 2\n1 1\n3 3\n"
 
@@ -90,6 +91,7 @@ print(process.exitcode, answers.get() if process.exitcode == 0 else None)
 """
 
 
+@pytest.mark.serial
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_can_run_kernels_that_its_parent_has_run():
     assert run(FORK) == "0 0.0\n"
@@ -152,6 +154,7 @@ def test_the_first_step_of_training_neither_compiles_nor_takes_a_kernel_from_the
     assert run(NOTHING_LEFT_TO_COMPILE) == "precision=fp32 []\nprecision=bf16 []\n"
 
 
+@pytest.mark.serial
 def test_a_parallel_kernel_made_for_a_number_knows_it_on_one_thread_and_on_two():
     def adding(number):
         @jit.parallel_kernel
@@ -174,6 +177,7 @@ def test_a_parallel_kernel_made_for_a_number_knows_it_on_one_thread_and_on_two()
     assert numbers.tolist() == [22, 22, 22]
 
 
+@pytest.mark.serial
 def test_a_thread_that_works_alone_runs_kernels_by_itself(monkeypatch):
     doubled = jit.parallel_kernel(_doubled)
     monkeypatch.setattr(doubled, "_parallel", lambda *_: "shared")

@@ -1,21 +1,11 @@
 """What tests of benchmarks share."""
 
-import gc
 import multiprocessing
 from types import SimpleNamespace
 
 import pytest
 
 from recsys.bench.parts import worker
-
-
-@pytest.fixture(autouse=True, scope="module")
-def garbage_of_other_tests_is_let_be():
-    """Benchmarks collect garbage again and again; what was here before takes most of that time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

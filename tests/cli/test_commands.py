@@ -270,43 +270,6 @@ def test_ctrl_c_ends_cleanly_with_what_was_measured(tmp_path, small_settings):
     assert "interrupted at step" in printed
 
 
-BLOCKED = """
-import sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torchrec", "fbgemm_gpu"):
-            raise ImportError(f"{name} is blocked")
-
-sys.meta_path.insert(0, Blocker())
-import recsys
-from recsys.cli.commands import main
-command, run = sys.argv[1:-1], sys.argv[-1]
-print("fbgemm:", main([*command, "--set", "embeddings=fbgemm", "--run", run + "-fbgemm"]))
-print("plain:", main([*command, "--run", run]))
-"""
-
-
-@pytest.mark.slow
-def test_training_needs_neither_torchrec_nor_fbgemm(tmp_path, small_settings):
-    command = [sys.executable, "-c", BLOCKED, "train", "synthetic:criteo-kaggle"]
-
-    ended = subprocess.run(
-        [*command, *small_settings, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONWARNINGS": "error"},
-        check=False,
-    )
-
-    assert ended.returncode == 0, ended.stderr
-    with_fbgemm, _, plain = ended.stdout.partition("fbgemm: 2\n")
-    assert "samples/s" not in with_fbgemm
-    assert "embeddings 'fbgemm' needs fbgemm-gpu-cpu" in ended.stderr
-    assert "samples/s" in plain
-    assert plain.endswith("plain: 0\n")
-
-
 def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
     from recsys.bench.lookup import OPTIMIZERS
     from recsys.bench.tiers import OPTIMIZERS as TIERED_OPTIMIZERS

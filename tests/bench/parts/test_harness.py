@@ -147,7 +147,7 @@ def test_garbage_is_collected_as_before_when_turns_end_by_an_error(is_frozen):
         take_turns({"a": fail}, num_rounds=1)
 
     was_frozen = gc.get_freeze_count() > 0
-    gc.freeze()  # as for the tests that come
+    gc.freeze()  # as before
     assert gc.isenabled()
     assert was_frozen is is_frozen
 

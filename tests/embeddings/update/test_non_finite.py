@@ -83,6 +83,7 @@ def test_an_update_in_backward_is_refused_as_well():
     assert not torch.equal(module.weight, before)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_the_first_row_is_named_however_many_threads_there_are(num_threads):
     tables = [

@@ -47,7 +47,7 @@ def lookups(draw):
     return segments, values, offsets, num_samples, int(np.sum(sizes))
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, *(pytest.param(more, marks=pytest.mark.threads) for more in (2, 3))])
 def threads(request, monkeypatch):
     """That many of them take part, however few lookups there are, and in several blocks."""
     before = torch.get_num_threads()

@@ -16,7 +16,7 @@ from recsys.embeddings.kernels.cpu.one_table import (
 NUM_ROWS = 40
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.threads)])
 def num_threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -48,6 +48,7 @@ def make_case(seed, dim, batch_size, longest, dtype):
     return tables, lookups, values, offsets, weights
 
 
+@pytest.mark.threads
 def test_a_lookup_large_enough_for_several_threads_is_what_one_thread_makes():
     tables, lookups, values, offsets, _ = make_case(0, 64, 1500, None, torch.float32)
     assert MIN_SHARED_BYTES < 4 * 1500 * 64 * 4
@@ -64,6 +65,7 @@ def test_a_lookup_large_enough_for_several_threads_is_what_one_thread_makes():
         assert torch.equal(result, expected)
 
 
+@pytest.mark.threads
 @given(
     seed=st.integers(0, 2**31),
     dim=st.integers(1, 20),
@@ -114,6 +116,7 @@ def test_gradients_of_weights_are_the_references(seed, batch_size, longest):
     torch.testing.assert_close(found, weights.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize(
     ("dim", "dtype"),
     [
@@ -142,6 +145,7 @@ def test_rows_that_several_threads_copy_are_those_that_one_does(dim, dtype, monk
         assert torch.equal(result, expected)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize("longest", [None, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -221,6 +225,7 @@ def test_the_first_value_that_is_no_row_is_told(value, is_one_hot):
     assert bad == feature_1.stop - 2
 
 
+@pytest.mark.threads
 @given(
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),

@@ -252,6 +252,7 @@ def test_every_table_has_a_rate_of_its_own():
         torch.testing.assert_close(moved[number], table, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.threads
 @each_optimizer
 def test_bits_do_not_depend_on_the_number_of_threads(optimizer):
     generator = torch.Generator().manual_seed(0)
@@ -360,6 +361,7 @@ def test_rows_of_16_bits_move_as_float32_ones_and_are_rounded(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.threads
 @each_optimizer
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_bits_of_rows_rounded_by_chance_do_not_depend_on_the_number_of_threads(dtype, optimizer):

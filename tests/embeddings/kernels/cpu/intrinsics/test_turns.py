@@ -24,6 +24,7 @@ def threads_as_before():
     torch.set_num_threads(before)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
 def test_every_task_is_taken_by_one_thread_once(num_threads):
     torch.set_num_threads(num_threads)
