@@ -487,3 +487,14 @@ def test_kept_commands_name_no_place_of_the_machine_they_ran_on(pytestconfig):
     assert commands
     for file, command in commands.items():
         assert not any(word.startswith("/") for word in command.split()), file
+
+
+def test_files_of_the_routes_exist(pytestconfig):
+    """Both drawings of the architecture page name files of the package."""
+    text = (pytestconfig.rootpath / "docs" / "architecture.md").read_text()
+    drawn = "".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+
+    named = set(re.findall(r"[\w/]+\.py", drawn))
+
+    assert len(named) > 20
+    assert [name for name in named if not (pytestconfig.rootpath / "recsys" / name).exists()] == []
