@@ -36,6 +36,10 @@ def test_settings_win_over_the_file_and_values_over_both(tmp_path):
     assert config.optimizer == OptimizerConfig(name="adagrad", lr=1.0)
 
 
+def test_a_budget_may_be_a_number_of_bytes():
+    assert load_config(None, ["budget=135050380"]) == load_config(None, ['budget="135050380"'])
+
+
 def test_what_is_written_is_what_was_read(tmp_path):
     settings = ["model.dense_arch=[8, 4]", "model.embedding_dim=4", "dense_optimizer.lr=0.5"]
     config = load_config(None, settings, data="some/store")

@@ -146,9 +146,9 @@ def _table_of(kind: Any) -> type | None:
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
-    """Check the type of a value; an integer becomes a float and a list a tuple where needed."""
-    if kind is float and type(value) is int:
-        return float(value)
+    """Check the type of a value; integers become floats or text, and lists tuples, if needed."""
+    if kind in (float, str) and type(value) is int:  # text: `budget=135050380`, in bytes
+        return kind(value)
     if kind == tuple[int, ...]:
         if isinstance(value, list | tuple) and all(type(size) is int for size in value):
             return tuple(value)
