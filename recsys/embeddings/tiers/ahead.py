@@ -13,7 +13,7 @@ Letters: B samples, F features, N values; M samples chosen.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from recsys.batch import places_of_samples
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.rows.lookups import Bags, Lookups
@@ -46,21 +47,24 @@ class InputIds(NamedTuple):
     @classmethod
     def copy(cls, bags: Bags) -> InputIds:
         """Copy those of a module's input."""
-        offsets = None if bags.offsets is None else torch.as_tensor(bags.offsets).clone()
-        return cls(torch.as_tensor(bags.values).clone(), offsets, bags.batch_size)
+        offsets = None if bags.offsets is None else _tensor_of(bags.offsets).clone()
+        return cls(_tensor_of(bags.values).clone(), offsets, bags.batch_size)
 
     def are_of(self, bags: Bags) -> bool:
         """Whether these are the ids of this input; the host waits for a device."""
         if self.batch_size != bags.batch_size:
             return False
-        if not torch.equal(self.values, torch.as_tensor(bags.values)):
+        if not torch.equal(self.values, _tensor_of(bags.values)):
             return False
-        offsets = None if bags.offsets is None else torch.as_tensor(bags.offsets)
+        offsets = None if bags.offsets is None else _tensor_of(bags.offsets)
         if self.offsets is not None and offsets is not None:
             return torch.equal(self.offsets, offsets)
         known = self.offsets if offsets is None else offsets
+        if known is None:
+            return True
         # Offsets may be given although bag i is value i.
-        return known is None or torch.equal(known, torch.arange(len(known)).to(known))
+        one_by_one = torch.arange(len(known), dtype=known.dtype, device=known.device)
+        return torch.equal(known, one_by_one)
 
     def samples_with(self, is_meant: Tensor, positions: Sequence[int]) -> Tensor:
         """Which samples have a value that is meant.
@@ -94,6 +98,11 @@ class InputIds(NamedTuple):
         else:
             places, offsets = places_of_samples(self.offsets, self.batch_size, samples)
         return places, InputIds(self.values[places], offsets, len(samples))
+
+
+def _tensor_of(ids: Tensor | NDArray[Any]) -> Tensor:
+    """Ids as a tensor where they are, whatever the default device is."""
+    return ids if isinstance(ids, torch.Tensor) else torch.from_numpy(ids)
 
 
 class AheadQueue:
@@ -239,7 +248,7 @@ class Prefetched:
                 "a claim for mode='max' or scale_grad_by_freq=True is for the distinct rows of a "
                 "whole mini-batch and cannot be split; look up the whole mini-batch"
             )
-        bags = torch.arange(self._bags_per_sample)
+        bags = torch.arange(self._bags_per_sample, device="cpu")
         of_bags = [
             ((samples.unsqueeze(1) * len(bags) + bags).flatten(), was_missing)
             for samples, was_missing in parts

@@ -104,7 +104,8 @@ class Tiers:
         self._make(_Recipe(names, sizes, dim, dtype, state_sizes, num_slots, pinned, device))
         self._tables: RowSpace | None = None
         self._states: Sequence[RowSpace] = [
-            RowSpace([torch.empty(0, size) for _ in sizes]) for size in state_sizes.values()
+            RowSpace([torch.empty(0, size, device="cpu") for _ in sizes])
+            for size in state_sizes.values()
         ]
         self._versions = TableVersions()
         self.is_exposed = False
@@ -132,12 +133,13 @@ class Tiers:
             self.residency.counts, self.residency.times, self.residency.queue.on_span = kept
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which begin with empty slots: the tables have all rows."""
+        """For copies and pickles, whose tables have all rows; see `make_empty_slots`."""
         self.flush()
         return {"_made_of": self._made_of}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*state["_made_of"])  # type: ignore[misc]
+    def make_empty_slots(self) -> None:
+        """Of a copy: make the slots. A copy of a part of a model never needs them."""
+        self.__init__(*self._made_of)  # type: ignore[misc]
 
     def observe(self, make_observer: Callable[[Slots], ClaimObserver | None]) -> None:
         """Tell an observer of every claim from now on, for advice; claims do no work without one.
@@ -430,8 +432,12 @@ class Tiers:
         return dict(zip(self._made_of.state_sizes, self._states, strict=True))
 
     def _spaces(self) -> Sequence[RowSpace]:
+        """The cold store's arrays, where they lie now: `share_memory_` moves a storage in place."""
         assert self._tables is not None
-        return [self._tables, *self._states]
+        return [
+            space if space.holds(space.tables) else RowSpace(space.tables)
+            for space in (self._tables, *self._states)
+        ]
 
     def _layers_of(self, lookups: Lookups) -> list[Lookups]:
         """Lookups in groups in which every feature is looked up once, so that a value has one slot.

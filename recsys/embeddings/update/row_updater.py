@@ -134,6 +134,8 @@ class RowUpdater:
             brought = [copied.tables[id(group.group), number] for number in range(num_tables)]
             group.group.tables = [table for table, _ in brought]
             state.update({table: its_state for table, its_state in brought if its_state})
+            if group.group.tiers is not None:
+                group.group.tiers.make_empty_slots()
             group.group.forget_space()
             group.group.bind()
         for settings, params in zip(self.optimizer.param_groups, copied.params, strict=True):

@@ -47,9 +47,10 @@ def divide_first(
         BudgetTooSmall: there is not even room for the row maps.
         ValueError: a table is a part of a larger tensor.
     """
+    known: dict[int, str] = {}
     for each in groups:
         if each.group.kernels.errors is None:  # from a device, tables move to memory of their own
-            _require_own_memory(each.group)
+            _require_own_memory(each.group, known)
     rows = [order_pinned(each.group.tables, pinned) for each in groups]
     try:
         slots = _divide(groups, budget_bytes, [len(each) + 1 for each in rows], may_stay=may_stay)
@@ -193,13 +194,25 @@ def _resize(group: TableGroup, num_slots: int) -> None:
     tiers.resize(num_slots)
 
 
-def _require_own_memory(group: TableGroup) -> None:
-    """Refuse tables for two tiers that share memory: a write to one counts as a write to all.
+def _require_own_memory(group: TableGroup, known: dict[int, str]) -> None:
+    """Refuse tables for two tiers that share memory: a row would be in two slots.
+
+    Args:
+        group: Has the tables.
+        known: Names of the updater's tables by the address of their memory; these are added.
 
     Raises:
-        ValueError: a table is a part of a larger tensor.
+        ValueError: a table is a part of a larger tensor, or shares its memory with another one.
     """
     for name, table in zip(group.names, group.tables, strict=True):
+        if table.nbytes:
+            if (address := table.data_ptr()) in known:
+                raise ValueError(
+                    f"tables {known[address]!r} and {name!r} are two Parameters on one memory, and "
+                    "with a budget each needs its own; give both modules one Parameter (b.weight = "
+                    "a.weight), or one of them a clone (weight.data = weight.data.clone())"
+                )
+            known[address] = name
         if table.untyped_storage().nbytes() > table.nbytes:
             raise ValueError(
                 f"table {name!r}: with a budget its rows must have memory of their own, and they "

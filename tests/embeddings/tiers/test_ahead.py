@@ -598,3 +598,17 @@ def interrupt_and_train_on(tiered, optimizer, number, *, is_held):
 
     assert all(table.isfinite().all() for table in found)
     require_equal(resident, tiered)
+
+
+def test_the_default_device_is_not_asked_for_ids_of_the_cpu():
+    resident, tiered = pair(Adagrad(lr=0.1))
+    batches = [some_ids(seed) for seed in range(3)]
+
+    losses = []
+    for module in (resident, tiered):
+        with torch.device("meta"):
+            for ids in batches:
+                module.prefetch(ids)
+                losses.append(step(module, ids))
+
+    assert losses[:3] == losses[3:]

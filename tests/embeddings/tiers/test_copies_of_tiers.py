@@ -1,16 +1,20 @@
 """A copy of a module in two tiers computes what the original does, and refuses what it refuses."""
 
 import copy
+import gc
 import pickle
 
 import pytest
 import torch
+from torch import nn
 
+import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD, Adam
 from recsys.embeddings.table import TableConfig
+from recsys.embeddings.tiers.slots import Slots
 from recsys.errors import BudgetTooSmall
 
 NUM_ROWS = 300
@@ -114,3 +118,16 @@ def test_a_copy_out_of_files_whose_rows_would_fit_refuses_by_name(copied, tmp_pa
         other(torch.arange(NUM_ROWS).view(1, -1))
 
     assert other.tiers()[0].residency.num_claimed == 0
+
+
+def test_a_copy_of_a_part_has_no_slots():
+    model = nn.ModuleList(nn.EmbeddingBag(NUM_ROWS, 4, mode="sum", sparse=True) for _ in range(2))
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), budget=6000)
+    gc.collect()
+    before = sum(isinstance(each, Slots) for each in gc.get_objects())
+
+    part = copy.deepcopy(model[0])
+    gc.collect()
+
+    assert type(part.weight) is nn.Parameter
+    assert sum(isinstance(each, Slots) for each in gc.get_objects()) == before > 0

@@ -379,3 +379,34 @@ def test_a_table_that_is_a_part_of_a_larger_tensor_is_refused_with_a_budget():
 
     assert type(model["users"]) is nn.EmbeddingBag
     recsys.accelerate(model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("moved", ["rows", "state"])
+def test_a_storage_that_moves_in_place_keeps_what_is_written_back(moved):
+    resident, tiered = bags(Adagrad(lr=0.1))
+    for module in (resident, tiered):
+        train(module, 3)
+        kept = module.state_dict()["weight"]
+        if moved == "state":
+            [state] = module.row_optimizer.state.values()
+            [kept] = [each for each in state.values() if isinstance(each, torch.Tensor)]
+        train(module, 1, seed=1)
+        before = kept.data_ptr()
+        kept.share_memory_()  # torch.multiprocessing does so with every tensor that it sends
+        assert kept.data_ptr() != before
+        train(module, 5, seed=2)
+
+    assert torch.equal(resident.weight, tiered.weight)
+
+
+def test_two_parameters_on_one_memory_are_refused_with_a_budget():
+    rows = torch.randn(NUM_ROWS, DIM)
+    model = nn.ModuleList(
+        nn.EmbeddingBag.from_pretrained(rows, freeze=False, mode="sum", sparse=True)
+        for _ in range(2)
+    )
+
+    with pytest.raises(ValueError, match=r"'0' and '1' are two Parameters on one memory.*b.weight"):
+        recsys.accelerate(model, optimizer=SGD(lr=0.5), budget=6000)
+
+    assert type(model[0]) is nn.EmbeddingBag
