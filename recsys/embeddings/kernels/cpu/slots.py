@@ -174,7 +174,7 @@ class Requests(NamedTuple):
         )
 
 
-class _Found(NamedTuple):
+class _FirstPass(NamedTuple):
     """The result of the first pass; table t's part of each array begins at `starts[t]`."""
 
     starts: NDArray[np.uint64]  # (T + 1,)
@@ -188,7 +188,7 @@ class _Found(NamedTuple):
     num_missing: NDArray[np.int64]  # (T,)
 
     @classmethod
-    def nothing(cls, requests: Requests) -> _Found:
+    def nothing(cls, requests: Requests) -> _FirstPass:
         """Before the pass, with room for every value."""
         lengths = np.concatenate(
             [np.zeros(1, np.uint64), np.cumsum(requests.ends - requests.begins)]
@@ -251,7 +251,7 @@ class SlotMap:
             Shortage: too few slots are free.
         """
         slots, requests = self.arrays, self.requests_of(lookups, bags)
-        found, slot_of_value = _Found.nothing(requests), np.zeros(len(bags.values), np.int32)
+        found, slot_of_value = _FirstPass.nothing(requests), np.zeros(len(bags.values), np.int32)
         bad_T, turns = np.full(len(found.num_held), -1), np.zeros(1, np.int64)
         _claim_kernel(slots, requests, bags.values, slot_of_value, found, bad_T, num_parts(), turns)
         if (bad_T >= 0).any():
@@ -317,7 +317,7 @@ class SlotMap:
 
 
 def _segments(
-    found: _Found, array: NDArray[np.int32], counts: NDArray[np.int64]
+    found: _FirstPass, array: NDArray[np.int32], counts: NDArray[np.int64]
 ) -> NDArray[np.int32]:
     """Every table's part of an array, one after the other."""
     starts = found.starts.astype(np.int64)
@@ -335,7 +335,7 @@ def _claim_kernel(
     requests: Requests,
     values: NDArray[Any],
     slot_of_value: NDArray[np.int32],
-    claim: _Found,
+    claim: _FirstPass,
     bad_T: NDArray[np.int64],
     num_parts: int,
     turns: NDArray[np.int64],
@@ -402,7 +402,7 @@ def _claim_kernel(
 @kernel
 def _place_kernel(
     slots: SlotArrays,
-    claim: _Found,
+    claim: _FirstPass,
     slot_of_missing: NDArray[np.int32],
     dirty_slots: NDArray[np.int32],
     dirty_rows: NDArray[np.int32],
@@ -448,7 +448,7 @@ def _resolve_kernel(
     requests: Requests,
     slot_of_value: NDArray[np.int32],
     slot_of_missing: NDArray[np.int32],
-    claim: _Found,
+    claim: _FirstPass,
     num_parts: int,
 ) -> None:
     """A part is a share of the tables, then of the runs."""
@@ -469,7 +469,7 @@ def _resolve_kernel(
 @kernel
 def _take_back_kernel(
     slots: SlotArrays,
-    claim: _Found,
+    claim: _FirstPass,
 ) -> None:
     slot_of_row, num_claims = slots.slot_of_row, slots.num_claims
     num_uses, flags = slots.num_uses, slots.flags

@@ -63,6 +63,6 @@ def test_rows_of_one_row_space_are_found_in_another_that_has_them_in_another_ord
     space = TorchRowSpace([rows[6:8], rows[1:4]])
     states = TorchRowSpace([state[:2], state[2:5]])
 
-    found = states.follow(torch.tensor([5, 0, 6, 2]), space, [0, 1])
+    found = states.translate(torch.tensor([5, 0, 6, 2]), space, [0, 1])
 
     assert states.rows[found].flatten().tolist() == [0, 2, 1, 4]
