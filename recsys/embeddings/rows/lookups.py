@@ -169,7 +169,7 @@ class Bags(NamedTuple):
 
 @kernel
 def counts_up(offsets: NDArray[Any]) -> bool:
-    """Whether offsets are 0, 1, 2, ...; checked in runs, inside of which the loop is vectorised."""
+    """Whether offsets are 0, 1, 2, ...; checked in runs, whose loops are vectorised."""
     run = np.uint64(1024)
     end = np.uint64(len(offsets))
     for begin in range(np.uint64(0), end, run):

@@ -244,7 +244,7 @@ def test_rows_that_a_shorter_table_lacks_are_not_moved(exchange, when, forget):
     for _ in range(2):  # the gradient is there still
         with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
             own.row_optimizer.step()
-        with pytest.raises(ValueError, match="set the grad of that one to None"):
+        with pytest.raises(ValueError, match="set its grad to None"):
             own.weight.grad  # noqa: B018  # it is the ledger's
     forget(own)
     own.row_optimizer.step()

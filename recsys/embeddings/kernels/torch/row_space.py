@@ -192,8 +192,8 @@ def _copy_to_one_allocation(tables: Sequence[Tensor], dim: int) -> None:
         address + num_bytes > following for (address, num_bytes), (following, _) in pairwise(held)
     ):
         raise ValueError(
-            "tables on a device are brought into one allocation, and these share memory, which "
-            "they would not any more; give the modules one Parameter, or clones"
+            "tables on a device must not overlap in memory, because they are copied into one "
+            "allocation; use one Parameter for them, or clones"
         )
     first = tables[0]
     rows = torch.empty(sum(map(len, tables)), dim, dtype=first.dtype, device=first.device)

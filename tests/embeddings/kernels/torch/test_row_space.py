@@ -44,7 +44,7 @@ def test_rows_written_by_a_kernel_do_not_look_like_an_operation_on_a_table():
 def test_tables_that_share_memory_are_not_torn_apart():
     rows, other = torch.randn(10, 3), torch.randn(2, 3)
 
-    with pytest.raises(ValueError, match="share memory"):
+    with pytest.raises(ValueError, match="must not overlap in memory"):
         TorchRowSpace([rows[:4], rows[2:6], other])
 
 
