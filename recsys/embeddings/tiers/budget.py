@@ -32,9 +32,9 @@ class SpaceSize(NamedTuple):
     """The size of one row space.
 
     Attributes:
-        num_rows: R, rows of all its tables.
+        num_rows: R, the rows of all its tables.
         dim: D.
-        dtype: Of the rows.
+        dtype: Dtype of the rows.
         state_sizes: Numbers per row in each state array, by name.
     """
 
