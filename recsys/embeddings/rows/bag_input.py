@@ -94,7 +94,8 @@ class BagInput(NamedTuple):
         if position >= 0:
             raise ValueError(
                 f"sample {self._sample(position)}: per_sample_weights must be numbers, got nan at "
-                f"position {position} (id {int(self.values[position])}); find what computes it"
+                f"position {position} (id {int(self.values[position])}); check the code that "
+                "computes it"
             )
 
     def _place(self, position: int) -> str:

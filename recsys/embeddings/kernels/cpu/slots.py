@@ -3,7 +3,7 @@
     slot_of_row   slot of a row; NOWHERE; or AWAITED + slot: the row's own slot, still empty
     row_of_slot   row of a slot; EMPTY
     num_claims    how many tickets need the row that a slot holds
-    num_uses      how often tickets have asked for it; the clock's hand halves it as it passes
+    num_uses      how many tickets needed the row; the clock's hand halves it when passing
     flags         PINNED: the slot keeps its row; DIRTY: the cold store has an older value;
                   POPULAR: pinned for its uses, until the next choice of popular rows
 
@@ -65,10 +65,10 @@ _AHEAD = np.uint64(16)
 
 
 class NoSuchRow(Exception):  # stays inside this package: callers name the id
-    """A value is no row of its table.
+    """A value is not a row of its table.
 
     Attributes:
-        position: Of the first such value.
+        position: Position of the first such value.
     """
 
     def __init__(self, position: int) -> None:
@@ -82,7 +82,7 @@ class Shortage(Exception):  # stays inside this package
     Attributes:
         needed: The slots that this mini-batch or another ticket needs.
         num_lacking: How many more free slots the mini-batch needs.
-        num_needed: With so many slots in all, the claim would succeed.
+        num_needed: The total number of slots with which the claim would succeed.
     """
 
     def __init__(self, needed: Any, num_missing: int, num_lacking: int) -> None:
@@ -115,9 +115,9 @@ class SlotClaim(NamedTuple):
         held: The slots that count this claim.
         moves: The rows to copy before the slots are read.
         num_lookups: Values looked up.
-        num_hits: Those whose row was in its slot.
+        num_hits: Values whose row was in its slot.
         num_rows: Distinct rows.
-        num_rows_hit: Those that were in their slot.
+        num_rows_hit: Distinct rows that were in their slot.
     """
 
     slot_of_value: Any
@@ -158,10 +158,10 @@ class Requests(NamedTuple):
         """Sort runs by their table.
 
         Args:
-            tables: Of each run.
-            begins: Of each run.
-            ends: Of each run.
-            first_rows: As above.
+            tables: Table of each run.
+            begins: Position of each run's first value.
+            ends: Position after each run's last value.
+            first_rows: Where each table's rows begin among the rows of all tables, (T + 1,).
         """
         order = np.argsort(tables, kind="stable")
         in_order = np.asarray(tables, np.int64)[order]
@@ -243,11 +243,11 @@ class SlotMap:
         """Give every row of a mini-batch a slot, and count the claim into each of these slots.
 
         Args:
-            lookups: What is looked up where; a value in one table at most.
-            bags: The input, by rows.
+            lookups: Which features are looked up in which tables; each feature in at most one.
+            bags: The input; its values are rows.
 
         Raises:
-            NoSuchRow: a value is no row of its table; nothing was claimed.
+            NoSuchRow: a value is not a row of its table; nothing was claimed.
             Shortage: too few slots are free.
         """
         slots, requests = self.arrays, self.requests_of(lookups, bags)
@@ -364,7 +364,7 @@ def _claim_kernel(
                     if place + _AHEAD < end:
                         prefetch(slot_of_row, first_row + np.uint64(values[place + _AHEAD]))
                     row = np.uint64(values[place])
-                    if row >= size:  # a negative one is among the largest
+                    if row >= size:  # a negative id becomes a very large number
                         if bad_T[table] < 0 or np.int64(place) < bad_T[table]:
                             bad_T[table] = np.int64(place)
                         continue

@@ -140,17 +140,17 @@ def _error(first: int, explain: Callable[[int], Exception]) -> Exception:
     if kind == BAD_BOUND:
         return MalformedBags(
             f"offsets must begin at 0, not decrease and not exceed the number of values; number "
-            f"{position} does not; bags of the CPU say more, try the mini-batch there"
+            f"{position} breaks this rule; for a more precise error, look up the mini-batch on "
+            "the CPU"
         )
     if kind == BAD_WEIGHT:
         return ValueError(
-            f"weights of lookups must be numbers, got nan at position {position}; find what "
-            "computes it"
+            f"weights of lookups must be numbers, got nan at position {position}; check the code "
+            "that computes it"
         )
     if kind == BAD_GRADIENT:
         return NonFiniteGradient(
-            "the gradient of rows looked up before has nan or inf in it, and no row was updated "
-            "since; find what computes it (a learning rate too high, log(0), float16 without "
-            "GradScaler)"
+            "the gradient of an earlier lookup has nan or inf in it, and no row was updated since; "
+            "check for a learning rate that is too high, log(0), or float16 without GradScaler"
         )
     return explain(position)
