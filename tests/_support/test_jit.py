@@ -55,7 +55,7 @@ def run(program, **variables):
 
 COUNTS = """
 import torch
-from recsys import jit
+from recsys._support import jit
 from recsys.models.interaction import InteractionArch
 dense, sparse = torch.randn(64, 8), torch.randn(64, 3, 8, requires_grad=True)
 for number in (2, 1, 3):
