@@ -140,7 +140,7 @@ def _error(first: int, explain: Callable[[int], Exception]) -> Exception:
     if kind == BAD_BOUND:
         return MalformedBags(
             f"offsets must begin at 0, not decrease and not exceed the number of values; number "
-            f"{position} breaks this rule; for a more precise error, look up the mini-batch on "
+            f"{position} does not; for a more precise error, look up the mini-batch on "
             "the CPU"
         )
     if kind == BAD_WEIGHT:

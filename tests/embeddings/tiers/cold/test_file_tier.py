@@ -441,7 +441,7 @@ def damaged(tmp_path, damage):
         (lambda rows: (rows / "arrays.json").write_text("{"), "arrays.json: cannot be read"),
         (
             lambda rows: (rows / "arrays.json").unlink(),
-            "has goods.momentum1.bin and no arrays.json",
+            "has goods.momentum1.bin but no arrays.json",
         ),
         (
             lambda rows: (rows / "arrays.json").write_text('{"version": 9}'),
@@ -496,7 +496,7 @@ def test_other_tables_and_another_optimizer_are_refused(tmp_path):
     damaged(tmp_path, lambda _: None)
     larger = TableConfig(name="goods", num_embeddings=261, embedding_dim=4)
 
-    with pytest.raises(ColdTierError, match=r"'goods' must be float32 of shape \(261, 4\), and is"):
+    with pytest.raises(ColdTierError, match=r"'goods' must be float32 of shape \(261, 4\), but is"):
         in_files(Adagrad(lr=0.1), tmp_path, tables=[TABLES[0], larger, TABLES[2]])
     with pytest.raises(ColdTierError, match="'pages' must be absent, but is float32"):
         in_files(Adagrad(lr=0.1), tmp_path, tables=TABLES[:2])
