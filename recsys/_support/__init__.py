@@ -1,1 +1,1 @@
-"""Helpers that know nothing of recommendation models."""
+"""Helpers that do not depend on the rest of recsys."""

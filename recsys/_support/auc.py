@@ -56,7 +56,8 @@ def count_by_score(
 def area_under_curve(positives: NDArray[np.int64], negatives: NDArray[np.int64]) -> float | None:
     """AUC from the numbers of samples at each score, ascending.
 
-    A positive sample beats the negative samples with lower scores, and half of those with its own.
+    A positive sample counts the negative samples with lower scores, and half of those with equal
+    scores.
     """
     num_pairs = int(positives.sum()) * int(negatives.sum())
     if not num_pairs:
@@ -83,8 +84,8 @@ def are_positive(place: str, labels: NDArray[Any]) -> NDArray[np.bool_]:
         is_bad = ~(is_positive | (labels == 0))
         sample = int(is_bad.argmax())
         raise ValueError(
-            f"{place}: labels must be 0 or 1, got {labels[sample]} at place {sample}, and "
-            f"{int(is_bad.sum())} such of {len(labels)}; leave out samples without a label"
+            f"{place}: labels must be 0 or 1, got {labels[sample]} at place {sample} "
+            f"({int(is_bad.sum())} of {len(labels)} are invalid); leave out samples without a label"
         )
     return is_positive
 

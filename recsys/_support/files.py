@@ -27,8 +27,8 @@ __all__ = [
 def appearing_whole(file: Path) -> Iterator[Path]:
     """Write a file atomically: it gets its name only after the disk holds its whole content.
 
-    After a power failure the name belongs to the old file or to the new one, and either is whole.
-    If the `with` block raises, the new file is removed.
+    After a power failure, the path holds either the whole old file or the whole new one. If the
+    `with` block raises, the new file is removed.
 
     Args:
         file: The final path. An existing file is replaced.
@@ -62,13 +62,13 @@ def require_files(kind: str, files: Iterable[Path]) -> None:
         if not file.is_file():
             found = "a folder" if file.is_dir() else "nothing there"
             raise FileNotFoundError(
-                f"{kind} input {file} must be a file, found {found}; put it there, or name another"
+                f"{kind} input {file} must be a file, found {found}; create it, or name another"
             )
         place = file.resolve()
         if place in seen:
             raise ConfigError(
-                f"{kind} input {file} must be named once, is the same file as {seen[place]}, named "
-                "before; leave one out"
+                f"{kind} input {file} must be named once, is the same file as {seen[place]}; leave "
+                "one out"
             )
         seen[place] = file
 
@@ -128,7 +128,7 @@ def alone_in(folder: Path, command: str) -> Iterator[None]:
 
     Args:
         folder: An existing folder.
-        command: The command that works in it, for the message.
+        command: The command that uses it, for the message.
 
     Raises:
         ConfigError: another process, or another `with` block, holds the lock.

@@ -1,7 +1,7 @@
-"""Hold Ctrl-C back while several lines must run together.
+"""Delays Ctrl-C while several statements must run without interruption.
 
-Python runs the handler of a signal in the main thread, between any two lines. So Ctrl-C can cut in
-two what the main thread does, and nothing else.
+Python runs signal handlers in the main thread, between any two bytecode instructions. So Ctrl-C can
+interrupt the main thread anywhere; it does not interrupt other threads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["interrupts_held_back"]
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """A context in which Ctrl-C is only noted; its handler runs at the end."""
+    """A context that delays Ctrl-C: the handler runs at the end of the context."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # other threads run no handlers, and one written in C cannot be replaced here
+        yield  # only the main thread runs handlers; one written in C cannot be replaced here
         return
     noted: list[tuple[Any, ...]] = []
     signal.signal(signal.SIGINT, lambda *arguments: noted.append(arguments))

@@ -49,7 +49,7 @@ class ParallelKernel(Generic[_P, _R]):
         self._serial: Callable[_P, _R] = _compile(_under_another_name(function), is_parallel=False)
 
     def __call__(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
-        """Run the kernel, on several threads if the module's rules allow it."""
+        """Run the kernel, on several threads unless one of this module's four cases holds."""
         is_shared = (
             get_num_threads() > 1
             and _threads_are_here()
@@ -59,7 +59,7 @@ class ParallelKernel(Generic[_P, _R]):
         return (self._parallel if is_shared else self._serial)(*arguments, **more)
 
     def alone(self, *arguments: _P.args, **more: _P.kwargs) -> _R:
-        """Run the kernel on the calling thread: small work ends before another thread wakes up."""
+        """Run the kernel on the calling thread: small work is done before another thread wakes."""
         return self._serial(*arguments, **more)
 
 

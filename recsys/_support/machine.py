@@ -1,4 +1,4 @@
-"""The machine of a run: threads, memory, and the names and versions that its record holds."""
+"""The machine of a run: threads, memory, and the versions that are recorded with its results."""
 
 from __future__ import annotations
 

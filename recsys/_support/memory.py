@@ -1,11 +1,11 @@
-"""Huge pages: memory of large tables that the processor can address without a walk of its own.
+"""Advice to the system about memory: huge pages for large tables, and reads of scattered rows.
 
-A processor keeps the places of a few thousand pages at hand. Of pages of 4 KiB that is some MiB;
-rows looked up in a table of GiB miss it nearly every time, and looking up where a page lies takes
-longer than fetching the row. Pages of 2 MiB are 512 times as few.
+A processor caches the addresses of a few thousand pages (in the TLB). With pages of 4 KiB this
+covers a few MiB. In a table of several GiB nearly every lookup then misses the TLB, and walking the
+page table takes longer than fetching the row. Huge pages of 2 MiB cover 512 times as much.
 
-So rows drawn evenly from a large table are found sooner. Lookups as uneven as Criteo's, which
-mostly meet the same rows, gain less.
+Uniformly distributed lookups in a large table gain most. Lookups as skewed as Criteo's mostly read
+the same rows, and gain less.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 __all__ = ["advise_huge_pages", "advise_random", "empty_rows"]
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-_MADV_NORMAL, _MADV_RANDOM, _MADV_HUGEPAGE = 0, 1, 14  # of linux/mman.h
+_MADV_NORMAL, _MADV_RANDOM, _MADV_HUGEPAGE = 0, 1, 14  # from linux/mman.h
 
 
 def empty_rows(
     *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Tensor:
-    """Memory for a table, in huge pages where the system has them; its values are undefined."""
+    """Allocate a table, in huge pages if the system has them; its values are undefined."""
     rows = torch.empty(shape, dtype=dtype, device=device)
     advise_huge_pages(rows)
     return rows
 
 
 def advise_huge_pages(tensor: Tensor) -> bool:
-    """Ask the system for huge pages under a tensor's memory; values stay as they are.
+    """Ask the system for huge pages for a tensor's storage; its values do not change.
 
-    Only whole huge pages inside the memory are asked for, so a tensor takes no more of it than it
-    has elements for. A system that has no such pages, or refuses, changes nothing but speed.
+    Only huge pages that lie completely inside the storage are requested, so it takes no extra
+    memory. If the system has no huge pages or refuses, only speed differs.
 
     Args:
-        tensor: Its whole storage is meant, not yet written to: then huge pages take no longer than
-            small ones. One on another device than the CPU is left alone.
+        tensor: Its whole storage is advised. Call this before the first write, when huge pages cost
+            no extra time. Tensors that are not on the CPU are ignored.
 
     Returns:
-        Whether the system agreed.
+        Whether the system accepted the advice.
     """
     storage = tensor.untyped_storage()
     page_bytes = _page_bytes()
@@ -61,16 +61,16 @@ def advise_huge_pages(tensor: Tensor) -> bool:
 
 
 def advise_random(tensor: Tensor, *, is_random: bool = True) -> bool:
-    """Say of a tensor mapped from a file that its rows are read in no order.
+    """Tell the system that rows of a tensor mapped from a file are read in random order.
 
-    The system then reads the pages that are asked for, and none ahead.
+    The system then reads only the requested pages, without read-ahead.
 
     Args:
-        tensor: Its whole storage is meant.
-        is_random: Whether that is so from now on; else the system goes on as it does by itself.
+        tensor: Its whole storage is advised.
+        is_random: Whether reads are random; False restores the system's default.
 
     Returns:
-        Whether the system agreed.
+        Whether the system accepted the advice.
     """
     storage = tensor.untyped_storage()
     advice = _MADV_RANDOM if is_random else _MADV_NORMAL
@@ -79,7 +79,7 @@ def advise_random(tensor: Tensor, *, is_random: bool = True) -> bool:
 
 @cache
 def _page_bytes() -> int:
-    """Of a huge page; 0 where there are none, or the system's owner wants none."""
+    """The size of a huge page; 0 if the system has none, or they are disabled."""
     if sys.platform != "linux":
         return 0
     try:

@@ -1,14 +1,14 @@
-"""The private parts of torch that recsys uses, each with the reason why no public one will do.
+"""The private names of torch that recsys uses, each with what it does.
 
-No other module of recsys names them. A torch release may change any of them without notice:
-`tests/_support/test_torch_compat.py` has a test for each, which says what recsys expects of it.
+No other module of recsys uses these names. A torch release may change any of them without notice:
+`tests/_support/test_torch_compat.py` has a test for each, which states what recsys expects of it.
 
-Where torch has a function, the name here is that very function: calls on the path of every lookup
-take no detour. Two kinds of private names stay with the modules that use them. One is attributes
-that subclasses everywhere rely on: `nn.Module._parameters`, `_modules`, `_buffers`,
-`_forward_hooks`, `_apply`, and `Optimizer._optimizer_step_pre_hooks`. The other is the marks of
-`torch.distributed.optim._apply_optimizer_in_backward`, which `in_backward` of `recsys.embeddings`
-reads if that module has been imported.
+If torch has a function, the name here is that function itself, so calls in every lookup have no
+overhead. Two kinds of private names stay in the modules that use them. One is attributes that
+subclasses commonly use: `nn.Module._parameters`, `_modules`, `_buffers`, `_forward_hooks`,
+`_apply`, and `Optimizer._optimizer_step_pre_hooks`. The other is the attributes that
+`torch.distributed.optim._apply_optimizer_in_backward` sets, which `in_backward` of
+`recsys.embeddings` reads if that module has been imported.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ __all__ = [
     "version_of",
 ]
 
-# -- What a tensor is, past its class.
+# -- Tensors.
 
-# `DisableTorchFunctionSubclass`, imported above: a context in which a subclass of Tensor is a plain
-# tensor to every operation. For internal reads of tables, whose subclass writes rows back first.
+# `DisableTorchFunctionSubclass`, imported above: a context that skips `__torch_function__`. For
+# internal reads of tables, whose `__torch_function__` writes rows back first.
 
-# The versions that autograd counts writes in place by.
+# The version of a tensor, which every in-place operation increments.
 version_of: Callable[[Tensor], int] = inspect.getattr_static(torch.Tensor, "_version").__get__
 
-# Attributes that `recsys.embeddings` overrides for tables; these are torch's own.
+# torch's own implementation of attributes that the Parameter classes of tables override.
 _GRAD: Any = inspect.getattr_static(torch.Tensor, "grad")
 _DATA: Any = inspect.getattr_static(torch.Tensor, "data")
 _REQUIRES_GRAD: Any = inspect.getattr_static(torch.Tensor, "requires_grad")
@@ -89,42 +89,42 @@ set_plain_requires_grad: Callable[[Tensor, bool], None] = _REQUIRES_GRAD.__set__
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether a hook waits for the tensor's gradient."""
+    """Whether a hook is registered for the tensor's gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-# -- What autograd does at the moment.
+# -- The state of autograd.
 
 NO_PASS = -1  # what `current_pass` returns outside of backward
-# The number of the backward pass that this thread runs.
+# The number of the backward pass that this thread is running.
 current_pass: Callable[[], int] = _current_graph_task_id
-# Whether that pass runs a node; torch.autograd.grad runs those alone that its inputs need.
+# Whether that pass runs a node; torch.autograd.grad runs only the nodes that its inputs need.
 is_node_in_pass: Callable[[Any], bool] = _will_engine_execute_node
 # Whether that pass keeps its graph for another backward.
 is_graph_kept: Callable[[], bool] = _get_current_graph_task_keep_graph
 # Calls a function at the end of that pass.
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-# Called with True, the hooks that pack saved tensors, as activation checkpointing has them do; None
-# where there are none. Checkpointing counts saved tensors when it computes anew.
+# Called with True, returns the current hooks for saved tensors, or None. Activation checkpointing
+# uses such hooks, and counts the saved tensors when it recomputes.
 top_saved_tensors_hooks: Callable[[bool], Any] = _top_saved_tensors_default_hooks
 
 
 def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What `function.apply` calls when it has looked for tensors of functorch's transforms.
+    """`function.apply` without its check for functorch tensors.
 
-    Looking takes longer than a small lookup. For functions that are called where there are none.
+    The check takes longer than a small lookup. Use it only if no functorch transform is active.
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
-# -- Who else is at work.
+# -- Transforms, tracing, DistributedDataParallel.
 
 # Not None while `torch.jit.trace` records the operations of this thread.
 tracing_state: Callable[[], Any] = _get_tracing_state
-# torch.func: vmap, grad and the like.
+# Whether a transform of torch.func is active, such as vmap or grad.
 are_functorch_transforms_active: Callable[[], bool] = _are_functorch_transforms_active
-# Whether vmap has made a tensor.
+# Whether a tensor was made by vmap.
 is_batched: Callable[[Tensor], bool] = is_batchedtensor
 # The module whose forward DistributedDataParallel runs; None outside of such a forward.
 active_ddp_module: Callable[[], Any] = partial(
@@ -132,13 +132,15 @@ active_ddp_module: Callable[[], Any] = partial(
 )
 
 
-# A step of an optimizer is reported to a profiler, and to hooks of every optimizer, by number.
+# -- Optimizers and hooks.
+
+# Whether a profiler is running, and the hooks of the steps of all optimizers, by number.
 is_profiler_enabled: Callable[[], bool] = _profiler_enabled
 GLOBAL_STEP_PRE_HOOKS = _global_optimizer_pre_hooks
 GLOBAL_STEP_POST_HOOKS = _global_optimizer_post_hooks
 
-# The attributes of a module that hold its hooks. A module that replaces another one shares these
-# very dictionaries, because a handle removes its hook from the dictionary it was registered in.
+# The attributes of a module that hold its hooks. A module that replaces another one uses the same
+# dictionary objects, because a handle removes its hook from the dictionary it was registered in.
 MODULE_HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
@@ -154,7 +156,7 @@ MODULE_HOOKS = (
     "_state_dict_pre_hooks",
 )
 
-# -- oneDNN's matrix product, which no public operation calls in float32.
+# -- oneDNN's matrix product; no public operation calls it in float32.
 
 # `onednn_linear(left, right, bias, "none", [], "")` is `left @ right.T + bias`, in float32 on the
 # CPU: left (B, I), right (O, I), bias (O,) or None. It is None if torch is built without oneDNN.

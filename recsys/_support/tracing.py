@@ -1,4 +1,4 @@
-"""`torch.fx`: a module of ours is one call in a traced model, as a module of torch.nn's is."""
+"""`torch.fx`: a recsys module is one call in a traced model, like a module of `torch.nn`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ __all__ = ["leaf_call"]
 
 
 def leaf_call(module: nn.Module, *arguments: Any, **more: Any) -> Any:
-    """The call of a module whose arguments are being traced; None where they are not.
+    """Record a module's call in the traced graph; None if the arguments are not being traced.
 
     Args:
-        module: Inside the model that is traced.
-        arguments: Of its forward.
-        more: Likewise, by name.
+        module: A module inside the traced model.
+        arguments: Positional arguments of its forward.
+        more: Keyword arguments of its forward.
 
     Raises:
-        TypeError: the module is the whole model that is traced, or has forward hooks.
+        TypeError: the module is itself the traced model, or it has forward hooks.
     """
     for each in arguments:
         if isinstance(each, Proxy):
             tracer: Any = each.tracer
             if module is tracer.root:
                 raise TypeError(
-                    f"torch.fx cannot trace {type(module).__name__} alone, which is a call in a "
-                    "traced model; trace a model that has it inside"
+                    f"torch.fx cannot trace {type(module).__name__} alone, because it is a leaf "
+                    "module; trace a model that contains it"
                 )
             if module._forward_hooks or module._forward_pre_hooks:
                 raise TypeError(
-                    f"torch.fx: {type(module).__name__} has forward hooks, which would be in the "
-                    "traced model and be called once more by the module; remove them, trace, and "
-                    "register them again"
+                    f"torch.fx: {type(module).__name__} has forward hooks, which would run twice, "
+                    "in the traced graph and in the module; remove them, trace, and register them "
+                    "again"
                 )
             path = tracer.path_of_module(module)
             return tracer.create_proxy("call_module", path, arguments, more)

@@ -35,7 +35,11 @@ MISTAKES = {
         (ints(1, 2), ints(0, 1, 3)),
         "sample 1: .* length 2, got 3",
     ),
-    "no last offset": ({"include_last_offset": True}, (ints(1), ints()), "at least one, got none"),
+    "no last offset": (
+        {"include_last_offset": True},
+        (ints(1), ints()),
+        "offsets must not be empty",
+    ),
     "float ids": (
         {},
         (torch.ones(2), ints(0)),
@@ -60,7 +64,7 @@ MISTAKES = {
     "weights of another dtype": (
         {},
         (ints(1), ints(0), torch.ones(1, dtype=torch.float64)),
-        "torch.float32 as the rows are, got torch.float64",
+        "torch.float32 like the rows, got torch.float64",
     ),
     "weights that are not nested": (
         {},

@@ -190,7 +190,7 @@ def test_input_of_another_kind_is_refused_with_the_way_out():
 
     with pytest.raises(MalformedBags, match=r"must be int64 or int32, got torch\.float32; convert"):
         module(torch.ones(2))
-    with pytest.raises(MalformedBags, match=r"got a nested one; give input\.values\(\)"):
+    with pytest.raises(MalformedBags, match=r"got a nested one; pass input\.values\(\)"):
         module(nested)
 
 

@@ -255,7 +255,7 @@ def test_a_claim_for_distinct_rows_says_that_it_cannot_be_split(kind):
     claim = bag.prefetch(torch.randint(0, 300, (8, 3)))
 
     assert not claim.can_split
-    with pytest.raises(ValueError, match="distinct rows of a whole mini-batch and cannot be split"):
+    with pytest.raises(ValueError, match="needs the whole mini-batch and cannot be split"):
         claim.split([(torch.arange(4), True), (torch.arange(4, 8), True)])
 
     assert claim.is_held

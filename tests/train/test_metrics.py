@@ -113,9 +113,7 @@ def test_the_area_of_no_samples_is_open():
 @pytest.mark.parametrize("bad", [-1.0, np.nan, 0.5, 2.0])
 def test_labels_that_are_neither_0_nor_1_are_refused(bad):
     logits, labels = np.zeros(4, np.float32), np.array([0.0, 1.0, bad, bad])
-    message = (
-        rf"labels must be 0 or 1, got {bad} at place 2, and 2 such of 4; leave out samples without"
-    )
+    message = rf"labels must be 0 or 1, got {bad} at place 2 \(2 of 4 are invalid\)"
 
     with pytest.raises(ValueError, match=f"metrics: {message}"):
         evaluate_logits(logits, labels)

@@ -1,7 +1,7 @@
-"""Which kernels work on which device: numba's on the CPU, operations of torch on CUDA.
+"""Chooses the kernels for a device: numba kernels for the CPU, torch operations for CUDA.
 
-It is chosen once for the tables of a group, and again where they are moved to another device. A
-call finds the kernels at the group, so choosing takes no time of it.
+A table group chooses once, and again if its tables move to another device. It keeps the result, so
+a lookup spends no time on the choice.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 __all__ = ["NUMBA", "Kernels", "kernels_on"]
 
-# Tests let the CPU be one of them.
+# Device types that use the torch kernels. Tests add "cpu".
 _BY_TORCH = {"cuda"}
 
 
-@dataclass(eq=False)  # attributes of which take half as long as a tuple's
+@dataclass(eq=False)  # reading its attributes takes half as long as a named tuple's
 class Kernels:
-    """The functions that work on the tables of a group.
+    """The kernels of one device, and the functions that make their arguments.
 
     Attributes:
-        make_space: From tables to the row space that the others take.
-        make_bags: As `Bags.from_tensors`.
-        pooled_lookup: As `cpu.pooled_lookup.pooled_lookup`, and so are the others.
-        row_gradient_dots: Likewise.
-        row_update: Likewise.
-        errors: Where errors of an input are found behind a call; None where they are raised by it.
+        make_space: Makes the row space of a list of tables.
+        make_bags: Makes bags, like `Bags.from_tensors`.
+        pooled_lookup: Like `cpu.pooled_lookup.pooled_lookup`.
+        row_gradient_dots: Like `cpu.pooled_lookup.row_gradient_dots`.
+        row_update: Like `cpu.row_update.row_update`.
+        errors: Collects errors that a later call raises; None if kernels raise their own.
     """
 
     make_space: Any
@@ -58,7 +58,7 @@ NUMBA = Kernels(RowSpace, Bags.from_tensors, pooled_lookup, row_gradient_dots, r
 
 
 def kernels_on(device: torch.device) -> Kernels:
-    """Those for tables on a device."""
+    """The kernels for tables on a device."""
     if device.type not in _BY_TORCH:
         return NUMBA
     return Kernels(

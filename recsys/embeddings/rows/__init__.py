@@ -1,1 +1,1 @@
-"""Rows of tables and the data that all kernels share."""
+"""The rows of tables, and the data types that all kernels share."""

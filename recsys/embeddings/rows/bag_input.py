@@ -1,7 +1,7 @@
-"""What `nn.EmbeddingBag` takes, as one thing: flat ids, where each bag begins, weights.
+"""Converts the arguments of `nn.EmbeddingBag` to one form: flat ids, offsets, weights.
 
-Whatever is wrong is said here, by the exceptions that `nn.EmbeddingBag` raises, or that it should:
-of offsets that go back, it checks nothing and reads what lies beside the input.
+Invalid arguments raise the exceptions that `nn.EmbeddingBag` raises. Decreasing offsets raise too:
+torch does not check them, and reads out of bounds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ID_TYPES = (torch.int64, torch.int32)
 
 
 class BagInput(NamedTuple):
-    """Bags of ids, one behind the other.
+    """Bags of ids, one after the other.
 
     Shape:
         values (N,) int32 or int64; offsets (B + 1,), of the same dtype, from 0 to N; weights (N,).
@@ -38,10 +38,10 @@ class BagInput(NamedTuple):
     offsets: Tensor
     weights: Tensor | None
     is_one_hot: bool  # every bag has one id
-    shape: torch.Size | None = None  # of what nn.Embedding was given, of B ids; else None
+    shape: torch.Size | None = None  # shape of the B ids given to nn.Embedding; None for bags
 
     def without(self, row: int) -> BagInput:
-        """The same bags without one row's lookups."""
+        """The same bags without the lookups of one row."""
         is_kept = self.values != row
         if bool(is_kept.all()):
             return self
@@ -55,11 +55,11 @@ class BagInput(NamedTuple):
         )
 
     def checked(self) -> BagInput:
-        """The same bags on a device, checked by the host, which waits for them.
+        """Check bags on a device; the host waits for their values.
 
         Raises:
-            MalformedBags: these are no bags.
-            ValueError: a weight is not a number.
+            MalformedBags: the offsets are invalid.
+            ValueError: a weight is nan.
         """
         end = require_bounds(self.offsets.cpu().numpy(), len(self.values))
         weights = None if self.weights is None else self.weights[:end]
@@ -69,36 +69,37 @@ class BagInput(NamedTuple):
         return bags
 
     def first_bad(self, num_rows: int) -> int | None:
-        """The position of the first value that is no row."""
+        """The position of the first value that is not a row; None if all are."""
         bad = ((self.values < 0) | (self.values >= num_rows)).nonzero()
         return int(bad[0]) if len(bad) else None
 
     def id_error(self, position: int, num_rows: int) -> IdOutOfRange:
-        """What to raise for a value that is no row."""
+        """The exception for a value that is not a row."""
         return IdOutOfRange(
             f"{self._place(position)}: id {int(self.values[position])} is not in "
             f"[0, {num_rows}); raise num_embeddings or hash the ids"
         )
 
     def require_numbers(self) -> None:
-        """Refuse weights that are not numbers.
+        """Check that no weight is nan.
 
         Raises:
-            ValueError: there is one.
+            ValueError: a weight is nan.
         """
         if self.weights is None:
             return
         weights = self.weights.detach()
-        is_half = weights.dtype in (torch.float16, torch.bfloat16)  # kernels know neither
+        is_half = weights.dtype in (torch.float16, torch.bfloat16)  # numba supports neither
         position = int(_first_nan((weights.float() if is_half else weights).numpy()))
         if position >= 0:
             raise ValueError(
                 f"sample {self._sample(position)}: per_sample_weights must be numbers, got nan at "
-                f"position {position} (id {int(self.values[position])}); find what computes it"
+                f"position {position} (id {int(self.values[position])}); check the code that "
+                "computes it"
             )
 
     def _place(self, position: int) -> str:
-        """Where a value is, in words."""
+        """Where a value is, for error messages."""
         bag = self._sample(position)
         if self.shape is None or len(self.shape) == 1:
             return f"sample {bag}"
@@ -119,24 +120,24 @@ def read_bags(
     dtype: torch.dtype,
     is_deferred: bool = False,
 ) -> BagInput:
-    """Read the arguments of `nn.EmbeddingBag.forward`.
+    """Convert and check the arguments of `nn.EmbeddingBag.forward`.
 
     Args:
-        ids: As `input` there: bags of one length, or several lengths end to end, or nested.
-        offsets: Where bags begin, of 1-D ids alone.
+        ids: The `input` there: 2-D for bags of equal length, 1-D with offsets, or nested.
+        offsets: Where bags begin; for 1-D ids only.
         weights: One factor per id.
-        include_last_offset: Whether `offsets` has the last bag's end, too.
-        mode: Of pooling.
-        dtype: Of the rows.
-        is_deferred: Whether nothing of their values is read, but later, by kernels on their device.
+        include_last_offset: Whether the last number in `offsets` is the end of the last bag.
+        mode: Pooling mode.
+        dtype: Dtype of the rows.
+        is_deferred: Whether values are not read here, because kernels on a device check them.
 
     Shape:
         ids (N,) or (B, L) or nested (B, *); offsets (B,) or (B + 1,); weights as ids.
 
     Raises:
-        MalformedBags: these are no bags.
-        NotImplementedError: there are weights, and the pooling is no sum.
-        ValueError: a weight is not a number, or the mode is unknown.
+        MalformedBags: shapes, dtypes or offsets are invalid.
+        NotImplementedError: there are weights, and the mode is not "sum".
+        ValueError: a weight is nan, or the mode is unknown.
     """
     if weights is not None and ids.size() != weights.size():
         raise MalformedBags(
@@ -147,12 +148,12 @@ def read_bags(
         raise ValueError(f"mode must be one of {_MODES}, got {mode!r}")
     if weights is not None and mode != "sum":
         raise NotImplementedError(
-            f"per_sample_weights go with mode='sum' alone, got mode={mode!r}; scale the result, "
-            "or leave them out"
+            f"per_sample_weights need mode='sum', got mode={mode!r}; scale the result, or leave "
+            "them out"
         )
     if weights is not None and weights.dtype != dtype:
         raise MalformedBags(
-            f"per_sample_weights must be {dtype} as the rows are, got {weights.dtype}; convert them"
+            f"per_sample_weights must be {dtype} like the rows, got {weights.dtype}; convert them"
         )
     if ids.is_nested:
         values, bounds = ids.values().reshape(-1), cast("Any", ids).offsets()
@@ -177,7 +178,7 @@ def read_bags(
     is_one_hot = len(values) == len(bounds) - 1 and bool(counts_up(bounds.numpy()))
     if not is_one_hot and (ids.dim() == 1 or ids.is_nested):
         end = require_bounds(bounds.numpy(), len(values))
-        if end != len(values):  # what lies behind the last bag's end is in none
+        if end != len(values):  # values after the end of the last bag are not used
             values = values[:end]
             weights = None if weights is None else weights[:end]
     bags = BagInput(
@@ -191,19 +192,19 @@ def read_bags(
 
 
 def read_ids(ids: Tensor) -> BagInput:
-    """Read the argument of `nn.Embedding.forward`, as bags of one id.
+    """Convert the argument of `nn.Embedding.forward` to bags of one id.
 
     Args:
-        ids: As `input` there.
+        ids: The `input` there.
 
     Shape:
-        ids any, of N ids.
+        ids any shape, with N elements.
 
     Raises:
-        MalformedBags: it is nested, or of another dtype.
+        MalformedBags: `ids` is nested, or neither int64 nor int32.
     """
     if ids.is_nested:
-        raise MalformedBags("input must be a plain tensor, got a nested one; give input.values()")
+        raise MalformedBags("input must be a plain tensor, got a nested one; pass input.values()")
     if ids.dtype not in _ID_TYPES:
         raise MalformedBags(f"input must be int64 or int32, got {ids.dtype}; convert it by .long()")
     bounds = torch.arange(ids.numel() + 1, dtype=ids.dtype, device=ids.device)
@@ -219,7 +220,7 @@ def _even_bounds(ids: Tensor, offsets: Tensor | None) -> Tensor:
         )
     if length == 0:
         raise MalformedBags(
-            f"input of shape {tuple(ids.shape)} has no ids; give empty bags as a 1-D input with "
+            f"input of shape {tuple(ids.shape)} has no ids; pass empty bags as a 1-D input with "
             "offsets"
         )
     return torch.arange(0, num_bags * length + 1, length, dtype=ids.dtype, device=ids.device)
@@ -228,12 +229,12 @@ def _even_bounds(ids: Tensor, offsets: Tensor | None) -> Tensor:
 def _require_one_dimension(offsets: Tensor | None) -> Tensor:
     if offsets is None or offsets.dim() != 1:
         found = "None" if offsets is None else f"{offsets.dim()} dimensions"
-        raise MalformedBags(f"a 1-D input needs 1-D offsets, where each bag begins; got {found}")
+        raise MalformedBags(f"a 1-D input needs 1-D offsets, got {found}; pass where bags begin")
     return offsets
 
 
 def _one_id_type(values: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Both of one type, the larger of the two."""
+    """Convert both to the larger of their two dtypes."""
     if values.dtype == bounds.dtype and values.dtype in _ID_TYPES:
         return values, bounds
     both = torch.promote_types(values.dtype, bounds.dtype)
@@ -247,35 +248,35 @@ def _one_id_type(values: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
 
 def _require_an_end(bounds: Tensor | NDArray[Any]) -> None:
     if not len(bounds):
-        raise MalformedBags("with include_last_offset, offsets must have at least one, got none")
+        raise MalformedBags("with include_last_offset, offsets must not be empty; pass at least 0")
 
 
 def require_bounds(
     bounds: NDArray[Any], num_values: int, place: Callable[[int], str] = "sample {}".format
 ) -> int:
-    """Check that bags lie one behind the other, inside of their values.
+    """Check that offsets begin at 0, do not decrease and do not exceed the number of values.
 
     Args:
         bounds: Where each bag begins, and where the last one ends.
-        num_values: How many there are.
-        place: A bag's number in words.
+        num_values: Number of values.
+        place: Formats a bag's number for the error message.
 
     Returns:
         The end of the last bag.
 
     Raises:
-        MalformedBags: they do not.
+        MalformedBags: the offsets are invalid.
     """
     _require_an_end(bounds)
     bad = int(_first_bad_bound(bounds, num_values))
     if bad < 0:
         return int(bounds[-1])
     if bad == 0:
-        rule = f"offsets[0] must be 0, got {bounds[0]}; add a bag in front for ids before the first"
+        rule = f"offsets[0] must be 0, got {bounds[0]}; add a bag for the ids before the first one"
     elif bounds[bad] > num_values:
         rule = (
             f"{place(bad - 1)}: offsets must not exceed the input's length {num_values}, got "
-            f"{bounds[bad]}; cut them to the input"
+            f"{bounds[bad]}; cut the offsets to the input"
         )
     else:
         rule = (
@@ -287,7 +288,7 @@ def require_bounds(
 
 @kernel
 def _first_bad_bound(bounds: NDArray[Any], num_values: int) -> int:
-    """The first that is not 0 at the start, is less than the one before, or too large; or -1."""
+    """The first invalid bound: not 0 at the start, decreasing, or too large; -1 if none is."""
     last = np.int64(0)
     for number in range(len(bounds)):
         bound = np.int64(bounds[number])

@@ -1,8 +1,8 @@
-"""The ledger of one row space: what backward passes leave, as arrays for a kernel.
+"""The ledger of one row space: the gradients of backward passes, as arrays for a kernel.
 
-One entry is passed on as it is. Several are joined, in order: their ids are copied one after the
-other, and their gradients stay where backward left them. A kernel sees all of these as one array
-that begins at the lowest address, as it sees tables.
+A single entry is passed to the kernel as it is. Several entries are joined in order: their ids are
+copied into one array, and their gradients stay where backward left them. Like the tables, a kernel
+sees the gradients as one array that begins at the lowest address.
 
 Letters: T tables, S segments (a feature of a ledger entry looked up in a table), N rows looked up.
 """
@@ -30,18 +30,20 @@ __all__ = ["JoinedLedger", "LedgerEntry", "Segments", "join_ledger", "tables_in"
 
 
 class LedgerEntry(NamedTuple):
-    """What one backward pass leaves.
+    """The input and the gradient of one backward pass.
 
     Attributes:
-        lookups: What was looked up where.
-        bags: The input, in memory of its own.
-        gradient: Of the pooled rows, (B, W) or (B, F, W / F), in the dtype that rows are computed
-            in; each of the B contiguous, and after the one before.
-        version: Of the gradient when backward handed it over; None where no caller has it.
-        tables: What was looked up in, as it was then; in two tiers, what the slots' rows are of.
-        rows: The input by rows, where `bags` has slots of them.
-        ticket: Has the slots.
-        claimed: What the ticket has slots of: more than `lookups` where a table was frozen.
+        lookups: Which features were looked up in which tables.
+        bags: The input, copied; in two tiers, with slots in place of rows.
+        gradient: Gradient of the pooled rows, (B, W) or (B, F, W / F), in the compute dtype; each
+            sample's numbers are contiguous, and samples are in ascending order of address.
+        version: The gradient's version when backward passed it on; None if no caller can write to
+            it.
+        tables: The tables as of the lookup; in two tiers, the tables of the cold store.
+        rows: In two tiers, the input with rows.
+        ticket: In two tiers, the ticket that holds the slots.
+        claimed: The lookups that the ticket has slots for: all of `lookups`, and those in tables
+            that were frozen.
     """
 
     lookups: Lookups
@@ -54,10 +56,12 @@ class LedgerEntry(NamedTuple):
     claimed: Lookups | None = None
 
     def require_rows_in(self, tables: Sequence[Tensor]) -> None:
-        """Refuse tables that lack rows which were looked up: a kernel would write out of bounds.
+        """Check that tables still have the rows that were looked up.
+
+        Without this check a kernel could write out of bounds.
 
         Raises:
-            ValueError: a table has been given fewer rows (`weight.data = ...`), or another dim.
+            ValueError: a table has fewer rows than before (`weight.data = ...`), or another dim.
         """
         if self.tables is tables:
             return
@@ -65,27 +69,27 @@ class LedgerEntry(NamedTuple):
             before, now = self.tables[table].shape, tables[table].shape
             if now[0] < before[0] or now[1:] != before[1:]:
                 raise ValueError(
-                    f"a table of shape {tuple(before)} was looked up, and before its gradient was "
-                    f"used it was exchanged for one of {tuple(now)}; set the grad of that one to "
-                    "None to forget the gradient, or give the rows back"
+                    f"a table of shape {tuple(before)} was replaced by one of shape {tuple(now)} "
+                    "after its lookup and before its update; set its grad to None to drop the "
+                    "gradient, or restore the rows"
                 )
 
 
 def tables_in(ledger: Sequence[LedgerEntry]) -> Sequence[int]:
-    """Numbers of the tables that were looked up, in order."""
+    """Numbers of the tables that were looked up, ascending."""
     return sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
 
 
 class JoinedLedger(NamedTuple):
-    """All entries of a ledger as one; arrays are not to be written to.
+    """All entries of a ledger as one; do not write to the arrays.
 
     Attributes:
-        order: The first two rows of `Segments`, (2, T + 1).
-        segments: The others, (4, S).
-        bags: The input; its batch size says nothing.
-        gradients: One tensor per entry, which keep the memory alive.
-        gradient_at: Address of the first number of all gradients.
-        num_gradients: How many numbers there are from there to the last.
+        order: `tables` and `of_table` of `Segments`, (2, T + 1).
+        segments: The other arrays of `Segments`, (4, S).
+        bags: The input; its batch size has no meaning.
+        gradients: The gradient of each entry; they keep the memory alive.
+        gradient_at: The lowest address of all gradients.
+        num_gradients: Numbers from that address to the last gradient's end.
     """
 
     order: NDArray[np.uint64]
@@ -97,7 +101,7 @@ class JoinedLedger(NamedTuple):
 
 
 def join_ledger(ledger: Sequence[LedgerEntry], space: RowSpace) -> JoinedLedger:
-    """All entries as one: what was looked up in which table, its rows, and the gradients.
+    """Join all entries of a ledger.
 
     Args:
         ledger: At least one entry.
@@ -106,8 +110,8 @@ def join_ledger(ledger: Sequence[LedgerEntry], space: RowSpace) -> JoinedLedger:
     dtype, entries, shapes, spans = space.computed, [], [], []
     for entry in ledger:
         gradient = entry.gradient
-        # Tables may have been given another dtype since; a tensor may say of its memory that it is
-        # the negative; and a view of bytes may begin anywhere.
+        # The tables' dtype may have changed since the lookup; torch may store a tensor negated
+        # (is_neg); and a view of bytes may be unaligned.
         if gradient.dtype is not dtype or gradient.is_neg():
             gradient = gradient.to(dtype).resolve_neg().contiguous()
         if gradient.data_ptr() % dtype.itemsize:
@@ -116,7 +120,7 @@ def join_ledger(ledger: Sequence[LedgerEntry], space: RowSpace) -> JoinedLedger:
         num_bags = len(bags.values) if bags.offsets is None else len(bags.offsets) - 1
         entries.append((bags, gradient, gradient.data_ptr()))
         shapes.append((lookups, bags.batch_size, num_bags, stride))
-        # How many numbers the gradient has from the first to the last, with what lies between.
+        # Numbers from the first to the last of the gradient, including gaps between samples.
         batch_size = gradient.shape[0]
         spans.append((batch_size - 1) * stride + lookups.width if batch_size else 0)
     order_2T, segments_4S, entry_of_segment = _segments(tuple(shapes), space.sizes_key)
@@ -136,7 +140,7 @@ def join_ledger(ledger: Sequence[LedgerEntry], space: RowSpace) -> JoinedLedger:
 class Segments(NamedTuple):
     """Sorted by table; within a table, ledger entries stay in order."""
 
-    tables: NDArray[np.uint64]  # (T + 1,) the largest first; the last number is none
+    tables: NDArray[np.uint64]  # (T + 1,) the largest first; the last number has no meaning
     of_table: NDArray[np.uint64]  # (T + 1,) where each table's segments begin
     first_bags: NDArray[np.uint64]  # (S,)
     num_bags: NDArray[np.uint64]  # (S,)
@@ -151,10 +155,17 @@ _FIRST_GRADIENTS = 2  # among the last four rows of `Segments`
 def _segments(
     entries: tuple[tuple[Lookups, int, int, int], ...], sizes_T: bytes
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.int64]]:
-    """Of entries of these lookups, batch sizes, numbers of bags, and distances from one bag's
-    gradient to the next; tables of these sizes. Gradients count from each entry's first; the last
-    array has the entry of each segment.
-    """  # noqa: D205  # one sentence
+    """Make the arrays of `Segments`; entries with the same shapes share one result.
+
+    Args:
+        entries: For each entry: its lookups, batch size, number of bags, and distance from one
+            bag's gradient to the next.
+        sizes_T: The bytes of the tables' sizes.
+
+    Returns:
+        `tables` and `of_table`; the other arrays, where gradients begin relative to their entry;
+        and the entry of each segment.
+    """
     segments = []
     first_bag = 0
     for number, (lookups, batch_size, num_bags, stride) in enumerate(entries):
@@ -180,7 +191,7 @@ def _segments(
 
 
 def _join_bags(bags: Sequence[Bags], dtype: np.dtype[Any]) -> Bags:
-    """Of several entries as of one; their batch sizes do not count here."""
+    """Join the bags of several entries; the batch size of the result has no meaning."""
     is_one_hot = all(each.offsets is None for each in bags)
     is_mean = any(each.is_mean for each in bags)
     if is_mean and not all(each.is_mean or each.offsets is None for each in bags):
@@ -208,7 +219,7 @@ def _join_offsets(bags: Sequence[Bags]) -> NDArray[Any]:
 
 
 def _mean_by_weights(bags: Bags, dtype: np.dtype[Any]) -> Bags:
-    """Bags that are averaged, as bags that are summed with weights."""
+    """Convert mean pooling to sum pooling with weights."""
     assert bags.offsets is not None
     lengths = np.diff(bags.offsets)
     shares = np.repeat(1 / np.maximum(lengths, 1), lengths).astype(dtype)

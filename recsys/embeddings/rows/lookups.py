@@ -125,9 +125,9 @@ class Bags(NamedTuple):
         """Make views of tensors.
 
         Args:
-            values: As above.
-            offsets: As above, never None.
-            weights: As above.
+            values: Rows, (N,) int32 or int64, feature by feature.
+            offsets: Where bags begin, (F * B + 1,), of the same dtype.
+            weights: One factor per value, (N,); None for 1.
             batch_size: B.
             is_mean: Whether a bag is averaged.
             is_one_hot: Whether bag i is value i; None to find out from the offsets.
@@ -169,7 +169,7 @@ class Bags(NamedTuple):
 
 @kernel
 def counts_up(offsets: NDArray[Any]) -> bool:
-    """Whether offsets are 0, 1, 2, ...; checked in runs, inside of which the loop is vectorised."""
+    """Whether offsets are 0, 1, 2, ...; checked in runs, whose loops are vectorised."""
     run = np.uint64(1024)
     end = np.uint64(len(offsets))
     for begin in range(np.uint64(0), end, run):

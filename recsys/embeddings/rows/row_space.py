@@ -1,12 +1,11 @@
 """The rows of several tables of one dim, as kernels see them.
 
-Tables are allocated apart from each other, and each stays the tensor that it was: an adopted
-`weight` is still the user's. To a kernel they are one array nevertheless, which begins at the
-lowest address:
+Tables are allocated separately, and an adopted `weight` remains the user's tensor. Still, a kernel
+sees them as one array, which begins at the lowest address:
 
     row r of table t begins at  flat[bases[t] + r * dim]
 
-What lies between the tables is never touched.
+Kernels never touch the memory between the tables.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = [
 address_of = torch.Tensor.data_ptr
 _kind = attrgetter("shape", "dtype")
 
-# By a table's dtype: what kernels see, and what they compute in.
+# For each dtype of a table: the dtype that kernels see, and the compute dtype.
 _DTYPES: dict[torch.dtype, tuple[type[np.generic], torch.dtype]] = {
     torch.float32: (np.float32, torch.float32),
     torch.float64: (np.float64, torch.float64),
@@ -46,13 +45,13 @@ _DTYPES: dict[torch.dtype, tuple[type[np.generic], torch.dtype]] = {
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What gradients and state of tables of a dtype have, and pooled rows; see `rounding`."""
+    """The dtype of gradients, state and pooled rows of tables of a dtype; see `rounding`."""
     return _DTYPES[dtype][1] if dtype in _DTYPES else dtype
 
 
 _DEVICE_TYPES = ("cpu", "cuda")
-# By the device that rows of a module are on.
-_WAYS_OUT = {
+# Advice for a dtype or device that kernels do not support, by the device of the rows.
+_ADVICE = {
     "cuda": "convert them by .float()",
     "cpu": "convert them by .float()",
     "meta": "give them memory by module.to_empty(device='cpu'), then values by reset_parameters() "
@@ -60,29 +59,33 @@ _WAYS_OUT = {
 }
 
 
-def require_device(device: torch.device | str | None, way_out: str) -> None:
-    """Check that kernels of ours can work on a device, or that it is "meta", without memory yet.
+def require_device(device: torch.device | str | None, advice: str) -> None:
+    """Check that a device is "cpu", "cuda" or "meta".
 
     Args:
-        device: As it is given to `torch.empty`.
-        way_out: What the error recommends.
+        device: As for `torch.empty`; None for the default device.
+        advice: The end of the error message, which tells what to do.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: it is another device.
     """
     found = torch.get_default_device() if device is None else torch.device(device)
-    if found.type not in _WAYS_OUT:
+    if found.type not in _ADVICE:
         raise ValueError(
             f"device must be 'cpu', 'cuda' or 'meta' (others are not supported yet), got "
-            f"'{found}'; {way_out}"
+            f"'{found}'; {advice}"
         )
 
 
 def require_aligned(place: str, table: Tensor) -> None:
-    """Check that a table's numbers lie where an array of them has its own.
+    """Check that a table's memory is aligned to its dtype.
+
+    Args:
+        place: Start of the error message; names the table.
+        table: The table.
 
     Raises:
-        ValueError: they do not, as in a view of bytes from an odd one on.
+        ValueError: it is not, as in a view of bytes that begins at an odd address.
     """
     itemsize = table.dtype.itemsize
     if table.data_ptr() % itemsize:
@@ -92,21 +95,21 @@ def require_aligned(place: str, table: Tensor) -> None:
         )
 
 
-_Beside = tuple[tuple["NDArray[Any]", "NDArray[Any]"], "NDArray[np.uint64]"]
+_StateArrays = tuple[tuple["NDArray[Any]", "NDArray[Any]"], "NDArray[np.uint64]"]
 
 
 class AbstractRowSpace:
-    """Several tables of one dtype and dim; where they lie, and what is computed in.
+    """Several tables of one dtype and dim, their addresses, and their compute dtype.
 
     Args:
         tables: Contiguous; kept alive.
 
     Attributes:
-        tables: Views of them, which share their memory and their versions.
-        addresses: Where each table begins.
+        tables: Views of the tables, which share their memory and their versions.
+        addresses: Address of each table.
         dim: D.
-        computed: The dtype that is computed in.
-        is_narrow: Whether rows are rounded as they are written.
+        computed: The compute dtype.
+        is_narrow: Whether rows are rounded when they are written.
 
     Raises:
         ValueError: the tables are not as above.
@@ -124,10 +127,10 @@ class AbstractRowSpace:
         dtype, self.dim, _ = kinds.pop()
         device_type = tables[0].device.type
         if dtype not in _DTYPES or device_type not in _DEVICE_TYPES:
-            way_out = _WAYS_OUT.get(device_type, "move the module by .cpu()")
+            advice = _ADVICE.get(device_type, "move the module by .cpu()")
             raise ValueError(
                 "rows must be float32, float64, bfloat16 or float16 on the CPU or on CUDA, got "
-                f"{dtype} on {device_type}; {way_out}"
+                f"{dtype} on {device_type}; {advice}"
             )
         self.computed = compute_dtype(dtype)
         self.is_narrow = self.computed != dtype
@@ -136,30 +139,31 @@ class AbstractRowSpace:
                 raise ValueError(f"rows must be contiguous, got strides {table.stride()}")
 
     def holds(self, tables: Sequence[Tensor]) -> bool:
-        """Whether the tables begin where they began; checked at every step."""
+        """Whether the tables have the same addresses as before; checked at every step."""
         return list(map(address_of, tables)) == self.addresses
 
     def are_alike(self, tables: Sequence[Tensor]) -> bool:
-        """Whether the tables are as long as they were, and of the same dtype."""
+        """Whether the tables have the same shapes and dtypes as before."""
         return list(map(_kind, tables)) == self._kinds
 
 
 class RowSpace(AbstractRowSpace):
-    """One array over tables that lie anywhere in memory.
+    """One array over tables anywhere in memory.
 
     Args:
         tables: On the CPU, contiguous, of one dtype and dim; kept alive.
 
     Attributes:
-        dtype: Of `flat`; uint16 for bfloat16, int16 for float16.
-        compute_dtype: What kernels compute in.
-        flat: Everything from the lowest table's first byte to the highest's last, one-dimensional.
-        bases: Where each table begins in it, (T,) uint64.
+        dtype: Dtype of `flat`; uint16 for bfloat16, int16 for float16.
+        compute_dtype: The dtype that kernels compute in.
+        flat: The memory from the lowest table's begin to the highest's end, one-dimensional.
+        bases: Where each table begins in `flat`, (T,) uint64.
         sizes: E of each table, (T,) uint64.
-        sizes_key: The same, to look something up by.
-        row_names: Which row of all tables lies where, (S,) int32, if others than the tables' own
-            lie here; else empty.
-        first_names: The first row of each table among all, (T + 1,) uint64; empty likewise.
+        sizes_key: The bytes of `sizes`, as a dictionary key.
+        row_names: For a space of slots, the row in each slot, counted over all tables, (S,) int32;
+            else empty.
+        first_names: For a space of slots, where each table's rows begin among the rows of all
+            tables, (T + 1,) uint64; else empty.
 
     Raises:
         ValueError: the tables are not as above.
@@ -169,8 +173,8 @@ class RowSpace(AbstractRowSpace):
         super().__init__(tables)
         if tables[0].device.type != "cpu":
             raise ValueError(
-                f"rows must be on the CPU for kernels of the CPU, got {tables[0].device}; move the "
-                "module by .to(), as a whole"
+                f"rows must be on the CPU for the CPU kernels, got {tables[0].device}; move the "
+                "whole module by .to()"
             )
         dtype = tables[0].dtype
         stored, computed = _DTYPES[dtype]
@@ -193,22 +197,22 @@ class RowSpace(AbstractRowSpace):
             np.uint64,
         )
         self.nothing: NDArray[Any] = np.empty(0, self.compute_dtype)
-        self._beside: tuple[list[RowSpace], _Beside] | None = None
+        self._with_states: tuple[list[RowSpace], _StateArrays] | None = None
 
-    def beside(self, states: Sequence[RowSpace]) -> _Beside:
-        """The tables' state, as kernels take it together with the tables.
+    def with_states(self, states: Sequence[RowSpace]) -> _StateArrays:
+        """The kernels' arguments for the tables together with their state.
 
-        Kept for the state last asked for: making it takes longer than a small update.
+        Cached for the last states, because making the arrays takes longer than a small update.
 
         Args:
-            states: Of the same tables, two at most.
+            states: At most two state arrays of the same tables.
 
         Returns:
-            `flat` of the first and of the second, empty where there is none; and the `bases` of the
-            tables, the first and the second, (3, T) uint64, any where there is none.
+            `flat` of the first and the second state, empty if there is none; and `bases` of the
+            tables and of both states, (3, T) uint64, arbitrary for a missing state.
         """
-        if self._beside is None or self._beside[0] != states:
+        if self._with_states is None or self._with_states[0] != states:
             flats = [*(state.flat for state in states), self.nothing, self.nothing]
             bases = [self.bases, *(state.bases for state in states), self.bases, self.bases]
-            self._beside = list(states), ((flats[0], flats[1]), np.stack(bases[:3]))
-        return self._beside[1]
+            self._with_states = list(states), ((flats[0], flats[1]), np.stack(bases[:3]))
+        return self._with_states[1]

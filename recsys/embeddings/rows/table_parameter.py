@@ -1,7 +1,7 @@
-"""Tables as their users see them: `Parameter`s that show what recsys keeps elsewhere.
+"""The `Parameter` classes of tables whose gradients or rows recsys keeps elsewhere.
 
-Their `grad` is what the ledger holds. Their rows are those in the slots, where there are slots. It
-costs nothing until a caller reads one of them.
+Reading `grad` returns the gradients in the ledger. Reading a tiered table first writes back the
+rows in slots. Neither costs anything until a caller reads it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ __all__ = [
 
 
 class LedgerParameter(nn.Parameter):
-    """A table whose `grad` is what the ledger of its group holds.
+    """A table whose `grad` returns the gradients in its group's ledger.
 
-    A `Parameter` becomes one by a change of class, so it stays the same object. Pickles and state
-    dicts have plain ones.
+    An existing `Parameter` becomes one by assignment to its `__class__`, so it stays the same
+    object. Pickles and state dicts hold plain Parameters.
     """
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, (E, D), sparse or dense as in torch; None where nothing was collected."""
+        """The gradient, (E, D), sparse or dense as in torch; None if there is none."""
         _open_ledger_of(self)
         return plain_grad(self)
 
@@ -64,7 +64,7 @@ class LedgerParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The rows, (E, D), as autograd does not see them."""
+        """The rows, (E, D), detached from autograd."""
         rows: Tensor = plain_data(self)
         return rows
 
@@ -74,13 +74,13 @@ class LedgerParameter(nn.Parameter):
         _forget_space_of(self)
 
     def set_(self, *source: Any) -> Any:
-        """As `torch.Tensor.set_`."""
+        """Like `torch.Tensor.set_`."""
         super().set_(*source)
         _forget_space_of(self)
         return self
 
     def resize_(self, *size: Any, **more: Any) -> Any:
-        """As `torch.Tensor.resize_`."""
+        """Like `torch.Tensor.resize_`."""
         super().resize_(*size, **more)
         _forget_space_of(self)
         return self
@@ -89,13 +89,14 @@ class LedgerParameter(nn.Parameter):
 class TieredParameter(LedgerParameter):
     """A table whose newest rows may be in slots.
 
-    Any use by torch finds them written back. Unless the result is a copy, it may be written to
-    without a trace (through numpy, say), so the next lookup takes all rows anew.
+    Every torch operation on it first writes these rows back. If its result may share the table's
+    memory, a caller can write to it undetected (through numpy, for example). So unless the result
+    is a copy, the next lookup fetches all rows again.
     """
 
     @property
     def data(self) -> Tensor:
-        """The rows, (E, D), as autograd does not see them; writes to them are seen."""
+        """The rows, (E, D), detached from autograd; writes to them are detected."""
         rows: Tensor = plain_data(self)
         place = _place_of(self)
         return rows if place is None else place.tiers.data_of(rows, place.table)
@@ -113,9 +114,9 @@ class TieredParameter(LedgerParameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Any use by torch, any method, any attribute."""
+        """Run any torch function, method or attribute access; writes rows back first."""
         with DisableTorchFunctionSubclass():
-            if func in _BLIND:
+            if func in _VALUE_FREE:
                 return func(*args, **kwargs or {})
             tables = list(_tables_among((args, kwargs)))
             places = [place for table in tables if (place := _place_of(table)) is not None]
@@ -131,14 +132,14 @@ class TieredParameter(LedgerParameter):
 
 
 class _Place(NamedTuple):
-    """Where the rows of a table are, and its number there."""
+    """The tiers of a table, and its number there."""
 
     tiers: Tiers
     table: int
 
 
 def _place_of(table: Tensor) -> _Place | None:
-    """None of a table whose rows are in no slots."""
+    """The tiers of a table; None if the table is resident."""
     group = _group_of(table)
     if group is None or group.tiers is None:
         return None
@@ -152,7 +153,7 @@ def _is_overwritten(table: TieredParameter, args: Sequence[Any]) -> bool:
 
 
 def _is_copy(result: Any, tables: Sequence[Tensor]) -> bool:
-    """Whether a result shares no memory with any of the tables."""
+    """Whether a result certainly shares no memory with the tables."""
     if isinstance(result, tuple | list):
         return all(_is_copy(each, tables) for each in result)
     if type(result) in (bool, float):  # an int may be an address
@@ -181,15 +182,15 @@ _METHODS = (
     "dim size numel stride is_contiguous is_floating_point is_complex element_size __len__ "
     "requires_grad_ register_hook nelement get_device storage_offset"
 )
-# What tells nothing of a table's values.
-_BLIND = (
+# Functions that neither read nor write a table's values, so rows need not be written back.
+_VALUE_FREE = (
     {getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()}
     | {getattr(torch.Tensor, name) for name in _METHODS.split()}
     | {getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")}
 )
 
-# Keyed by the table's identity: torch.save would pickle the group if it were an attribute. Groups
-# are in a plain dictionary because optimizers read every `grad` twice a step.
+# Keyed by the table's id: torch.save would pickle the group if it were an attribute. A plain
+# dictionary, because it is fast and optimizers read every `grad` twice a step.
 _GROUPS: dict[int, tuple[ref[nn.Parameter], ref[TableGroup]]] = {}
 
 
@@ -199,12 +200,12 @@ def require_no_updater(name: str, table: nn.Parameter, but_by: TableGroup | None
     A table whose optimizer has been deleted becomes a plain Parameter again.
 
     Args:
-        name: Of the table, for the error.
+        name: Name of the table, for the error.
         table: The Parameter.
-        but_by: The group that may have it.
+        but_by: A group that may update the table.
 
     Raises:
-        ValueError: another group has it.
+        ValueError: another group updates the table.
     """
     if _group_of(table) not in (None, but_by):
         gc.collect()  # modules and their optimizers refer to each other
@@ -217,26 +218,26 @@ def require_no_updater(name: str, table: nn.Parameter, but_by: TableGroup | None
 
 
 def bind_table(table: nn.Parameter, group: TableGroup, *, is_tiered: bool) -> None:
-    """Let a table show what its group has of it."""
+    """Connect a table to the group that holds its gradients and, if tiered, its newest rows."""
     number = id(table)
     _GROUPS[number] = ref(table, lambda _: _GROUPS.pop(number, None)), ref(group)
     _set_class(table, TieredParameter if is_tiered else LedgerParameter)
 
 
 def unbind_table(table: nn.Parameter, group: TableGroup | None) -> None:
-    """Make a table of this group, or of none, a plain Parameter."""
+    """Make a table a plain Parameter, unless it belongs to another group."""
     if isinstance(table, LedgerParameter) and _group_of(table) in (None, group):
         _GROUPS.pop(id(table), None)
         _set_class(table, nn.Parameter)
 
 
 def make_plain(table: nn.Parameter) -> None:
-    """Make a table that no group has a plain Parameter."""
+    """Make a table a plain Parameter, unless it belongs to a group."""
     unbind_table(table, None)
 
 
 def move_table(weight: nn.Parameter, device: torch.device) -> None:
-    """Move a table and its gradient to another device; it stays the object that it is."""
+    """Move a table and its gradient to another device; it stays the same object."""
     if weight.device != device:
         gradient = plain_grad(weight)
         set_plain_grad(weight, None)
@@ -256,7 +257,7 @@ def _set_class(weight: nn.Parameter, kind: type[nn.Parameter]) -> None:
 def _open_ledger_of(weight: LedgerParameter) -> None:
     group = _group_of(weight)
     if group is not None and group.ledger:
-        with DisableTorchFunctionSubclass():  # a gradient tells nothing of the rows
+        with DisableTorchFunctionSubclass():  # gradients do not depend on rows in slots
             group.open_ledger()
 
 

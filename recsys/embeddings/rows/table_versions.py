@@ -1,8 +1,9 @@
 """Detects writes to the memory of tables and their state by the versions of tensors.
 
-Each tensor has a version that every in-place operation of torch raises. Views share it (`detach()`,
-slices, the tensors of `state_dict()`). `Tensor.data` does not, so all tensors that `data` of one
-table hands out here share a second version. Writes through numpy, DLPack or a pointer raise none.
+Every in-place torch operation increments the version of its tensor. Views share the version
+(`detach()`, slices, the tensors of `state_dict()`). `Tensor.data` does not, so all tensors that
+`data` of one table returns here share a second version. Writes through numpy, DLPack or a pointer
+are not detected.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Written(NamedTuple):
 
     Attributes:
         table: The number of its table.
-        state: The name of the state array; None of the table's rows.
+        state: The name of the state array; None for the table's rows.
     """
 
     table: int
@@ -34,7 +35,7 @@ class Written(NamedTuple):
 
 
 class TableVersions:
-    """The versions of tables, and of their state, at the last check."""
+    """The known versions of tables and of their state."""
 
     def __init__(self) -> None:
         self._data: dict[int, Tensor] = {}
@@ -43,11 +44,11 @@ class TableVersions:
         self._known: list[int] = []
 
     def watch(self, tables: RowSpace, states: Mapping[str, RowSpace]) -> None:
-        """Watch these from now on, and accept their present versions.
+        """Watch tables and their state from now on; their present versions count as known.
 
         Args:
             tables: The tables.
-            states: By name: each state array, by table.
+            states: The state arrays of all tables, by name.
         """
         found = [(Written(number, None), table) for number, table in enumerate(tables.tables)]
         found += [
@@ -59,26 +60,26 @@ class TableVersions:
         for number, data in list(self._data.items()):
             if data.data_ptr() == tables.tables[number].data_ptr():
                 found.append((Written(number, None), data))
-            else:  # of memory that the table no longer has
+            else:  # the table has other memory now
                 del self._data[number]
         self._places = [place for place, _ in found]
         self._tensors = [tensor for _, tensor in found]
         self.accept()
 
     def have_changed(self) -> bool:
-        """Whether one of them was written to since the last check."""
+        """Whether any watched tensor was written to since its version was accepted."""
         return self._now() != self._known
 
     def written(self) -> list[Written]:
-        """Tables and states that were written to since the last check."""
+        """The tables and states that were written to since their versions were accepted."""
         pairs = zip(self._places, self._known, self._now(), strict=True)
         return list(dict.fromkeys(place for place, before, now in pairs if before != now))
 
     def accept(self, tables: Collection[int] | None = None) -> None:
-        """Accept the present versions of some tables' rows; None accepts everything.
+        """Take the present versions as known: later writes are compared with these.
 
         Args:
-            tables: Their numbers.
+            tables: Numbers of the tables whose rows are accepted; None for all rows and states.
         """
         now = self._now()
         self._known = (
@@ -91,7 +92,7 @@ class TableVersions:
         )
 
     def data_of(self, weight: Tensor, table: int) -> Tensor:
-        """The tensor that `weight.data` hands out: writes to it are detected here.
+        """The tensor that `weight.data` returns; writes to it are detected.
 
         Args:
             weight: The table.

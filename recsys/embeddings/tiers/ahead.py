@@ -1,12 +1,12 @@
 """Tickets made ahead: rows of later mini-batches are fetched while earlier ones are computed.
 
-    prefetch   -> a ticket, whose rows are fetched in the background, queued with its ids
-    forward    <- the ticket of exactly these ids, if there is one; other tickets stay queued
-    split      -> tickets for some of its samples each, for the lookups of these samples alone
-    pressure   -> tickets are released, the last one first, before a lookup is refused
+    prefetch   makes a ticket, queues it with its ids, and fetches its rows in the background
+    forward    takes the queued ticket with exactly its ids, if there is one
+    split      replaces a ticket by several, each for some of its samples
+    pressure   if a lookup lacks slots, queued tickets are released, the last one first
 
-A ticket made ahead holds slots as any other does, never copies of rows. So a row that an earlier
-mini-batch updates has its newest value when the later lookup comes (C1).
+A ticket made ahead holds slots like any other, never copies of rows. So if an earlier mini-batch
+updates a row, the later lookup reads the new value (C1).
 
 Letters: B samples, F features, N values; M samples chosen.
 """
@@ -32,12 +32,12 @@ __all__ = ["AheadQueue", "InputIds", "Prefetched"]
 
 
 class InputIds(NamedTuple):
-    """The ids of a lookup, in memory of their own: the caller may overwrite its input.
+    """A copy of the ids of a lookup: the caller may overwrite its input.
 
     Attributes:
         values: Rows, (N,).
-        offsets: Where bags begin, (F * B + 1,); None where bag i is value i.
-        batch_size: B, in bags of a feature.
+        offsets: Where bags begin, (F * B + 1,); None if bag i is value i.
+        batch_size: B, the number of bags per feature.
     """
 
     values: Tensor
@@ -46,12 +46,12 @@ class InputIds(NamedTuple):
 
     @classmethod
     def copy(cls, bags: Bags) -> InputIds:
-        """Copy those of a module's input."""
+        """Copy the ids of a module's input."""
         offsets = None if bags.offsets is None else _tensor_of(bags.offsets).clone()
         return cls(_tensor_of(bags.values).clone(), offsets, bags.batch_size)
 
     def are_of(self, bags: Bags) -> bool:
-        """Whether these are the ids of this input; the host waits for a device."""
+        """Whether these ids equal those of an input; the host waits if they are on a device."""
         if self.batch_size != bags.batch_size:
             return False
         if not torch.equal(self.values, _tensor_of(bags.values)):
@@ -62,33 +62,33 @@ class InputIds(NamedTuple):
         known = self.offsets if offsets is None else offsets
         if known is None:
             return True
-        # Offsets may be given although bag i is value i.
+        # One of the two may have offsets although bag i is value i.
         one_by_one = torch.arange(len(known), dtype=known.dtype, device=known.device)
         return torch.equal(known, one_by_one)
 
-    def samples_with(self, is_meant: Tensor, positions: Sequence[int]) -> Tensor:
-        """Which samples have a value that is meant.
+    def samples_with(self, is_selected: Tensor, positions: Sequence[int]) -> Tensor:
+        """Which samples have a selected value.
 
         Args:
-            is_meant: For every value.
-            positions: Of the features that count.
+            is_selected: Whether each value is selected.
+            positions: Positions of the features to consider.
 
         Shape:
-            is_meant (N,) bool, where the values are; result (B,) bool.
+            is_selected (N,) bool, on the device of the values; result (B,) bool.
         """
         if not positions or not self.batch_size:
-            return is_meant.new_zeros(self.batch_size)
+            return is_selected.new_zeros(self.batch_size)
         if self.offsets is None:
-            return is_meant.view(-1, self.batch_size)[positions].any(0)
-        num_before = torch.nn.functional.pad(is_meant.long().cumsum(0), (1, 0))
+            return is_selected.view(-1, self.batch_size)[positions].any(0)
+        num_before = torch.nn.functional.pad(is_selected.long().cumsum(0), (1, 0))
         of_bags = num_before[self.offsets.long()].diff()
         return (of_bags.view(-1, self.batch_size)[positions] > 0).any(0)
 
     def select(self, samples: Tensor) -> tuple[Tensor, InputIds]:
-        """The places of some samples' values, and the ids of these samples alone.
+        """Select samples; returns the places of their values, and their ids.
 
         Shape:
-            samples (M,) int64; places as many as there are values, int64, where these are.
+            samples (M,) int64; places (number of selected values,) int64, on the values' device.
         """
         samples = samples.to(self.values.device)
         offsets = None
@@ -109,22 +109,22 @@ class AheadQueue:
     """The tickets of one table group that wait for their lookups, in the order they were made.
 
     Attributes:
-        waiting: These; some may have been released meanwhile.
+        waiting: The tickets, some of which may have been released.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Ticket] = []
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
+        """Whether a ticket is waiting; removes released tickets."""
         self.waiting = [ticket for ticket in self.waiting if ticket.is_held]
         return bool(self.waiting)
 
     def add(self, tickets: Sequence[Ticket], ids: InputIds) -> None:
-        """Queue tickets until the lookup of these ids comes."""
+        """Queue tickets until the lookup of these ids."""
         for ticket in tickets:
             ticket.ids, ticket.queue = ids, self
-        if self:  # drops those that were released
+        if self:  # removes released tickets
             self.waiting += tickets
         else:
             self.waiting = list(tickets)
@@ -135,10 +135,10 @@ class AheadQueue:
         self.waiting[place : place + 1] = parts
 
     def take(self, lookups: Lookups, bags: Bags) -> Ticket | None:
-        """A ticket for a lookup that has come; None if none was made ahead.
+        """Take the ticket that was made ahead for a lookup; None if there is none.
 
         Args:
-            lookups: What is looked up where.
+            lookups: Which features are looked up in which tables.
             bags: The input.
         """
         for ticket in self.waiting:
@@ -147,7 +147,7 @@ class AheadQueue:
         return None
 
     def give_up_last(self) -> bool:
-        """Release the ticket made last; whether there was one."""
+        """Release the last ticket; False if there is none."""
         if not self:
             return False
         self.waiting.pop().release()
@@ -160,18 +160,18 @@ class AheadQueue:
 
 
 class Prefetched:
-    """What `prefetch` of a module has claimed for one lookup.
+    """The slots that `prefetch` of a module has claimed for one lookup.
 
-    You need not keep it: the module keeps the tickets until the lookup comes, or another lookup
-    needs the slots.
+    You need not keep this object: the module keeps the tickets until the lookup, or until another
+    lookup needs the slots.
 
     Args:
-        tickets: What was claimed; none where every row is resident.
-        has_room: Whether there were slots for it.
+        tickets: The tickets; none if every row is resident.
+        has_room: Whether there were enough slots.
 
     Attributes:
-        has_room: As above.
-        can_split: Whether `split` may be called: not for a lookup that needs the whole mini-batch.
+        has_room: Whether there were enough slots.
+        can_split: Whether `split` may be called; False if the lookup needs the whole mini-batch.
     """
 
     def __init__(self, tickets: Iterable[Ticket], *, has_room: bool = True) -> None:
@@ -182,7 +182,7 @@ class Prefetched:
 
     @property
     def is_held(self) -> bool:
-        """Whether slots are kept for the lookup."""
+        """Whether slots are held for the lookup."""
         return any(ticket.is_held for ticket in self._tickets)
 
     @property
@@ -192,19 +192,19 @@ class Prefetched:
 
     @property
     def is_here(self) -> bool:
-        """Whether all rows were fetched."""
+        """Whether all rows have been fetched."""
         return all(ticket.is_here for ticket in self._tickets)
 
     def cancel(self) -> None:
-        """Give the slots back, unless the lookup has come; it then claims slots of its own."""
+        """Release the slots, unless the lookup has taken them; it then claims slots itself."""
         for ticket in self._tickets:
             ticket.release()
 
     @classmethod
     def all_of(cls, claims: Sequence[Prefetched]) -> Prefetched:
-        """Join what was claimed for several lookups of one mini-batch: all of it, or nothing.
+        """Join the claims for several lookups of one mini-batch; if one has no room, cancel all.
 
-        Bags of the lookups are no samples, so it cannot be split.
+        The result cannot be split, because bags of different lookups are not samples.
         """
         has_room = all(each.has_room for each in claims)
         if not has_room:
@@ -216,37 +216,37 @@ class Prefetched:
         return found
 
     def make_samples_of(self, num_bags: int) -> None:
-        """Count so many bags, one after the other, as one sample from now on."""
+        """Treat this many consecutive bags as one sample from now on."""
         self._bags_per_sample = num_bags
 
     def batch_sizes(self) -> set[int]:
-        """B of every ticket: more than one value where tickets are for different samples.
+        """The distinct values of B; more than one if tickets are for different samples.
 
-        It has no meaning without `can_split`.
+        Has no meaning unless `can_split`.
         """
         return {ticket.batch_size // self._bags_per_sample for ticket in self._tickets}
 
     def missing_samples(self) -> list[Tensor]:
-        """For each ticket: which samples had a row to be fetched when it was made, (B,) bool."""
+        """For each ticket, which samples had rows to fetch when it was made, (B,) bool."""
         num_bags = self._bags_per_sample
         return [ticket.missing_samples().view(-1, num_bags).any(1) for ticket in self._tickets]
 
     def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[Prefetched]:
-        """Claims for the lookups of some samples each, in place of the whole.
+        """Replace this claim by several, each for the lookup of some samples.
 
-        A part whose rows were all in slots does not wait for those of the others. All slots stay
-        claimed until the last part gives them back.
+        A part whose rows were all in slots does not wait for the rows of other parts. All slots
+        stay claimed until the last part is released.
 
         Args:
             parts: Samples, (M,) int64 on the CPU, and whether some of them are `missing_samples`.
 
         Raises:
-            ValueError: `can_split` is off.
+            ValueError: `can_split` is False.
         """
         if not self.can_split:
             raise ValueError(
-                "a claim for mode='max' or scale_grad_by_freq=True is for the distinct rows of a "
-                "whole mini-batch and cannot be split; look up the whole mini-batch"
+                "a claim for mode='max' or scale_grad_by_freq=True needs the whole mini-batch and "
+                "cannot be split; look up the whole mini-batch"
             )
         bags = torch.arange(self._bags_per_sample, device="cpu")
         of_bags = [
@@ -255,7 +255,8 @@ class Prefetched:
         ]
         found: list[list[Ticket]] = []
         try:
-            found.extend(ticket.split(of_bags) for ticket in self._tickets)  # some, if one fails
+            # If one split fails, `found` has those before it.
+            found.extend(ticket.split(of_bags) for ticket in self._tickets)
         except BaseException:
             for part in (part for tickets in found for part in tickets):
                 part.release()

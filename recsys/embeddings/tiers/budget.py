@@ -1,7 +1,7 @@
-"""How row spaces share a budget of fast memory.
+"""Divides a budget of fast memory among row spaces.
 
-The row maps come out of the budget first (C3). The rest is divided in proportion to the size of the
-tables, so every row space can hold the same share of its rows. None gets more slots than rows.
+The budget first pays for the row maps (C3). The rest is divided in proportion to the size of the
+tables, so every row space holds the same share of its rows. None gets more slots than rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class SpaceSize(NamedTuple):
     """The size of one row space.
 
     Attributes:
-        num_rows: R, rows of all its tables.
+        num_rows: R, the rows of all its tables.
         dim: D.
-        dtype: Of the rows.
+        dtype: Dtype of the rows.
         state_sizes: Numbers per row in each state array, by name.
     """
 
@@ -64,7 +64,7 @@ def divide_budget(
     """The number of slots of each row space; None if all rows fit without slots.
 
     Args:
-        budget_bytes: Of fast memory.
+        budget_bytes: The budget of fast memory, in bytes.
         spaces: The row spaces that share it.
         least: The least number of slots of each space.
         may_stay: Whether the result may be None.
@@ -106,7 +106,7 @@ def divide_budget(
             more = min(shares[number], spaces[number].num_rows - slots[number])
             slots[number] += more
             left -= more * spaces[number].slot_bytes
-        # Spaces that got one slot per row left a part of their shares, which the others divide.
+        # Spaces with one slot per row leave part of their shares; the other spaces divide it.
         unfilled = [number for number in unfilled if number not in filled] if filled else []
     return slots
 

@@ -1,17 +1,17 @@
-"""How many rows a larger budget would have fetched, counted while training goes on.
+"""Counts during training how many rows a larger budget would have fetched.
 
-Two miniature caches see the claims that the slots see: one as large as the slots, one as large as
-the slots of twice the budget, both scaled down by the share of rows that are sampled. A row's hash
-decides whether it is sampled, so all of its uses are, or none. That keeps the intervals between two
-uses of a row, on which hits depend. Both miniatures evict by the slots' own rule, so nothing is
-assumed of it, as counting the stack distances of an LRU cache would.
+Two miniature caches simulate the claims of training: one for the present slots, one for the slots
+of twice the budget. Both are scaled down by the fraction of rows that are sampled. A row's hash
+decides whether it is sampled, so either all uses of a row are counted, or none. That preserves the
+intervals between uses of a row, on which hits depend. Both miniatures evict like the real slots;
+counting stack distances would assume an LRU cache.
 
-It takes at most 0.7 MB, far less where slots are few, and one multiplication for each value.
-`Tiers.observe(Forecast.of)` attaches it; without that, no claim does any of this work.
+A forecast takes at most 0.7 MB, far less with few slots, and one multiplication per value.
+`Tiers.observe(Forecast.of)` attaches it; without an observer, claims do none of this work.
 
 References:
     Waldspurger, Park, Garthwaite and Ahmad (2015), Efficient MRC Construction with SHARDS, FAST:
-    sampling by a hash of what is looked up, which keeps reuse distances to scale.
+    sampling by a hash of the key, which scales reuse distances.
     Waldspurger, Saemundsson, Ahmad and Park (2017), Cache Modeling and Optimization using Miniature
     Simulations, USENIX ATC: scaled-down simulations on such a sample, for policies without a stack.
 """
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 __all__ = ["Forecast"]
 
 _MOST_TRACKED = 8192  # slots of the larger miniature
-_ENOUGH_TRACKED = 1024  # more than so many are followed only where a small share of rows is
+_ENOUGH_TRACKED = 1024  # with fewer than this at the usual rate, the rate is raised
 _USUAL_RATE = 1 / 32
-_MOST_PER_CLAIM = 8192  # lookups of sampled rows; further ones are not followed
+_MOST_PER_CLAIM = 8192  # lookups of sampled rows; further ones are not counted
 
 
 class Forecast:
-    """Follows the claims of some slots; a `ClaimObserver`.
+    """Simulates the claims of some slots; a `ClaimObserver`.
 
     Args:
         slots: The map of the real slots.
-        num_slots: How many of them are not pinned.
-        num_more: How many there would be with a larger budget.
-        rate: Share of the rows that are followed; None for a rate that costs little.
+        num_slots: Number of slots that are not pinned.
+        num_more: Number of slots that would not be pinned with a larger budget.
+        rate: Fraction of the rows to sample; None for a rate that costs little.
 
     Attributes:
-        rate: As above, never None.
+        rate: Fraction of the rows that is sampled.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Forecast:
     def of(cls, hot: Slots) -> Forecast | None:
         """A forecast for twice the budget of these slots.
 
-        None on a device, where only the device knows which lookups hit.
+        None for slots on a device: the host does not know which lookups hit there.
         """
         if not isinstance(hot.map, SlotMap):
             return None
@@ -74,11 +74,11 @@ class Forecast:
         return cls(hot.map, num_unpinned, num_unpinned + num_more)
 
     def claimed(self, lookups: Lookups, bags: Bags) -> None:
-        """Follow a claim that was made.
+        """Simulate a claim.
 
         Args:
-            lookups: What was looked up where.
-            bags: The input, by rows.
+            lookups: Which features were looked up in which tables.
+            bags: The input; its values are rows.
         """
         slots, requests = self._slots.arrays, self._slots.requests_of(lookups, bags)
         count = sample_rows(slots, requests, bags.values, self.rate, self._sampled)
@@ -87,16 +87,16 @@ class Forecast:
                 claim_in_miniature(slots, cache, self._sampled, count, self._missing)
 
     def cleared(self) -> None:
-        """The slots have dropped their rows."""
+        """Empty the miniatures, because the slots dropped their rows."""
         self._now.clear()
         self._more.clear()
 
     @property
     def fetched(self) -> tuple[int, int]:
-        """Sampled rows that were fetched, and that would have been with more slots."""
+        """Sampled rows that were fetched, and that would have been fetched with more slots."""
         return int(self._now.counts[1]), int(self._more.counts[1])
 
     @property
     def evicted(self) -> tuple[int, int]:
-        """Sampled rows that were evicted, and that would have been with more slots."""
+        """Sampled rows that were evicted, and that would have been evicted with more slots."""
         return int(self._now.counts[2]), int(self._more.counts[2])

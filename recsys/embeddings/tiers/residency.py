@@ -1,19 +1,19 @@
-"""Residency: how a row gets to where it is used, and that it has one copy that counts (C1).
+"""Residency: moves rows between the tiers, so that each row has one current copy (C1).
 
-    claim   -> ticket     every row of a mini-batch has a slot, which the ticket keeps until release
-    wait                  the rows were fetched; the mini-batch may be computed on
-    release               the ticket gives its slots back
+    claim      gives every row of a mini-batch a slot; returns a ticket that holds these slots
+    wait       waits until the ticket's rows have been fetched; then the mini-batch can be computed
+    release    frees the ticket's slots
 
-A claim is all or nothing. A slot that no ticket needs, and that no plan has pinned, may be given to
-another row; if its row was updated since the fetch, it is written back first. A row that only the
-cold store has is fetched for the next ticket that needs it. Fetches and write-backs go through one
+A claim gets all slots that it needs, or none. A slot that is neither held by a ticket nor pinned
+may be given to another row; if its row was updated since the fetch, it is written back first. A row
+without a slot is fetched for the next ticket that needs it. Fetches and write-backs go through one
 ordered queue, so no row is fetched before its own write-back.
 
-A lookup that only reads claims nothing. With no transfer under way, a row's slot has its newest
-value, and the cold store has that of a row without a slot.
+Evaluation claims no slots. When no transfer is pending, the current copy of a row is in its slot
+or, if it has none, in the cold store.
 
-A clock's hand finds the rows to evict: it halves the count of a row's uses as it passes, and takes
-the first row without uses. So rows used often stay, without a sorted list and for any stream.
+A clock's hand finds the rows to evict: it halves the use count of each row that it passes, and
+takes the first row whose count is zero. So frequently used rows stay, without a sorted list.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST_HELD", "NotEnoughSlots", "Residency", "Ticket", "TierCounts"]
 
 
-# Tickets at once: a slot counts them in 16 bits, with a sign.
+# The maximum number of tickets at a time: a slot counts them in an int16.
 MOST_HELD = 2**15 - 1
 
 
@@ -57,8 +57,8 @@ class NotEnoughSlots(Exception):  # stays inside this package: callers name the 
     """The rows of a mini-batch, together with those of other tickets, exceed the slots.
 
     Attributes:
-        residency: Has the slots; a weak reference, because they go before others are made.
-        num_needed: With so many slots, the claim would succeed.
+        residency: A weak reference to the residency, so that its slots can be freed.
+        num_needed: The number of slots with which the claim would succeed.
     """
 
     def __init__(self, residency: Residency, num_needed: int) -> None:
@@ -71,11 +71,11 @@ class TierCounts(NamedTuple):
 
     Attributes:
         num_lookups: Values looked up.
-        num_hits: Those whose row was in its slot.
-        num_rows: Distinct rows of each ticket, over all tickets.
-        num_rows_hit: Those that were in their slot.
-        num_fetched: Rows copied from the cold store.
-        num_written_back: Rows copied to it.
+        num_hits: Values whose row was in its slot.
+        num_rows: Distinct rows of each ticket, summed over tickets.
+        num_rows_hit: Distinct rows that were in their slot.
+        num_fetched: Rows fetched from the cold store.
+        num_written_back: Rows written back to it.
     """
 
     num_lookups: int = 0
@@ -87,28 +87,27 @@ class TierCounts(NamedTuple):
 
 
 class Ticket:
-    """Says which slots have the rows of some lookups, and keeps these slots until its release.
+    """Holds the slots of a mini-batch's rows until its release.
 
-    A ticket that is dropped is released. The parts of a split ticket share its slots, which stay
-    claimed until the last part is released.
+    Deleting a ticket releases it. The parts of a split ticket share its slots, which stay claimed
+    until the last part is released.
 
     Args:
-        hold: Its slots.
-        lookups: As below.
-        slot_of_value: As below.
-        after: The transfer that it waits for.
-        after_hits: The transfer after which the rows are there that needed no fetch.
-        fetched: Slots whose rows were fetched for it.
+        hold: The slots.
+        lookups: Which features are looked up in which tables.
+        slot_of_value: The slot of each value.
+        after: Number of the transfer to wait for.
+        after_hits: Number of the transfer to wait for if all rows needed are hits.
+        fetched: The slots whose rows are fetched for this ticket.
 
     Attributes:
-        lookups: What is looked up where; each value in one table at most.
-        slot_of_value: The slot of each value, (N,), an array or a tensor where the slots are; any
-            slot for a value that is not looked up.
-        bags: The input of the lookup with slots in place of rows; None until the lookup comes.
-        ids: Of a ticket made ahead: a copy of the ids that its lookup will have.
-        queue: Where such a ticket waits for that lookup.
-        is_taken: Whether that lookup has come, or parts have replaced the ticket. They have the
-            slots then, and this ticket has none.
+        lookups: Which features are looked up in which tables; each feature in at most one.
+        slot_of_value: The slot of each value, (N,), an array or a tensor on the slots' device;
+            arbitrary for a value that is not looked up.
+        bags: The input of the lookup with slots in place of rows; None until the lookup.
+        ids: For a ticket made ahead, a copy of the ids of its lookup.
+        queue: For a ticket made ahead, the queue in which it waits for its lookup.
+        is_taken: Whether its slots were passed on, to a ticket of the lookup or to parts.
     """
 
     def __init__(
@@ -130,16 +129,16 @@ class Ticket:
 
     @property
     def is_held(self) -> bool:
-        """Whether it still has its slots."""
+        """Whether the ticket still holds its slots."""
         return self._hold is not None
 
     @property
     def held(self) -> Any:
-        """Its slots, as the map of slots has them; None after its release."""
+        """The slots, in the type of the slot map; None after the release."""
         return None if self._hold is None else self._hold.slots
 
     def wait(self) -> None:
-        """Wait until every row was fetched.
+        """Wait until every row has been fetched.
 
         Raises:
             TiersFailed: a transfer has failed.
@@ -151,17 +150,17 @@ class Ticket:
 
     @property
     def is_here(self) -> bool:
-        """Whether nothing is left to wait for."""
+        """Whether every row has been fetched."""
         return self._hold is None or self._residency.queue.is_done(self._after)
 
     @property
     def batch_size(self) -> int:
-        """B of a ticket made ahead."""
+        """B, for a ticket made ahead."""
         assert self.ids is not None
         return self.ids.batch_size
 
     def is_for(self, lookups: Lookups, bags: Any) -> bool:
-        """Whether it was made ahead for these lookups of exactly these ids."""
+        """Whether the ticket was made ahead for these lookups of exactly these ids."""
         own = self.lookups
         is_same = own is lookups or (
             np.array_equal(own.tables, lookups.tables)
@@ -170,7 +169,7 @@ class Ticket:
         return is_same and self.ids is not None and self.ids.are_of(bags)
 
     def missing_samples(self) -> Tensor:
-        """Which samples had a row that was fetched for it, (B,) bool, on the CPU."""
+        """Which samples had a row that was fetched for the ticket, (B,) bool, on the CPU."""
         if self._hold is None:
             return torch.zeros(self.batch_size, dtype=torch.bool)
         assert self.ids is not None
@@ -178,10 +177,10 @@ class Ticket:
         return self.ids.samples_with(was_fetched_N, self.lookups.positions.tolist()).cpu()
 
     def take(self, bags: Any) -> Ticket:
-        """Pass its slots on to a ticket for the lookup that has come.
+        """Pass the slots on to a new ticket, for the lookup.
 
         Args:
-            bags: The input of that lookup, by rows.
+            bags: The input of the lookup; its values are rows.
         """
         taken = copy(self)
         taken.bags, taken.ids, taken.queue = bags.at_slots(self.slot_of_value), None, None
@@ -189,11 +188,11 @@ class Ticket:
         return taken
 
     def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[Ticket]:
-        """Replace it in its queue by tickets for some of its samples each, which share its slots.
+        """Replace the ticket in its queue by several, each for some samples; they share its slots.
 
         Args:
             parts: Samples, (M,) int64 on the CPU, and whether some of them are `missing_samples`.
-                A part without such samples does not wait for rows that were fetched for others.
+                A part without such samples does not wait for the fetched rows of other parts.
         """
         assert self.ids is not None
         assert self.queue is not None
@@ -206,7 +205,7 @@ class Ticket:
         return tickets
 
     def _part(self, places: Tensor, ids: InputIds | None, *, was_missing: bool) -> Ticket:
-        """A ticket for the values at some places; arguments as for `split`."""
+        """Make the ticket for the values at `places`; see `split` for `was_missing`."""
         part = copy(self)
         part.ids = ids
         is_tensor = isinstance(self.slot_of_value, torch.Tensor)
@@ -215,26 +214,26 @@ class Ticket:
         return part
 
     def release(self) -> None:
-        """Give the slots back; a second time does nothing."""
+        """Release the slots; a second call does nothing."""
         self._hold = None
 
     @property
     def _residency(self) -> Residency:
-        # A ticket that has no slots must not keep the memory of those it had.
+        # Through the hold, so that a released ticket does not keep the slots' memory alive.
         assert self._hold is not None
         return self._hold.residency
 
 
 class _Hold:
-    """The slots of a ticket or several; it releases them when none of these has it any more."""
+    """The slots of one or more tickets; releases them when the last ticket drops it."""
 
     def __init__(self, residency: Residency, slots: Any) -> None:
         self.residency, self.slots = residency, slots
         self._released = residency.released
 
     def __del__(self) -> None:
-        # Any thread may drop the last reference at any time, so this makes no call in which Ctrl-C
-        # could come.
+        # Any thread may drop the last reference at any time. Appending to a deque is atomic, so
+        # Ctrl-C cannot interrupt it.
         self._released.append(self.slots)
 
 
@@ -246,11 +245,11 @@ class Residency:
         cold: Every row.
 
     Attributes:
-        hot: As given.
-        counts: What has happened since the tiers were made.
-        times: How long transfers take, and how long they were waited for.
-        queue: Of transfers.
-        released: Slots of tickets that were released since the last call.
+        hot: The slots.
+        counts: Counts since the tiers were made.
+        times: The time of transfers, and the time spent waiting for them.
+        queue: The queue of transfers.
+        released: Slots of tickets released since the last call.
     """
 
     def __init__(self, hot: Slots, cold: ColdStore) -> None:
@@ -265,17 +264,17 @@ class Residency:
     def claim(
         self, lookups: Lookups, bags: Any, *, in_background: bool = False, may_unpin: bool = True
     ) -> Ticket:
-        """Claim a slot for every row of a mini-batch, and fetch the rows that are in none.
+        """Claim a slot for every row of a mini-batch, and fetch the rows that have none yet.
 
         Args:
-            lookups: What is looked up where; a value in one table at most.
-            bags: The input, as kernels on the slots' device take it.
-            in_background: Whether to leave the fetch to the queue's thread. If not, and nothing
-                else is under way, the rows are there on return; else the ticket waits for them.
-            may_unpin: Whether rows of a plan may be given up for it.
+            lookups: Which features are looked up in which tables; each feature in at most one.
+            bags: The input, in the type of the slots' device.
+            in_background: Whether the queue's thread must fetch the rows. If False and no transfer
+                is pending, the rows are fetched before this returns.
+            may_unpin: Whether rows of a plan may be unpinned for the claim.
 
         Raises:
-            NoSuchRow: a value is no row of its table; nothing was claimed.
+            NoSuchRow: a value is not a row of its table; nothing was claimed.
             NotEnoughSlots: nothing was claimed, but rows of a plan may have been unpinned.
             TiersFailed: a transfer has failed.
             RuntimeError: a slot cannot count more tickets; nothing was claimed.
@@ -283,9 +282,8 @@ class Residency:
         self._collect()
         if self._num_held >= MOST_HELD:
             raise RuntimeError(
-                f"{self._num_held} lookups hold rows in fast memory, and a slot counts no more; "
-                "let go of what was computed without backward (losses, outputs), or look up under "
-                "torch.no_grad()"
+                f"{self._num_held} lookups hold rows in fast memory, which is the maximum; delete "
+                "losses and outputs that need no backward, or look up under torch.no_grad()"
             )
         self.queue.require_intact()
         try:
@@ -312,13 +310,16 @@ class Residency:
         )
 
     def look_up(self, tables: RowSpace, lookups: Lookups, bags: Any, result: Tensor) -> int:
-        """Pool rows from their slots or from the tables; nothing is claimed, and no row moves.
+        """Pool rows from their slots or from the tables; no slot is claimed, and no row moves.
 
         Args:
-            tables: The cold store's, where they lie now.
-            lookups: What is looked up where.
-            bags: The input, as for `claim`.
-            result: As for `pooled_lookup`, and so is what is returned.
+            tables: The tables of the cold store.
+            lookups: Which features are looked up in which tables.
+            bags: The input, in the type of the slots' device.
+            result: Receives the pooled rows; see `pooled_lookup`.
+
+        Returns:
+            The position of the first value that is not a row of its table, or -1.
 
         Raises:
             TiersFailed: a transfer has failed.
@@ -329,14 +330,14 @@ class Residency:
     def renormalize(
         self, rows: Tensor, first_row: int, values: Tensor, max_norm: float, norm_type: float
     ) -> None:
-        """Scale rows down to a norm, each where it is, by `torch.embedding_renorm_`.
+        """Limit the norm of rows, in their slots or the table, by `torch.embedding_renorm_`.
 
         Args:
-            rows: Of the table, in the cold store.
-            first_row: Where they begin among those of all tables.
-            values: Which, (N,).
-            max_norm: At most.
-            norm_type: The p of that norm.
+            rows: The table, in the cold store.
+            first_row: Number of its first row, counted over all tables.
+            values: The rows to scale, (N,).
+            max_norm: The maximum norm.
+            norm_type: The p of the norm.
 
         Raises:
             TiersFailed: a transfer has failed.
@@ -351,24 +352,24 @@ class Residency:
         torch.embedding_renorm_(rows, torch.from_numpy(elsewhere), max_norm, norm_type)
 
     def settle(self) -> None:
-        """Wait until no transfer is under way."""
+        """Wait until no transfer is pending."""
         with self.times.waiting():
             self.queue.settle()
         self.hot.after_transfers()
 
     def pin_popular(self, share: float, num_left: int) -> tuple[int, int]:
-        """Keep the rows that are used most, besides those of a plan, until the next call.
+        """Pin the rows that are used most, besides those of a plan, until the next call.
 
-        The uses counted for the clock's hand decide. Each call halves those of the rows it keeps,
-        so rows that are used no more are let go. Popular rows give way to a mini-batch that needs
-        their slots, before rows of a plan do.
+        Rows are chosen by the use counts of the clock's hand. Each call halves the counts of the
+        rows that it pins, so rows that are no longer used get unpinned. If a mini-batch lacks
+        slots, these rows are unpinned before rows of a plan.
 
         Args:
-            share: Of the slots, at most, with those of the plan.
-            num_left: Slots that are left to mini-batches.
+            share: The maximum share of slots to pin, including those of the plan.
+            num_left: Number of slots to leave for mini-batches.
 
         Returns:
-            How many rows are kept now that were not before, and how many not any more.
+            The numbers of rows that this call pinned and unpinned.
         """
         self._collect()
         num_slots = self.hot.num_slots
@@ -376,36 +377,36 @@ class Residency:
 
     @property
     def num_claimed(self) -> int:
-        """Slots that tickets hold."""
+        """Number of slots that tickets hold."""
         self._collect()
         return self.hot.num_claimed
 
     def mark_updated(self, ticket: Ticket, only: Sequence[range] | None = None) -> None:
-        """Note that the rows of a ticket were updated.
+        """Mark the rows of a ticket as updated.
 
         Args:
-            ticket: Has their slots.
-            only: Of these rows, counted over all tables; None for all.
+            ticket: The ticket.
+            only: Mark only rows in these ranges, counted over all tables; None for all.
         """
         slots = ticket.held
         assert slots is not None
         self.hot.map.mark_dirty(slots if only is None else self.hot.of_rows(slots, only))
 
     def flush(self, only: range | None = None) -> None:
-        """Write back every row that was updated; all stay in their slots.
+        """Write back every row that was updated; rows stay in their slots.
 
         Args:
-            only: Of these rows, counted over all tables; None for all.
+            only: Write back only rows in this range, counted over all tables; None for all.
 
         Raises:
-            TiersFailed: they cannot be written, or an earlier transfer has failed.
+            TiersFailed: the write-back or an earlier transfer failed.
         """
         self._collect()
         self._settle()
         rows, slots = self.hot.dirty()
         if only is not None:
-            is_meant = (rows >= only.start) & (rows < only.stop)
-            rows, slots = rows[is_meant], slots[is_meant]
+            is_chosen = (rows >= only.start) & (rows < only.stop)
+            rows, slots = rows[is_chosen], slots[is_chosen]
         if len(slots):
             self._move(Moves(_NONE, _NONE, rows, slots), nullcontext(), in_background=False)
             self.hot.mark_clean(slots)
@@ -414,12 +415,12 @@ class Residency:
             )
 
     def reload(self) -> None:
-        """Take every row from the cold store again, because it was written to from outside.
+        """Replace the rows in slots by those of the cold store, after the tables were written to.
 
-        Rows that tickets need are fetched into their slots now, all others when they are needed.
+        Rows that tickets need are fetched now, all others when a ticket needs them.
 
         Raises:
-            TiersFailed: they cannot be fetched, or an earlier transfer has failed.
+            TiersFailed: the fetch or an earlier transfer failed.
         """
         self._collect()
         with interrupts_held_back():
@@ -430,19 +431,19 @@ class Residency:
             self.hot.drop_unclaimed()
 
     def _settle(self) -> None:
-        """Wait until no transfer is under way, and slots have the rows that the map says."""
+        """Wait until no transfer is pending, and check that none has failed."""
         self.settle()
         self.queue.require_intact()
 
     def _move(
         self, moves: Moves, in_order: AbstractContextManager[None], *, in_background: bool
     ) -> None:
-        """Put in a transfer.
+        """Queue a transfer, or run it.
 
         Args:
-            moves: What it copies.
-            in_order: A context for it, by which it runs after what the caller has queued by now.
-            in_background: As for `claim`.
+            moves: The rows to copy.
+            in_order: A context for the transfer, from `Slots.in_order`.
+            in_background: Whether the queue's thread must run it.
         """
 
         def run() -> None:
@@ -465,13 +466,13 @@ class Residency:
             self.hot.map.release(self.released.popleft())
 
     def _warn_of_unpinned(self) -> None:
-        """Once, when rows of a plan have given way."""
+        """Warn once after rows of a plan were unpinned."""
         if self.hot.num_unpinned and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"the budget's {self.hot.num_slots} slots of embedding_dim "
                 f"{self.hot.rows.shape[1]} cannot hold the plan's rows and those of a mini-batch: "
-                f"{self.hot.num_unpinned} of the plan's are not kept any more; plan with a larger "
+                f"{self.hot.num_unpinned} of the plan's rows were unpinned; plan with a larger "
                 "budget",
                 stacklevel=3,
             )

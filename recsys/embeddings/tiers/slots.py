@@ -3,14 +3,13 @@
     bytes = rows of the row space * 4                       the row map
           + slots * (row + its optimizer state + 8)         and the records of each slot
 
-The row map answers in one step whether a row is in a slot. A budget pays for it before the first
-row.
+The row map tells in one step whether a row is in a slot. The budget pays for it before any slot.
 
-These bytes leave out, as they leave out a mini-batch's ids and pooled vectors: a ticket's slot
-numbers, 4 bytes a lookup and 4 a row; and while slots are claimed at most 20 bytes a lookup and 32
-a row in all, freed before anything is computed. On a device it is more, since each operation of
-torch makes an array, but in proportion to the lookups, too; and there a piece of at most 16 MiB is
-on its way. An observer of claims (`Forecast`) takes at most 0.7 MB.
+These bytes do not include memory in proportion to a mini-batch, like its ids and pooled rows. A
+ticket's slot numbers take 4 bytes per lookup and 4 per row. A claim takes at most 20 bytes per
+lookup and 32 per row in all, freed before the mini-batch is computed. On a device a claim takes
+more, because each torch operation allocates its result, and staging takes at most 16 MiB. An
+observer of claims (`Forecast`) takes at most 0.7 MB.
 """
 
 from __future__ import annotations
@@ -63,14 +62,14 @@ __all__ = [
     "slot_bytes",
 ]
 
-MAX_SLOTS = AWAITED - 1  # a slot's number and one bit more fit 32
+MAX_SLOTS = AWAITED - 1  # a slot number and the AWAITED bit fit in an int32
 _MAP_BYTES_PER_ROW = 4
 _RECORD_BYTES_PER_SLOT = 8  # row, claims, uses, flags
-_MIN_POPULAR_USES = 2  # a row that was fetched for one mini-batch has one
+_MIN_POPULAR_USES = 2  # a row used by one mini-batch only has one use
 
 
 def map_bytes(num_rows: int) -> int:
-    """Bytes of the row map of so many rows."""
+    """Bytes of the row map of `num_rows` rows."""
     return num_rows * _MAP_BYTES_PER_ROW
 
 
@@ -88,34 +87,34 @@ def floor_bytes(num_rows: int, slots: Iterable[tuple[int, int]]) -> int:
     """The least fast memory for tables: the row map, and a slot for every row needed at once.
 
     Args:
-        num_rows: Of all tables.
-        slots: For every row space: how many slots, and the bytes of one.
+        num_rows: Number of rows of all tables.
+        slots: For every row space, its number of slots and the bytes of one slot.
     """
     return map_bytes(num_rows) + sum(count * num_bytes for count, num_bytes in slots)
 
 
 class ClaimObserver(Protocol):
-    """Follows the claims of some slots, for advice; see `Forecast`."""
+    """Observes the claims of some slots, for advice; see `Forecast`."""
 
     def claimed(self, lookups: Lookups, bags: Any) -> None:
-        """A mini-batch has claimed its slots."""
+        """Called after a mini-batch has claimed its slots."""
 
     def cleared(self) -> None:
-        """Slots that no ticket needs have dropped their rows."""
+        """Called after slots that no ticket needs have dropped their rows."""
 
 
 class Slots:
-    """Slots for some rows of a row space, in the CPU's memory or a device's.
+    """Slots for some rows of a row space, in host memory or on a device.
 
-    The arrays of the map are of numba's kernels on the CPU, and of torch's operations on a device
-    (`kernels_on`). Claims run there; everything that is rare is written once, in torch.
+    Numba kernels claim slots on the CPU, and torch operations on a device (`kernels_on`). All rare
+    operations are written once, in torch, for both.
 
-    On a device, rows pass through `Staging`. On CUDA, transfers have a stream of their own, so that
-    they overlap with computing:
+    On a device, rows pass through `Staging`. On CUDA, transfers run on a stream of their own and
+    overlap with computing:
 
     claim      on the caller's stream; the host waits for the list of rows to copy
-    transfer   on this tier's stream, after everything that the caller had queued by then
-    compute    on the caller's stream, after the transfers that a ticket has waited for
+    transfer   on this tier's stream, after everything that the caller has queued by then
+    compute    on the caller's stream, after the transfers that the ticket has waited for
 
     A flush, a reload and a lookup without a ticket copy on the caller's stream, after the last
     transfer; see `TransferStream`.
@@ -123,22 +122,22 @@ class Slots:
     Args:
         sizes: E of every table.
         dim: D.
-        dtype: Of the rows.
+        dtype: Dtype of the rows.
         state_sizes: Numbers per row of every state array, by name.
         num_slots: S.
-        device: Where the slots are.
+        device: Device of the slots.
 
     Attributes:
         num_slots: S.
-        rows: (S, D); undefined where a slot has no row.
-        states: (S, size) of each state array.
-        map: Which row is in which slot; all tables' rows are numbered one after the other.
-        first_rows: Where each table's rows begin among all, (T + 1,).
-        space: The slots as kernels see them: every table begins at slot 0.
-        state_spaces: The same for each state array.
-        arrays: Rows and each state as arrays of numpy; none on a device.
-        num_unpinned: Rows of a plan that had to give way to mini-batches so far.
-        observer: Told of every claim; None for none.
+        rows: The rows in the slots, (S, D); undefined for an empty slot.
+        states: The state arrays, (S, size) each.
+        map: Which row is in which slot; rows are counted over all tables.
+        first_rows: Where each table's rows begin among the rows of all tables, (T + 1,).
+        space: The rows as a row space in which slot s is row s of every table.
+        state_spaces: The state arrays as such row spaces.
+        arrays: The rows and each state array as numpy arrays; empty on a device.
+        num_unpinned: Rows of a plan that were unpinned for mini-batches so far.
+        observer: Notified of every claim; None for none.
 
     Raises:
         ValueError: there are more rows, or slots, than 32 bits can number.
@@ -158,7 +157,7 @@ class Slots:
         if num_rows >= AWAITED * 2 or num_slots > MAX_SLOTS:
             raise ValueError(
                 f"a row space has at most {AWAITED * 2 - 1} rows and {MAX_SLOTS} slots, got "
-                f"{num_rows} and {num_slots}; give tables to several modules"
+                f"{num_rows} and {num_slots}; divide the tables among several modules"
             )
         self.num_slots, self.num_unpinned = num_slots, 0
         self.observer: ClaimObserver | None = None
@@ -171,7 +170,7 @@ class Slots:
         self.map: Any
         self._staging: Staging | None = None
         self._stream: TransferStream | None = None
-        self._both: tuple[RowSpace, RowSpace] | None = None  # tables; tables and slots
+        self._both: tuple[RowSpace, RowSpace] | None = None  # (tables, tables and slots)
         spaces: list[Any]
         if kernels_on(device).make_space is RowSpace:
             self.map = SlotMap(self.first_rows, num_slots)
@@ -190,7 +189,7 @@ class Slots:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the row map and all slots."""
         return self.bytes_with(self.num_slots)
 
     @property
@@ -205,7 +204,7 @@ class Slots:
         return map_bytes(int(self.first_rows[-1])) + num_slots * of_slot
 
     def slots_with(self, num_bytes: int) -> int:
-        """How many slots fit other memory: at most one for each row."""
+        """The number of slots that fit in `num_bytes`; at most one per row."""
         more = (num_bytes - self.num_bytes) // (self.bytes_with(1) - self.bytes_with(0))
         return min(self.num_slots + more, int(self.first_rows[-1]))
 
@@ -219,23 +218,23 @@ class Slots:
     def write_back(
         self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]
     ) -> None:
-        """Copy slots to the cold store; see `ColdStore.write_back`."""
+        """Copy rows and their state from slots to the cold store; see `ColdStore.write_back`."""
         if self._staging is None:
             cold.write_back(self, rows, slots)
         else:
             self._staging.write_back(cold, rows, slots)
 
     def in_order(self) -> AbstractContextManager[None]:
-        """A context for one transfer, which runs after everything the caller has queued by now."""
+        """A context for one transfer: it runs after everything that the caller has queued."""
         return nullcontext() if self._stream is None else self._stream.transfer()
 
     def after_transfers(self) -> None:
-        """Run what the caller does next to the slots after the transfers made so far."""
+        """Have the caller's stream wait for all transfers so far."""
         if self._stream is not None:
             self._stream.wait()
 
     def pin(self, rows: NDArray[np.int32]) -> None:
-        """Keep a slot for each of these rows, numbered over all tables; slots must be new."""
+        """Reserve a slot for each of these rows, counted over all tables; slots must be new."""
         pinned, numbers = self._tensor(rows), torch.arange(len(rows), device=self.rows.device)
         self.map.row_of_slot[: len(rows)] = pinned.int()
         self.map.flags[: len(rows)] = PINNED
@@ -246,14 +245,14 @@ class Slots:
         """Give every row of a mini-batch a slot, and count the claim there; all or nothing.
 
         Args:
-            lookups: What is looked up where.
-            bags: The input, as kernels of the slots' device take it.
-            may_unpin: Whether pinned rows that no ticket needs may give way where slots are few:
+            lookups: Which features are looked up in which tables.
+            bags: The input, in the type of the slots' device.
+            may_unpin: Whether pinned rows that no ticket needs may be unpinned if slots are scarce:
                 first rows pinned for their uses, then the plan's, the least popular first.
 
         Raises:
-            NoSuchRow: a value is no row of its table.
-            Shortage: too few slots are free of rows that tickets need, or that are pinned.
+            NoSuchRow: a value is not a row of its table.
+            Shortage: too few slots are neither claimed nor pinned.
         """
         try:
             claim: SlotClaim = self.map.claim(lookups, bags)
@@ -267,10 +266,10 @@ class Slots:
         return claim
 
     def pin_popular(self, num_slots: int) -> tuple[int, int]:
-        """Choose the rows to be pinned for their uses; see `Residency.pin_popular`.
+        """Pin the rows that are used most; see `Residency.pin_popular`.
 
         Args:
-            num_slots: At most so many are pinned; a plan's rows are among them.
+            num_slots: The maximum number of pinned slots, including those of a plan's rows.
         """
         flags, uses = self.map.flags, self.map.num_uses
         was_popular, is_full = (flags & POPULAR) > 0, torch.ne(self.map.row_of_slot, EMPTY)
@@ -278,13 +277,13 @@ class Slots:
         num_planned = int(((flags & PINNED) > 0).sum() - was_popular.sum())
         counts = torch.bincount(uses[may_be], minlength=256).cpu().numpy()
         enough = fewest_uses(counts, num_slots - num_planned)
-        is_popular = may_be & (uses.long() >= enough)  # 256 is no uint8
+        is_popular = may_be & (uses.long() >= enough)  # `enough` may be 256, which is no uint8
         given_up = (was_popular & ~is_popular).nonzero().flatten()
         flags[is_popular] |= PINNED | POPULAR
         uses[is_popular] >>= 1
-        self._let_go(given_up)
+        self._unpin_slots(given_up)
         if is_popular.any():
-            self.observer = None  # it follows slots that stay unpinned, and these come and go
+            self.observer = None  # it assumes that the number of unpinned slots does not change
         return int((is_popular & ~was_popular).sum()), len(given_up)
 
     @property
@@ -293,7 +292,7 @@ class Slots:
         return int((self.map.num_claims > 0).sum())
 
     def are_among(self, slot_of_value: Any, slots: NDArray[np.int32]) -> Tensor:
-        """Which values' slots are some of these, (N,) bool, where the slots are."""
+        """Whether each value's slot is one of `slots`, (N,) bool, on the device of the slots."""
         flags, marked = self.map.flags, self._tensor(slots)
         flags[marked] |= MARKED
         found = torch.gt(flags[self._tensor(slot_of_value)] & MARKED, 0)
@@ -301,14 +300,14 @@ class Slots:
         return found
 
     def of_rows(self, held: Any, only: Sequence[range]) -> Tensor:
-        """Those of some slots that hold one of these rows, counted over all tables."""
+        """The slots among `held` whose row is in one of these ranges, counted over all tables."""
         slots = self._tensor(held)
         slots = slots[slots != NOWHERE]
         rows = self.map.row_of_slot[slots]
-        is_meant = torch.zeros_like(rows, dtype=torch.bool)
+        is_chosen = torch.zeros_like(rows, dtype=torch.bool)
         for each in only:
-            is_meant |= (rows >= each.start) & (rows < each.stop)
-        return slots[is_meant]
+            is_chosen |= (rows >= each.start) & (rows < each.stop)
+        return slots[is_chosen]
 
     def dirty(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Rows that are newer than in the cold store, and their slots."""
@@ -323,7 +322,7 @@ class Slots:
         return self._rows_and_slots((self.map.num_claims > 0) & (self.map.row_of_slot != EMPTY))
 
     def drop_unclaimed(self) -> None:
-        """Drop the rows that no ticket needs, as they are; pinned rows keep their empty slots."""
+        """Drop rows that no ticket needs, without writing back; pinned rows keep empty slots."""
         self._both = None
         if self.observer is not None:
             self.observer.cleared()
@@ -337,7 +336,7 @@ class Slots:
         row_of_slot[is_dropped & ~is_pinned] = EMPTY
 
     def where(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The slot of each row, (M,); -1 for a row that only the cold store has."""
+        """The slot of each row, (M,); -1 for a row that is only in the cold store."""
         slots = self.map.slot_of_row[self._tensor(rows)].long()
         found: NDArray[np.int64] = torch.where(slots < AWAITED, slots, NOWHERE).cpu().numpy()
         return found
@@ -345,11 +344,11 @@ class Slots:
     def look_up(
         self, tables: RowSpace, cold: ColdStore, lookups: Lookups, bags: Any, result: Tensor
     ) -> int:
-        """Pool rows from wherever each one is; see `Residency.look_up`.
+        """Pool rows from their slots or from the cold store; see `Residency.look_up`.
 
-        On the CPU rows without a slot are read from the tables, which are in memory or mapped
-        there. On a device the host waits for the list of these rows, and copies them from the cold
-        store.
+        On the CPU, rows without a slot are read from the tables, which are in memory or mapped
+        into it. On a device, the host waits for the list of these rows, and copies them from the
+        cold store.
         """
         if self._staging is None:
             if self._both is None or self._both[0] is not tables:
@@ -365,19 +364,19 @@ class Slots:
         return pooled_lookup(rows, lookups, bags, result)
 
     def _unpin(self, shortage: Shortage) -> None:
-        """Unpin as many rows as a claim lacks slots for, but none that a ticket or it needs."""
+        """Unpin as many rows as a claim lacks slots, except rows that it or a ticket needs."""
         is_free = torch.ones_like(self.map.flags, dtype=torch.bool)
         is_free[self._tensor(shortage.needed)] = False
         pinned = (((self.map.flags & PINNED) > 0) & is_free).nonzero().flatten()
         is_popular = (self.map.flags[pinned] & POPULAR) > 0
-        # The first of a plan's rows is its most popular, and has the first slot.
+        # A plan's rows are in slots from the most popular to the least popular.
         in_order = torch.cat([pinned[is_popular], pinned[~is_popular].flip(0)])
         given_up = in_order[: shortage.num_lacking]
-        self._let_go(given_up)
+        self._unpin_slots(given_up)
         self.num_unpinned += max(0, len(given_up) - int(is_popular.sum()))
 
-    def _let_go(self, given_up: Tensor) -> None:
-        """Pin these slots, (M,), no more."""
+    def _unpin_slots(self, given_up: Tensor) -> None:
+        """Unpin these slots, (M,)."""
         slot_of_row, row_of_slot = self.map.slot_of_row, self.map.row_of_slot
         self.map.flags[given_up] &= 255 - PINNED - POPULAR
         rows = row_of_slot[given_up].long()
@@ -386,18 +385,18 @@ class Slots:
         row_of_slot[given_up[is_empty]] = EMPTY
         self.map.recount()
 
-    def _rows_and_slots(self, is_meant: Tensor) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        slots = is_meant.nonzero().flatten()
+    def _rows_and_slots(self, is_chosen: Tensor) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        slots = is_chosen.nonzero().flatten()
         return self.map.row_of_slot[slots].cpu().numpy(), slots.int().cpu().numpy()
 
     def _tensor(self, numbers: Any) -> Tensor:
-        """Rows or slots, an array or a tensor, as an index of int64 where the slots are."""
+        """Row or slot numbers as an int64 tensor on the device of the slots."""
         found = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(numbers)
         return found.to(self.rows.device, torch.int64)
 
 
 class _SlotSpace(RowSpace):
-    """The slots, once for every table: slot s begins at `flat[s * dim]`, whatever the table."""
+    """The slots as a row space: slot s is row s of every table, at `flat[s * dim]`."""
 
     def __init__(self, rows: Tensor, sizes: Sequence[int]) -> None:
         super().__init__([rows])
@@ -408,12 +407,13 @@ class _SlotSpace(RowSpace):
 
 
 def fewest_uses(counts: NDArray[np.int64], num_slots: int) -> int:
-    """How many uses make a row popular.
+    """The least number of uses for which a row is popular.
 
     Args:
-        counts: Of rows, by uses.
-        num_slots: At most so many rows are popular; of rows with equal uses, all are or none.
+        counts: Number of rows, by number of uses.
+        num_slots: The maximum number of popular rows. Of rows with equal uses, all are popular or
+            none.
     """
-    num_with = counts[::-1].cumsum()[::-1]  # so many uses or more
+    num_with = counts[::-1].cumsum()[::-1]  # rows with this many uses or more
     fitting = np.flatnonzero(num_with <= num_slots)
     return max(_MIN_POPULAR_USES, int(fitting[0]) if len(fitting) else len(counts))

@@ -1,18 +1,19 @@
-"""The tiers of a table group: which rows of which tables are in which slots, as lookups see it.
+"""The tiers of a table group: connects its lookups and tables to slots and the cold store.
 
-A lookup that has a backward gets a ticket: its ids become slot numbers, and kernels work on the
-slots as they do on resident tables. A lookup without one (evaluation) claims no slots: it reads
-each row where it is.
+A lookup with a backward gets a ticket: its ids become slot numbers, and kernels use the slots like
+a resident table. A lookup without a backward (evaluation) claims no slots: it reads each row from
+its slot or from the cold store.
 
 `weight` and the optimizer's state are the cold store, in memory or mapped from files. A read
-through `weight` finds every row's newest value, because `TieredParameter` writes rows back first. A
-write through it counts, because the next lookup fetches rows again.
+through `weight` returns every row's newest value, because `TieredParameter` first writes rows back.
+After a write through it, the next lookup fetches rows again.
 
 A write through another tensor on the same memory (a `detach()` that was kept, an optimizer's state
-array) raises that memory's version. If every row was written back before, the next lookup fetches
-rows again. If rows were updated since, one of the two would be lost: that is an error.
+array) increments that memory's version. If every row was written back before, the next lookup
+fetches rows again. If slots hold updated rows, either they or the write would be lost, so this is
+an error.
 
-A failed transfer ends the use of the tiers: every later use raises `TiersFailed`.
+After a failed transfer, every use of the tiers raises `TiersFailed`.
 """
 
 from __future__ import annotations
@@ -65,25 +66,25 @@ class Tiers:
     """The tiers of one table group.
 
     Args:
-        names: Of every table, for errors.
+        names: Name of every table, for errors.
         sizes: E of every table.
         dim: D.
-        dtype: Of the rows.
+        dtype: Dtype of the rows.
         state_sizes: Numbers per row of every state array, by name.
         num_slots: S.
-        pinned: Rows with a slot of their own, counted over all tables, the most popular first.
-        device: Where the slots are, and where rows are looked up. All rows wait in the host's
-            memory, or in files.
-        files: Where tables and state are, if they are in files. Copies have theirs in memory.
+        pinned: Rows to pin, counted over all tables, the most popular first.
+        device: Device of the slots and of lookups. The cold store is in host memory or in files.
+        files: The files of tables and state; None if they are in memory. A copy of the tiers has
+            its tables in memory.
 
     Attributes:
-        files: As given, and so are `sizes` and `dtype`.
-        device: Where the slots are.
+        files: As given, like `sizes` and `dtype`.
+        device: Device of the slots.
         hot: The slots.
-        residency: Moves rows between them and the cold store.
+        residency: Moves rows between the slots and the cold store.
         ahead: Tickets that wait for their lookups.
-        is_exposed: Whether the tables may be written to in a way that raises no version, so that
-            the next lookup fetches rows again.
+        is_exposed: Whether the tables may be written to undetected; then the next lookup fetches
+            rows again.
     """
 
     def __init__(
@@ -113,11 +114,11 @@ class Tiers:
         self._layers: dict[Lookups, list[Lookups]] = {}
 
     def _make(self, made_of: _Recipe, kept: tuple[Any, Any, Any] | None = None) -> None:
-        """Make slots, all of them empty, and what moves rows there.
+        """Make empty slots, and the residency that moves rows.
 
         Args:
-            made_of: What they are made of.
-            kept: Counts, times and `on_span` to go on with.
+            made_of: The arguments of the tiers.
+            kept: Counts, times and `on_span` of the previous residency, to continue with.
         """
         self._made_of = made_of
         self.hot = Slots(*made_of[1:6], made_of.device)
@@ -142,30 +143,30 @@ class Tiers:
         self.__init__(*self._made_of)  # type: ignore[misc]
 
     def observe(self, make_observer: Callable[[Slots], ClaimObserver | None]) -> None:
-        """Tell an observer of every claim from now on, for advice; claims do no work without one.
+        """Notify an observer of every claim from now on, for advice.
 
         Args:
-            make_observer: Makes one for the slots, now and whenever there are others; None for
-                slots that cannot be observed.
+            make_observer: Makes the observer of the slots, now and whenever they are replaced;
+                returns None for slots that cannot be observed.
         """
         self._make_observer = make_observer
         self.hot.observer = make_observer(self.hot)
 
     def claim(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> list[Ticket]:
-        """Claim slots for everything that is looked up, and wait until the rows are there.
+        """Claim slots for a lookup, and wait until its rows have been fetched.
 
         Args:
-            tables: The cold store, where it lies now.
-            lookups: What is looked up where.
+            tables: The tables of the cold store.
+            lookups: Which features are looked up in which tables.
             bags: The input.
 
         Returns:
-            As many tickets as a feature is looked up in different tables: nearly always one.
+            One ticket; more if a feature is looked up in several tables.
 
         Raises:
-            ConflictingWrite: as for `reload_if_tables_changed`.
-            NoSuchRow: a value is no row of its table.
-            NotEnoughSlots: there are not.
+            ConflictingWrite: tables were written to while slots held updated rows.
+            NoSuchRow: a value is not a row of its table.
+            NotEnoughSlots: the mini-batch needs more slots than are free.
             TiersFailed: a transfer has failed.
         """
         with interrupts_held_back():
@@ -179,25 +180,25 @@ class Tiers:
         return tickets
 
     def claim_ahead(self, tables: RowSpace, lookups: Lookups, bags: Bags) -> list[Ticket]:
-        """Claim slots for a later lookup, and have its rows fetched in the background.
+        """Claim slots for a later lookup, and fetch its rows in the background.
 
-        `claim` of exactly the same ids takes these tickets; other lookups do not.
+        Only `claim` with exactly the same ids takes these tickets.
 
         Args:
-            tables: As for `claim`, and so are the others.
-            lookups: See `tables`.
-            bags: See `tables`.
+            tables: The tables of the cold store.
+            lookups: Which features will be looked up in which tables.
+            bags: The input.
 
         Raises:
-            ConflictingWrite: as for `reload_if_tables_changed`.
-            NoSuchRow: a value is no row of its table.
-            NotEnoughSlots: there are not; no row of a plan has been given up.
+            ConflictingWrite: tables were written to while slots held updated rows.
+            NoSuchRow: a value is not a row of its table.
+            NotEnoughSlots: the mini-batch needs more slots than are free; no row was unpinned.
             TiersFailed: a transfer has failed.
         """
         with interrupts_held_back():
             is_exposed = self.is_exposed
             self.reload_if_tables_changed(tables)
-            # Code that was handed the tables may still write to them before the lookup comes.
+            # Code that has a reference to the tables may still write to them before the lookup.
             self.is_exposed = is_exposed
             tickets = [
                 self.residency.claim(layer, bags, in_background=True, may_unpin=False)
@@ -207,12 +208,12 @@ class Tiers:
             return tickets
 
     def settle(self) -> None:
-        """Leave nothing under way: tickets made ahead are released, transfers waited for."""
+        """Release all tickets made ahead, and wait until no transfer is pending."""
         self.ahead.give_up_all()
         self.residency.settle()
 
     def _claim_now(self, lookups: Lookups, bags: Bags) -> Ticket:
-        """Claim slots, if need be those of later lookups, then those of a plan's rows."""
+        """Claim slots; if too few are free, release tickets made ahead, then unpin rows."""
         while True:
             has_others = bool(self.ahead.waiting)
             try:
@@ -226,7 +227,7 @@ class Tiers:
             self.ahead.give_up_last()
 
     def look_up(self, tables: RowSpace, lookups: Lookups, bags: Bags, result: Tensor) -> int:
-        """Pool rows from wherever each one is; arguments and result as for `Residency.look_up`."""
+        """Pool rows from their slots or from the tables; see `Residency.look_up`."""
         self.reload_if_tables_changed(tables)
         if self.files is not None:
             self.files.expect(lookups=True)
@@ -235,14 +236,14 @@ class Tiers:
     def renormalize(
         self, tables: RowSpace, table: int, values: Tensor, max_norm: float, norm_type: float
     ) -> None:
-        """Scale a table's rows down to a norm, each where it is.
+        """Limit the norm of a table's rows, in their slots or the cold store.
 
         Args:
-            tables: The cold store, where it lies now.
+            tables: The tables of the cold store.
             table: Number of the table.
-            values: Its rows, (N,).
-            max_norm: At most.
-            norm_type: The p of that norm.
+            values: The rows to scale, (N,).
+            max_norm: The maximum norm.
+            norm_type: The p of the norm.
         """
         self.reload_if_tables_changed(tables)
         if self.files is not None:
@@ -262,7 +263,7 @@ class Tiers:
         self._remake(self._made_of._replace(device=device))
 
     def _remake(self, made_of: _Recipe) -> None:
-        """Drop the slots, then make others: at no time are there both (C3)."""
+        """Free the slots, then make new ones, so that both never exist at once (C3)."""
         assert not self.ahead
         self.flush()
         before, old = self._made_of, self.residency
@@ -275,14 +276,14 @@ class Tiers:
             raise
 
     def reload_if_tables_changed(self, tables: RowSpace) -> None:
-        """Fetch rows again if the tables or their state may have been written to from outside.
+        """Fetch rows again if tables were replaced, or they or their state may have been written.
 
         Args:
-            tables: Where they lie now.
+            tables: The tables of the cold store.
 
         Raises:
             ColdTierError: a table is not in its file any more.
-            ConflictingWrite: rows in slots were updated and not written back before that write.
+            ConflictingWrite: tables were written to while slots held updated rows.
             TiersFailed: a transfer has failed.
         """
         self.residency.queue.require_intact()
@@ -290,23 +291,23 @@ class Tiers:
         if is_same and not self.is_exposed and not self._versions.have_changed():
             return
         if self.files is not None and not is_same:
-            arrays_of(self.files, tables.tables)  # refused before a transfer would fail
+            arrays_of(self.files, tables.tables)  # raises now instead of in a transfer
         if self._tables is not None:
             self.flush()
-            self.is_exposed = True  # until the reload has succeeded
+            self.is_exposed = True  # so that a failed reload is repeated
             with interrupts_held_back():
-                self.residency.settle()  # transfers under way are of the old tables
+                self.residency.settle()  # pending transfers use the old tables
                 self._tables = tables
                 self.residency.reload()
         self._tables, self.is_exposed = tables, False
         self._versions.watch(tables, self._named_states())
 
     def mark_updated(self, ledger: Iterable[LedgerEntry], tables: Iterable[int]) -> None:
-        """Note that our optimizer has updated the rows of a ledger, and raised tables' versions.
+        """Mark the rows of a ledger as updated, and accept the tables' new versions.
 
         Args:
-            ledger: Its tickets have the rows.
-            tables: Numbers of the tables.
+            ledger: The entries of the update.
+            tables: Numbers of the updated tables.
         """
         self._updated.update(tables)
         for entry in ledger:
@@ -314,19 +315,19 @@ class Tiers:
             assert ticket is not None
             assert claimed is not None
             is_whole = updated is claimed or updated.distinct_tables == claimed.distinct_tables
-            # Slots of a frozen table equal the cold store. Writing them back would undo writes
-            # to the table from outside.
+            # Rows of a frozen table were not updated. Writing them back would undo writes to the
+            # table.
             self.residency.mark_updated(
                 ticket, None if is_whole else self._ranges_of(updated.distinct_tables)
             )
         self._versions.accept()
 
     def keep_state_in(self, states: Sequence[RowSpace], *, are_others: bool) -> None:
-        """Say where the tables' state lies.
+        """Set the tables' state arrays.
 
         Args:
-            states: Each state array, by table.
-            are_others: Whether arrays have replaced others; then the values of the new ones count.
+            states: One row space per state array.
+            are_others: Whether other arrays were used before; then rows fetch their state again.
         """
         if are_others:
             self.flush()
@@ -343,7 +344,7 @@ class Tiers:
         """Write back every row that was updated.
 
         Raises:
-            ConflictingWrite: a table that has updated rows in slots, or its state, was written to.
+            ConflictingWrite: tables or their state were written to while slots held updated rows.
             TiersFailed: a transfer has failed.
         """
         self.residency.queue.require_intact()
@@ -355,18 +356,18 @@ class Tiers:
         self._updated.clear()
 
     def expose(self, overwritten: int | None = None) -> None:
-        """Write rows back before the tables' memory is handed out.
+        """Write rows back before a caller gets access to the tables' memory.
 
         The next lookup fetches rows again.
 
         Args:
-            overwritten: The number of a table that is overwritten as a whole, so that earlier
-                writes to its rows do not count. So a checkpoint can be loaded after a
+            overwritten: Number of a table that is about to be overwritten as a whole. Conflicting
+                writes to its rows are then ignored, so that a checkpoint can be loaded after a
                 `ConflictingWrite`.
 
         Raises:
-            ConflictingWrite: as for `flush`.
-            TiersFailed: as for `flush`.
+            ConflictingWrite: tables or their state were written to while slots held updated rows.
+            TiersFailed: a transfer has failed.
         """
         conflicts = self._conflicts()
         if overwritten is None or not conflicts:
@@ -376,7 +377,7 @@ class Tiers:
                 if conflict.table == overwritten and conflict.state is not None:
                     raise self._conflict_error(conflict)
             [rows] = self._ranges_of([overwritten])
-            self.residency.flush(rows)  # their state counts
+            self.residency.flush(rows)  # the rows are overwritten, but their state is needed
             self._updated.discard(overwritten)
         if self.files is not None:
             self.files.mark_dirty()
@@ -384,7 +385,7 @@ class Tiers:
         self.is_exposed = True
 
     def data_of(self, weight: Tensor, table: int) -> Tensor:
-        """The tensor that `weight.data` hands out, so that writes to it raise a version.
+        """The tensor that `weight.data` returns; writes to it are detected.
 
         Args:
             weight: A table.
@@ -394,19 +395,19 @@ class Tiers:
 
     @contextmanager
     def only_read(self) -> Iterator[None]:
-        """A context in which tables are handed out for reading alone."""
+        """A context in which the tables are only read."""
         self.flush()
         was_exposed = self.is_exposed
         yield
         self.is_exposed = was_exposed
 
     def _ranges_of(self, tables: Iterable[int]) -> list[range]:
-        """The rows of tables, counted over all tables."""
+        """The ranges of the tables' rows, counted over all tables."""
         first_rows = self.hot.first_rows.tolist()
         return [range(first_rows[table], first_rows[table + 1]) for table in tables]
 
     def _conflicts(self) -> list[Written]:
-        """Tables and states that were written to although slots have newer rows."""
+        """The tables and states that were written to while slots held updated rows."""
         if not self._updated:
             return []
         return [each for each in self._versions.written() if each.table in self._updated]
@@ -416,16 +417,16 @@ class Tiers:
         if conflict.state is not None:
             return ConflictingWrite(
                 f"table {name!r}: its optimizer state {conflict.state!r} was written to while "
-                "newer state of some rows is in fast memory; one of the two would be lost. Call "
-                "the optimizer's state_dict() before each such write, which writes the newer state "
-                "back; to go on, build the model anew and load a checkpoint"
+                "newer state of some rows is in fast memory; one of the two would be lost. Before "
+                "such a write, call the optimizer's state_dict(), which writes the newer state "
+                "back; to continue now, build the model again and load a checkpoint"
             )
         return ConflictingWrite(
             f"table {name!r}: its rows were written to by a tensor kept from before (of detach(), "
             "data or state_dict()) while newer values of some rows are in fast memory; one of the "
             "two would be lost. Write through the module's weight, which writes the newer values "
-            "back first (with torch.no_grad(): module.weight.clamp_(...)); to go on from here, "
-            "load a checkpoint by load_state_dict, the module's before the optimizer's"
+            "back first (with torch.no_grad(): module.weight.clamp_(...)); to continue now, load "
+            "a checkpoint by load_state_dict, first into the module, then into the optimizer"
         )
 
     def _named_states(self) -> dict[str, RowSpace]:
@@ -440,9 +441,9 @@ class Tiers:
         ]
 
     def _layers_of(self, lookups: Lookups) -> list[Lookups]:
-        """Lookups in groups in which every feature is looked up once, so that a value has one slot.
+        """Divide lookups into groups without a repeated feature, so that a value has one slot.
 
-        All lookups of a table are in one group, which keeps their order.
+        All lookups of a table are in one group, in their order.
         """
         if lookups not in self._layers:
             features_of: dict[int, set[int]] = {}

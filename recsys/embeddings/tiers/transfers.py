@@ -1,11 +1,11 @@
 """The queue of transfers between the tiers, and how long they take.
 
-All transfers of a row space run one after the other, in the order in which they were put in. So a
-row is never fetched before its own write-back. A transfer that the caller waits for, with nothing
-else under way, runs in the caller's thread; all others run in one thread of the queue.
+All transfers of a row space run one after the other, in the order in which they were queued. So a
+row is never fetched before its own write-back. If the caller waits for a transfer and the queue is
+empty, it runs in the caller's thread; all others run in the queue's thread.
 
-A transfer that fails ends the queue: neither the transfers after it nor later ones run, and every
-later use raises `TiersFailed`.
+A failed transfer ends the queue: no further transfer runs, and every later use raises
+`TiersFailed`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["MoveSeconds", "TransferClock", "TransferQueue"]
 
 
 class TransferQueue:
-    """Runs transfers one after the other, in the order in which they were put in.
+    """Runs transfers one after the other, in the order in which they were queued.
 
-    One thread, the owner's, calls all methods. Transfers run in it or in the queue's own thread.
+    One thread, the owner, calls all methods. Transfers run in this thread or in the queue's own.
 
     Attributes:
-        on_span: Called with "wait" or "move", and when that began and ended, by `perf_counter`; for
+        on_span: Called with "wait" or "move" and its begin and end by `perf_counter`, for
             timelines.
     """
 
@@ -42,31 +42,31 @@ class TransferQueue:
         self._changed = threading.Condition()
         self._queued: deque[Callable[[], None]] = deque()
         self._num_put = self._num_done = 0
-        self._failure = ""  # the first one, in words
-        self._cause: BaseException | None = None  # the same, until an error tells of it
+        self._failure = ""  # the text of the first exception
+        self._cause: BaseException | None = None  # the exception, until `require_intact` raises
         self._thread: ThreadPoolExecutor | None = None
         self.on_span: Callable[[str, float, float], None] | None = None
 
     @property
     def last(self) -> int:
-        """The number of the transfer last put in; 0 if none is under way."""
-        is_under_way = self._num_done < self._num_put and not self._failure
-        return self._num_put if is_under_way else 0
+        """The number of the last queued transfer; 0 if all have run."""
+        is_pending = self._num_done < self._num_put and not self._failure
+        return self._num_put if is_pending else 0
 
     def is_done(self, number: int) -> bool:
         """Whether a transfer and all before it have run."""
         return self._num_done >= number
 
     def put(self, run: Callable[[], None], *, in_background: bool) -> None:
-        """Put in a transfer.
+        """Queue a transfer, or run it.
 
         Args:
             run: Copies the rows. Ctrl-C does not interrupt it.
-            in_background: Whether to leave it to the queue's thread; else the caller runs it, if
-                nothing is under way.
+            in_background: Whether the queue's thread must run it. If False and the queue is empty,
+                the caller runs it.
 
         Raises:
-            TiersFailed: it failed, or an earlier one has.
+            TiersFailed: this transfer or an earlier one failed.
         """
         self.require_intact()
         if in_background or self._num_done < self._num_put:
@@ -97,7 +97,7 @@ class TransferQueue:
         self.require_intact()
 
     def settle(self) -> None:
-        """Wait until no transfer runs, and none will."""
+        """Wait until all queued transfers have run, or one has failed."""
         with self._changed:
             while self._num_done < self._num_put and not self._failure:
                 self._changed.wait()
@@ -106,24 +106,24 @@ class TransferQueue:
         """Check that every transfer so far has succeeded.
 
         Raises:
-            TiersFailed: one has not; the first such error has its exception as the cause.
+            TiersFailed: a transfer failed; the first such error has its exception as the cause.
         """
         if self._failure:
             cause, self._cause = self._cause, None
             raise TiersFailed(
                 f"rows could not be moved between fast memory and the cold tier ({self._failure}), "
-                "and the tables cannot be used any more; build the model anew and load a checkpoint"
+                "so the tables cannot be used any more; build the model again and load a checkpoint"
             ) from cause
 
     def _wake_thread(self) -> None:
-        """Have the queue's thread run one more transfer."""
+        """Tell the queue's thread to run one more transfer."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(
                 1, thread_name_prefix="recsys-transfers", initializer=work_alone
             )
         try:
             self._thread.submit(self._run_next)
-        except RuntimeError:  # the process is ending, and has waited for all threads
+        except RuntimeError:  # the process is ending and starts no more threads
             self._run_next()
 
     def _run_next(self) -> None:
@@ -138,9 +138,9 @@ class TransferQueue:
         failure: BaseException | None = None
         try:
             run()
-        except BaseException as error:  # raised by whatever uses the rows next
+        except BaseException as error:  # the next use of the rows raises it
             failure = error
-        del run  # has the slots, which must go before others are made
+        del run  # refers to the slots, which must be freed before new ones are made
         with self._changed:
             if failure is None:
                 self._num_done += 1
@@ -149,16 +149,16 @@ class TransferQueue:
                 self._cause = failure
                 self._queued.clear()
             self._changed.notify_all()
-        failure = None  # or it would keep this frame, and the frames of its callers, with tickets
+        failure = None  # its traceback would keep the frames of all callers, and their tickets
 
     def _tell(self, what: str, begin: float) -> None:
         if self.on_span is not None:
             self.on_span(what, begin, perf_counter())
 
 
-@dataclass(slots=True)  # not frozen: every step makes some, and that would take three times as long
+@dataclass(slots=True)  # not frozen: every step makes some, and frozen ones take 3 times as long
 class MoveSeconds:
-    """Seconds spent on moving rows, or on waiting for that. An immutable value by convention.
+    """Seconds spent on moving rows, or on waiting for them. Do not assign to its attributes.
 
     Attributes:
         fetch: From the cold tier to the hot tier.
@@ -173,7 +173,7 @@ class MoveSeconds:
         return MoveSeconds(self.fetch + other.fetch, self.write_back + other.write_back)
 
     def __sub__(self, other: MoveSeconds) -> MoveSeconds:
-        """What was added since an earlier count."""
+        """The seconds added since an earlier measurement."""
         return MoveSeconds(self.fetch - other.fetch, self.write_back - other.write_back)
 
     @property
@@ -183,10 +183,10 @@ class MoveSeconds:
 
 
 class TransferClock:
-    """Measures how long the transfers of one row space take, and how long they are waited for.
+    """Measures how long the transfers of one row space take, and how long callers wait for them.
 
-    Of the time waited, the part during write-backs counts as such, and the rest as waiting for
-    fetches.
+    Waiting during a write-back counts as waiting for write-backs; all other waiting counts as
+    waiting for fetches.
 
     Transfers run one after the other, so only one thread at a time calls `wrote_back` and
     `fetched`. Only the thread that owns the queue calls `waiting`.
@@ -217,7 +217,7 @@ class TransferClock:
             yield
         finally:
             end, write_back = perf_counter(), 0.0
-            while self._write_backs:  # all have ended, so no later wait overlaps them
+            while self._write_backs:  # all have ended, so no later wait can overlap them
                 first, last = self._write_backs.popleft()
                 write_back += max(0.0, min(last, end) - max(first, begin))
             self.exposed += MoveSeconds(end - begin - write_back, write_back)

@@ -324,7 +324,7 @@ class RowUpdater:
         for group, (num_slots, rows) in zip(self._groups, divided, strict=True):
             group.tier(num_slots, rows, device)
         if files is not None:
-            files.take_over()
+            files.keep_files()
 
     def move_slots(self, device: torch.device) -> None:
         """Have the slots of all tables on another device from now on.

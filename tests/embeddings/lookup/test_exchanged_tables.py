@@ -242,9 +242,9 @@ def test_rows_that_a_shorter_table_lacks_are_not_moved(exchange, when, forget):
         exchange(own, memory[:3])
 
     for _ in range(2):  # the gradient is there still
-        with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
+        with pytest.raises(ValueError, match=r"\(5, 4\) was replaced by one of shape \(3, 4\)"):
             own.row_optimizer.step()
-        with pytest.raises(ValueError, match="set the grad of that one to None"):
+        with pytest.raises(ValueError, match="set its grad to None"):
             own.weight.grad  # noqa: B018  # it is the ledger's
     forget(own)
     own.row_optimizer.step()
@@ -270,7 +270,7 @@ def test_rows_that_a_shorter_table_lacks_are_not_moved_by_a_step_that_was_refuse
 
     own.weight.data = memory[:3]
 
-    with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"\(5, 4\) was replaced by one of shape \(3, 4\)"):
         own.row_optimizer.step()
     assert torch.equal(memory, ROWS)
 
@@ -297,7 +297,7 @@ def test_under_an_optimizer_of_torchs_a_shorter_tables_gradient_is_forgotten_and
     short.data = short.data[:3]
 
     for refused in (optimizer.step, lambda: recsys.restore(model), optimizer.zero_grad):
-        with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
+        with pytest.raises(ValueError, match=r"\(5, 4\) was replaced by one of shape \(3, 4\)"):
             refused()
         assert type(other) is LedgerParameter  # nothing was restored
         assert torch.equal(other, ROWS)  # and of the other param group no row was updated

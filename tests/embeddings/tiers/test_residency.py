@@ -446,7 +446,7 @@ def test_rows_of_a_plan_give_way_to_a_mini_batch_the_least_popular_first():
     world = World(num_slots=4, pinned=[4, 3, 2, 1])
     world.claim([(0, row) for row in (1, 2, 3, 4)])
 
-    with pytest.warns(UserWarning, match="2 of the plan's are not kept"):
+    with pytest.warns(UserWarning, match="2 of the plan's rows were unpinned"):
         world.require_here(*world.claim([(0, 7), (0, 8)]))
 
     world.claim([(0, 3), (0, 4)])

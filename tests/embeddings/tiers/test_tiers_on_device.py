@@ -139,7 +139,7 @@ def test_rows_of_a_plan_stay_in_their_slots_until_a_mini_batch_needs_them_all(de
 
     assert plan.num_pinned == 3
     assert look_up(popular[:2]) == 2
-    with pytest.warns(UserWarning, match="2 of the plan's are not kept"):
+    with pytest.warns(UserWarning, match="2 of the plan's rows were unpinned"):
         look_up(torch.tensor([popular[0], *range(100, 110)]))
     assert look_up(popular) < 3
 

@@ -72,7 +72,7 @@ def count_rows(
 
     Args:
         counts: (R,) uint32 or int64. Sums wrap around, so a call with -1 undoes one with 1.
-        segments: Of the values.
+        segments: Which values are looked up in which table.
         values: (N,) int32 or int64, contiguous. Values that are not rows are skipped.
         step: The increment.
 
@@ -128,7 +128,7 @@ def worst_levels(
 
     Args:
         levels: The level of each row.
-        segments: Of the values.
+        segments: Which values are looked up in which table.
         values: int32 or int64, all of them rows of their tables.
         offsets: Where each bag begins; None if every bag has one value.
         num_samples: B.

@@ -1,12 +1,12 @@
-"""Rows moved between files and slots, without Python's global lock.
+"""Moves rows between files and slots without holding the GIL.
 
-    advise_share   tells the system which rows will be moved: it reads their pages, all at once
-    move_share     one read or write of the system's a row
+    advise_share   tells the system which rows will be moved; it then reads their pages in parallel
+    move_share     moves them, with one `pread` or `pwrite` per row
 
-A disk is fast by how much it is asked at once. Threads that wait for a read each could ask for as
-many, but waking them takes more of the cores than reading does: rows come sooner, and for half of
-the work, if a few threads announce all of theirs and then find their pages in memory. A write needs
-the page that it is a part of no less.
+A disk is fastest when many requests are pending. One thread per pending read would spend more time
+on waking up than on reading. So a few threads first announce all their rows, and then find the
+pages in memory: rows arrive sooner, for half the CPU time. Writing part of a page reads the page
+first, so writes are announced too.
 
 Letters: T tables, M rows that move, S slots.
 """
@@ -28,7 +28,7 @@ __all__ = ["ALL_MOVED", "advise_share", "move_share"]
 
 ALL_MOVED = -1
 
-# Of libc; the offset is 64 bits wide on every system that numba runs on.
+# From libc. The offset has 64 bits on every system that numba runs on.
 _signature = types.intp(types.int32, types.intp, types.intp, types.int64)
 _pread = types.ExternalFunction("pread", _signature)
 _pwrite = types.ExternalFunction("pwrite", _signature)
@@ -39,7 +39,7 @@ if hasattr(os, "posix_fadvise"):
         "posix_fadvise", types.int32(types.int32, types.int64, types.int64, types.int32)
     )
     _WILL_NEED = np.int32(os.POSIX_FADV_WILLNEED)
-else:  # the system takes no advice
+else:  # the system has no posix_fadvise
 
     @kernel
     def _fadvise(descriptor: int, place: int, num_bytes: int, advice: int) -> int:
@@ -69,15 +69,15 @@ def advise_share(
     begin: int,
     end: int,
 ) -> None:
-    """Have the system read the pages of rows that will be moved; it does so in the background.
+    """Have the system read the pages of some rows in the background.
 
     Args:
-        descriptors_T: As for `move_share`, and so are the others.
-        first_rows: Likewise.
-        rows_M: Likewise.
-        num_bytes: Of a row.
-        begin: Likewise.
-        end: Likewise.
+        descriptors_T: Each table's open file, or -1.
+        first_rows: Where each table's rows begin among the rows of all tables, (T + 1,).
+        rows_M: Row numbers, counted over all tables.
+        num_bytes: Bytes per row.
+        begin: Index in `rows_M` of the first row to announce.
+        end: Index after the last one.
     """
     for number in range(begin, end):
         row = np.uint64(rows_M[number])
@@ -98,20 +98,21 @@ def move_share(
     end: int,
     is_fetch: bool,
 ) -> int:
-    """Copy rows of files into slots, or slots to files.
+    """Copy rows from files to slots, or from slots to files.
 
     Args:
-        descriptors_T: Each table's open file; -1 of a table without one, whose rows are zeros.
-        first_rows: Where each table's rows begin among all, (T + 1,).
-        rows_M: Counted over all tables.
-        slots_M: Of each.
+        descriptors_T: Each table's open file; -1 for a table without a file, whose rows are zeros.
+        first_rows: Where each table's rows begin among the rows of all tables, (T + 1,).
+        rows_M: Row numbers, counted over all tables.
+        slots_M: The slot of each row.
         hot: Bytes of the slots, (S, bytes per row), contiguous.
-        begin: First of the M that are moved.
-        end: Behind the last.
-        is_fetch: Whether into slots.
+        begin: Index in `rows_M` of the first row to move.
+        end: Index after the last one.
+        is_fetch: Whether to copy from files to slots.
 
     Returns:
-        `ALL_MOVED`, or which of the M the system did not move; those behind it were left.
+        `ALL_MOVED`, or the index of the first row that the system failed to move; the rows after it
+        were not tried.
     """
     num_bytes = hot.shape[1]
     memory = np.intp(hot.ctypes.data)

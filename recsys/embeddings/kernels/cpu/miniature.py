@@ -1,14 +1,14 @@
-"""A miniature cache: slots for some sampled rows, evicted by the rule of the real slots.
+"""A miniature cache: simulates slots for a sample of the rows, with the eviction of the real slots.
 
-    rows       row of each of its slots; EMPTY
-    num_uses   how often it was asked for; the clock's hand halves it as it passes
-    asked_in   the last claim that asked for it
-    keys       a hash table with linear probing: the row at each place; EMPTY
-    places     the slot of that row
+    rows        the row in each simulated slot, or EMPTY
+    num_uses    how often claims looked that row up; the clock's hand halves it when passing
+    last_claim  the last claim that looked it up
+    keys        a hash table with linear probing: the row at each place, or EMPTY
+    places      the simulated slot of that row
 
-One thread: a claim of a few sampled rows is less work than waking a second thread.
+Kernels here run on one thread: claiming a few sampled rows takes less time than waking another one.
 
-Letters: S slots, N values, n slots of the miniature.
+Letters: S slots, N values, n simulated slots.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ __all__ = ["Miniature", "claim_in_miniature", "sample_rows"]
 
 _MOST_USES = 255
 _BLOCK = 64
-_MOST_HELD = 64  # claims at once: older ones have been released
+_MOST_HELD = 64  # at most this many claims are held at once; older ones have been released
 _FACTOR = np.uint32(2654435769)  # 2**32 / golden ratio
 
 
 class Miniature(NamedTuple):
-    """One cache and its counts: `counts` is (hand, fetched, evicted, claims)."""
+    """One miniature cache; `counts` is (hand, rows fetched, rows evicted, claims)."""
 
     rows: NDArray[np.int32]
     num_uses: NDArray[np.uint8]
-    asked_in: NDArray[np.int64]
+    last_claim: NDArray[np.int64]
     keys: NDArray[np.int32]
     places: NDArray[np.int32]
     counts: NDArray[np.int64]
 
     @classmethod
     def of_size(cls, num_slots: int) -> Miniature:
-        """An empty one; at most half of its hash table will be full."""
+        """An empty miniature; its hash table is never more than half full."""
         num_keys = 1 << (2 * num_slots - 1).bit_length()
         return cls(
             np.full(num_slots, EMPTY, np.int32),
@@ -57,7 +57,7 @@ class Miniature(NamedTuple):
         )
 
     def clear(self) -> None:
-        """Drop all rows; counts stay."""
+        """Remove all rows; `counts` stay."""
         self.rows[:] = EMPTY
         self.keys[:] = EMPTY
 
@@ -69,20 +69,20 @@ def sample_rows(
     rate: float,
     found: NDArray[np.int32],
 ) -> int:
-    """Pick the sampled rows of a claim; a row is sampled in every claim or in none.
+    """List the sampled rows of a claim; a row is sampled in every claim or in none.
 
-    The hash that decides is multiplicative (Knuth, The Art of Computer Programming, 6.4): it
-    spreads rows numbered one after the other evenly, and is one multiplication.
+    A multiplicative hash (Knuth, The Art of Computer Programming, 6.4) decides which rows are
+    sampled. It spreads consecutive rows evenly, and costs one multiplication.
 
     Args:
-        slots: What the real slots hold; rows that are pinned there are left out.
-        requests: Which values are rows of which table; every value is one.
+        slots: The real slots; rows pinned in them are skipped.
+        requests: Which values are looked up in which table; every value must be a valid row.
         values: (N,).
-        rate: Share of the rows that is sampled.
-        found: Written to, a row as often as it is looked up; rows beyond its end are left out.
+        rate: Fraction of the rows to sample.
+        found: Receives the sampled rows, once per lookup; those that do not fit are dropped.
 
     Returns:
-        How many were found.
+        The number of rows written to `found`.
     """
     last = np.uint32(max(1, round(rate * 2**32)) - 1)
     return int(_sample_kernel(slots.slot_of_row, slots.flags, *requests, values, last, found))
@@ -95,14 +95,14 @@ def claim_in_miniature(
     num_sampled: int,
     missing: NDArray[np.int32],
 ) -> None:
-    """Claim slots of a miniature for the sampled rows of a claim.
+    """Simulate the claim of the sampled rows of a mini-batch.
 
     Args:
-        slots: The real ones, which say whether a ticket needs a row.
+        slots: The real slots, which tell whether a ticket needs a row.
         cache: Changed in place.
-        sampled: Rows, some more than once; the first `num_sampled` count.
-        num_sampled: How many.
-        missing: Memory as long as `sampled`.
+        sampled: Rows, possibly repeated; only the first `num_sampled` are read.
+        num_sampled: Number of sampled rows.
+        missing: Scratch memory, as long as `sampled`.
     """
     _claim_kernel(
         slots.slot_of_row,
@@ -116,7 +116,7 @@ def claim_in_miniature(
 
 @kernel
 def _hash(row: Any) -> Any:
-    """Of a row, below 2**32: MurmurHash3's finalizer."""
+    """The hash of a row, in [0, 2**32): MurmurHash3's finalizer."""
     mixed = np.uint32(row)
     mixed = np.uint32((mixed ^ (mixed >> np.uint32(16))) * np.uint32(0x85EBCA6B))
     mixed = np.uint32((mixed ^ (mixed >> np.uint32(13))) * np.uint32(0xC2B2AE35))
@@ -142,7 +142,7 @@ def _sample_kernel(
             end = np.int64(ends[run])
             for begin in range(np.int64(begins[run]), end, _BLOCK):
                 block = values[begin : min(begin + _BLOCK, end)]
-                num_found = 0  # of most blocks none: without a branch, processors take many at once
+                num_found = 0  # usually 0; a loop without branches is vectorised
                 for place in range(len(block)):
                     row = np.uint32(np.uint32(block[place]) + first_row)
                     num_found += np.uint32(row * _FACTOR) <= last
@@ -160,7 +160,7 @@ def _sample_kernel(
 
 @kernel
 def _find(keys: NDArray[np.int32], row: int) -> Any:
-    """The place of a row in the hash table, or of the gap where it belongs."""
+    """The place of a row in the hash table, or of the empty place where it belongs."""
     mask = len(keys) - 1
     place = np.int64(_hash(row)) & mask
     while keys[place] != EMPTY and keys[place] != row:
@@ -169,8 +169,8 @@ def _find(keys: NDArray[np.int32], row: int) -> Any:
 
 
 @kernel
-def _forget(keys: NDArray[np.int32], places: NDArray[np.int32], row: int) -> None:
-    """Take a row out; later rows that it had displaced move up."""
+def _remove(keys: NDArray[np.int32], places: NDArray[np.int32], row: int) -> None:
+    """Remove a row from the hash table; the rows that it had displaced move up."""
     mask = len(keys) - 1
     gap = _find(keys, row)
     place = gap
@@ -191,7 +191,7 @@ def _claim_kernel(
     num_claims: NDArray[np.int16],
     rows: NDArray[np.int32],
     num_uses: NDArray[np.uint8],
-    asked_in: NDArray[np.int64],
+    last_claim: NDArray[np.int64],
     keys: NDArray[np.int32],
     places: NDArray[np.int32],
     counts: NDArray[np.int64],
@@ -208,13 +208,13 @@ def _claim_kernel(
             num_missing += 1
         else:
             slot = places[place]
-            if asked_in[slot] != counts[3] and num_uses[slot] < _MOST_USES:
+            if last_claim[slot] != counts[3] and num_uses[slot] < _MOST_USES:
                 num_uses[slot] += np.uint8(1)
-            asked_in[slot] = counts[3]
+            last_claim[slot] = counts[3]
     hand = counts[0]
     for number in range(num_missing):
         row = missing[number]
-        if keys[_find(keys, row)] == row:  # looked up twice
+        if keys[_find(keys, row)] == row:  # repeated in this claim
             continue
         counts[1] += 1
         num_claimed = 0
@@ -225,7 +225,7 @@ def _claim_kernel(
                 hand = 0
             old = rows[slot]
             if old != EMPTY:
-                if counts[3] - asked_in[slot] < _MOST_HELD:  # or it need not be looked up
+                if counts[3] - last_claim[slot] < _MOST_HELD:  # an older claim has been released
                     real = slot_of_row[old]
                     if 0 <= real < len(num_claims) and num_claims[real] > 0:
                         num_claimed += 1
@@ -234,9 +234,9 @@ def _claim_kernel(
                 if num_uses[slot] > 0:
                     num_uses[slot] >>= np.uint8(1)
                     continue
-                _forget(keys, places, old)
+                _remove(keys, places, old)
                 counts[2] += 1
-            rows[slot], num_uses[slot], asked_in[slot] = row, 1, counts[3]
+            rows[slot], num_uses[slot], last_claim[slot] = row, 1, counts[3]
             place = _find(keys, row)
             keys[place], places[place] = row, slot
             break

@@ -152,7 +152,7 @@ def row_gradient_dots(
         space: The tables.
         lookups: Which feature was looked up in which table.
         bags: The input, checked by `pooled_lookup`.
-        gradient: Of the pooled rows, (B, W), contiguous.
+        gradient: Gradient of the pooled rows, (B, W), contiguous.
         result: (N,); is added to, because a feature may be looked up in several tables.
     """
     _dots_kernel(

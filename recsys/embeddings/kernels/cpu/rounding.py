@@ -49,7 +49,7 @@ def narrow(stored: Any, value: Any, key: Any, column: Any) -> Any:
     Args:
         stored: The number to be replaced; only its type is used.
         value: The computed number.
-        key: Of `key_of_row`.
+        key: The result of `key_of_row`.
         column: Number of the column.
     """
     raise NotImplementedError("for kernels")

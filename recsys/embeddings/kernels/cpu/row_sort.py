@@ -102,7 +102,7 @@ def number_rows(
     If threads share a table, each processes the rows of one share, chosen by a hash of the row.
 
     Args:
-        segments: Of all tables.
+        segments: The segments of all tables.
         values: The lookups of all tables.
         first_segment: The table's first segment.
         end_segment: The segment after the table's last one.
@@ -111,7 +111,7 @@ def number_rows(
         gradient: The gradients of all lookups, one-dimensional.
         num_lines: Cache lines of one lookup's gradient.
         line: Numbers per cache line.
-        found: Is filled; `ends` receives the number of lookups of each row.
+        found: Buffers to fill; `ends` receives the number of lookups of each row.
 
     Returns:
         The number of rows and the number of lookups.

@@ -97,7 +97,7 @@ def row_update(
     if not ledger:
         return None
     beta1, beta2 = getattr(optimizer, "betas", (0.0, 0.0))
-    of_state, bases_3T = space.beside(states)
+    of_state, bases_3T = space.with_states(states)
     joined = join_ledger(ledger, space)
     bags = joined.bags
     # No named tuples, and flags as integers: numba looks up the type of every argument, and for a

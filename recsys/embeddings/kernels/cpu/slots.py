@@ -3,7 +3,7 @@
     slot_of_row   slot of a row; NOWHERE; or AWAITED + slot: the row's own slot, still empty
     row_of_slot   row of a slot; EMPTY
     num_claims    how many tickets need the row that a slot holds
-    num_uses      how often tickets have asked for it; the clock's hand halves it as it passes
+    num_uses      how many tickets needed the row; the clock's hand halves it when passing
     flags         PINNED: the slot keeps its row; DIRTY: the cold store has an older value;
                   POPULAR: pinned for its uses, until the next choice of popular rows
 
@@ -65,10 +65,10 @@ _AHEAD = np.uint64(16)
 
 
 class NoSuchRow(Exception):  # stays inside this package: callers name the id
-    """A value is no row of its table.
+    """A value is not a row of its table.
 
     Attributes:
-        position: Of the first such value.
+        position: Position of the first such value.
     """
 
     def __init__(self, position: int) -> None:
@@ -82,7 +82,7 @@ class Shortage(Exception):  # stays inside this package
     Attributes:
         needed: The slots that this mini-batch or another ticket needs.
         num_lacking: How many more free slots the mini-batch needs.
-        num_needed: With so many slots in all, the claim would succeed.
+        num_needed: The total number of slots with which the claim would succeed.
     """
 
     def __init__(self, needed: Any, num_missing: int, num_lacking: int) -> None:
@@ -115,9 +115,9 @@ class SlotClaim(NamedTuple):
         held: The slots that count this claim.
         moves: The rows to copy before the slots are read.
         num_lookups: Values looked up.
-        num_hits: Those whose row was in its slot.
+        num_hits: Values whose row was in its slot.
         num_rows: Distinct rows.
-        num_rows_hit: Those that were in their slot.
+        num_rows_hit: Distinct rows that were in their slot.
     """
 
     slot_of_value: Any
@@ -158,10 +158,10 @@ class Requests(NamedTuple):
         """Sort runs by their table.
 
         Args:
-            tables: Of each run.
-            begins: Of each run.
-            ends: Of each run.
-            first_rows: As above.
+            tables: Table of each run.
+            begins: Position of each run's first value.
+            ends: Position after each run's last value.
+            first_rows: Where each table's rows begin among the rows of all tables, (T + 1,).
         """
         order = np.argsort(tables, kind="stable")
         in_order = np.asarray(tables, np.int64)[order]
@@ -174,7 +174,7 @@ class Requests(NamedTuple):
         )
 
 
-class _Found(NamedTuple):
+class _FirstPass(NamedTuple):
     """The result of the first pass; table t's part of each array begins at `starts[t]`."""
 
     starts: NDArray[np.uint64]  # (T + 1,)
@@ -188,7 +188,7 @@ class _Found(NamedTuple):
     num_missing: NDArray[np.int64]  # (T,)
 
     @classmethod
-    def nothing(cls, requests: Requests) -> _Found:
+    def nothing(cls, requests: Requests) -> _FirstPass:
         """Before the pass, with room for every value."""
         lengths = np.concatenate(
             [np.zeros(1, np.uint64), np.cumsum(requests.ends - requests.begins)]
@@ -243,15 +243,15 @@ class SlotMap:
         """Give every row of a mini-batch a slot, and count the claim into each of these slots.
 
         Args:
-            lookups: What is looked up where; a value in one table at most.
-            bags: The input, by rows.
+            lookups: Which features are looked up in which tables; each feature in at most one.
+            bags: The input; its values are rows.
 
         Raises:
-            NoSuchRow: a value is no row of its table; nothing was claimed.
+            NoSuchRow: a value is not a row of its table; nothing was claimed.
             Shortage: too few slots are free.
         """
         slots, requests = self.arrays, self.requests_of(lookups, bags)
-        found, slot_of_value = _Found.nothing(requests), np.zeros(len(bags.values), np.int32)
+        found, slot_of_value = _FirstPass.nothing(requests), np.zeros(len(bags.values), np.int32)
         bad_T, turns = np.full(len(found.num_held), -1), np.zeros(1, np.int64)
         _claim_kernel(slots, requests, bags.values, slot_of_value, found, bad_T, num_parts(), turns)
         if (bad_T >= 0).any():
@@ -317,7 +317,7 @@ class SlotMap:
 
 
 def _segments(
-    found: _Found, array: NDArray[np.int32], counts: NDArray[np.int64]
+    found: _FirstPass, array: NDArray[np.int32], counts: NDArray[np.int64]
 ) -> NDArray[np.int32]:
     """Every table's part of an array, one after the other."""
     starts = found.starts.astype(np.int64)
@@ -335,7 +335,7 @@ def _claim_kernel(
     requests: Requests,
     values: NDArray[Any],
     slot_of_value: NDArray[np.int32],
-    claim: _Found,
+    claim: _FirstPass,
     bad_T: NDArray[np.int64],
     num_parts: int,
     turns: NDArray[np.int64],
@@ -364,7 +364,7 @@ def _claim_kernel(
                     if place + _AHEAD < end:
                         prefetch(slot_of_row, first_row + np.uint64(values[place + _AHEAD]))
                     row = np.uint64(values[place])
-                    if row >= size:  # a negative one is among the largest
+                    if row >= size:  # a negative id becomes a very large number
                         if bad_T[table] < 0 or np.int64(place) < bad_T[table]:
                             bad_T[table] = np.int64(place)
                         continue
@@ -402,7 +402,7 @@ def _claim_kernel(
 @kernel
 def _place_kernel(
     slots: SlotArrays,
-    claim: _Found,
+    claim: _FirstPass,
     slot_of_missing: NDArray[np.int32],
     dirty_slots: NDArray[np.int32],
     dirty_rows: NDArray[np.int32],
@@ -448,7 +448,7 @@ def _resolve_kernel(
     requests: Requests,
     slot_of_value: NDArray[np.int32],
     slot_of_missing: NDArray[np.int32],
-    claim: _Found,
+    claim: _FirstPass,
     num_parts: int,
 ) -> None:
     """A part is a share of the tables, then of the runs."""
@@ -469,7 +469,7 @@ def _resolve_kernel(
 @kernel
 def _take_back_kernel(
     slots: SlotArrays,
-    claim: _Found,
+    claim: _FirstPass,
 ) -> None:
     slot_of_row, num_claims = slots.slot_of_row, slots.num_claims
     num_uses, flags = slots.num_uses, slots.flags

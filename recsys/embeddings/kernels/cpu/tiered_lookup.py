@@ -1,7 +1,7 @@
-"""Pooled lookup of rows where they are: each in its slot, or else in its table.
+"""Pooled lookup for evaluation: reads each row from its slot, or from its table if it has no slot.
 
-Training gives every row a slot before it looks it up. Whoever only reads needs none: where the one
-copy of a row lies that counts, the row map says. To the kernel, tables and slots are one array.
+Training gives every row a slot before it looks the row up. Evaluation claims no slots: the row map
+tells where the current copy of a row is. The kernel sees the tables and the slots as one array.
 
 A part is a run of samples. Letters as in `pooled_lookup`; R rows of all tables, S slots.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["tiered_lookup", "tiered_lookup_reference"]
 
 _ONE = np.uint64(1)
-# Lookups from a row's place in the map being named to its being read, and from the row's own.
+# How many lookups before it is read an entry of the row map is prefetched, and a row.
 _MAP_AHEAD, _AHEAD = np.uint64(16), np.uint64(8)
 
 
@@ -48,7 +48,7 @@ def tiered_lookup_reference(
     *,
     is_mean: bool,
 ) -> Tensor:
-    """`pooled_lookup_reference` on copies of the tables that slots are written back to."""
+    """`pooled_lookup_reference` on copies of the tables, after the slots were written back."""
     newest = [weight.clone() for weight in weights]
     for weight, first_row in zip(newest, first_rows.tolist(), strict=False):
         for row in range(len(weight)):
@@ -68,19 +68,18 @@ def tiered_lookup(
     bags: Bags,
     result: Tensor,
 ) -> int:
-    """Write the pooled rows of every lookup into its columns; to the bit what `pooled_lookup` does.
+    """Write the pooled rows of every lookup into its columns; bit-equal to `pooled_lookup`.
 
     Args:
-        both: The tables and, as one more behind them, the slots.
-        slot_of_row: Where each row is, (R,); one that is awaited is still in its table.
-        first_rows: Where each table's rows begin among all, (T + 1,).
-        lookups: What is looked up where.
-        bags: The input, by rows.
-        result: (B, W), contiguous, in the dtype that rows are computed in; other columns are left
-            alone.
+        both: The tables, followed by the slots as one more table.
+        slot_of_row: The slot of each row, (R,). A row that is awaited is read from its table.
+        first_rows: Where each table's rows begin among the rows of all tables, (T + 1,).
+        lookups: Which features are looked up in which tables.
+        bags: The input; its values are rows.
+        result: (B, W), contiguous, in the compute dtype. Columns without a lookup do not change.
 
     Returns:
-        As `pooled_lookup`: the first value that is no row, or -1.
+        The position of the first value that is not a row of its table, or -1.
     """
     is_small = len(bags.values) * both.dim * both.dtype.itemsize < MIN_SHARED_BYTES
     is_one_hot = bags.offsets is None
@@ -114,7 +113,7 @@ def _source_of(
     slots_base: np.uint64,
     dim: np.uint64,
 ) -> np.uint64:
-    """Where the row begins that counts."""
+    """Where the current copy of a row begins."""
     slot = slot_of_row[first_row + row]
     if 0 <= slot < AWAITED:
         return slots_base + np.uint64(slot) * dim
@@ -172,7 +171,7 @@ def _tiered_kernel(
                             for d in range(np.uint64(0), dim, np.uint64(line)):
                                 prefetch(flat, source + d)
                     row = np.uint64(values_N[place])
-                    if row >= size:  # a negative one is among the largest
+                    if row >= size:  # a negative id becomes a very large number
                         if bad[part] < 0 or np.int64(place) < bad[part]:
                             bad[part] = np.int64(place)
                         continue

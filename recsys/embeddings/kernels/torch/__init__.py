@@ -1,19 +1,18 @@
-"""What `kernels` does for the CPU, in operations of torch: for tables on a CUDA device.
+"""The CPU kernels written with torch operations, for tables on a CUDA device.
 
-Each function here stands in for a kernel of numba's and keeps its contract; a Triton kernel will
-stand in for it in turn. They run on tensors of any device, so the CPU tests them.
+Each function keeps the contract of the numba kernel of the same name; a Triton kernel will replace
+it. They run on tensors of any device, so tests on a CPU cover them.
 
     row_space       several tables as one array; row = first row of the table + id
-    bags            the input of a lookup; where each of its values is looked up
-    pooled_lookup   rows of every bag, added up; the gradient of bags' weights
-    row_update      gradients of equal rows added up, each row moved once
-    rounding        rows of 16 bits
-    slots           rows to slots, and which have to go
-    slot_rows       rows in slots, and rows wherever they are
-    errors          what is wrong with an input, said later
+    bags            the input of a lookup, and the row of each of its values
+    pooled_lookup   sums the rows of every bag; computes the gradient of per-sample weights
+    row_update      sums the gradients of equal rows, and updates each row once
+    rounding        rounds rows to 16 bits
+    slots           gives rows slots, and evicts rows
+    slot_rows       reads rows from slots, or from either tier
+    errors          raises errors of an input on a later call
 
-None waits for the device. So no array's size may depend on values: where a list of distinct rows
-would have one, it has a place for every lookup, and what is left over repeats another place. And
-sums are made by sorting, then run by run in lookup order: `index_add_` on CUDA adds in whatever
-order threads come.
+These functions do not wait for the device. So no array's size may depend on values: a list of
+distinct rows has a place for every lookup, and the places left over repeat another one. Sums are
+made by sorting, then run by run in lookup order, because `index_add_` on CUDA adds in any order.
 """

@@ -1,9 +1,9 @@
-"""The input of a lookup on a device, and which row each of its values is.
+"""The input of a lookup on a device, and the row of each of its values.
 
-Where bag i is known to be value i, lookups are rows of a (L, B) array, in lookup order. Otherwise
-how many values a feature has is known to the device alone; then every value of the input is kept,
-those of features not looked up too, and has no row. A value has one row, so lookups of a feature in
-several tables are taken apart into layers, nearly always one.
+If bag i is known to be value i, the rows form an (L, B) array in lookup order. Otherwise only the
+device knows how many values each feature has. Then every value of the input has an entry; values of
+features that are not looked up have no row. An entry holds one row. So if a feature is looked up in
+several tables, its lookups go to different layers; nearly always, one layer holds all lookups.
 
 Letters: B samples, F features, L lookups (a feature in a table), N values, D dim.
 """
@@ -49,11 +49,11 @@ class TorchBags(NamedTuple):
 
     Attributes:
         values: (N,) int32 or int64, feature by feature.
-        offsets: Where bags begin, (F * B + 1,), of the same dtype; None where bag i is value i.
+        offsets: Where bags begin, (F * B + 1,), of the same dtype; None if bag i is value i.
         weights: One factor per value, (N,); None for 1.
         batch_size: B.
         is_mean: Whether a bag is averaged.
-        padding: A row that counts for nothing wherever it is looked up; None for none.
+        padding: An id that adds nothing to its bag; None for none.
     """
 
     values: Tensor
@@ -75,7 +75,7 @@ class TorchBags(NamedTuple):
         is_one_hot: bool | None = None,
         padding: int | None = None,
     ) -> TorchBags:
-        """As `Bags.from_tensors`; offsets are not read, so only a caller knows of one-hot bags."""
+        """Like `Bags.from_tensors`, but never reads offsets: bags are one-hot only if told so."""
         return cls(
             values,
             None if is_one_hot else offsets,
@@ -86,7 +86,7 @@ class TorchBags(NamedTuple):
         )
 
     def copied(self) -> TorchBags:
-        """The same in memory of its own: the caller may refill that of the input at any time."""
+        """A copy, since the caller may write to the memory of the input at any time."""
         return self._replace(
             values=self.values.clone(),
             offsets=None if self.offsets is None else self.offsets.clone(),
@@ -94,12 +94,12 @@ class TorchBags(NamedTuple):
         )
 
     def at_slots(self, slot_of_value: Tensor) -> TorchBags:
-        """The same with slots in place of rows; none, which is below 0, counts for nothing."""
+        """The same bags with slots in place of rows; a padding id has the slot `NOWHERE`."""
         padding = None if self.padding is None else NOWHERE
         return self._replace(values=slot_of_value, padding=padding)
 
     def values_of(self, feature: int) -> NDArray[Any]:
-        """The rows of one feature, on the host, which waits for them."""
+        """The rows of one feature, copied to the host; the host waits."""
         begin, end = feature * self.batch_size, (feature + 1) * self.batch_size
         if self.offsets is not None:
             begin, end = self.bounds()[[begin, end]].tolist()
@@ -110,7 +110,7 @@ class TorchBags(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether every bag is one row, as it is."""
+        """Whether every bag is one row, without weights or padding."""
         return self.offsets is None and self.weights is None and self.padding is None
 
     @property
@@ -120,7 +120,7 @@ class TorchBags(NamedTuple):
         return num_bags // self.batch_size if self.batch_size else 0
 
     def bounds(self) -> Tensor:
-        """Where bags begin, (F * B + 1,) int64; whatever the offsets are, inside of the values."""
+        """Where bags begin, (F * B + 1,) int64; invalid offsets are clamped to valid ones."""
         num_values = len(self.values)
         if self.offsets is None:
             return torch.arange(num_values + 1, device=self.values.device)
@@ -134,10 +134,10 @@ class Layer(NamedTuple):
 
     Attributes:
         positions: Number of the feature in the input, (L,).
-        first_rows: Of the table, (L,), and of no lookup 0 behind.
-        sizes: E of the table, (L,), and of no lookup 0 behind.
-        columns: Which columns of the output are theirs, (L * D,); None where all are, in order.
-        lookup_of_feature: (F + 1,); L for no lookup.
+        first_rows: First row of each lookup's table, then 0 for values without a lookup, (L + 1,).
+        sizes: E of each lookup's table, then 0, (L + 1,).
+        columns: Columns of the output that the lookups write, (L * D,); None for all, in order.
+        lookup_of_feature: The lookup of each feature, or L for none, (F + 1,).
     """
 
     positions: Tensor
@@ -147,19 +147,19 @@ class Layer(NamedTuple):
     lookup_of_feature: Tensor
 
     def of_columns(self, array_BW: Tensor, dim: int) -> Tensor:
-        """The layer's columns of an array, (B * L, D): sample by sample, lookup by lookup."""
+        """The layer's columns of a (B, W) array as (B * L, D): one row per sample and lookup."""
         if self.columns is not None:
             array_BW = array_BW.index_select(1, self.columns)
         return array_BW.reshape(-1, dim)
 
 
 class Located(NamedTuple):
-    """Which rows are looked up, and on whose behalf.
+    """The rows that are looked up, and where their gradients come from.
 
     Attributes:
-        rows: (N,) int64; R for none.
-        sources: Of which row of `Layer.of_columns` each is a part, (N,); 0 for none.
-        scales: Factor of each, (N,); None for 1.
+        rows: (N,) int64; R for a value without a row.
+        sources: For each value, its row of `Layer.of_columns`, (N,); 0 for a value without a row.
+        scales: Factor of each value, (N,); None for 1.
     """
 
     rows: Tensor
@@ -168,9 +168,9 @@ class Located(NamedTuple):
 
 
 def layers_of(space: RowNumbers, lookups: Lookups, num_features: int) -> tuple[Layer, list[Layer]]:
-    """All lookups as one layer, as one-hot bags need them, and in layers, as others do.
+    """All lookups as one layer, for one-hot bags; and divided into layers, for other bags.
 
-    Kept with the row space: making them takes a way to the device.
+    The row space caches them, because making them copies arrays to the device.
     """
     known, key = space.layers, (lookups, num_features)
     if key not in known:
@@ -188,7 +188,7 @@ def layers_of(space: RowNumbers, lookups: Lookups, num_features: int) -> tuple[L
 
 
 def locate_one_hot(space: RowNumbers, layer: Layer, bags: TorchBags) -> Tensor:
-    """The row of every lookup, (L, B); R of a value that is no row of its table."""
+    """The row of every lookup, (L, B); R for a value that is not a row of its table."""
     values_LB = bags.values.view(-1, bags.batch_size).index_select(0, layer.positions).long()
     is_row = (values_LB >= 0) & (values_LB < layer.sizes[:-1].unsqueeze(1))
     return torch.where(is_row, values_LB + layer.first_rows[:-1].unsqueeze(1), space.num_rows)
@@ -212,7 +212,7 @@ def locate(space: RowNumbers, layer: Layer, bags: TorchBags) -> Located:
 
 
 def lengths_of(bags: TorchBags) -> Tensor:
-    """How many values of each bag count, (F * B,) int64."""
+    """The length of each bag without padding ids, (F * B,) int64."""
     bounds = bags.bounds()
     if bags.padding is None:
         return bounds.diff()
@@ -221,14 +221,14 @@ def lengths_of(bags: TorchBags) -> Tensor:
 
 
 def note_bad_rows(space: RowNumbers, layer: Layer, bags: TorchBags, rows_LB: Tensor) -> None:
-    """Note which values of one-hot bags are no rows; `locate_one_hot` has found them."""
+    """Record ids of one-hot bags that are out of range; `rows_LB` comes from `locate_one_hot`."""
     samples = torch.arange(bags.batch_size, device=rows_LB.device)
     places = layer.positions.unsqueeze(1) * bags.batch_size + samples
     space.errors.note(NO_ROW, rows_LB == space.num_rows, places)
 
 
 def note_errors(space: RowNumbers, layer: Layer, bags: TorchBags) -> None:
-    """Find values that are no rows, offsets that make no bags, weights that are no numbers."""
+    """Record ids out of range, invalid offsets, and weights that are nan."""
     errors = space.errors
     if bags.offsets is not None:
         errors.note(BAD_BOUND, bags.bounds() != bags.offsets)
@@ -238,10 +238,10 @@ def note_errors(space: RowNumbers, layer: Layer, bags: TorchBags) -> None:
 
 
 def rows_of(space: RowNumbers, layer: Layer, bags: TorchBags) -> tuple[Tensor, Tensor]:
-    """The row of every value; and which values are looked up, and are no rows.
+    """The row of every value; and which values are looked up but out of range.
 
     Shape:
-        results (N,) int64, R for none, and (N,) bool.
+        results (N,) int64, R for no row, and (N,) bool.
     """
     _, lookup_N, is_row = _rows_of_values(layer, bags)
     rows_N = torch.where(is_row, bags.values.long() + layer.first_rows[lookup_N], space.num_rows)
@@ -253,12 +253,13 @@ def by_value(
 ) -> tuple[Tensor, Tensor]:
     """The rows of one feature's bags and the gradient of each, for a sparse gradient.
 
-    How many there are the host has to ask the device, unless every bag is one row. A value that is
-    no row comes as row 0 and without gradient: a later call says so, and torch would write there.
+    Unless every bag is one row, the host waits for the device to learn how many there are. An id
+    out of range becomes row 0 with a zero gradient, so torch never writes out of bounds; a later
+    call raises the error.
 
     Args:
         bags: The input.
-        first_bag: Of the feature.
+        first_bag: Number of the feature's first bag.
         of_bags: Gradients of its bags, (B, D).
         num_rows: E.
     """
@@ -282,7 +283,7 @@ def by_value(
 
 
 def _rows_of_values(layer: Layer, bags: TorchBags) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each value: its bag, or F * B; its lookup, or L; whether it is a row that counts."""
+    """For each value: its bag, or F * B; its lookup, or L; whether it is a row, not padding."""
     places = torch.arange(len(bags.values), device=bags.values.device)
     bag_N = torch.searchsorted(bags.bounds(), places, right=True) - 1
     lookup_N = layer.lookup_of_feature[bag_N // max(bags.batch_size, 1)]
@@ -293,7 +294,7 @@ def _rows_of_values(layer: Layer, bags: TorchBags) -> tuple[Tensor, Tensor, Tens
 
 
 def _is_wanted(layer: Layer, bags: TorchBags, lookup_N: Tensor) -> Tensor:
-    """Of which values there must be a row."""
+    """Which values must be rows: those that are looked up and are not padding."""
     is_wanted = lookup_N < len(layer.positions)
     if bags.padding is not None:
         is_wanted = is_wanted & (bags.values != bags.padding)
@@ -301,7 +302,7 @@ def _is_wanted(layer: Layer, bags: TorchBags, lookup_N: Tensor) -> Tensor:
 
 
 def _apart(lookups: Lookups) -> list[list[int]]:
-    """Numbers of lookups such that no feature comes twice; all of a table stay together."""
+    """Divide lookups into layers: no feature twice in one, all lookups of a table in the same."""
     features_of: dict[int, set[int]] = {}
     for table, position in zip(lookups.tables.tolist(), lookups.positions.tolist(), strict=True):
         features_of.setdefault(table, set()).add(position)

@@ -1,9 +1,9 @@
-"""Errors of an input on a device, without waiting for the device.
+"""Raises errors of an input on a device, without waiting for the device.
 
-A kernel notes in one number on the device the first thing that is wrong; the number is copied to
-the host behind the kernel, and read when the copy has come: by the next lookup or update, or by
-`check`, which waits. From the kernel that noted something on until it has been raised, no row is
-moved, so rows are then what they were before the mini-batch that is to blame.
+A kernel records its first error in one number on the device. After the kernel, this number is
+copied to the host. The next lookup or update reads it if the copy has arrived; `check` waits for
+it. From the error until it is raised, no row is updated, so rows keep the values that they had
+before the invalid mini-batch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["BAD_BOUND", "BAD_GRADIENT", "BAD_WEIGHT", "NO_ROW", "DeferredErrors", "errors_on"]
 
-# What can be wrong, by what is said first where several things are.
+# Kinds of errors. If there are several, the first of these is raised.
 BAD_BOUND, NO_ROW, BAD_WEIGHT, BAD_GRADIENT = range(4)
 
-_KIND_BITS = 40  # below: the position
+_KIND_BITS = 40  # the bits below the kind hold the position
 _NONE = 1 << 62
 
 
 class _Report(NamedTuple):
-    """The number as it was behind a lookup, on its way to the host."""
+    """The recorded error after one lookup, while it is copied to the host."""
 
     first: Tensor
     event: torch.cuda.Event | None
@@ -39,11 +39,11 @@ class _Report(NamedTuple):
 
 
 class DeferredErrors:
-    """What has gone wrong on one device, and is still to be raised.
+    """The errors on one device that are still to be raised.
 
     Args:
-        device: Where kernels run. On the CPU, whose tests stand in for a device's, reports come at
-            once, and are raised by the next call all the same.
+        device: Where kernels run. On the CPU, which tests use in place of a GPU, a report arrives
+            at once; still, only the next call raises it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,12 +51,12 @@ class DeferredErrors:
         self._reports: deque[_Report] = deque()
 
     def note(self, kind: int, is_bad: Tensor, places: Tensor | None = None) -> None:
-        """In a kernel: positions of the input at which something is wrong.
+        """In a kernel: record the invalid positions of an input.
 
         Args:
-            kind: What.
-            is_bad: Any shape, bool.
-            places: Positions, of the same shape; None for 0, 1, 2, ...
+            kind: `BAD_BOUND`, `NO_ROW`, `BAD_WEIGHT` or `BAD_GRADIENT`.
+            is_bad: Which entries are invalid, any shape, bool.
+            places: Their positions in the input, of the same shape; None for 0, 1, 2, ...
         """
         if not is_bad.numel():
             return
@@ -66,14 +66,14 @@ class DeferredErrors:
         torch.minimum(self._first, first, out=self._first)
 
     def is_clear(self) -> Tensor:
-        """In a kernel: whether nothing has been noted, () bool."""
+        """In a kernel: whether no error is recorded, () bool."""
         return self._first == _NONE
 
     def report(self, explain: Callable[[int], Exception]) -> None:
-        """Behind a lookup's kernels: have it read whether they noted something.
+        """After a lookup's kernels: start to copy the recorded error to the host.
 
         Args:
-            explain: From the position of a value that is no row to the error that says so.
+            explain: Makes the exception for an id out of range from its position in the input.
         """
         if self._first.is_cuda:
             first = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
@@ -85,52 +85,53 @@ class DeferredErrors:
             self._reports.append(_Report(self._first.clone(), None, explain))
 
     def poll(self) -> None:
-        """Raise the first thing of which the host has heard; without waiting.
+        """Raise the first error that has arrived on the host; never waits.
 
         Raises:
-            IdOutOfRange: a value was no row of its table.
-            MalformedBags: offsets did not make bags.
-            NonFiniteGradient: a gradient of rows had nan or inf in it.
-            ValueError: a weight was not a number.
+            IdOutOfRange: an id is not a row of its table.
+            MalformedBags: offsets do not begin at 0, decrease, or exceed the number of values.
+            NonFiniteGradient: a gradient of rows has nan or inf in it.
+            ValueError: a per-sample weight is nan.
         """
-        while self._reports and _has_come(self._reports[0]):
+        while self._reports and _has_arrived(self._reports[0]):
             first, _, explain = self._reports.popleft()
-            number = int(first.numpy())  # the host's memory, so nobody waits
+            number = int(first.numpy())  # in host memory, so reading it does not wait
             if number != _NONE:
                 self.forget()
                 raise _error(number, explain)
 
     def check(self) -> None:
-        """Wait for the device, then raise what is wrong with anything looked up or updated so far.
+        """Wait for the device, then raise the first error of all lookups and updates so far.
 
         Raises:
-            IdOutOfRange: as for `poll`, and so are the others.
-            MalformedBags: likewise.
-            ValueError: likewise.
+            IdOutOfRange: an id is not a row of its table.
+            MalformedBags: offsets do not begin at 0, decrease, or exceed the number of values.
+            NonFiniteGradient: a gradient of rows has nan or inf in it.
+            ValueError: a per-sample weight is nan.
         """
-        self.report(_unexplained)  # an update may have noted something since the last lookup
+        self.report(_unexplained)  # an update may have recorded an error after the last lookup
         last = self._reports[-1].event
         if last is not None:
             last.synchronize()
         self.poll()
 
     def forget(self) -> None:
-        """As if nothing had been noted."""
+        """Discard recorded errors."""
         self._reports.clear()
         self._first.fill_(_NONE)
 
 
 @cache
 def errors_on(device: torch.device) -> DeferredErrors:
-    """Those of a device: a mini-batch's kernels stop each other, whatever module they are of."""
+    """The errors of a device. All modules share them: an error in one stops updates in all."""
     return DeferredErrors(device)
 
 
 def _unexplained(position: int) -> Exception:
-    return AssertionError(f"an id at position {position} is no row, and its lookup did not say so")
+    return AssertionError(f"id at position {position} is out of range, but no lookup reported it")
 
 
-def _has_come(report: _Report) -> bool:
+def _has_arrived(report: _Report) -> bool:
     return report.event is None or bool(report.event.query())  # type: ignore[no-untyped-call]
 
 
@@ -139,17 +140,17 @@ def _error(first: int, explain: Callable[[int], Exception]) -> Exception:
     if kind == BAD_BOUND:
         return MalformedBags(
             f"offsets must begin at 0, not decrease and not exceed the number of values; number "
-            f"{position} does not; bags of the CPU say more, try the mini-batch there"
+            f"{position} does not; for a more precise error, look up the mini-batch on "
+            "the CPU"
         )
     if kind == BAD_WEIGHT:
         return ValueError(
-            f"weights of lookups must be numbers, got nan at position {position}; find what "
-            "computes it"
+            f"weights of lookups must be numbers, got nan at position {position}; check the code "
+            "that computes it"
         )
     if kind == BAD_GRADIENT:
         return NonFiniteGradient(
-            "the gradient of rows looked up before has nan or inf in it, and no row was updated "
-            "since; find what computes it (a learning rate too high, log(0), float16 without "
-            "GradScaler)"
+            "the gradient of an earlier lookup has nan or inf in it, and no row was updated since; "
+            "check for a learning rate that is too high, log(0), or float16 without GradScaler"
         )
     return explain(position)

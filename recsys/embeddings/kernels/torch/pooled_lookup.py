@@ -1,6 +1,6 @@
-"""Pooled lookup in operations of torch; see `cpu.pooled_lookup` for the contract.
+"""Pooled lookup with torch operations; see `cpu.pooled_lookup` for the contract.
 
-A bag's rows are added in their order, by `segment_reduce`, so a result repeats to the bit.
+`segment_reduce` adds a bag's rows in lookup order, so results are bitwise reproducible.
 
 Letters: B samples, F features, L lookups, N values, D dim, W columns of the output.
 """
@@ -38,14 +38,14 @@ def pooled_lookup(
 
     Args:
         space: The tables.
-        lookups: What is looked up where.
+        lookups: Which features are looked up in which tables.
         bags: The input.
-        result: (B, W) or, of vectors of one dim, (B, F, D), contiguous, in the dtype that rows are
-            computed in; other columns are left alone.
+        result: (B, W), or (B, F, D) if all have one dim; contiguous, in the compute dtype. Columns
+            without a lookup do not change.
 
     Returns:
-        -1: that a value is no row, or anything else wrong, is noted in `space.errors`, and what
-        would depend on it in `result` is then undefined.
+        Always -1. Errors of the input are recorded in `space.errors`; parts of `result` that depend
+        on invalid input are undefined.
     """
     if not bags.batch_size or not len(lookups.tables):
         return -1
@@ -65,14 +65,16 @@ def pooled_lookup(
 def row_gradient_dots(
     space: TorchRows, lookups: Lookups, bags: TorchBags, gradient: Tensor, result: Tensor
 ) -> None:
-    """The gradient of every value's weight: its row times its bag's gradient, shared out by a mean.
+    """The gradient of per-sample weights: the dot product of each row and its bag's gradient.
+
+    For mean pooling, it is divided by the length of the bag.
 
     Args:
         space: The tables.
-        lookups: What was looked up where.
+        lookups: Which features were looked up in which tables.
         bags: The input.
-        gradient: Of the pooled rows, (B, W).
-        result: (N,), added to, for a feature may be looked up in several tables.
+        gradient: Gradient of the pooled rows, (B, W).
+        result: (N,); the gradient is added, since a feature may be looked up in several tables.
     """
     if not bags.batch_size or not len(bags.values):
         return
@@ -87,7 +89,7 @@ def row_gradient_dots(
 
 
 def _pool(space: TorchRows | TieredRows, layer: Layer, bags: TorchBags) -> Tensor:
-    """(B * L, D)."""
+    """The pooled rows, (B * L, D)."""
     rows_N, _, _ = locate(space, layer, bags._replace(is_mean=False))
     rows_ND = space.read(rows_N)
     if bags.weights is not None:

@@ -1,4 +1,4 @@
-"""Rounding to 16 bits in operations of torch: the hash of the reference, by int64 that wraps."""
+"""Rounding to 16 bits with torch operations; int64 overflow gives the hash of the reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GOLDEN, _FACTOR1, _FACTOR2 = (
 
 
 def fold(key: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """What the hash makes of a key and one more number; 64 bits, as int64."""
+    """The hash of a key and one more number; 64 bits, as int64."""
     mixed = key + (number + 1) * _GOLDEN
     mixed = (mixed ^ _shifted(mixed, 30)) * _FACTOR1
     mixed = (mixed ^ _shifted(mixed, 27)) * _FACTOR2
@@ -22,13 +22,12 @@ def fold(key: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
 
 
 def round_rows(values: torch.Tensor, dtype: torch.dtype, keys: torch.Tensor | None) -> torch.Tensor:
-    """What `narrow` makes of rows, in a kernel.
+    """Round rows to 16 bits, like `narrow` of the CPU kernels.
 
     Args:
-        values: Computed.
+        values: The rows.
         dtype: bfloat16 or float16.
-        keys: What the hash has made of each row and all that comes before it; None rounds to
-            nearest.
+        keys: The hash of (seed, step, table, row) for each row; None to round to nearest.
 
     Shape:
         values (U, D) float32; keys (U,) int64; result (U, D).
@@ -41,5 +40,5 @@ def round_rows(values: torch.Tensor, dtype: torch.dtype, keys: torch.Tensor | No
 
 
 def _shifted(number: torch.Tensor, places: int) -> torch.Tensor:
-    """To the right, zeros from the left."""
+    """Logical shift to the right."""
     return (number >> places) & ((1 << (64 - places)) - 1)

@@ -1,10 +1,10 @@
 """Tables of one dim as one tensor: row = first row of the table + id.
 
-Operations of torch index one tensor, not several. So tables of one row space lie in one allocation,
-of which each `weight` is a view. A module of ours allocates them so; tables that come from
-elsewhere are moved into one, once, and stay the very `Parameter`s that they were.
+Torch operations index one tensor, not several. So the tables of one row space share one allocation,
+and each `weight` is a view of it. recsys modules allocate their tables this way. Other tables are
+copied into one allocation once, and stay the same `Parameter` objects.
 
-Letters: T tables, R rows, U rows asked for, D dim.
+Letters: T tables, R rows, U requested rows, D dim.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ __all__ = ["RowNumbers", "TorchRowSpace", "TorchRows", "upload"]
 
 
 class RowNumbers:
-    """Rows of several tables under one number: first row of the table + id.
+    """Numbers the rows of several tables: row = first row of the table + id.
 
     Args:
-        first_rows: Of each table, (T,); any of a table without rows.
+        first_rows: Number of each table's first row, (T,); arbitrary for a table without rows.
         sizes: E of each table.
-        num_rows: R, more than any number of a row.
+        num_rows: R; greater than every row number.
         dim: D.
-        dtype: Of the rows.
-        device: Where they are.
+        dtype: Dtype of the rows.
+        device: Device of the rows.
 
     Attributes:
-        first_rows: As given, and so are `sizes`, `num_rows`, `dim` and `device`.
-        is_narrow: Whether rows are rounded as they are written.
-        compute_dtype: What gradients, state and pooled rows have.
-        errors: What is wrong with lookups.
-        layers: Lookups as tensors, by lookups and number of features; see `bags`.
+        first_rows: As given, like `sizes`, `num_rows`, `dim` and `device`.
+        is_narrow: Whether rows are rounded when they are written.
+        compute_dtype: The dtype of gradients, state and pooled rows.
+        errors: Errors of lookups that are still to be raised.
+        layers: Cached layers, by lookups and number of features; see `bags`.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class RowNumbers:
         self._firsts: Tensor | None = None
 
     def numbers_of(self, sequence: Sequence[int]) -> Tensor:
-        """Some numbers as a tensor of int64 beside the rows."""
+        """Numbers as an int64 tensor on the device of the rows."""
         return upload(np.array(sequence, np.int64), self.device)
 
     def table_of(self, rows: Tensor) -> Tensor:
-        """Which table has each row, (U,) int64."""
+        """The table of each row, (U,) int64."""
         if self._starts is None:
             held = [number for number, size in enumerate(self.sizes) if size]
             held.sort(key=self.first_rows.__getitem__)
@@ -84,62 +84,61 @@ class RowNumbers:
         return tables_T[torch.searchsorted(starts_T, rows, right=True) - 1]
 
     def ids_of(self, rows: Tensor) -> Tensor:
-        """Each row's number in its table, (U,) int64."""
+        """The id of each row in its table, (U,) int64."""
         if self._firsts is None:
             self._firsts = self.numbers_of(self.first_rows)
         return rows - self._firsts[self.table_of(rows)]
 
 
 class TorchRows(RowNumbers, ABC):
-    """One tensor that kernels read rows from, and write them to.
+    """One tensor in which kernels read and write rows.
 
     Attributes:
-        rows: (R, D).
+        rows: The tensor, (R, D).
     """
 
     rows: Tensor
 
     def read(self, rows: Tensor) -> Tensor:
-        """Some rows, in the dtype that is computed in.
+        """Read rows in the compute dtype.
 
         Shape:
-            rows (U,) int64, any number at or behind R for a row that will not be used; result
-            (U, D).
+            rows (U,) int64, R or more for a result that the caller ignores; result (U, D).
         """
         if not len(self.rows):
             return self.rows.new_zeros(len(rows), self.dim, dtype=self.compute_dtype)
         return self.rows.index_select(0, rows.clamp(max=len(self.rows) - 1)).to(self.compute_dtype)
 
     @abstractmethod
-    def follow(self, rows: Tensor, other: Any, tables: Sequence[int]) -> Tensor:
-        """Rows of another space (rows) as rows of this (their state).
+    def translate(self, rows: Tensor, other: Any, tables: Sequence[int]) -> Tensor:
+        """Translate row numbers of another space (of rows) to this one (of their state).
 
         Args:
-            rows: (U,) int64, of tables that both have rows of.
-            other: Where they are rows; of the same kind.
-            tables: Which these are.
+            rows: Row numbers in `other`, (U,) int64.
+            other: A space of the same class, over the same tables.
+            tables: The tables that the rows belong to; both spaces have rows of them.
         """
 
 
 class TorchRowSpace(TorchRows, AbstractRowSpace):
-    """The same over several tables, one behind the other.
+    """One tensor over several tables, one after the other.
 
     Args:
-        tables: Contiguous, of one dtype and dim, on one device. Where they do not lie in one
-            allocation, they do afterwards: their `data` is moved.
+        tables: Contiguous, of one dtype and dim, on one device. If they are in different
+            allocations, their `data` is copied into one.
 
     Attributes:
-        rows: (R, D); rows between tables, if any, are not ours.
-        tables: Views of them, which share their memory and their versions.
+        rows: (R, D); rows between the tables, if any, are not used.
+        tables: Views of the tables, which share their memory and their versions.
 
     Raises:
-        ValueError: the tables are not as above, or share memory, so that they cannot be moved.
+        ValueError: the tables are not as above, or they overlap and need to be copied.
     """
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
         AbstractRowSpace.__init__(self, tables)
-        if not _lie_together(tables, self.dim):
-            _move_together(tables, self.dim)
+        if not _share_allocation(tables, self.dim):
+            _copy_to_one_allocation(tables, self.dim)
             AbstractRowSpace.__init__(self, tables)
         dim, held = self.dim, [table for table in self.tables if table.numel()]
         low = min((table.storage_offset() for table in held), default=0)
@@ -147,7 +146,7 @@ class TorchRowSpace(TorchRows, AbstractRowSpace):
         like = self.tables[0]
         self.rows = torch.empty(0, dim, dtype=like.dtype, device=like.device)
         if held:
-            # Neither autograd nor the version of any table is to know of it.
+            # Made by `set_`, so that it is no view to autograd and has a version of its own.
             storage = held[0].untyped_storage()
             self.rows.set_(storage, low, ((high - low) // dim, dim), (dim, 1))
         first_rows = [
@@ -157,7 +156,7 @@ class TorchRowSpace(TorchRows, AbstractRowSpace):
         RowNumbers.__init__(self, first_rows, sizes, len(self.rows), dim, like.dtype, like.device)
         self._shifts: tuple[list[int], Tensor | None] = ([], None)
 
-    def follow(self, rows: Tensor, other: TorchRowSpace, tables: Sequence[int]) -> Tensor:
+    def translate(self, rows: Tensor, other: TorchRowSpace, tables: Sequence[int]) -> Tensor:
         """See `TorchRows`."""
         shifts = [0] * len(self.first_rows)
         for table in tables:
@@ -171,29 +170,30 @@ class TorchRowSpace(TorchRows, AbstractRowSpace):
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array on a device; nobody waits for it to get there."""
+    """Copy an array to a device; the host does not wait for the copy."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _lie_together(tables: Sequence[Tensor], dim: int) -> bool:
+def _share_allocation(tables: Sequence[Tensor], dim: int) -> bool:
+    """Whether the tables are in one allocation, a multiple of the dim apart."""
     held = [table for table in tables if table.numel()]
     storages = {table.untyped_storage().data_ptr() for table in held}
     places = {table.storage_offset() % dim for table in held}
     return len(storages) <= 1 and len(places) <= 1
 
 
-def _move_together(tables: Sequence[Tensor], dim: int) -> None:
-    """Into one allocation, in order."""
+def _copy_to_one_allocation(tables: Sequence[Tensor], dim: int) -> None:
+    """Copy the tables into one allocation, in order."""
     held = sorted((table.data_ptr(), table.nbytes) for table in tables if table.numel())
     if any(
         address + num_bytes > following for (address, num_bytes), (following, _) in pairwise(held)
     ):
         raise ValueError(
-            "tables on a device are brought into one allocation, and these share memory, which "
-            "they would not any more; give the modules one Parameter, or clones"
+            "tables on a device must not overlap in memory, because they are copied into one "
+            "allocation; use one Parameter for them, or clones"
         )
     first = tables[0]
     rows = torch.empty(sum(map(len, tables)), dim, dtype=first.dtype, device=first.device)

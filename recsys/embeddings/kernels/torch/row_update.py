@@ -1,11 +1,11 @@
-"""Row update in operations of torch; see `cpu.row_update` for the contract.
+"""Row update with torch operations; see `cpu.row_update` for the contract.
 
-    1. Lookups are sorted by row, those of a row stay in lookup order.
-    2. Each run's gradients are added, in that order, by `segment_reduce`.
-    3. Rows and state are read, moved by `row_steps` and written.
+    1. Sort lookups by row; those of one row stay in lookup order.
+    2. Sum the gradients of each row in that order, by `segment_reduce`.
+    3. Read rows and state, update them by `row_steps`, and write them.
 
-How many distinct rows there are only the device knows. So there are places for as many as there
-are lookups; what is left over repeats the first row, and writes the same numbers to the same place.
+Only the device knows how many distinct rows there are. So there is a place for every lookup; the
+places left over repeat the first row, and write the same numbers to the same memory.
 
 Letters: T tables, R rows, N lookups, U places for distinct rows (N of them), D dim.
 """
@@ -39,12 +39,12 @@ __all__ = ["Merged", "merge_by_row", "row_update"]
 
 
 class Merged(NamedTuple):
-    """A ledger, row by row.
+    """The gradients of a ledger, summed by row.
 
     Attributes:
-        rows: Distinct ones; behind the last one the first again. (U,) int64.
-        sums: Of each row's gradients, (U, D).
-        is_row: False where no lookup has a row, (U,); then `rows` is any.
+        rows: Distinct rows, then the first one repeated, (U,) int64.
+        sums: The sum of each row's gradients, (U, D).
+        is_row: False if no lookup has a valid row, (U,); then `rows` are arbitrary.
     """
 
     rows: Tensor
@@ -60,22 +60,23 @@ def row_update(
     ledger: Sequence[LedgerEntry],
     keys_T: NDArray[Any] = TO_NEAREST,
 ) -> None:
-    """Sum what the ledger holds for each row, in lookup order, and move each row once.
+    """Sum each row's gradients in lookup order, and update each row once.
 
-    As long as an error is noted that nobody has raised, all stay where they are.
+    While a recorded error has not been raised, no row is updated.
 
     Args:
         space: The tables.
-        states: The tables' state, in the order of the optimizer's `state_sizes`.
+        states: The tables' state arrays, in the order of the optimizer's `state_sizes`.
         optimizer: The formula.
-        rates_T2: What the optimizer's `rate_and_eps` gives for each table's learning rate and step.
+        rates_T2: `rate_and_eps` of the optimizer, for each table's learning rate and step.
         ledger: One entry per backward pass since the last update, in order; bags are `TorchBags`.
-        keys_T: Of rows of 16 bits, to be rounded stochastically: `table_key` of each table, uint64.
+        keys_T: `table_key` of each table, uint64, for stochastic rounding to 16 bits.
 
     Raises:
-        IdOutOfRange: an input before was wrong, and so are the others; see `DeferredErrors`.
-        MalformedBags: likewise.
-        ValueError: likewise.
+        IdOutOfRange: an id of an earlier lookup is not a row of its table.
+        MalformedBags: the offsets of an earlier lookup are invalid.
+        NonFiniteGradient: a gradient of an earlier update has nan or inf in it.
+        ValueError: a per-sample weight of an earlier lookup is nan.
     """
     space.errors.poll()
     merged = merge_by_row(space, ledger)
@@ -83,14 +84,14 @@ def row_update(
         return
     rows_U, sums_UD, is_row = merged
     space.errors.note(BAD_GRADIENT, (is_row & ~sums_UD.isfinite().all(1)).any().view(1))
-    is_moved = (is_row & space.errors.is_clear()).unsqueeze(1)
+    is_updated = (is_row & space.errors.is_clear()).unsqueeze(1)
     tables = sorted({table for entry in ledger for table in entry.lookups.distinct_tables})
     rate, eps = _rates(space, rates_T2, tables, rows_U)
-    places = [state.follow(rows_U, space, tables) for state in states]
+    places = [state.translate(rows_U, space, tables) for state in states]
     before = [state.rows.index_select(0, at) for state, at in zip(states, places, strict=True)]
-    change, moved = row_steps(optimizer, before, sums_UD, rate, eps)
-    for state, at, old, new in zip(states, places, before, moved, strict=True):
-        state.rows.index_copy_(0, at, torch.where(is_moved, new, old))
+    change, updated = row_steps(optimizer, before, sums_UD, rate, eps)
+    for state, at, old, new in zip(states, places, before, updated, strict=True):
+        state.rows.index_copy_(0, at, torch.where(is_updated, new, old))
     old = space.rows.index_select(0, rows_U)
     new = old.to(sums_UD.dtype) - change
     if space.is_narrow:
@@ -99,15 +100,15 @@ def row_update(
             of_tables = upload(keys_T.view(np.int64), rows_U.device)[space.table_of(rows_U)]
             keys = fold(of_tables, space.ids_of(rows_U))
         new = round_rows(new, old.dtype, keys)
-    space.rows.index_copy_(0, rows_U, torch.where(is_moved, new, old))
+    space.rows.index_copy_(0, rows_U, torch.where(is_updated, new, old))
 
 
 def merge_by_row(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Merged | None:
-    """The sum of each row's gradients; None where nothing was looked up.
+    """Sum the gradients of each row; None if the ledger has no lookups.
 
     Args:
         space: The tables.
-        ledger: As for `row_update`.
+        ledger: One entry per backward pass, in order; bags are `TorchBags`.
     """
     rows, sources, scales, gradients = _joined(space, list(_parts(space, ledger)))
     num_rows, num_places = space.num_rows, len(rows)
@@ -117,7 +118,7 @@ def merge_by_row(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Merged | No
     is_first = torch.ones_like(rows_N, dtype=torch.bool)
     torch.ne(rows_N[1:], rows_N[:-1], out=is_first[1:])
     run_N = is_first.cumsum(0) - 1
-    # Where each run begins; at the end where there is no such run.
+    # Where each run begins; numbers without a run get the end.
     numbers = torch.arange(num_places + 1, device=rows.device)
     starts = torch.searchsorted(run_N, numbers)
     in_order = gradients.index_select(0, sources[order_N])
@@ -134,7 +135,7 @@ def merge_by_row(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Merged | No
 
 
 def _parts(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Iterator[tuple[Located, Tensor]]:
-    """Every entry's lookups, and the gradients that their sources number."""
+    """The located lookups of every entry, and the gradients that their sources index."""
     for lookups, any_bags, gradient, *_ in ledger:
         bags: Any = any_bags  # `TorchBags`
         if not bags.batch_size or not len(lookups.tables):
@@ -155,7 +156,7 @@ def _parts(space: TorchRows, ledger: Sequence[LedgerEntry]) -> Iterator[tuple[Lo
 def _joined(
     space: TorchRows, parts: Sequence[tuple[Located, Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """All parts as one: rows, sources, scales, gradients."""
+    """Join all parts: their rows, sources, scales and gradients."""
     if not parts:
         none = torch.empty(0, dtype=torch.int64, device=space.rows.device)
         return none, none, None, space.rows.new_empty(0, space.dim)
@@ -185,9 +186,9 @@ def _joined(
 def _rates(
     space: TorchRows, rates_T2: NDArray[np.float64], tables: Sequence[int], rows: Tensor
 ) -> tuple[float | Tensor, float | Tensor]:
-    """Rate and eps: numbers where all tables have the same, as they nearly always do."""
-    of_moved = rates_T2[list(tables)]
-    if (of_moved == of_moved[0]).all():
-        return float(of_moved[0, 0]), float(of_moved[0, 1])
+    """Rate and eps; plain numbers if all tables have the same, which is the usual case."""
+    of_updated = rates_T2[list(tables)]
+    if (of_updated == of_updated[0]).all():
+        return float(of_updated[0, 0]), float(of_updated[0, 1])
     rates = upload(rates_T2.copy(), rows.device).to(space.compute_dtype)[space.table_of(rows)]
     return rates[:, :1], rates[:, 1:]

@@ -1,10 +1,10 @@
-"""Rows in slots, and rows in either tier, for kernels made of torch's operations.
+"""Rows in slots, and rows in either tier, for the torch kernels.
 
     SlotRows     a slot's number is its row's number; for training
     TieredRows   row numbers count over all tables; a row is read from its slot, or from a copy if
                  it has no slot; for evaluation
 
-Letters: T tables, R rows of all tables, S slots, M rows without a slot, U rows asked for, D dim.
+Letters: T tables, R rows of all tables, S slots, M rows without a slot, U requested rows, D dim.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ __all__ = ["SlotRows", "TieredRows", "number_rows"]
 
 
 def number_rows(sizes: Sequence[int], dim: int, rows: Tensor) -> RowNumbers:
-    """Rows of all tables, counted one table after the other.
+    """Number the rows of all tables, one table after the other.
 
     Args:
         sizes: E of each table.
         dim: D.
-        rows: Of their dtype, on their device.
+        rows: A tensor that has the dtype and the device of the rows.
     """
     first_rows = [sum(sizes[:table]) for table in range(len(sizes))]
     return RowNumbers(first_rows, sizes, sum(sizes), dim, rows.dtype, rows.device)
 
 
 class SlotRows(TorchRows):
-    """Slots, once for every table: slot s is row s, whatever the table.
+    """Slots as a row space: slot s is row s of every table.
 
     Args:
-        rows: (S, D), or of a state array (S, size).
-        slots: What they hold.
-        numbers: The rows of all tables.
+        rows: The rows in the slots, (S, D), or one of their state arrays, (S, size).
+        slots: Which row each slot holds.
+        numbers: Numbers of the rows of all tables.
 
     Attributes:
-        tables: The rows alone.
-        computed: The dtype that is computed in.
+        tables: A list of `rows` alone.
+        computed: The compute dtype.
     """
 
     def __init__(self, rows: Tensor, slots: TorchSlots, numbers: RowNumbers) -> None:
@@ -62,27 +62,27 @@ class SlotRows(TorchRows):
         self._slots, self._numbers = slots, numbers
 
     def table_of(self, rows: Tensor) -> Tensor:
-        """Which table's row each slot holds, (U,) int64; of an empty one, any."""
+        """The table of the row in each slot, (U,) int64; arbitrary for an empty slot."""
         return self._numbers.table_of(self._slots.row_of_slot[rows].long())
 
     def ids_of(self, rows: Tensor) -> Tensor:
-        """Which row of its table each slot holds, (U,) int64; of an empty one, any."""
+        """The id in its table of the row in each slot, (U,) int64; arbitrary for an empty slot."""
         return self._numbers.ids_of(self._slots.row_of_slot[rows].long())
 
-    def follow(self, rows: Tensor, other: Any, tables: Sequence[int]) -> Tensor:
-        """See `TorchRows`: state is in the slot of its row."""
+    def translate(self, rows: Tensor, other: Any, tables: Sequence[int]) -> Tensor:
+        """See `TorchRows`; a row's state has the row's slot."""
         return rows
 
 
 class TieredRows(RowNumbers):
-    """Rows of all tables, to be read where they are.
+    """Rows of all tables, read from slots or, if they have none, from copies.
 
     Args:
-        numbers: Of the rows.
-        slots: What slots hold.
-        slot_rows: (S, D).
-        others: Rows that are in no slot, in ascending order, (M,) int64.
-        other_rows: Copies of them, (M, D).
+        numbers: Numbers of the rows of all tables.
+        slots: Which row each slot holds.
+        slot_rows: The rows in the slots, (S, D).
+        others: Rows without a slot, in ascending order, (M,) int64.
+        other_rows: Copies of these rows, (M, D).
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class TieredRows(RowNumbers):
             slot_rows.dtype,
             slot_rows.device,
         )
-        self.layers = numbers.layers  # which are the same, and take a way to the device to make
+        self.layers = numbers.layers  # the same layers; making them would copy to the device
         self._slots, self._slot_rows = slots, slot_rows
         self._others, self._other_rows = others, other_rows
 
     def read(self, rows: Tensor) -> Tensor:
-        """Some rows, in the dtype that is computed in; see `TorchRows`."""
+        """Read rows in the compute dtype; see `TorchRows`."""
         slots_U = slots_of(self._slots, rows.clamp(max=self.num_rows))
         found = self._slot_rows.index_select(0, slots_U.clamp(min=0))
         if len(self._others):

@@ -1,4 +1,4 @@
-"""The map of the slots on a device, in operations of torch.
+"""The map of the slots on a device, with torch operations.
 
 The arrays are those of `cpu.slots`, with the same dtypes and meaning, and one place more than
 there are rows or slots: a row without a slot, or a slot without a row, points to the last place.
@@ -287,9 +287,9 @@ def claim(
 
     Args:
         slots: Changed in place; at least one.
-        rows_U: Of `distinct_rows`.
-        num_looked_at: W: the claim takes slots among so many from the hand on; None for all.
-        first_slot: All slots before it are pinned, and not looked at.
+        rows_U: The result of `distinct_rows`.
+        num_looked_at: W: the claim considers this many slots from the hand on; None for all.
+        first_slot: All slots before it are pinned and not considered.
 
     Returns:
         The slot of each row, (U,), `NOWHERE` where there is no row, or not enough slots; and the

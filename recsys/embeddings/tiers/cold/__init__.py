@@ -1,1 +1,1 @@
-"""Cold stores: every row and its state, in slower memory."""
+"""Cold stores: slower memory that holds every row and its state."""

@@ -1,12 +1,12 @@
-"""A folder of arrays on disk: the rows and the state of tables that need not fit in memory.
+"""A folder of arrays on disk: the rows and the state of tables that may be larger than memory.
 
-    FOLDER/arrays.json           names, shapes and dtypes; whether what is there is whole
-    FOLDER/lock                  held as long as somebody has the folder open
-    FOLDER/t_cat_0.weight.bin    one array: numbers alone, row after row
+    FOLDER/arrays.json           the manifest: names, shapes, dtypes, and whether it is dirty
+    FOLDER/lock                  locked while a process has the folder open
+    FOLDER/t_cat_0.weight.bin    one array: its numbers, row after row, without a header
 
-A file has its whole length from the beginning: a disk that is too small says so then. From the
-first use on the folder is marked dirty, until `sync` has brought every byte to the disk. One that a
-crash has left dirty has newer rows beside older ones, and is refused.
+Files are allocated at full length when they are made, so a disk that is too small is an error then.
+The first write marks the folder dirty; `sync` writes every byte to the disk and marks it clean. A
+crash leaves the folder dirty: it may mix newer and older rows, so it is refused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class _Kind:
-    """What an array is, as `arrays.json` has it."""
+    """The shape and dtype of an array, as in `arrays.json`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -62,12 +62,12 @@ class _Kind:
 
 @dataclass(frozen=True)
 class OpenArray:
-    """An array and its file.
+    """An array and its open file.
 
     Attributes:
-        path: Of the file.
-        descriptor: To read and write it by.
-        tensor: The same bytes, mapped into memory.
+        path: Path of the file.
+        descriptor: Its file descriptor, open for reading and writing.
+        tensor: The array, mapped into memory.
     """
 
     path: Path
@@ -78,21 +78,22 @@ class OpenArray:
 class ColdFiles:
     """The arrays of one folder, locked and open.
 
-    Files that were made for a module whose construction was refused go with it: they stay from
-    `take_over` on.
+    New files are deleted with this object, unless `keep_files` was called: a module calls it when
+    its construction has succeeded.
 
     Args:
-        folder: Made where there is none. Of one that has tables, these must be the ones.
+        folder: Created if it does not exist. If it has tables, they must be exactly `tables`.
         tables: Shape and dtype of every table, by name.
 
     Attributes:
-        folder: Where the files are.
-        is_new: Whether the tables were made just now; then they are zeros.
+        folder: The folder.
+        is_new: Whether the tables were just made; they are then zeros.
+        numbers: Further state of each table, such as its step count, as of the last `sync`.
 
     Raises:
-        ColdTierDirty: a crash has left rows there that are not whole.
-        ColdTierError: the folder cannot be written, has other tables or files of another length, is
-            in use, or there is no room for the tables; what was there is still there.
+        ColdTierDirty: a crash has left the folder dirty.
+        ColdTierError: the folder cannot be written, is in use, has other tables or files of another
+            length, or the disk has no room for the tables. Existing files do not change.
     """
 
     def __init__(
@@ -101,9 +102,9 @@ class ColdFiles:
         self.folder = Path(folder)
         self._open: dict[tuple[str, str], OpenArray] = {}
         self._by_address: dict[int, OpenArray] = {}
-        self._expects_lookups = self._is_taken_over = False
-        # Rows are written back in the background, arrays made in the foreground: who writes the
-        # manifest, or relies on its being written, has this.
+        self._expects_lookups = self._is_kept = False
+        # Protects the manifest: the transfer thread marks the folder dirty when it writes rows
+        # back, while the main thread makes arrays.
         self._guard = threading.RLock()
         self._lock = _lock(self.folder)
         try:
@@ -127,44 +128,44 @@ class ColdFiles:
             raise
 
     def array(self, table: str, name: str = "weight") -> Tensor | None:
-        """An array; None where there is none of this name.
+        """An array; None if there is none of this name.
 
         Args:
-            table: Its name.
-            name: "weight", or that of a state array.
+            table: Name of the table.
+            name: "weight", or the name of a state array.
         """
         known = self._open.get((table, name))
         return None if known is None else known.tensor
 
     def begin_with(self, table: str, values: Tensor | None) -> Tensor:
-        """A table, for its module.
+        """The rows of a table, initialized if values are given.
 
         Args:
-            table: Its name.
-            values: To begin with; None for those that are there.
+            table: Name of the table.
+            values: Initial values; None to keep the rows in the file.
 
         Raises:
-            ColdTierError: there are rows already, and values too.
+            ColdTierError: values are given, but the folder already has rows.
         """
         rows = self._open[table, "weight"].tensor
         if values is not None:
             if not self.is_new:
                 raise ColdTierError(
-                    f"{self.folder} has rows of table {table!r} already, and others are given; "
-                    "leave those out, or choose another cold_path"
+                    f"{self.folder} already has rows of table {table!r}, so no initial values may "
+                    "be given; leave them out, or choose another cold_path"
                 )
             rows.copy_(values)
         return rows
 
     def state_names(self, table: str) -> list[str]:
-        """Of a table's state arrays."""
+        """Names of a table's state arrays."""
         return [name for owner, name in self._open if owner == table and name != "weight"]
 
     def make(self, table: str, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A new array of zeros.
+        """Make an array of zeros.
 
         Raises:
-            ColdTierError: there is no room for it.
+            ColdTierError: the disk has no room for it.
         """
         key = table, name
         with self._guard:
@@ -174,10 +175,10 @@ class ColdFiles:
         return self._open[key].tensor
 
     def keep(self, table: str, name: str, values: Tensor) -> Tensor:
-        """Have an array of these values, in the place of the one of this name, if there is one.
+        """Store values in an array, which is made if it does not exist.
 
         Raises:
-            ColdTierError: there is no room for it, or the one there is has another shape.
+            ColdTierError: the disk has no room, or the existing array has another shape or dtype.
         """
         known = self.array(table, name)
         if known is None:
@@ -185,32 +186,32 @@ class ColdFiles:
         elif (known.shape, known.dtype) != (values.shape, values.dtype):
             raise ColdTierError(
                 f"{self.folder}: {name!r} of table {table!r} is "
-                f"{_words(self._kinds[table, name])}, and must become "
+                f"{_words(self._kinds[table, name])}, got "
                 f"{_words(_Kind.of(values.shape, values.dtype))}; load it into a new cold_path"
             )
         self.mark_dirty()
         return known.copy_(values)
 
     def find(self, tensor: Tensor) -> OpenArray | None:
-        """The array that a tensor is; None where it lies elsewhere."""
+        """The array that a tensor maps; None if the tensor has other memory."""
         return self._by_address.get(tensor.data_ptr())
 
     def mark_dirty(self) -> None:
-        """Rows are about to be newer here than there.
+        """Mark the folder dirty; call it before rows in the files change.
 
         Raises:
-            OSError: it cannot be noted; none may be then.
+            OSError: the manifest cannot be written; rows must not change then.
         """
         with self._guard:
             if not self._is_dirty:
                 self._set_dirty(True)
 
     def expect(self, *, lookups: bool) -> None:
-        """Say how mapped tensors are read from now on.
+        """Tell the system how the mapped tensors will be read.
 
         Args:
-            lookups: By rows here and there: reading ahead would bring pages that nobody asks for.
-                Else from the beginning to the end.
+            lookups: True for reads of scattered rows, where read-ahead would load unneeded pages;
+                False for reads from beginning to end.
         """
         if lookups != self._expects_lookups:
             self._expects_lookups = lookups
@@ -218,17 +219,16 @@ class ColdFiles:
                 advise_random(each.tensor, is_random=lookups)
 
     def sync(self, numbers: Mapping[str, Mapping[str, float]]) -> None:
-        """Bring every byte to the disk; the folder is whole until it is marked dirty again.
+        """Write every byte to the disk, and mark the folder clean.
 
         Args:
-            numbers: What else there is of each table's state, such as its steps; kept for whoever
-                opens the folder next.
+            numbers: Further state of each table, such as its step count; stored in the manifest.
 
         Raises:
-            OSError: the disk refuses; the folder stays dirty.
+            OSError: a write failed; the folder stays dirty.
         """
         if not self._is_dirty or self._lock < 0 or not self._manifest.exists():
-            return  # of a folder that was deleted nobody expects anything
+            return  # clean already, closed, or deleted
         for each in self._open.values():
             os.fsync(each.descriptor)
         with self._guard:
@@ -236,7 +236,7 @@ class ColdFiles:
             self._set_dirty(False)
 
     def close(self) -> None:
-        """Let go of files and lock; tensors stay mapped as long as somebody has them."""
+        """Close the files and release the lock; tensors stay mapped while references exist."""
         for each in self._open.values():
             os.close(each.descriptor)
         self._open, self._by_address = {}, {}
@@ -244,12 +244,12 @@ class ColdFiles:
             os.close(self._lock)
             self._lock = -1
 
-    def take_over(self) -> None:
-        """Somebody keeps rows here from now on."""
-        self._is_taken_over = True
+    def keep_files(self) -> None:
+        """Keep new files when this object is deleted."""
+        self._is_kept = True
 
     def discard(self) -> None:
-        """Delete the files if they were made just now, and let go of them."""
+        """Close the files, and delete them if they are new."""
         paths = [self._path_of(key) for key in self._kinds]
         self.close()
         if self.is_new:
@@ -257,7 +257,7 @@ class ColdFiles:
                 path.unlink(missing_ok=True)
 
     def __del__(self) -> None:
-        if getattr(self, "is_new", False) and not self._is_taken_over and self._lock >= 0:
+        if getattr(self, "is_new", False) and not self._is_kept and self._lock >= 0:
             self.discard()
         elif hasattr(self, "_lock"):
             self.close()
@@ -266,7 +266,7 @@ class ColdFiles:
         return self.folder / f"{quote('.'.join(key), safe='')}.bin"
 
     def _make(self, kinds: Mapping[tuple[str, str], _Kind]) -> None:
-        """Make files of zeros: all, or none."""
+        """Make files of zeros: all of them, or none."""
         wanted = sum(kind.num_bytes for kind in kinds.values())
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize
@@ -275,11 +275,12 @@ class ColdFiles:
             return ColdTierError(
                 number,
                 f"{self.folder}: new tables or their state take {format_bytes(wanted)} on disk, "
-                f"and {format_bytes(free)} are free ({os.strerror(number)}); free some, or choose "
-                "another cold_path",
+                f"and {format_bytes(free)} are free ({os.strerror(number)}); free some space, or "
+                "choose another cold_path",
             )
 
-        # Asked first, so that nobody else finds the disk full meanwhile; not every system says.
+        # Checked before allocating, so that the attempt does not fill the disk for other programs.
+        # Some file systems do not report their size.
         if disk.f_blocks and wanted > free:
             raise refused(errno.ENOSPC)
         made: list[Path] = []
@@ -320,28 +321,28 @@ class ColdFiles:
         self._open[key] = self._by_address[flat.data_ptr()] = opened
 
     def _require_empty(self) -> None:
-        """Refuse a folder whose files nobody has told of."""
+        """Refuse a folder that has array files but no manifest."""
         unknown = sorted(self.folder.glob("*.bin"))
         if unknown:
             raise ColdTierError(
-                f"{self.folder}: has {unknown[0].name} and no {self._manifest.name} that tells of "
-                "it; delete what is there, or choose another cold_path"
+                f"{self.folder}: has {unknown[0].name} but no {self._manifest.name} that lists it; "
+                "delete the files there, or choose another cold_path"
             )
 
     def _require(self, wanted: Mapping[tuple[str, str], _Kind]) -> None:
-        """Refuse a folder that is not whole, or has other tables."""
+        """Refuse a folder that is dirty, or has other tables."""
         known = {key: kind for key, kind in self._kinds.items() if key[1] == "weight"}
         for key in {**wanted, **known}:
             if wanted.get(key) != known.get(key):
                 raise ColdTierError(
-                    f"{self.folder}: table {key[0]!r} must be {_words(wanted.get(key))}, and is "
-                    f"{_words(known.get(key))} there; choose another cold_path, or the tables that "
-                    "it was made for"
+                    f"{self.folder}: table {key[0]!r} must be {_words(wanted.get(key))}, but is "
+                    f"{_words(known.get(key))} there; choose another cold_path, or use the tables "
+                    "that the folder was made for"
                 )
         if self._is_dirty:
             raise ColdTierDirty(
-                f"{self.folder}: rows were being moved when the process that had them ended, so "
-                f"newer ones lie beside older ones; {_begin_anew(self.folder)}"
+                f"{self.folder}: the process that used it ended before all rows were written, so "
+                f"it may mix newer and older rows; {_begin_anew(self.folder)}"
             )
 
     @property
@@ -357,7 +358,7 @@ class ColdFiles:
             raise
 
     def _write_manifest(self) -> None:
-        """Replace the manifest in one step: a reader finds the old one or the new one, whole."""
+        """Replace the manifest atomically: readers see the whole old one or the whole new one."""
         arrays = [
             {"table": key[0], "name": key[1], **asdict(kind)} for key, kind in self._kinds.items()
         ]
@@ -399,17 +400,18 @@ def open_cold_files(
     *,
     has_budget: bool,
 ) -> ColdFiles | None:
-    """The files that a module's arguments ask for; None where they ask for none.
+    """Open the files that a module's arguments ask for; None for cold_tier="host".
 
     Args:
         cold_tier: One of `COLD_TIERS`.
-        cold_path: The folder, of "file" alone.
+        cold_path: The folder, for "file" only.
         tables: Shape and dtype of every table, by name.
-        has_budget: Whether the module has a budget, or a plan that brings one.
+        has_budget: Whether the module has a budget, its own or from a plan.
 
     Raises:
-        ColdTierError: see `ColdFiles`.
-        ConfigError: the arguments do not go together.
+        ColdTierDirty: a crash has left the folder dirty.
+        ColdTierError: the folder cannot be used; see `ColdFiles`.
+        ConfigError: the arguments contradict each other.
     """
     if cold_tier not in COLD_TIERS:
         raise ConfigError(f"cold_tier must be one of {COLD_TIERS}, got {cold_tier!r}")
@@ -424,17 +426,17 @@ def open_cold_files(
         raise ConfigError("cold_tier='file' needs cold_path=, a folder for its files")
     if not has_budget:
         raise ConfigError(
-            "cold_tier='file' needs budget=, the memory for rows that are used often, and an "
-            "optimizer= that moves them"
+            "cold_tier='file' needs budget=, the fast memory for rows that are used often, and an "
+            "optimizer= that updates them"
         )
     return ColdFiles(cold_path, tables)
 
 
 def require_memory(device: torch.device | str | None) -> None:
-    """Check that a module with rows in files is not without memory, before files are made.
+    """Check that a module with rows in files is not on the meta device, before files are made.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the device is "meta".
     """
     found = torch.get_default_device() if device is None else torch.device(device)
     if found.type == "meta":
@@ -445,24 +447,24 @@ def require_memory(device: torch.device | str | None) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """Have a folder for oneself; it is made where there is none."""
-    import fcntl  # not on every system, as the rest of this package is
+    """Lock a folder for this process; the folder is created if it does not exist."""
+    import fcntl  # does not exist on Windows, where the rest of this package works
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise ColdTierError(
-            f"{folder}: must be a folder that can be written to ({error.strerror}); choose another "
-            "cold_path, or change its permissions"
+            f"{folder}: must be a writable folder ({error.strerror}); choose another cold_path, or "
+            "change its permissions"
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
         raise ColdTierError(
-            f"{folder}: another module or process has these tables open; end it, or choose another "
-            "cold_path"
+            f"{folder}: another module or process has these tables open; close it, or choose "
+            "another cold_path"
         ) from error
     return descriptor
 
@@ -473,6 +475,6 @@ def _words(kind: _Kind | None) -> str:
 
 def _begin_anew(folder: Path) -> str:
     return (
-        f"delete {folder}, make the module anew and load a checkpoint into it (load_state_dict), "
-        "or train from the start"
+        f"delete {folder}, build the module again and load a checkpoint (load_state_dict), or "
+        "train from the start"
     )

@@ -1,8 +1,8 @@
-"""The cold tier on disk: some threads announce rows to the system, then read or write them.
+"""The cold tier on disk: a few threads announce rows to the system, then read or write them.
 
-The system's page cache lies in between: rows in it are read at the speed of memory, and a write
-returns before the disk has written. Files may still be larger than memory, because the cache gives
-way to everything else.
+All reads and writes go through the system's page cache: cached rows are read at the speed of
+memory, and a write returns before the disk has the data. Files may be larger than memory, because
+the system shrinks the cache when other memory is needed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 __all__ = ["FileStore", "arrays_of"]
 
-NUM_THREADS = 4  # a disk that knows the reads beforehand is no faster with more
-_LEAST_SHARE = 16  # rows; waking a thread takes as long as reading some
+NUM_THREADS = 4  # more threads are no faster, because reads are announced
+_LEAST_SHARE = 16  # rows per thread; waking a thread takes as long as reading a few rows
 
 
 class FileStore:
-    """Tables and state that lie in files.
+    """Tables and state in files.
 
     Args:
-        files: Has them.
-        spaces: Says which they are: the tables, then each state array. A table whose rows were
-            never updated has a state array of no rows: its state is zeros.
+        files: The open files.
+        spaces: Returns the tables, then each state array. A table whose rows were never updated has
+            state arrays without rows: its state is zeros.
     """
 
     def __init__(self, files: ColdFiles, spaces: Callable[[], Sequence[RowSpace]]) -> None:
@@ -52,7 +52,7 @@ class FileStore:
         self._move(hot, rows, slots, is_fetch=True)
 
     def write_back(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
-        """Copy slots, rows and state, to where the rows lie; see `ColdStore`."""
+        """Copy rows and their state from slots to the files; see `ColdStore`."""
         self._files.mark_dirty()
         self._move(hot, rows, slots, is_fetch=False)
 
@@ -64,7 +64,7 @@ class FileStore:
         *,
         is_fetch: bool,
     ) -> None:
-        order = np.argsort(rows)  # so one thread reads the rows of one page, one after the other
+        order = np.argsort(rows)  # so that one thread reads the rows of a page consecutively
         rows, slots = rows[order], slots[order]
         for space, memory in zip(self._spaces(), hot.arrays, strict=False):
             arrays = arrays_of(self._files, space.tables)
@@ -89,7 +89,7 @@ class FileStore:
 
         def move(share: int) -> None:
             begin, end = bounds[share : share + 2]
-            if is_fetch or hot.shape[1] % mmap.PAGESIZE:  # whole pages are written unread
+            if is_fetch or hot.shape[1] % mmap.PAGESIZE:  # writes of whole pages read nothing
                 advise_share(descriptors, first_rows, rows, hot.shape[1], begin, end)
             stopped = move_share(descriptors, first_rows, rows, slots, hot, begin, end, is_fetch)
             while stopped != ALL_MOVED:
@@ -102,7 +102,7 @@ class FileStore:
                     descriptors, first_rows, rows, slots, hot, stopped + 1, end, is_fetch
                 )
 
-        with interrupts_held_back():  # no thread may go on after an error
+        with interrupts_held_back():  # no thread may still be running when this raises
             others = [self._start(move, share) for share in range(1, num_shares)]
             try:
                 move(0)
@@ -114,7 +114,7 @@ class FileStore:
     def _start(self, move: Callable[[int], None], share: int) -> Future[None]:
         try:
             return self._threads.submit(move, share)
-        except RuntimeError:  # the process is ending, and starts no thread any more
+        except RuntimeError:  # the process is ending and starts no more threads
             done: Future[None] = Future()
             try:
                 move(share)
@@ -125,14 +125,14 @@ class FileStore:
 
 
 def arrays_of(files: ColdFiles, tables: Sequence[Tensor]) -> list[OpenArray | None]:
-    """The files of tables or states; None for one without rows.
+    """The files of tables or state arrays; None for one without rows.
 
     Args:
-        files: Has them.
+        files: The open files.
         tables: The mapped tensors.
 
     Raises:
-        ColdTierError: a tensor in memory has replaced one of them.
+        ColdTierError: another tensor has replaced a mapped one.
     """
     found = []
     for table in tables:
@@ -140,15 +140,19 @@ def arrays_of(files: ColdFiles, tables: Sequence[Tensor]) -> list[OpenArray | No
         if array is None and len(table):
             raise ColdTierError(
                 f"{files.folder}: a table or state of shape {tuple(table.shape)} is not in its "
-                "file any more, because a tensor in memory has replaced it; copy values instead "
-                "(weight.data.copy_, load_state_dict without assign=True)"
+                "file any more, because a tensor in memory has replaced it; copy values into it "
+                "instead (weight.data.copy_, load_state_dict without assign=True)"
             )
         found.append(array)
     return found
 
 
 def _move_row(array: OpenArray, row: int, memory: NDArray[np.uint8], *, is_fetch: bool) -> None:
-    """Move a row that a kernel could not move, or say why it cannot be moved."""
+    """Move a row that a kernel failed to move, or raise the reason.
+
+    Raises:
+        ColdTierError: the row cannot be read or written, or the file is too short.
+    """
     place = row * len(memory)
     try:
         if is_fetch:
@@ -166,6 +170,6 @@ def _move_row(array: OpenArray, row: int, memory: NDArray[np.uint8], *, is_fetch
         ) from error
     if moved < len(memory):
         raise ColdTierError(
-            f"{array.path}: row {row} ends at byte {place + len(memory)}, and the file at "
-            f"{place + moved}: the file was cut off; load a checkpoint into new tables"
+            f"{array.path}: row {row} ends at byte {place + len(memory)}, but the file ends at "
+            f"{place + moved}: it was cut off; load a checkpoint into new tables"
         )

@@ -1,9 +1,9 @@
-"""The cold tier: every row and its state, in slower memory than the slots.
+"""The cold tier: holds every row and its state, in slower memory than the slots.
 
-`HostStore` is the tables themselves in the machine's memory: `weight` and the optimizer's state.
-`FileStore` (file_store.py) has them in files.
+`HostStore` uses the tables in host memory: `weight` and the optimizer's state. `FileStore`
+(file_store.py) uses files.
 
-Letters: T tables, M rows that move, S slots, D columns: those of the rows, or of their state.
+Letters: T tables, M rows that move, S slots, D columns of the rows or of their state.
 """
 
 from __future__ import annotations
@@ -28,46 +28,51 @@ __all__ = ["ColdStore", "HostStore", "RowMemory"]
 
 
 class RowMemory(Protocol):
-    """The host's memory that rows are copied to: the slots, or places on the way to a device."""
+    """Host memory that a cold store copies rows to: the slots, or staging for a device."""
 
     @property
     def arrays(self) -> Sequence[NDArray[Any]]:
-        """Of rows, (S, D), then of each state, (S, size); or of rows alone."""
+        """The rows, (S, D), then each state array, (S, size); or the rows alone."""
 
     @property
     def first_rows(self) -> NDArray[np.uint64]:
-        """Where each table's rows begin among all, (T + 1,)."""
+        """Where each table's rows begin among the rows of all tables, (T + 1,)."""
 
 
 class ColdStore(Protocol):
-    """Where rows are fetched from and written back to."""
+    """The memory that rows are fetched from and written back to."""
 
     def fetch(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Copy rows and their state into slots.
 
         Args:
-            hot: Has the slots, or a place for each row.
-            rows: Counted over all tables, (M,).
-            slots: The slot of each, (M,).
+            hot: The memory of the slots.
+            rows: Row numbers, counted over all tables, (M,).
+            slots: The slot of each row, (M,).
 
         Raises:
-            OSError: they cannot be read; some slots may have been filled.
+            OSError: a row cannot be read; some slots may have been filled.
         """
 
     def write_back(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
-        """Copy slots, rows and state, to where the rows lie; arguments as for `fetch`.
+        """Copy rows and their state from slots to the cold store.
+
+        Args:
+            hot: The memory of the slots.
+            rows: Row numbers, counted over all tables, (M,).
+            slots: The slot of each row, (M,).
 
         Raises:
-            OSError: they cannot be written; some rows may have been.
+            OSError: a row cannot be written; other rows may have been.
         """
 
 
 class HostStore:
-    """Tables and state that lie in the machine's memory.
+    """Tables and state in host memory.
 
     Args:
-        spaces: Says where they lie now: the tables, then each state array. A table whose rows were
-            never updated has a state array of no rows: its state is zeros.
+        spaces: Returns the tables, then each state array. A table whose rows were never updated has
+            state arrays without rows: its state is zeros.
     """
 
     def __init__(self, spaces: Callable[[], Sequence[RowSpace]]) -> None:
@@ -78,7 +83,7 @@ class HostStore:
         self._move(hot, rows, slots, is_fetch=True)
 
     def write_back(self, hot: RowMemory, rows: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
-        """Copy slots, rows and state, to where the rows lie; see `ColdStore`."""
+        """Copy rows and their state from slots to the tables; see `ColdStore`."""
         self._move(hot, rows, slots, is_fetch=False)
 
     def _move(
@@ -140,7 +145,7 @@ def _move_kernel(
     is_fetch: bool,
     num_parts: int,
 ) -> None:
-    """A part is a run of rows. A state array of no rows is read as zeros."""
+    """A part is a run of rows. A state array without rows is read as zeros."""
     count = len(rows_M)
     for part in prange(num_parts):
         begin, end = part * count // num_parts, (part + 1) * count // num_parts

@@ -1,8 +1,7 @@
 """Staging: host memory that rows pass through between a cold store and slots on a device.
 
-A store reads and writes many small places of the host's memory. A device copies one large piece
-fastest, in memory that the system cannot swap out (pinned). So rows are gathered here, piece by
-piece.
+A cold store reads and writes rows that are scattered in host memory. A device copies fastest from
+one large piece of pinned memory. So rows are gathered here, piece by piece.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ STAGED_BYTES = 16 * 2**20
 
 
 class Staging:
-    """Places for some rows, and their state, in the host's memory.
+    """Places for some rows and their state in host memory.
 
     Args:
         memories: The slots on the device: rows, (S, D), then each state array, (S, size).
-        first_rows: Where each table's rows begin among all, (T + 1,).
+        first_rows: Where each table's rows begin among the rows of all tables, (T + 1,).
 
     Attributes:
-        arrays: The places as a store takes them: for rows, then for each state.
+        arrays: The places as numpy arrays: of the rows, then of each state array.
         first_rows: As given.
-        num_places: How many there are.
+        num_places: Number of rows that fit.
     """
 
     def __init__(self, memories: Sequence[Tensor], first_rows: NDArray[np.uint64]) -> None:
@@ -62,20 +61,20 @@ class Staging:
         for rows_P, places_P, slots_P in self._pieces(rows, slots):
             cold.fetch(self, rows_P, places_P)
             for buffer, memory in zip(self._buffers, self._memories, strict=True):
-                # The host waits for this copy, because it uses the places again at once.
+                # This copy blocks, because the next piece uses the same places.
                 memory.index_copy_(0, slots_P, buffer[: len(rows_P)].to(memory.device))
 
     def write_back(
         self, cold: ColdStore, rows: NDArray[np.int32], slots: NDArray[np.int32]
     ) -> None:
-        """Copy slots to where their rows lie; see `ColdStore.write_back`."""
+        """Copy rows and their state from slots to the cold store; see `ColdStore.write_back`."""
         for rows_P, places_P, slots_P in self._pieces(rows, slots):
             for buffer, memory in zip(self._buffers, self._memories, strict=True):
                 buffer[: len(rows_P)].copy_(memory.index_select(0, slots_P))
             cold.write_back(self, rows_P, places_P)
 
     def read(self, cold: ColdStore, rows: NDArray[np.int32]) -> Tensor:
-        """Copies of rows, without their state, on the device, (M, D); no slot changes."""
+        """Copy rows, without their state, to the device, (M, D); no slot changes."""
         buffer, device = self._buffers[0], self._memories[0].device
         copies = torch.empty(len(rows), buffer.shape[1], dtype=buffer.dtype, device=device)
         memory = _RowsAlone(self.arrays[:1], self.first_rows)
@@ -88,7 +87,7 @@ class Staging:
     def _pieces(
         self, rows: NDArray[np.int32], slots: NDArray[np.int32]
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32], Tensor]]:
-        """Pieces of as many rows as there are places: the rows, their places, and their slots."""
+        """Divide rows into pieces that fit; yields the rows, their places and their slots."""
         device = self._memories[0].device
         for begin in range(0, len(rows), self.num_places):
             rows_P, slots_P = (each[begin : begin + self.num_places] for each in (rows, slots))
@@ -97,7 +96,7 @@ class Staging:
 
 
 class _RowsAlone(NamedTuple):
-    """The places of rows, without those of their state."""
+    """The places of the rows, without those of their state."""
 
     arrays: Sequence[NDArray[Any]]
     first_rows: NDArray[np.uint64]

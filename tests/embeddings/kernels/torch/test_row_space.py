@@ -44,7 +44,7 @@ def test_rows_written_by_a_kernel_do_not_look_like_an_operation_on_a_table():
 def test_tables_that_share_memory_are_not_torn_apart():
     rows, other = torch.randn(10, 3), torch.randn(2, 3)
 
-    with pytest.raises(ValueError, match="share memory"):
+    with pytest.raises(ValueError, match="must not overlap in memory"):
         TorchRowSpace([rows[:4], rows[2:6], other])
 
 
@@ -63,6 +63,6 @@ def test_rows_of_one_row_space_are_found_in_another_that_has_them_in_another_ord
     space = TorchRowSpace([rows[6:8], rows[1:4]])
     states = TorchRowSpace([state[:2], state[2:5]])
 
-    found = states.follow(torch.tensor([5, 0, 6, 2]), space, [0, 1])
+    found = states.translate(torch.tensor([5, 0, 6, 2]), space, [0, 1])
 
     assert states.rows[found].flatten().tolist() == [0, 2, 1, 4]

@@ -17,7 +17,7 @@ def is_marked(folder):
 def whole(tmp_path):
     """A folder that is whole."""
     files = ColdFiles(tmp_path / "rows", {"users": ((10, 4), torch.float32)})
-    files.take_over()
+    files.keep_files()
     files.sync({})
     assert not is_marked(files.folder)
     return files

@@ -79,9 +79,9 @@ def test_a_folder_killed_in_the_middle_is_refused_and_rebuilt_from_a_checkpoint(
         TRAINING.in_files(folder)
 
     said = str(refused.value)
-    assert said.startswith(f"{folder}: rows were being moved when the process that had them ended")
-    assert f"delete {folder}, make the module anew" in said
-    assert "load a checkpoint into it (load_state_dict)" in said
+    assert said.startswith(f"{folder}: the process that used it ended before all rows were written")
+    assert f"delete {folder}, build the module again" in said
+    assert "load a checkpoint (load_state_dict)" in said
     assert "train from the start" in said
     refused.value.__traceback__ = None
     gc.collect()

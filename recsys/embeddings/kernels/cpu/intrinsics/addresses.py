@@ -1,8 +1,8 @@
-"""Memory of a tensor, told to a kernel by its address.
+"""Passes a tensor to a kernel by its address.
 
-For what is new at every step: a numpy array of it, or a flat view of rows that lie apart, takes
-long to make beside a small kernel, and its address is there at once. Whoever passes one keeps the
-tensor until the kernel is done.
+For tensors that are new at every step: making a numpy array of one takes long compared with a small
+kernel, while its address is available at once. The caller must keep the tensor alive until the
+kernel returns.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 @kernel
 def array_at(address: int, length: int, like: NDArray[Any]) -> Any:
-    """In a kernel: the numbers from an address on, as an array, (length,).
+    """In a kernel: the memory at an address as an array, (length,).
 
     Args:
-        address: What `Tensor.data_ptr` says.
-        length: How many numbers there are.
-        like: Has their dtype.
+        address: From `Tensor.data_ptr`.
+        length: Number of elements.
+        like: An array of the elements' dtype.
     """
     return carray(_pointer(address), (length,), like.dtype)

@@ -1,11 +1,11 @@
-"""A word to the processor about memory that a kernel will touch soon.
+"""Prefetch instructions for memory that a kernel will read or write soon.
 
-Rows of a large table lie far apart, and the next one is known long before it is needed: its number
-stands in the input. A kernel that names the row eight lookups ahead waits for eight rows at once,
-where without it the processor looks ahead as far as its own queue of instructions reaches.
+Rows of a large table lie far apart in memory, but the input tells early which rows come next. A
+kernel that prefetches the row eight lookups ahead waits for eight rows at the same time. Without
+prefetching, the processor looks ahead only as far as its instruction queue reaches.
 
-What is said here changes no result, and no address that is told is ever read: one that lies outside
-of all memory is passed over. Processors that know no such word get none.
+A prefetch changes no result and never faults: the processor ignores invalid addresses. On
+processors without such an instruction, nothing is emitted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 __all__ = ["LINE_BYTES", "prefetch", "prefetch_to_write"]
 
-# What one word fetches, on every processor that PyTorch is built for but Apple's (128).
+# The size of a cache line on every processor that PyTorch is built for, except Apple's (128).
 LINE_BYTES = 64
 
 _INTO_ALL_CACHES, _DATA = 3, 1
@@ -30,19 +30,19 @@ def prefetch(_context: Any, array: Any, index: Any) -> Any:
 
     Args:
         array: One-dimensional, contiguous.
-        index: Unsigned: one below 0 is not counted from the end.
+        index: Unsigned, so no index is counted from the end.
     """
     return _prefetching(array, index, is_write=0)
 
 
 @intrinsic  # type: ignore[untyped-decorator]  # numba's
 def prefetch_to_write(_context: Any, array: Any, index: Any) -> Any:
-    """The same for a line that will be written: no other core keeps a copy of it."""
+    """Like `prefetch`, for a line that will be written: other cores drop their copies."""
     return _prefetching(array, index, is_write=1)
 
 
 def _prefetching(array: Any, index: Any, *, is_write: int) -> Any:
-    """The types of a call, and what writes it in LLVM's language."""
+    """The signature of a call, and the function that generates its LLVM code."""
     if (
         not isinstance(array, types.Array)
         or array.ndim != 1
