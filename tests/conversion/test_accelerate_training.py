@@ -443,7 +443,7 @@ def test_rows_of_a_formula_rest_after_restore_whatever_was_looked_up_before():
     pooled, updater = model[0](ids, offsets), model[0].row_updater
     before = model[0].weight.detach().clone()
 
-    with updater.moving_once():
+    with updater.update_once():
         recsys.restore(model)
     pooled.sum().backward()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AbstractRowSpace",
+    "JoinedStates",
     "RowSpace",
     "address_of",
     "compute_dtype",
@@ -92,9 +93,6 @@ def require_aligned(place: str, table: Tensor) -> None:
         )
 
 
-_Beside = tuple[tuple["NDArray[Any]", "NDArray[Any]"], "NDArray[np.uint64]"]
-
-
 class AbstractRowSpace:
     """Several tables of one dtype and dim; where they lie, and what is computed in.
 
@@ -159,7 +157,8 @@ class RowSpace(AbstractRowSpace):
         sizes_key: The same, to look something up by.
         row_names: Which row of all tables lies where, (S,) int32, if others than the tables' own
             lie here; else empty.
-        first_names: The first row of each table among all, (T + 1,) uint64; empty likewise.
+        first_names: The first row of each table among all, (T + 1,) uint64; else empty.
+        with_states: The result of the last `join_states`; a step uses it again for equal states.
 
     Raises:
         ValueError: the tables are not as above.
@@ -193,22 +192,30 @@ class RowSpace(AbstractRowSpace):
             np.uint64,
         )
         self.nothing: NDArray[Any] = np.empty(0, self.compute_dtype)
-        self._beside: tuple[list[RowSpace], _Beside] | None = None
+        self.with_states: JoinedStates | None = None
 
-    def beside(self, states: Sequence[RowSpace]) -> _Beside:
-        """The tables' state, as kernels take it together with the tables.
-
-        Kept for the state last asked for: making it takes longer than a small update.
+    def join_states(self, states: Sequence[RowSpace]) -> JoinedStates:
+        """Join the tables with their state arrays, and keep the result in `with_states`.
 
         Args:
-            states: Of the same tables, two at most.
-
-        Returns:
-            `flat` of the first and of the second, empty where there is none; and the `bases` of the
-            tables, the first and the second, (3, T) uint64, any where there is none.
+            states: State arrays of the same tables, two at most.
         """
-        if self._beside is None or self._beside[0] != states:
-            flats = [*(state.flat for state in states), self.nothing, self.nothing]
-            bases = [self.bases, *(state.bases for state in states), self.bases, self.bases]
-            self._beside = list(states), ((flats[0], flats[1]), np.stack(bases[:3]))
-        return self._beside[1]
+        flats = [*(state.flat for state in states), self.nothing, self.nothing]
+        bases = [self.bases, *(state.bases for state in states), self.bases, self.bases]
+        self.with_states = JoinedStates(list(states), (flats[0], flats[1]), np.stack(bases[:3]))
+        return self.with_states
+
+
+class JoinedStates(NamedTuple):
+    """The state arrays of a row space, as kernels take them together with the tables.
+
+    Attributes:
+        states: As given to `join_states`.
+        flats: `flat` of the first and of the second state; empty if there are fewer states.
+        bases: `bases` of the tables, the first and the second state, (3, T) uint64; those of the
+            tables if there are fewer states.
+    """
+
+    states: list[RowSpace]
+    flats: tuple[NDArray[Any], NDArray[Any]]
+    bases: NDArray[np.uint64]

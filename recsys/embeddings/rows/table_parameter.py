@@ -257,7 +257,7 @@ def _open_ledger_of(weight: LedgerParameter) -> None:
     group = _group_of(weight)
     if group is not None and group.ledger:
         with DisableTorchFunctionSubclass():  # a gradient tells nothing of the rows
-            group.open_ledger()
+            group.ledger_to_grads()
 
 
 def _forget_space_of(weight: LedgerParameter) -> None:
