@@ -67,7 +67,7 @@ def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
     found = names_of(model, _is_replaceable)
     if not found:
         reason = "".join(
-            f"; {names[0]} is a {type(module).__name__}, a class of its own"
+            f"; {names[0]} is a {type(module).__name__}, a subclass unknown to recsys"
             for module, names in find_of_other_classes(model).items()
         )
         raise ValueError(

@@ -61,7 +61,9 @@ def find_unfit(
         raise errors[0]
     for module, names in find_of_other_classes(model).items():
         kind = type(module).__name__
-        reason = f"{kind} is a class of its own, which may compute other values than torch's class"
+        reason = (
+            f"{kind} is a subclass unknown to recsys, which may compute other values than torch's"
+        )
         left[module] = LeftAlone(tuple(names), kind, reason)
     return left
 

@@ -73,8 +73,8 @@ def plan_of_model(
         tables: The tables of every module; a shared table occurs once for each of its modules.
         spec: Its updater. Tables that it does not update stay resident and are not planned.
         budget: See `accelerate`.
-        plan: Of the updated tables, in any order; see `accelerate`.
-        profile: Of the updated tables, and perhaps others; see `accelerate`.
+        plan: A plan of the updated tables, in any order; see `accelerate`.
+        profile: Has the updated tables, and may have others; see `accelerate`.
 
     Returns:
         The budget, and for each table its pinned rows and their counts, as for `RowUpdater.tier`.

@@ -140,9 +140,9 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             input any; result (*input, D).
 
         Raises:
-            IdOutOfRange: a value is no row; on CUDA, of an input before.
-            MalformedBags: the input is nested, or of another dtype than int64 and int32.
-            ValueError: the input is not where the rows are.
+            IdOutOfRange: an id is not a row; on CUDA this may be an id of an earlier input.
+            MalformedBags: the input is nested, or is not int64 or int32.
+            ValueError: the input is on another device than the rows.
         """
         if type(input) is not Tensor:
             traced = leaf_call(self, input)

@@ -291,7 +291,7 @@ def test_a_class_of_its_own_is_left_alone_and_named():
 
     model = Holder(a=bag(), b=Special(5, 2))
 
-    with pytest.warns(UserWarning, match=r"b is not replaced: Special is a class of its own"):
+    with pytest.warns(UserWarning, match=r"b is not replaced: Special is a subclass unknown"):
         recsys.accelerate(model)
 
     assert type(model.b) is Special

@@ -253,7 +253,7 @@ class _OpenOutputs:
 
 
 class _Output(NamedTuple):
-    """An output of a node, and its number there."""
+    """An output of a node, with its number in the node."""
 
     node: _Node
     number: int
@@ -282,7 +282,7 @@ class _Node:
         """Put the gradients of outputs in the ledger.
 
         Args:
-            gradients: Of all outputs; None for outputs that were not used.
+            gradients: The gradient of each output; None if the output was not used.
             is_kept: Whether a later backward may use the same outputs (`retain_graph=True`).
 
         Raises:

@@ -67,10 +67,10 @@ def sparse_gradients(
 def leave_grads(
     ledger: Sequence[LedgerEntry], tables: Sequence[Tensor], are_sparse: Sequence[bool]
 ) -> None:
-    """Turn a ledger into the `grad` of each table, added to what is there.
+    """Turn a ledger into the `grad` of each table, added to an existing one.
 
     Args:
-        ledger: Of lookups in the tables.
+        ledger: Gradients of lookups in the tables.
         tables: All tables of the group.
         are_sparse: For each table, whether its gradient is sparse.
 
