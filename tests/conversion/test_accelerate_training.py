@@ -336,7 +336,9 @@ def test_data_parallel_models_are_refused_before_and_after(process_group):
     assert type(wrapped.module.bags[0]) is nn.EmbeddingBag
 
     (_, _), (model, _) = pair()
-    with pytest.raises(RuntimeError, match="DistributedDataParallel: rows that a recsys optimizer"):
+    with pytest.raises(
+        RuntimeError, match="DistributedDataParallel: a recsys optimizer does not share"
+    ):
         loss_of(DistributedDataParallel(model), 0)
 
 
