@@ -1,1 +1,1 @@
-"""Models that exist already: accelerated, restored, verified."""
+"""Accelerates, restores and verifies existing models."""

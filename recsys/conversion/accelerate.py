@@ -1,12 +1,12 @@
-"""`accelerate`: one line on an existing model; `restore`: the line back.
+"""`accelerate` replaces the embeddings of an existing model; `restore` puts them back.
 
     nn.EmbeddingBag                   -> HotColdEmbeddingBag
     nn.Embedding                      -> HotColdEmbedding
     torchrec.EmbeddingBagCollection   -> HotColdEmbeddingBagCollection
     torchrec.EmbeddingCollection      -> HotColdEmbeddingCollection
 
-Modules are exchanged inside the model, on the very Parameters that they had. Everything that may be
-refused is refused before the first is.
+Modules are replaced inside the model; the Parameters stay the same objects. All checks come before
+the first replacement.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from recsys.conversion.exchange import (
     tables_in,
     tables_of,
 )
-from recsys.conversion.left_alone import find_unfit, find_unmoved
+from recsys.conversion.left_alone import find_not_updated, find_unfit
 from recsys.conversion.model_plan import plan_of_model, require_arguments
-from recsys.embeddings.attach import Link, Mover, NamedTable, attach, choose_movers
+from recsys.embeddings.attach import Link, NamedTable, UpdaterSpec, attach, choose_updaters
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import RowOptimizer
 from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
@@ -66,73 +66,72 @@ def accelerate(
     cold_tier: str = "host",
     cold_path: Path | str | None = None,
 ) -> Accelerated:
-    """Exchange a model's embeddings for ours, in place.
+    """Replace a model's embeddings by those of recsys, in place.
 
-    Every `nn.EmbeddingBag`, `nn.Embedding` and TorchRec `EmbeddingBagCollection` and
-    `EmbeddingCollection` inside is exchanged, at any depth; a module used in two places once for
-    both. Parameters stay the objects that they are, so optimizers and checkpoints stay right;
-    hooks, `training` and `requires_grad` are kept. Where an error is raised, nothing was exchanged.
+    This replaces every `nn.EmbeddingBag`, `nn.Embedding` and TorchRec `EmbeddingBagCollection` and
+    `EmbeddingCollection` inside the model, at any depth. Parameters stay the same objects, so
+    optimizers and checkpoints stay valid. Hooks, `training` and `requires_grad` are kept. After an
+    error nothing has been replaced.
 
-    A copy or a pickle of the whole model updates its rows by a formula as the model does, from its
-    own state on. One of a part of it has plain tables, and says so at its first lookup. An
-    optimizer of torch's stays here, and the copy leaves gradients at the tables, as plain PyTorch
-    does.
+    With a formula as optimizer, a copy or a pickle of the whole model updates its own rows. A copy
+    of a part of the model has plain tables and warns at its first lookup. With a torch optimizer, a
+    copy leaves gradients at the tables, as plain PyTorch does.
 
-    The tables are fixed until `restore`: a Parameter that is replaced (`load_state_dict(...,
-    assign=True)`, `torch.func.functional_call`) raises at the next lookup. `load_state_dict` and
+    The tables are fixed until `restore`: if a Parameter is replaced (`load_state_dict(...,
+    assign=True)`, `torch.func.functional_call`), the next lookup raises. `load_state_dict` and
     `weight.data = ...` keep the Parameter.
 
-    What is not as before, where rows are updated: nothing reaches rows by `backward(inputs=...)`,
-    which leaves them as they are, nor by `torch.autograd.grad`. A row's gradient with nan or inf
-    raises `NonFiniteGradient` in `step`: such rows are not updated, all other rows are, and what
-    else the optimizer has is not. Torch's optimizers take it.
-    Later hooks of the optimizer's `step` see a closure. With a budget, rows that were moved last
-    are in `weight` when it is looked at, and in `optimizer.state` after `state_dict()`; and lookups
-    of several threads at a time are not supported. A tensor kept from before (`weight.detach()`,
-    `weight.data`, a `state_dict()`) that is written to after rows were updated raises
-    `ConflictingWrite`; write through `weight` each time. A write by a kept numpy array is not seen.
+    Differences from plain PyTorch, for updated rows:
+
+    - `backward(inputs=...)` and `torch.autograd.grad` compute no gradients of rows.
+    - If a row's gradient contains nan or inf, `step` raises `NonFiniteGradient`. Such rows are not
+      updated, all other rows are, and the optimizer's other parameters are not.
+    - Step hooks that are registered later see a closure.
+    - With a budget, `weight` is written back when it is read, and `optimizer.state` by
+      `state_dict()`. Lookups by several threads at once are not supported. A write through a tensor
+      kept from before (`weight.detach()`, `weight.data`, a `state_dict()`) raises
+      `ConflictingWrite` if rows were updated since; write through `weight`. A write through a kept
+      numpy array is not seen.
 
     Args:
-        model: Its tables on the CPU or on CUDA; not wrapped by `DistributedDataParallel`.
-        optimizer: What moves the rows.
-            An optimizer of torch's (SGD, Adagrad, SparseAdam, TorchRec's RowWiseAdagrad,
-            RWSAdagrad of facebookresearch/dlrm; without momentum and weight decay), or several,
-            where tables have one each: its `step` moves them, by its `param_groups` and with its
-            state, which stays whole. Schedulers, `GradScaler`, clipping and accumulation work on.
-            Gradients of rows are gone after `step`, not only after `zero_grad`. A module whose
-            tables none of them has is left as it is.
+        model: Has its tables on the CPU or on CUDA; not inside `DistributedDataParallel`.
+        optimizer: Updates the rows.
+            A torch optimizer (SGD, Adagrad, SparseAdam, TorchRec's RowWiseAdagrad, RWSAdagrad of
+            facebookresearch/dlrm; without momentum and weight decay), or several for different
+            tables: its `step` updates the rows, with its `param_groups` and its state. Schedulers,
+            `GradScaler`, clipping and accumulation continue to work. `step` clears gradients of
+            rows, as `zero_grad` does. A module with tables of none of them is not replaced.
             A formula (`recsys.embeddings.SGD`, ...): rows are updated at the end of each backward.
-            None: gradients are left at the tables, sparse or dense as `sparse` of the bag says; or,
-            where `apply_optimizer_in_backward` has marked tables, their rows are updated by that;
-            recsys has its hooks and its state until `restore` gives both back.
-        lazy_adam: Whether `torch.optim.Adam` and `AdamW` (without weight decay) may move rows by
-            SparseAdam's rule, which differs from theirs: a row that is not looked up stays, and so
-            do its moments. A warning says so.
-        budget: Bytes that all rows in fast memory may take, with their state and what it takes to
-            find them, as a number or like "2GiB". Rows that do not fit wait in the tables, which
-            are then the cold store; what is computed is the same to the last bit. It needs
-            something that moves rows. None keeps all rows in fast memory, or has that of `plan`.
-            Tables on a device, and their state, are in the host's memory from then on, for good;
-            rows in fast memory are on the device. `model.to(device)` moves these alone.
-        plan: Which rows are never to leave fast memory, of the tables that are moved. A bag's table
-            is called by the bag's name in the model ("tables.0"), a collection's by its own there;
-            where two have one name, a collection's goes by its place in the model, as
-            "left.embedding_bags.t_0". Without one, rows that are used often stay by being used.
-        profile: Lookups of these tables, or of the features of a collection's: a plan is made of it
-            for `budget`, as by `plan_hot_rows`.
-        cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
-            disk; then tables and state are moved there, and the memory they took is free.
-        cold_path: That folder; it must not have tables yet.
+            None: gradients are left at the tables, sparse or dense as `sparse` of the bag says. If
+            `apply_optimizer_in_backward` gave tables an optimizer, recsys updates them by its
+            formula, and keeps its hooks and state until `restore`.
+        lazy_adam: Whether `torch.optim.Adam` and `AdamW` (without weight decay) may update rows by
+            the rule of SparseAdam, which keeps a row and its moments if it is not looked up. A
+            warning describes the difference.
+        budget: Fast memory in bytes or as "2GiB", for rows, their state and row maps. Rows that do
+            not fit stay in the tables, the cold store. Results are the same to the last bit. A
+            budget needs an optimizer. None takes the budget of `plan`, or keeps all rows in fast
+            memory. Tables on a device, and their state, move to the host's memory permanently, and
+            rows in fast memory are on the device; `model.to(device)` moves only these.
+        plan: Rows that never leave fast memory, as a plan of the updated tables. A bag's table has
+            the bag's name in the model ("tables.0"), a collection's table its name there. If two
+            tables have the same name, the collection's has its path in the model, such as
+            "left.embedding_bags.t_0". Without a plan, rows in frequent use stay in fast memory.
+        profile: Lookups of these tables, or of the features of a collection's tables. Makes a plan
+            for `budget`, as `plan_hot_rows` does.
+        cold_tier: Cold store: "host" in memory, or "file" in a folder on disk. "file" moves tables
+            and state to the folder and frees their memory.
+        cold_path: Folder of the cold tier "file"; it must not have tables yet.
 
     Returns:
-        What was exchanged, what was not and why, and what speed to expect; print it.
+        What was replaced, what was not and why, and what speed to expect; print it.
 
     Raises:
-        TypeError: `optimizer`, `plan` or `profile` is something else.
-        BudgetTooSmall: there is no room for what it takes to find rows.
-        ProfileError: `plan` or `profile` is of other tables.
-        ColdTierError: the folder cannot be used, or has tables.
-        ValueError: there is nothing to exchange, or something that cannot be.
+        TypeError: `optimizer`, `plan` or `profile` has another type.
+        BudgetTooSmall: the budget is smaller than the row maps.
+        ProfileError: `plan` or `profile` is for other tables.
+        ColdTierError: the folder cannot be used, or already has tables.
+        ValueError: the model has nothing to replace, or something that cannot be replaced.
     """
     optimizers = _as_tuple(optimizer)
     require_arguments(budget, plan, profile)
@@ -141,34 +140,34 @@ def accelerate(
     given = optimizers if isinstance(optimizers, tuple) else ()
     left = find_unfit(model, found, tables, given, lazy_adam=lazy_adam)
     found, tables = _without(left, found, tables)
-    movers = choose_movers(tables, optimizers, lazy_adam=lazy_adam)
-    rules = tuple(dict.fromkeys(each.rule for each in movers if each.rule))
-    for message in [*rules, *(f"{x.names[0]} is left as it is: {x.reason}" for x in left.values())]:
-        warnings.warn(message, stacklevel=2)  # before anything is exchanged: it may be an error
+    specs = choose_updaters(tables, optimizers, lazy_adam=lazy_adam)
+    rules = tuple(dict.fromkeys(each.rule for each in specs if each.rule))
+    for message in [*rules, *(f"{x.names[0]} is not replaced: {x.reason}" for x in left.values())]:
+        warnings.warn(message, stacklevel=2)  # before any replacement, because a warning may raise
     if given:
-        left |= find_unmoved(found, movers)
+        left |= find_not_updated(found, specs)
         found, tables = _without(left, found, tables)
-    tiering = _choose_tiering(tables, movers, budget, plan, profile, cold_tier, cold_path)
+    tiering = _choose_tiering(tables, specs, budget, plan, profile, cold_tier, cold_path)
     counterparts = {module: counterpart(module) for module in found}
     links: list[Link] = []
     link_of: dict[nn.Module, Link] = {}
     try:
-        for mover in movers:
-            link, modules = attach(mover, list(counterparts.values()))
+        for spec in specs:
+            link, modules = attach(spec, list(counterparts.values()))
             links.append(link)
             link_of |= dict.fromkeys(modules, link)
         for old, new in counterparts.items():
-            new.__dict__[KEPT] = _Kept(old, link_of.get(new))
+            new.__dict__[KEPT] = _Original(old, link_of.get(new))
         exchange(model, counterparts)
         if tiering is not None:
             tiering.begin(links[0])
     except BaseException:
-        _take_back(model, counterparts, links)
+        _undo(model, counterparts, links)
         raise
     return Accelerated(
         _describe(found, counterparts),
         tuple(left.values()),
-        tuple(each.words for each in movers) or (_LEFT_TO_CALLER,),
+        tuple(each.description for each in specs) or (_LEFT_TO_CALLER,),
         rules,
         None if len(links) != 1 else links[0].row_optimizer,
         *describe_outlook([link.updater for link in links]),
@@ -176,23 +175,23 @@ def accelerate(
 
 
 def restore(model: nn.Module) -> Accelerated:
-    """Put the modules back that `accelerate` has exchanged, the same objects.
+    """Put back the modules that `accelerate` replaced.
 
-    Rows and optimizer state are as trained; gradients that no step has used yet are each table's
+    Rows and optimizer state are as trained. Gradients that no step has used become each table's
     `grad`.
 
     Returns:
-        What was exchanged.
+        What was replaced.
 
     Raises:
-        RuntimeError: ids, or a gradient, were overwritten before their rows were moved.
-        ValueError: nothing is to be put back, `model` is only a part of what was accelerated, or a
-            gradient is of rows that its table has no more.
+        RuntimeError: a gradient was overwritten before its rows were updated.
+        ValueError: the model is not accelerated, or is only a part of what was accelerated, or a
+            gradient has rows that its table no longer has.
     """
     names = names_of(model, lambda module: KEPT in module.__dict__)
     if not names:
-        raise ValueError("the model has no module that recsys.accelerate has put there")
-    kept: dict[AbstractTables, _Kept] = {
+        raise ValueError("the model has no module that recsys.accelerate replaced")
+    kept: dict[AbstractTables, _Original] = {
         cast("AbstractTables", module): module.__dict__[KEPT] for module in names
     }
     links = dict.fromkeys(each.link for each in kept.values() if each.link is not None)
@@ -201,10 +200,10 @@ def restore(model: nn.Module) -> Accelerated:
         if found != link.num_modules:
             raise ValueError(
                 f"the model has {found} of the {link.num_modules} modules that recsys.accelerate "
-                "has exchanged together, and the rows of all are moved together; call "
-                "recsys.restore on the whole model"
+                "replaced together, and one optimizer updates the rows of all; call recsys.restore "
+                "on the whole model"
             )
-    for link in links:  # before one is cut: this may be refused
+    for link in links:  # may raise, so before the first cut
         link.updater.prepare_release()
     for link in links:
         link.cut()
@@ -221,26 +220,26 @@ def restore(model: nn.Module) -> Accelerated:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
-    """The module that one of ours has taken the place of; in here it is no submodule."""
+class _Original:
+    """The module that a recsys module replaced; wrapped, so that it is not a submodule."""
 
     module: nn.Module
     link: Link | None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles."""
-        goes_along = self.link is not None and self.link.updater.goes_along
-        return {"module": self.module, "link": self.link if goes_along else None}
+        is_copied = self.link is not None and self.link.updater.is_copied
+        return {"module": self.module, "link": self.link if is_copied else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Count the modules that were copied along; of a part, nobody asks for the rest."""
+        """Count the copied modules, so that `restore` also works for a copy of a part."""
         self.__dict__.update(state)
         if self.link is not None:
             self.link.num_modules += 1
 
 
 def _holders(module: nn.Module) -> list[nn.Module]:
-    """The modules whose `weight`s are the tables of one of torch's or TorchRec's."""
+    """The modules whose `weight`s are the tables of a torch or TorchRec module."""
     for name in ("embedding_bags", "embeddings"):
         if hasattr(module, name):
             return list(getattr(module, name).values())
@@ -248,16 +247,16 @@ def _holders(module: nn.Module) -> list[nn.Module]:
 
 
 def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimizer | None:
-    """Optimizers of torch's as several.
+    """Torch optimizers as a tuple; a formula and None as given.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: `optimizer` has another type.
     """
     if optimizer is None or isinstance(optimizer, RowOptimizer):
         return optimizer
     several = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
     if not several:
-        raise TypeError("optimizer must be at least one, got an empty list; leave it out for none")
+        raise TypeError("optimizer must not be an empty list; leave it out, or give at least one")
     for each in several:
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(
@@ -275,16 +274,16 @@ def _without(
     found: Mapping[nn.Module, list[str]],
     tables: Sequence[NamedTable],
 ) -> tuple[dict[nn.Module, list[str]], list[NamedTable]]:
-    """Modules and tables without those that are left as they are."""
+    """Modules and tables that are not left alone."""
     rest = {module: names for module, names in found.items() if module not in left}
     keys = {table.key for module, names in rest.items() for table in tables_of(module, names[0])}
     return rest, [table for table in tables if table.key in keys]
 
 
-def _take_back(
+def _undo(
     model: nn.Module, counterparts: Mapping[nn.Module, AbstractTables], links: Sequence[Link]
 ) -> None:
-    """After an error: everything as it was."""
+    """Undo all replacements after an error."""
     for link in links:
         link.cut()
     for new in counterparts.values():
@@ -294,7 +293,7 @@ def _take_back(
 
 @dataclass(frozen=True)
 class _Tiering:
-    """A budget, checked; nothing of the model has been changed yet."""
+    """The checked arguments of tiers; nothing has changed yet."""
 
     budget_bytes: int
     pinned: dict[nn.Parameter, Any] | None
@@ -303,7 +302,7 @@ class _Tiering:
     device: torch.device
 
     def begin(self, link: Link) -> None:
-        """Keep rows in slots from now on; where an error is raised, tables are as before."""
+        """Give the tables tiers; after an error, the tables are as before."""
         before = {weight: weight.data for weight in self.names}
         try:
             if self.files is not None:
@@ -324,30 +323,32 @@ class _Tiering:
 
 def _choose_tiering(
     tables: Sequence[NamedTable],
-    movers: Sequence[Mover],
+    specs: Sequence[UpdaterSpec],
     budget: int | str | None,
     plan: HotPlan | None,
     profile: PopularityProfile | None,
     cold_tier: str,
     cold_path: Path | str | None,
 ) -> _Tiering | None:
-    """What the arguments of `accelerate` say of tiers; None where all rows are resident.
+    """The tiers that the arguments of `accelerate` ask for; None if all rows are resident.
 
     Raises:
-        Exception: as `accelerate` says.
+        Exception: as for `accelerate`.
     """
     has_budget = budget is not None or plan is not None
-    if has_budget and not movers:
+    if has_budget and not specs:
         raise ValueError(NEEDS_OPTIMIZER)
-    if has_budget and len(movers) > 1:
+    if has_budget and len(specs) > 1:
         raise ValueError(
-            f"budget: tables that share it must have one optimizer, got {len(movers)}; accelerate "
-            "with one of them, which leaves the other tables as they are, or leave out budget="
+            f"budget: tables that share it must have one optimizer, got {len(specs)}; give only "
+            "one of them, which leaves the other tables alone, or leave out budget="
         )
-    moved = [table for table in tables if any(id(table.weight) in m.param_groups for m in movers)]
-    names = {table.weight: table.name for table in reversed(moved)}
-    planned = plan_of_model(tables, movers[0], budget, plan, profile) if has_budget else None
-    device = _device_of(moved) if has_budget else None
+    updated = [
+        table for table in tables if any(id(table.weight) in spec.param_groups for spec in specs)
+    ]
+    names = {table.weight: table.name for table in reversed(updated)}
+    planned = plan_of_model(tables, specs[0], budget, plan, profile) if has_budget else None
+    device = _device_of(updated) if has_budget else None
     files = open_cold_files(
         cold_tier,
         cold_path,
@@ -363,10 +364,10 @@ def _choose_tiering(
 
 
 def _device_of(tables: Sequence[NamedTable]) -> torch.device:
-    """Where all tables are.
+    """The device of all tables.
 
     Raises:
-        ValueError: they are in several places.
+        ValueError: they are on several devices.
     """
     devices = {table.weight.device: table.name for table in tables}
     if len(devices) > 1:
@@ -399,7 +400,7 @@ _SCALED_BY_FREQUENCY = (
 
 
 def _scales_unlike_torch(module: nn.Module) -> bool:
-    """Whether a module scales gradients right where the one that it replaces does not."""
+    """Whether a module scales gradients correctly where torch's module does not."""
     return (
         isinstance(module, HotColdEmbeddingBag)
         and module.row_updater is not None

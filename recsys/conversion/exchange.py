@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KEPT",
-    "Ours",
+    "RecsysModule",
     "counterpart",
     "exchange",
     "find_of_other_classes",
@@ -33,7 +33,7 @@ __all__ = [
     "tables_of",
 ]
 
-Ours = (
+RecsysModule = (
     HotColdEmbeddingBag
     | HotColdEmbedding
     | HotColdEmbeddingBagCollection
@@ -67,7 +67,7 @@ def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
     found = names_of(model, _is_replaceable)
     if not found:
         reason = "".join(
-            f"; {names[0]} is a {type(module).__name__}, a class of its own"
+            f"; {names[0]} is a {type(module).__name__}, a subclass unknown to recsys"
             for module, names in find_of_other_classes(model).items()
         )
         raise ValueError(
@@ -85,7 +85,7 @@ def find_of_other_classes(model: nn.Module) -> dict[nn.Module, list[str]]:
 def names_of(
     model: nn.Module, is_wanted: Callable[[nn.Module], bool]
 ) -> dict[nn.Module, list[str]]:
-    """Wanted modules with their names; those inside a wanted or a recsys module are left out."""
+    """Find wanted modules, with their names; not those inside a wanted or a recsys module."""
     found: dict[nn.Module, list[str]] = {}
 
     def visit(module: nn.Module, prefix: str, path: tuple[nn.Module, ...]) -> None:
@@ -125,9 +125,9 @@ def tables_of(module: nn.Module, name: str) -> Iterator[NamedTable]:
         yield NamedTable(place, key, prefix, weight, name, table, features, is_sparse)
 
 
-def counterpart(module: nn.Module) -> Ours:
+def counterpart(module: nn.Module) -> RecsysModule:
     """A recsys module that computes the same on the same Parameters; it has no optimizer yet."""
-    ours: Ours
+    ours: RecsysModule
     if isinstance(module, nn.EmbeddingBag):
         ours = HotColdEmbeddingBag._on_weight_of(module)
     elif isinstance(module, nn.Embedding):

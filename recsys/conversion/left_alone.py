@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from recsys.embeddings.attach import Mover, NamedTable
+    from recsys.embeddings.attach import NamedTable, UpdaterSpec
 
-__all__ = ["IN_NO_OPTIMIZER", "find_unfit", "find_unmoved"]
+__all__ = ["IN_NO_OPTIMIZER", "find_not_updated", "find_unfit"]
 
-IN_NO_OPTIMIZER = "no optimizer that was given has it in a param group"
+IN_NO_OPTIMIZER = "no given optimizer has its tables in a param group"
 
 
 def find_unfit(
@@ -61,25 +61,27 @@ def find_unfit(
         raise errors[0]
     for module, names in find_of_other_classes(model).items():
         kind = type(module).__name__
-        reason = f"{kind} is a class of its own, which may compute other values than torch's class"
+        reason = (
+            f"{kind} is a subclass unknown to recsys, which may compute other values than torch's"
+        )
         left[module] = LeftAlone(tuple(names), kind, reason)
     return left
 
 
-def find_unmoved(
-    found: Mapping[nn.Module, list[str]], movers: Sequence[Mover]
+def find_not_updated(
+    found: Mapping[nn.Module, list[str]], specs: Sequence[UpdaterSpec]
 ) -> dict[nn.Module, LeftAlone]:
     """Find the modules whose weights require a gradient but are in no given optimizer.
 
     Args:
         found: Modules that can be replaced, with their names.
-        movers: Those of the given optimizers.
+        specs: The updaters of the given optimizers.
     """
     left = {}
     for module, names in found.items():
         weights = [table.weight for table in tables_of(module, names[0])]
-        is_moved = any(id(each) in mover.param_groups for each in weights for mover in movers)
-        if not is_moved and any(each.requires_grad for each in weights):
+        is_updated = any(id(each) in spec.param_groups for each in weights for spec in specs)
+        if not is_updated and any(each.requires_grad for each in weights):
             left[module] = LeftAlone(tuple(names), type(module).__name__, IN_NO_OPTIMIZER)
     return left
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from recsys.embeddings.attach import Mover, NamedTable
+    from recsys.embeddings.attach import NamedTable, UpdaterSpec
     from recsys.embeddings.table import TableConfig
 
 __all__ = ["plan_of_model", "require_arguments"]
@@ -62,7 +62,7 @@ def require_arguments(
 
 def plan_of_model(
     tables: Sequence[NamedTable],
-    mover: Mover,
+    spec: UpdaterSpec,
     budget: int | str | None,
     plan: HotPlan | None,
     profile: PopularityProfile | None,
@@ -71,10 +71,10 @@ def plan_of_model(
 
     Args:
         tables: The tables of every module; a shared table occurs once for each of its modules.
-        mover: Updates their rows. Tables that it does not update stay resident and are not planned.
+        spec: Its updater. Tables that it does not update stay resident and are not planned.
         budget: See `accelerate`.
-        plan: Of the updated tables, in any order; see `accelerate`.
-        profile: Of the updated tables, and perhaps others; see `accelerate`.
+        plan: A plan of the updated tables, in any order; see `accelerate`.
+        profile: Has the updated tables, and may have others; see `accelerate`.
 
     Returns:
         The budget, and for each table its pinned rows and their counts, as for `RowUpdater.tier`.
@@ -87,12 +87,12 @@ def plan_of_model(
     if plan is None and profile is None:
         return None
     weights, configs = _configs(
-        [table for table in tables if id(table.weight) in mover.param_groups]
+        [table for table in tables if id(table.weight) in spec.param_groups]
     )
     if plan is None:
         assert profile is not None
         assert budget is not None
-        plan = _plan_by(profile, configs, budget, mover)
+        plan = _plan_by(profile, configs, budget, spec)
     else:
         order = {name: number for number, name in enumerate(plan.tables)}
         configs.sort(key=lambda config: order.get(config.name, len(order)))
@@ -138,10 +138,10 @@ def _as_configs(configs: Sequence[_Config]) -> Sequence[TableConfig]:
 
 
 def _plan_by(
-    profile: PopularityProfile, configs: Sequence[_Config], budget: int | str, mover: Mover
+    profile: PopularityProfile, configs: Sequence[_Config], budget: int | str, spec: UpdaterSpec
 ) -> HotPlan:
     try:
-        return plan_hot_rows(profile, _as_configs(configs), budget, mover.formula)
+        return plan_hot_rows(profile, _as_configs(configs), budget, spec.formula)
     except ProfileError as error:
         if all(config.name in profile.table_sizes for config in configs):
             raise

@@ -262,7 +262,7 @@ def _refuse_optimizers_in_backward(model: nn.Module) -> None:
         kinds = getattr(parameter, "_optimizer_classes", None)
         if kinds:
             raise ValueError(
-                f"parameter {name!r} must have no optimizer of its own, and "
+                f"parameter {name!r} must have no optimizer in backward, and "
                 f"apply_optimizer_in_backward has given it {kinds[0].__name__}, which copies of a "
                 "model do not have; verify the model without it, and give that optimizer as "
                 "optimizer=: recsys.accelerate translates both to the same formula"

@@ -1,17 +1,17 @@
 """Embedding tables, and the modules that look up and update their rows.
 
     bag, embedding, collection, embedding_collection
-                   the modules that users build, of tables (`table`); `optimizer` has the formulas
-                   that update rows, `baselines` the same modules by PyTorch and FBGEMM
+                   the modules that users build from tables (`table`); `optimizer` has the update
+                   rules of rows, `baselines` the same modules by PyTorch and FBGEMM
     popularity/    how often each row is looked up, and which rows stay hot
-    lookup/        from ids to pooled vectors, and from gradients to the ledger
-    update/        from a ledger and the settings of an optimizer to updated rows
-    tiers/         which row is in which slot, and its way from and to the cold store
-    kernels/       what is done to rows: on the CPU by numba (cpu), elsewhere by torch (torch)
+    lookup/        ids become pooled vectors, and gradients become ledger entries
+    update/        rows are updated by a ledger and the settings of an optimizer
+    tiers/         which row is in which slot; rows move between slots and the cold store
+    kernels/       the work on rows: on the CPU by numba (cpu), elsewhere by torch (torch)
     rows/          the data that all kernels share
 
-A room imports the rooms below it, never one above it. A resident table takes none of the tiers'
-path; a tiered one goes through the same kernels, with slots for rows.
+A folder imports only folders below it in this list. A resident table does not use `tiers/`; a table
+with tiers uses the same kernels on slots instead of rows.
 """
 
 from recsys.embeddings.bag import HotColdEmbeddingBag

@@ -1,7 +1,7 @@
-"""Which optimizer updates the rows of a model's tables, and in which groups.
+"""Chooses which optimizer updates the rows of a model's tables, and groups the tables.
 
-All tables of one dim, dtype, device and param group are a `TableGroup`, in whatever modules they
-are: one ledger, one kernel call per update. A table that several modules share is in it once.
+All tables of one dim, dtype, device and param group form a `TableGroup`, across modules. A group
+has one ledger, and one kernel call updates it. A table that modules share is in it once.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Link",
-    "Mover",
     "NamedTable",
+    "UpdaterSpec",
     "attach",
-    "choose_movers",
+    "choose_updaters",
     "require_translatable",
     "require_updatable",
 ]
@@ -47,15 +47,15 @@ class NamedTable:
     """A table of a model.
 
     Attributes:
-        name: Of the bag, or of the collection followed by the table's.
-        key: In the model's `state_dict`.
-        state_prefix: What its state's names begin with, as TorchRec's.
+        name: Its path in the model: that of the bag, or of the collection and the table in it.
+        key: Its key in the model's `state_dict`.
+        state_prefix: Prefix of its state's names, as in TorchRec.
         weight: The rows.
-        collection: Name of the collection that looks it up together with others; None of a bag.
-        planned_as: What a profile or a plan calls it: a bag's name, or the table's in its
+        collection: Name of its collection; None for a bag.
+        planned_as: Its name in profiles and plans: the bag's path, or the table's name in its
             collection.
-        features: That look it up, by the names that a profile knows.
-        is_sparse: Whether torch leaves a sparse gradient at it.
+        features: Names of its features in a profile.
+        is_sparse: Whether torch makes a sparse gradient for it.
     """
 
     name: str
@@ -70,14 +70,14 @@ class NamedTable:
 
 @dataclass(eq=False)
 class Link:
-    """What updates rows; kept by every module whose rows it updates.
+    """The updater of several modules, with what is needed to undo `attach`.
 
     Attributes:
-        updater: Has the groups.
-        row_optimizer: A formula as an optimizer of torch's; None where the user's optimizer updates
-            the rows.
-        marks: What the formula was read from, if from marks; copies of parameters have none.
-        num_modules: How many modules it updates the rows of.
+        updater: Updates the rows.
+        row_optimizer: The formula as a torch optimizer; None if the user's optimizer is used.
+        marks: The optimizers of `apply_optimizer_in_backward` that the formula replaces, if any;
+            None in copies.
+        num_modules: Number of modules whose rows it updates.
     """
 
     updater: RowUpdater
@@ -90,7 +90,7 @@ class Link:
         return self.__dict__ | {"marks": None, "num_modules": 0}
 
     def cut(self) -> None:
-        """Leave tables, state and collected gradients to torch again."""
+        """Release the tables, and give state and gradients back to torch."""
         self.updater.release()
         for handle in _HANDLES.pop(self.updater, ()):
             handle.remove()
@@ -99,19 +99,19 @@ class Link:
 
 
 @dataclass(frozen=True, eq=False)
-class Mover:
-    """What will update rows; nothing of the model has been changed yet.
+class UpdaterSpec:
+    """An updater that is not made yet; making it changes the tables, choosing it does not.
 
     Attributes:
-        words: What updates the rows, in words.
-        rule: What it does differently from the optimizer, and why; mostly "".
-        formula: How they are updated, as the settings are now.
-        param_groups: By the id of each table that is updated: the number of its param group.
-        names: Of these tables, by the same id.
-        make: From the groups to what updates them.
+        description: A sentence that says what updates the rows.
+        rule: How updates differ from those of the optimizer, and why; usually "".
+        formula: The update rule by the current settings.
+        param_groups: For the `id()` of each updated table, the number of its param group.
+        names: For the same ids, the names of the tables.
+        make: Makes the updater of the given groups.
     """
 
-    words: str
+    description: str
     rule: str
     formula: RowOptimizer
     param_groups: Mapping[int, int]
@@ -120,10 +120,10 @@ class Mover:
 
 
 def require_updatable(table: NamedTable) -> None:
-    """Check that the kernels can work on a table.
+    """Check that the kernels support a table.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: they do not.
     """
     weight: Any = table.weight
     place = f"table {table.name!r}"
@@ -154,15 +154,15 @@ def require_updatable(table: NamedTable) -> None:
 def require_translatable(
     table: NamedTable, optimizers: Sequence[torch.optim.Optimizer], *, lazy_adam: bool
 ) -> None:
-    """Check that optimizers of torch's which have a table can be read as formulas.
+    """Check that the torch optimizers that have a table can be translated.
 
     Args:
-        table: Of a model.
-        optimizers: Those given.
+        table: A table of the model.
+        optimizers: All optimizers that were given.
         lazy_adam: As for `accelerate`.
 
     Raises:
-        ValueError: one cannot.
+        ValueError: one cannot be translated.
     """
     for optimizer in optimizers:
         number = _number_of_group(table, optimizer)
@@ -172,8 +172,8 @@ def require_translatable(
         if translation.is_for_sparse and not table.is_sparse:
             kind = type(optimizer).__name__
             raise ValueError(
-                f"table {table.name!r}: sparse must be True with {kind}, which updates a table of "
-                "dense gradients number by number, not row by row; build the table with sparse=True"
+                f"table {table.name!r}: sparse must be True with {kind}, which updates elements, "
+                "not rows, of a table with a dense gradient; build it with sparse=True"
             )
 
 
@@ -184,30 +184,32 @@ def _number_of_group(table: NamedTable, optimizer: torch.optim.Optimizer) -> int
     return None
 
 
-def choose_movers(
+def choose_updaters(
     tables: Sequence[NamedTable],
     optimizer: Sequence[torch.optim.Optimizer] | RowOptimizer | None,
     *,
     lazy_adam: bool,
-) -> list[Mover]:
-    """Find what is to update which rows by which formula; nothing where gradients go to torch.
+) -> list[UpdaterSpec]:
+    """Choose which optimizer updates which tables; an empty list leaves gradients to torch.
 
     Args:
-        tables: Of every module; one that modules share comes several times.
-        optimizer: As for `accelerate`; those of torch's as a sequence.
-        lazy_adam: As there.
+        tables: Tables of every module; a shared table is listed several times.
+        optimizer: As for `accelerate`; torch optimizers as a sequence.
+        lazy_adam: As for `accelerate`.
 
     Raises:
-        ValueError: an optimizer cannot update the rows, none has them, or there is one too many.
+        ValueError: an optimizer cannot update the rows, or a table has no optimizer or several.
     """
     in_modules, tables = tables, _once(tables)
     marked = [table for table in tables if hasattr(table.weight, "_optimizer_classes")]
     if optimizer is None and not marked:
         return []
-    given = optimizer[0] if isinstance(optimizer, Sequence) else optimizer  # one too many: an error
+    given = (
+        optimizer[0] if isinstance(optimizer, Sequence) else optimizer
+    )  # `read_marks` refuses both
     marks = read_marks(_named(marked), given) if marked else None
     if isinstance(optimizer, Sequence):
-        return _movers_by_torch(in_modules, optimizer, lazy_adam=lazy_adam)
+        return _specs_by_torch(in_modules, optimizer, lazy_adam=lazy_adam)
     formula = optimizer if marks is None else marks.formula
     assert formula is not None
     updated = tables if marks is None else marked
@@ -226,28 +228,30 @@ def choose_movers(
             marks.hand_over(row_optimizer)
         return Link(row_optimizer.updater, row_optimizer, marks)
 
-    words = f"rows are updated at the end of each backward, by {formula}"
+    description = f"rows are updated at the end of each backward, by {formula}"
     numbers = {id(table.weight): 0 for table in updated}
-    return [Mover(words, "", formula, numbers, _names_of(updated), make)]
+    return [UpdaterSpec(description, "", formula, numbers, _names_of(updated), make)]
 
 
-def attach(mover: Mover, modules: Sequence[AbstractTables]) -> tuple[Link, list[AbstractTables]]:
-    """Let a mover update the rows of modules of recsys.
+def attach(
+    spec: UpdaterSpec, modules: Sequence[AbstractTables]
+) -> tuple[Link, list[AbstractTables]]:
+    """Make an updater and attach it to recsys modules.
 
     Returns:
-        What updates them, and those of the modules that have some.
+        The updater's link, and the modules that have tables of it.
     """
     members: dict[_Kind, list[nn.Parameter]] = {}
-    sparse: dict[int, bool] = {}  # of a gradient that is sparse and dense, the sum is dense
+    sparse: dict[int, bool] = {}  # the sum of a sparse and a dense gradient is dense
     places: dict[int, tuple[_Kind, int]] = {}
     for module in modules:
         for holder in module.holders():
             weight = cast("nn.Parameter", holder.weight)
-            if id(weight) not in mover.param_groups:
+            if id(weight) not in spec.param_groups:
                 continue
             sparse[id(weight)] = sparse.get(id(weight), True) and bool(holder.sparse)
             if id(weight) not in places:
-                number = mover.param_groups[id(weight)]
+                number = spec.param_groups[id(weight)]
                 kind = (number, weight.shape[1], weight.dtype, weight.device)
                 others = members.setdefault(kind, [])
                 places[id(weight)] = kind, len(others)
@@ -256,15 +260,15 @@ def attach(mover: Mover, modules: Sequence[AbstractTables]) -> tuple[Link, list[
         kind: TableGroup(
             tables,
             [sparse[id(table)] for table in tables],
-            [mover.names[id(table)] for table in tables],
+            [spec.names[id(table)] for table in tables],
         )
         for kind, tables in members.items()
     }
-    link = mover.make([(kind[0], group) for kind, group in groups.items()])
+    link = spec.make([(kind[0], group) for kind, group in groups.items()])
     attached = []
     for module in modules:
-        its_places = [places.get(id(holder.weight)) for holder in module.holders()]
-        found = [(groups[place[0]], place[1]) for place in its_places if place is not None]
+        found_places = [places.get(id(holder.weight)) for holder in module.holders()]
+        found = [(groups[place[0]], place[1]) for place in found_places if place is not None]
         if not found:
             continue
         module.attach(link.updater, found)
@@ -274,40 +278,40 @@ def attach(mover: Mover, modules: Sequence[AbstractTables]) -> tuple[Link, list[
 
 
 def _once(tables: Sequence[NamedTable]) -> list[NamedTable]:
-    """Every table by the first of its names."""
+    """Every table once, under the first of its names."""
     found: dict[int, NamedTable] = {}
     for table in tables:
         found.setdefault(id(table.weight), table)
     return list(found.values())
 
 
-def _movers_by_torch(
+def _specs_by_torch(
     in_modules: Sequence[NamedTable],
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     lazy_adam: bool,
-) -> list[Mover]:
-    found = [_mover_by_torch(in_modules, each, lazy_adam=lazy_adam) for each in optimizers]
-    movers = [mover for mover in found if mover is not None]
+) -> list[UpdaterSpec]:
+    found = [_spec_by_torch(in_modules, each, lazy_adam=lazy_adam) for each in optimizers]
+    specs = [spec for spec in found if spec is not None]
     for table in _once(in_modules):
-        having = [mover for mover in movers if id(table.weight) in mover.param_groups]
-        if len(having) > 1:
+        owners = [spec for spec in specs if id(table.weight) in spec.param_groups]
+        if len(owners) > 1:
             raise ValueError(
-                f"table {table.name!r}: one optimizer must have it, and {len(having)} of those "
-                "given have; leave it to one of them"
+                f"table {table.name!r}: one optimizer must have it in a param group, and "
+                f"{len(owners)} of the given ones do; remove it from the others"
             )
-        if not movers and table.weight.requires_grad:  # of frozen ones there need be none
+        if not specs and table.weight.requires_grad:  # frozen tables need no optimizer
             kinds = " and ".join(type(each).__name__ for each in optimizers)
             raise ValueError(
                 f"table {table.name!r}: an optimizer must have it in a param group, and {kinds} "
                 "has none of the model's tables; give the one that has them"
             )
-    return movers
+    return specs
 
 
-def _mover_by_torch(
+def _spec_by_torch(
     in_modules: Sequence[NamedTable], optimizer: torch.optim.Optimizer, *, lazy_adam: bool
-) -> Mover | None:
+) -> UpdaterSpec | None:
     numbers = {
         id(weight): number
         for number, group in enumerate(optimizer.param_groups)
@@ -326,24 +330,24 @@ def _mover_by_torch(
     )
 
     def make(groups: Sequence[tuple[int, TableGroup]]) -> Link:
-        updater = RowUpdater(groups, optimizer, translation, auto_apply=False, goes_along=False)
+        updater = RowUpdater(groups, optimizer, translation, auto_apply=False, is_copied=False)
         _HANDLES[updater] = (
             optimizer.register_step_pre_hook(_BeforeStep(updater)),
-            # Of rows in slots, the optimizer has an older state until it is asked.
+            # Rows in slots have newer state than the optimizer until it is read.
             optimizer.register_state_dict_pre_hook(lambda *_: updater.flush()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: updater.flush()),
-            optimizer.register_load_state_dict_post_hook(lambda *_: updater.follow_state()),
+            optimizer.register_load_state_dict_post_hook(lambda *_: updater.reload_state()),
         )
         return Link(updater)
 
-    words = f"rows are updated in the step of {type(optimizer).__name__}"
+    description = f"rows are updated in the step of {type(optimizer).__name__}"
     found = {id(table.weight): numbers[id(table.weight)] for table in updated}
     formula = translation.formula(optimizer.param_groups[next(iter(found.values()))])
-    return Mover(words, translation.rule, formula, found, _names_of(updated), make)
+    return UpdaterSpec(description, translation.rule, formula, found, _names_of(updated), make)
 
 
 def _require_whole_collections(tables: Sequence[NamedTable], updated: set[int], rule: str) -> None:
-    """A collection is looked up in one call, so one optimizer has all of its tables or none."""
+    """Check that an optimizer has all tables of a collection or none: one call looks them up."""
     for table in tables:
         others = [
             other.name
@@ -366,10 +370,10 @@ def _named(tables: Sequence[NamedTable]) -> list[tuple[str, nn.Parameter]]:
 
 
 class _BeforeStep:
-    """Updates rows when their optimizer steps, before it updates its other parameters.
+    """Updates rows in an optimizer's step, before the optimizer updates other parameters.
 
-    By its closure, which torch's optimizers call first of all: hooks that were registered later
-    than this one have changed gradients or settings by then.
+    The update is in the step's closure, which torch's optimizers call first. So it runs after hooks
+    that were registered later and may change gradients or settings.
     """
 
     def __init__(self, updater: RowUpdater) -> None:
@@ -388,11 +392,11 @@ class _BeforeStep:
         return args[:1], kwargs | {"closure": compute_and_update_rows}
 
     def _update_rows(self, optimizer: torch.optim.Optimizer) -> None:
-        # Of an optimizer that is "fused", GradScaler leaves these to the step.
+        # With a "fused" optimizer, GradScaler leaves unscaling and the check for inf to the step.
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(
-                "GradScaler leaves the scale to an optimizer with fused=True, and rows are "
-                "updated outside of it; call scaler.unscale_(optimizer) before "
+                "GradScaler leaves unscaling to an optimizer with fused=True, which does not see "
+                "the gradients of rows; call scaler.unscale_(optimizer) before "
                 "scaler.step(optimizer)"
             )
         self._updater.require_param_groups()
@@ -402,6 +406,6 @@ class _BeforeStep:
             self._updater.update_rows()
 
 
-# By updater: its hooks in the optimizer. No attribute: copies have none and need none, for then the
-# optimizer's own step finds the ledger as the tables' `grad`.
+# The hooks of each updater in the user's optimizer. Not an attribute, so that copies have none: in
+# a copy, the optimizer's own step uses the tables' `grad`.
 _HANDLES: WeakKeyDictionary[RowUpdater, Sequence[RemovableHandle]] = WeakKeyDictionary()

@@ -1,10 +1,10 @@
-"""`HotColdEmbeddingBag`: `nn.EmbeddingBag` whose rows are updated by an optimizer of their own.
+"""`HotColdEmbeddingBag`: an `nn.EmbeddingBag` whose rows recsys updates.
 
     input, offsets -> read_bags -> fused_lookup -> pooled vectors
     gradient -> ledger -> update
 
-It is an `nn.EmbeddingBag`, so code that expects one takes it. Without an optimizer it computes as
-one; what it adds is errors that name the sample.
+It is a subclass of `nn.EmbeddingBag`. Without an optimizer it computes the same, and its errors
+name the sample.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from torch.nn import functional
 from recsys._support.tracing import leaf_call
 from recsys.embeddings.lookup.bag_lookup import pool_fused, prefetch_bags
 from recsys.embeddings.rows.bag_input import BagInput, read_bags
-from recsys.embeddings.table_module import TableModule, find_rows, is_left_to_torch, require_plain
+from recsys.embeddings.table_module import (
+    TableModule,
+    allocate_rows,
+    is_left_to_torch,
+    require_not_updated,
+)
 from recsys.embeddings.tiers.ahead import Prefetched
 
 if TYPE_CHECKING:
@@ -36,51 +41,50 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
     Args:
         num_embeddings: E, rows.
         embedding_dim: D, columns.
-        max_norm: Rows looked up whose norm is larger are scaled down to it, in place.
+        max_norm: A looked-up row with a larger norm is scaled down to this norm, in place.
         norm_type: The p of that norm.
-        scale_grad_by_freq: Whether a row's gradient is divided by how often the mini-batch has it.
-            With an optimizer this holds for every row. Without one torch computes the gradient, and
-            its CPU kernel may divide by the count of another row (pytorch#190063).
+        scale_grad_by_freq: Whether to divide a row's gradient by its number of lookups in the
+            mini-batch. Without an optimizer torch computes the gradient, and torch's CPU kernel may
+            divide by the count of another row (pytorch#190063).
         mode: "sum", "mean" or "max".
-        sparse: Whether `weight.grad` is sparse; `optimizer` updates rows alike in either case.
-        _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
-        include_last_offset: Whether `offsets` has the last bag's end, too.
-        padding_idx: A row that counts for nothing wherever it is looked up.
-        device: Where the rows live, or with a budget those in fast memory; with an optimizer the
-            CPU, CUDA, or "meta" until `to_empty`. On CUDA, invalid ids raise on a later call, or in
-            `check_input`.
-        dtype: Of the rows; with an optimizer float32, float64, bfloat16 or float16. Rows of
-            the last two are pooled and updated in float32.
-        optimizer: How rows are updated; None leaves a gradient to an optimizer of torch's.
-        auto_apply: With an optimizer: update at the end of each backward. Where False,
-            `row_optimizer.step()` updates, once for all backward passes since the last.
-        stochastic_rounding: Of rows of bfloat16 or float16 that `optimizer` updates: up or down
-            with the probabilities that make a row right on average, as in FBGEMM; where False, to
-            nearest, which loses steps that are small beside the row.
-        rounding_seed: Of that chance. Rows depend on it, the step and their place alone, so the
-            same seed gives the same bits.
-        budget: Bytes that rows in fast memory may take, with their state and what it takes to find
-            them, as a number or like "256MiB". Rows that do not fit wait in `weight`, which is
-            then the cold store; what is computed is the same to the last bit. It needs an
-            optimizer. Write to rows through `weight` each time: a write by a tensor that was kept
-            may be a `ConflictingWrite`, one by a kept numpy array is not seen. None keeps all rows
-            in fast memory, or has that of `plan`.
-        plan: Which rows are never to leave fast memory: one of a single table of this size, by any
-            name; see `plan_hot_rows`. Without one, rows that are used often stay by being used.
-        cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
-            disk, for tables that are larger than memory.
-        cold_path: That folder. Made where there is none; one that an earlier module has left whole
-            brings its rows and their state, but no settings of the optimizer. `sync`, or the end of
-            the process, leaves it whole.
+        sparse: Whether `weight.grad` is sparse. It does not change how `optimizer` updates rows.
+        _weight: The rows, (E, D), used without a copy; None draws them from N(0, 1).
+        include_last_offset: Whether the last number of `offsets` is the end of the last bag.
+        padding_idx: A row that is left out of pooling and gets no gradient.
+        device: Device of the rows; with a budget, of the rows in fast memory. With an optimizer
+            it must be the CPU, CUDA, or "meta" until `to_empty`. On CUDA, invalid ids raise on a
+            later call, or in `check_input`.
+        dtype: Type of the rows; with an optimizer float32, float64, bfloat16 or float16. Rows of 16
+            bits are pooled and updated in float32.
+        optimizer: The update rule of the rows; None leaves gradients to a torch optimizer.
+        auto_apply: Whether `optimizer` updates rows at the end of each backward. If False,
+            `row_optimizer.step()` updates them once for all backward passes since the last step.
+        stochastic_rounding: For rows of bfloat16 or float16 with an optimizer: round up or down at
+            random so that a row is right on average, as FBGEMM does. False rounds to nearest, which
+            loses updates that are small compared with the row.
+        rounding_seed: Seed of that rounding. The same seed gives the same bits, because the
+            random numbers depend only on seed, step and position of the row.
+        budget: Fast memory in bytes or as "256MiB", for rows, their state and row maps. Rows that
+            do not fit stay in `weight`, the cold store. Results are the same to the last bit. A
+            budget needs an optimizer. Write to rows only through `weight`: a write through a tensor
+            kept from before may raise `ConflictingWrite`, and a write through a kept numpy array is
+            not seen. None takes the budget of `plan`, or keeps all rows in fast memory.
+        plan: Rows that never leave fast memory, as a plan of a single table of this size, by any
+            name; see `plan_hot_rows`. Without a plan, rows in frequent use stay in fast memory.
+        cold_tier: Cold store: "host" in memory, or "file" in a folder on disk, for tables that are
+            larger than memory.
+        cold_path: Folder of the cold tier "file"; created if missing. A complete folder of an
+            earlier module gives its rows and their state, but not its optimizer settings. `sync`
+            and a normal end of the process leave the folder complete.
 
     Attributes:
-        row_optimizer: `optimizer` as an optimizer of torch's, for its `param_groups`; None without.
+        row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.
 
     Raises:
-        AssertionError: `padding_idx` is no row, or `_weight` has another shape.
-        ProfileError: the plan is of other tables.
-        ColdTierError: the folder cannot be used, has another table, or there is no room.
-        ValueError: rows are such as a recsys optimizer cannot update.
+        AssertionError: `padding_idx` is not a row, or `_weight` has another shape.
+        ProfileError: the plan is for other tables.
+        ColdTierError: the folder cannot be used or has another table, or the disk is full.
+        ValueError: a recsys optimizer does not support the device or dtype of the rows.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         cold_tier: str = "host",
         cold_path: Path | str | None = None,
     ) -> None:
-        rows = find_rows(
+        rows = allocate_rows(
             (num_embeddings, embedding_dim),
             _weight,
             device,
@@ -160,11 +164,12 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             input; result (B, D).
 
         Raises:
-            IdOutOfRange: a value is no row; on CUDA, of an input before.
-            MalformedBags: input, offsets and weights do not make bags; offsets as above.
+            IdOutOfRange: an id is not a row; on CUDA this may be an id of an earlier input.
+            MalformedBags: input, offsets and weights do not make bags; on CUDA, offsets of an
+                earlier input may not.
             NotImplementedError: there are weights, and `mode` is not "sum".
-            ValueError: a weight is not a number, as above; the module's settings exclude each
-                other; or the input is not where the rows are.
+            ValueError: a weight is nan; the module's settings exclude each other; or the input is
+                on another device than the rows.
         """
         if type(input) is not Tensor:
             traced = leaf_call(self, input, offsets, per_sample_weights)
@@ -174,8 +179,8 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             if torch.compiler.is_compiling():
                 return cast("Tensor", self._break_graph(input, offsets, per_sample_weights))
             return self._look_up(input, offsets, per_sample_weights)
-        if self._is_part:
-            self._warn_of_part()
+        if self._is_copied_alone:
+            self._warn_of_copied_alone()
         if torch.compiler.is_compiling() or not input.is_cpu:
             return super().forward(input, offsets, per_sample_weights)
         bags = self._read(input, offsets, per_sample_weights)
@@ -193,11 +198,11 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Prefetched:
-        """Have the rows of a lookup to come fetched in the background.
+        """Start to fetch the rows of a later lookup in the background.
 
-        The next forward of the very same ids that backward may come back to has them claimed then;
-        any other forward is right, too, and where slots are scarce, the claim made last goes first.
-        `TrainPipeline` calls it. Where every row is resident, it does nothing.
+        The next training `forward` of the same ids uses the fetched rows. Any other `forward` stays
+        correct. If slots are scarce, the latest prefetch is given up first. `TrainPipeline` calls
+        this. Without tiers it does nothing.
 
         Shape:
             As for `forward`.
@@ -230,11 +235,11 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
     ) -> HotColdEmbeddingBag:
-        """A module on rows that are there already; it shares their memory.
+        """Make a module from existing rows, which share their memory with it.
 
         Args:
             embeddings: The rows.
-            freeze: Whether they stay as they are; as in torch they do, unless told otherwise.
+            freeze: Whether rows are never updated; True by default, as in torch.
             max_norm: As for the class.
             norm_type: As for the class.
             scale_grad_by_freq: As for the class.
@@ -242,7 +247,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             sparse: As for the class.
             include_last_offset: As for the class.
             padding_idx: As for the class.
-            optimizer: As for the class; it has nothing to do while rows are frozen.
+            optimizer: As for the class; it does nothing while rows are frozen.
             auto_apply: As for the class.
             stochastic_rounding: As for the class.
             rounding_seed: As for the class.
@@ -251,7 +256,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
             embeddings (E, D).
 
         Raises:
-            AssertionError: `embeddings` has not two dimensions.
+            AssertionError: `embeddings` does not have two dimensions.
         """
         module = super().from_pretrained(
             embeddings,
@@ -278,26 +283,26 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
     def from_torch(
         cls, bag: nn.EmbeddingBag, *, optimizer: RowOptimizer | None = None, auto_apply: bool = True
     ) -> HotColdEmbeddingBag:
-        """Take over a module of torch's: its settings and its very Parameter.
+        """Make a module with the settings and the same Parameter as a torch module.
 
-        Where `apply_optimizer_in_backward` has marked the table, its optimizer does not step any
-        more: its hook is taken away, its state goes on here. What reaches the table otherwise, a
-        lookup by `bag` too, is part of the update after the next backward of this module. Only
-        `recsys.accelerate` has a way back, `recsys.restore`.
+        If `apply_optimizer_in_backward` gave the table an optimizer, this module continues with its
+        formula and state, and removes its hook. Gradients from other uses of the table, such as a
+        lookup by `bag`, join the update after the next backward of this module. This cannot be
+        undone; `recsys.accelerate` can, by `recsys.restore`.
 
         Args:
-            bag: It may be used on, on the same rows.
-            optimizer: How rows are updated. None takes what `apply_optimizer_in_backward` has
-                marked the table with, its state too; where it has not, `bag.sparse` decides on the
-                gradient.
+            bag: The torch module. It remains usable and shares its rows.
+            optimizer: The update rule of the rows. None takes the optimizer that
+                `apply_optimizer_in_backward` gave the table; without one, gradients are left to
+                torch, sparse or dense as `bag.sparse` says.
             auto_apply: As for the class.
 
         Raises:
-            ValueError: rows are such as a recsys optimizer cannot update, or another one updates
-                them already; or the table is marked, and with an optimizer that has no formula
-                here, or although `optimizer` is given.
+            ValueError: a recsys optimizer does not support the rows, or already updates them; or
+                `apply_optimizer_in_backward` gave the table an optimizer that cannot be translated,
+                or one in addition to `optimizer`.
         """
-        require_plain(bag)
+        require_not_updated(bag)
         module = cls._on_weight_of(bag)
         module._take_over(bag, optimizer, auto_apply=auto_apply)
         return module
@@ -359,7 +364,7 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
     def _look_up(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
     ) -> Tensor:
-        pooled = None if per_sample_weights is not None else self._pool_simply(input, offsets)
+        pooled = None if per_sample_weights is not None else self._pool_fast(input, offsets)
         if pooled is not None:
             return pooled
         if is_left_to_torch(input, self.weight):
@@ -367,11 +372,11 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         bags = self._read(input, offsets, per_sample_weights)
         return pool_fused(self, self._place(), bags).to(self.weight.dtype)
 
-    def _pool_simply(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
-        """Look up and pool in the shortest way.
+    def _pool_fast(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
+        """Look up and pool by `BagCalls`.
 
         Returns:
-            None where it takes more than to add rows up, or something is wrong.
+            None if the input or the module's settings need `fused_lookup`.
         """
         if (
             (self.mode != "sum" and self.mode != "mean")

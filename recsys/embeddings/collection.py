@@ -1,11 +1,11 @@
-"""`HotColdEmbeddingBagCollection`: all tables of a model, looked up in one call, updated in one.
+"""`HotColdEmbeddingBagCollection`: pooled lookups in several tables, by one call.
 
-    features -> fused_lookup -> pooled vectors      one kernel per embedding_dim, pooling, dtype
-    gradient -> ledger                              kept as backward hands it over
-    update   <- ledger                              every row once; one kernel for each of them
+    features -> fused_lookup -> pooled vectors     one kernel per embedding_dim, pooling and dtype
+    gradient -> ledger                             no copy
+    ledger -> update                               every row once; one kernel per embedding_dim etc.
 
-Without an optimizer the ledger is not used: backward leaves a sparse gradient at each table, as
-`nn.EmbeddingBag(sparse=True)` does, and any `torch.optim` optimizer that takes one steps it.
+Without an optimizer there is no ledger: backward leaves a sparse gradient at each table, as
+`nn.EmbeddingBag(sparse=True)` does, for any `torch.optim` optimizer that supports one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from recsys.embeddings.lookup.collection_layout import Layout
 from recsys.embeddings.lookup.device_tables import (
     AbstractTables,
     empty_tables,
-    require_beside,
     require_rows,
+    require_same_device,
     slot_device,
     table_device,
 )
@@ -72,42 +72,35 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     Args:
         tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s, sum- or mean-pooled.
-        is_weighted: Whether every lookup carries a weight.
-        device: Where the tables live, or with a budget their rows in fast memory; the CPU, CUDA, or
-            "meta" until `to_empty`. On CUDA, invalid ids raise on a later call or in `check_input`.
-        optimizer: How rows are updated; None leaves sparse gradients to an optimizer of torch's.
-        auto_apply: With an optimizer: update at the end of each backward. Where False,
-            `row_optimizer.step()` updates, once for all backward passes since the last.
-        stochastic_rounding: Of tables of bfloat16 or float16 that `optimizer` updates: up or down
-            with the probabilities that make a row right on average, as in FBGEMM; where False, to
-            nearest, which loses steps that are small beside the row.
-        rounding_seed: Of that chance. Rows depend on it, the step and their place alone, so the
-            same seed gives the same bits.
-        budget: Bytes that rows in fast memory may take, with their state and what it takes to find
-            them, as a number or like "256MiB". Rows that do not fit wait in the tables, which are
-            then the cold store; what is computed is the same to the last bit. It needs an
-            optimizer. Write to rows through each table's `weight`; see `HotColdEmbeddingBag`. None
-            keeps all rows in fast memory, or has that of `plan`.
-        cold_tier: Where rows wait that do not fit: "host", in memory, or "file", in a folder on
-            disk, for tables that are larger than memory.
-        cold_path: That folder. Made where there is none; one that an earlier module has left whole
-            brings its rows and their state, but no settings of the optimizer. `sync`, or the end of
-            the process, leaves it whole.
-        plan: Which rows are never to leave fast memory, of these tables, by name; see
-            `plan_hot_rows`. Without one, rows that are used often stay by being used.
+        is_weighted: Whether every lookup has a weight.
+        device: Device of the tables; with a budget, of the rows in fast memory. The CPU, CUDA, or
+            "meta" until `to_empty`. On CUDA, invalid ids raise on a later call, or in
+            `check_input`.
+        optimizer: The update rule of the rows; None leaves sparse gradients to a torch optimizer.
+        auto_apply: As for `HotColdEmbeddingBag`.
+        stochastic_rounding: As for `HotColdEmbeddingBag`.
+        rounding_seed: As for `HotColdEmbeddingBag`.
+        budget: Fast memory in bytes or as "256MiB", for rows, their state and row maps. Rows that
+            do not fit stay in the tables, the cold store. Results are the same to the last bit. A
+            budget needs an optimizer. Write to rows only through each table's `weight`; see
+            `HotColdEmbeddingBag`. None takes the budget of `plan`, or keeps all rows in fast
+            memory.
+        plan: Rows that never leave fast memory, as a plan of these tables by name; see
+            `plan_hot_rows`. Without a plan, rows in frequent use stay in fast memory.
+        cold_tier: As for `HotColdEmbeddingBag`.
+        cold_path: As for `HotColdEmbeddingBag`.
 
     Attributes:
         embedding_bags: The tables by name, as `nn.EmbeddingBag`s that hold the weights.
-        row_optimizer: `optimizer` as an optimizer of torch's, for its `param_groups`; None without.
+        row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.
 
     Shape:
-        result (B, sum of dims), columns in table order, then feature order; float32, of tables of
-        16 bits too.
+        result (B, sum of dims), columns in table order, then feature order; always float32.
 
     Raises:
-        ColdTierError: the folder cannot be used, has other tables, or there is no room.
-        ValueError: names are not distinct, a pooling or data type is unknown, or the device is one
-            that kernels of recsys cannot work on.
+        ColdTierError: the folder cannot be used or has other tables, or the disk is full.
+        ValueError: names are not distinct, a pooling or data type is unknown, or recsys kernels do
+            not support the device.
     """
 
     def __init__(
@@ -147,7 +140,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             has_budget=has_budget,
         )
         if _bags is None:
-            require_device(device, "leave tables that are to be there to TorchRec")
+            require_device(device, "use TorchRec for tables on that device")
         self._is_weighted = is_weighted
         self.row_optimizer: FusedOptimizer | None = None
         self.embedding_bags = (
@@ -178,24 +171,25 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         optimizer: RowOptimizer | None = None,
         auto_apply: bool = True,
     ) -> HotColdEmbeddingBagCollection:
-        """Take over TorchRec's collection: its configs and its very Parameters.
+        """Make a collection with the configs and the same Parameters as one of TorchRec's.
 
-        Where `apply_optimizer_in_backward` has marked the tables, their optimizers do not step any
-        more: their hooks are taken away, their state goes on here. What reaches a table otherwise,
-        a lookup by `collection` too, is part of the update after the next backward of this one.
-        Only `recsys.accelerate` has a way back, `recsys.restore`.
+        If `apply_optimizer_in_backward` gave the tables an optimizer, this collection continues
+        with its formula and state, and removes its hooks. Gradients from other uses of a table,
+        such as a lookup by `collection`, join the update after the next backward of this one. This
+        cannot be undone; `recsys.accelerate` can, by `recsys.restore`.
 
         Args:
-            collection: On the CPU or on CUDA, not sharded. It may be used on, on the same rows.
-            optimizer: How rows are updated. None takes what `apply_optimizer_in_backward` has
-                marked the tables with, its state too; where it has not, gradients are left to an
-                optimizer of torch's, dense as TorchRec's are.
+            collection: TorchRec's, on the CPU or on CUDA, not sharded. It remains usable and shares
+                its rows.
+            optimizer: The update rule of the rows. None takes the optimizer that
+                `apply_optimizer_in_backward` gave the tables; without one, dense gradients are left
+                to torch.
             auto_apply: As for the class.
 
         Raises:
-            ValueError: rows are not float32, bfloat16 or float16 on the CPU or on CUDA, or an
-                recsys optimizer updates them already; or tables are marked, and with an optimizer
-                that has no formula here, or not all alike, or although `optimizer` is given.
+            ValueError: rows are not float32, bfloat16 or float16 on the CPU or on CUDA, or a recsys
+                optimizer already updates them; or `apply_optimizer_in_backward` gave the tables
+                optimizers that differ or cannot be translated, or one in addition to `optimizer`.
         """
         for name, bag in collection.embedding_bags.items():
             require_no_updater(name, bag.weight)
@@ -221,14 +215,14 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         )
 
     def attach(self, updater: RowUpdater, places: Places) -> None:
-        """Hand gradients over from now on; see `AbstractTables`."""
+        """Pass gradients to an updater; see `AbstractTables.attach`."""
         super().attach(updater, places)
         self._lay_out()
 
     def detach(self) -> None:
-        """Leave gradients at the tables again."""
+        """Leave gradients to torch; see `AbstractTables.detach`."""
         super().detach()
-        self._lay_out_alone()
+        self._lay_out_own()
 
     def holders(self) -> list[nn.Module]:
         """The modules whose `weight`s are the tables."""
@@ -243,12 +237,12 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         return [cast("nn.Parameter", bag.weight) for bag in self.embedding_bags.values()]
 
     def is_weighted(self) -> bool:
-        """Whether every lookup carries a weight."""
+        """Whether every lookup has a weight."""
         return self._is_weighted
 
     @property
     def device(self) -> torch.device:
-        """Where the tables live, or their rows in fast memory: where ids go and pooled rows are."""
+        """Device of ids and results: that of the tables, or with a budget of the slots."""
         return self._layouts[0].group.device
 
     def forward(self, features: Features, *, stacked: bool = False) -> Pooled | Tensor:
@@ -257,32 +251,28 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
         Args:
             features: What is looked up.
-            stacked: Of tables of one dim D: give the pooled vectors as one tensor, (B, F, D). It is
-                what `values()` has, but autograd need not know of a view.
+            stacked: For tables with one dim D: return the pooled vectors as one tensor, (B, F, D).
+                This is `values()` in another shape, without a view in the autograd graph.
 
         Raises:
-            IdOutOfRange: a value is no row of its table; on CUDA, of features before.
+            IdOutOfRange: an id is not a row of its table; on CUDA this may be an earlier id.
             KeyError: a feature is missing.
             MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together.
-            ValueError: weights are missing or not numbers, or features have batch sizes of their
-                own and no `inverse_indices`; or `stacked` asks for tables of one dim.
+            ValueError: weights are missing or nan; or features have different batch sizes and no
+                `inverse_indices`; or with `stacked`, tables have different dims.
         """  # noqa: D205  # two kinds of input, one sentence
         if type(features) is not JaggedIds:
             traced = leaf_call(self, features, stacked=stacked)
             if traced is not None:
                 return cast("Pooled", traced)
-        if self._is_part:
-            self._warn_of_part()
+        if self._is_copied_alone:
+            self._warn_of_copied_alone()
         look_up = self._break_graph if torch.compiler.is_compiling() else self._look_up
         pooled: Pooled | Tensor = look_up(features, stacked)
         return pooled
 
     def prefetch(self, features: Features) -> Prefetched:
-        """Have the rows of a lookup to come fetched in the background.
-
-        The next forward of the very same ids that backward may come back to has them claimed then;
-        any other forward is right, too, and where slots are scarce, the claim made last goes first.
-        `TrainPipeline` calls it. Where every row is resident, it does nothing.
+        """Start to fetch the rows of a later lookup; see `HotColdEmbeddingBag.prefetch`.
 
         Raises:
             IdOutOfRange: as for `forward`.
@@ -315,7 +305,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             explain: Callable[[int], Exception] = partial(self._lookup_error, features)
             if self._layouts[0].group.kernels.errors is not None:
                 sizes = list(map(len, self.table_weights()))
-                # Kept until the device has been heard of: without the module, which may go earlier.
+                # A device may report an error later, so this must not keep the module alive.
                 explain = partial(id_error, features, self._lookups, sizes)
             pooled = fused_lookup(
                 parts,
@@ -334,7 +324,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         return cast("Pooled", KeyedTensor(self._output_keys, self._output_dims, pooled))
 
     def _pool_nothing(self, features: Features, num_stacked: int) -> Tensor:
-        """The shape of the pooled rows, on the meta device."""
+        """An empty result on the meta device."""
         self._positions(features)
         [dtype] = {compute_dtype(weight.dtype) for weight in self.table_weights()}
         width, size = sum(self._output_dims), features.stride()
@@ -344,9 +334,11 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
     def _read(
         self, features: Features, values: Tensor, *, is_light: bool, has_weights: bool = True
     ) -> tuple[list[Part], Tensor | None, Sequence[Tensor]]:
-        """What the kernels look up, the weights of what is in bags, and what bags are views of."""
-        if not all(map(is_, map(dict.get, self._parameters_of_tables, _WEIGHT), self._tables_then)):
-            self._find_tables()
+        """The parts for the kernels, the weights, and the tensors that the bags are views of."""
+        if not all(
+            map(is_, map(dict.get, self._parameters_of_tables, _WEIGHT), self._known_tables)
+        ):
+            self._refresh_tables()
         kernels = self._layouts[0].group.kernels
         is_deferred = kernels.errors is not None
         if features.keys() != self._known_keys:
@@ -354,12 +346,12 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         batch_size = features.stride()
         weights: Tensor | None = None
         if self._is_weighted and has_weights:
-            dtype = compute_dtype(self._tables_then[0].dtype)
+            dtype = compute_dtype(self._known_tables[0].dtype)
             weights = require_weights(features, is_deferred).to(dtype)
         if not is_light:
             values, weights = require_bags(features, weights, is_deferred)
         if is_deferred:
-            require_beside(values, self.device)
+            require_same_device(values, self.device)
         is_one_hot = isinstance(features, JaggedIds) and features.is_known_one_hot()
         offsets = values if is_one_hot else features.offsets()
         parts: list[Part] = []
@@ -380,10 +372,10 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             parts.append(Part(layout.group, layout.lookups, bags_of[is_mean]))
         return parts, weights, (values,) if is_one_hot else (values, offsets)
 
-    def _find_tables(self) -> None:
-        """Find Parameters that have replaced the tables; refuse them where an updater has those."""
+    def _refresh_tables(self) -> None:
+        """Use Parameters that replaced the tables; raise if an updater has the tables."""
         if self._updater is None:
-            self._lay_out_alone()
+            self._lay_out_own()
         else:
             self._require_tables()
 
@@ -399,7 +391,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
                     table.embedding_dim,
                     mode=pooling_of(table),
                     sparse=True,
-                    # reset_parameters draws; nn.EmbeddingBag would first draw normal ones.
+                    # Without `_weight`, nn.EmbeddingBag would first draw from N(0, 1).
                     _weight=of_table,
                 )
                 for table, of_table in zip(self._tables, rows, strict=True)
@@ -407,13 +399,13 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         )
 
     def _own_groups(self, *, are_tied_once: bool) -> list[tuple[TableGroup, int]]:
-        """A group for each dim, pooling and dtype; the place of each table.
+        """Make a group for each dim, pooling and dtype; return each table's group and number there.
 
         Args:
-            are_tied_once: Whether two tables that are one Parameter are in one group once, as they
-                must be where an updater has them.
+            are_tied_once: Whether a Parameter that is two tables is in its group once, as an
+                updater needs it.
         """
-        numbers: dict[tuple[int, str, torch.dtype], list[int]] = {}  # of the tables of each group
+        numbers: dict[tuple[int, str, torch.dtype], list[int]] = {}  # the tables of each group
         places: dict[int, tuple[tuple[int, str, torch.dtype], int]] = {}
         keys = []
         weights = self.table_weights()
@@ -436,14 +428,14 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         }
         return [(groups[places[key][0]], places[key][1]) for key in keys]
 
-    def _lay_out_alone(self) -> None:
-        """Look the tables up where they are now; no updater has them."""
+    def _lay_out_own(self) -> None:
+        """Make the layouts for tables without an updater."""
         self._places = self._own_groups(are_tied_once=False)
-        self._tables_then = self.table_weights()
+        self._known_tables = self.table_weights()
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """One kernel call for the tables of one group and pooling."""
+        """Make the layouts: one for each group and pooling, and so one kernel call."""
         members: dict[tuple[TableGroup, str], list[int]] = {}
         for table, (group, _) in enumerate(self._places):
             members.setdefault((group, pooling_of(self._tables[table])), []).append(table)
@@ -452,8 +444,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
             Layout(self._lookups, self._output_dims, group, pooling == "mean", tables, numbers)
             for (group, pooling), tables in members.items()
         ]
-        # Their dictionaries, not the modules' attributes, which take nn.Module ten times as long to
-        # find: every lookup compares all tables.
+        # Every lookup compares all tables. Reading these dictionaries takes a tenth of the time of
+        # reading the modules' attributes.
         self._parameters_of_tables = [holder._parameters for holder in self.holders()]
 
     def _optimize(
@@ -470,7 +462,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
     ) -> None:
         places = self._own_groups(are_tied_once=True)
         groups = list(dict.fromkeys(group for group, _ in places))
-        tables: dict[nn.Parameter, str] = {}  # by the first of its names
+        tables: dict[nn.Parameter, str] = {}  # each with the first of its names
         for name, weight in zip(self.embedding_bags, self.table_weights(), strict=True):
             tables.setdefault(weight, name)
         self.row_optimizer = FusedOptimizer(

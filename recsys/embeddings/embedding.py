@@ -1,10 +1,10 @@
-"""`HotColdEmbedding`: `nn.Embedding` whose rows are updated by an optimizer of their own.
+"""`HotColdEmbedding`: an `nn.Embedding` whose rows recsys updates.
 
     input -> bags of one id -> one kernel -> rows
     gradient -> ledger -> update
 
-It is an `nn.Embedding`, so code that expects one takes it. Without an optimizer it computes as one;
-what it adds is errors that name the place of an id.
+It is a subclass of `nn.Embedding`. Without an optimizer it computes the same, and its errors name
+the position of an invalid id.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from recsys._support.tracing import leaf_call
 from recsys.embeddings.lookup.bag_lookup import look_up_ids, prefetch_bags
 from recsys.embeddings.rows.bag_input import read_ids
-from recsys.embeddings.table_module import TableModule, find_rows, is_left_to_torch, require_plain
+from recsys.embeddings.table_module import (
+    TableModule,
+    allocate_rows,
+    is_left_to_torch,
+    require_not_updated,
+)
 from recsys.embeddings.tiers.ahead import Prefetched
 
 if TYPE_CHECKING:
@@ -35,13 +40,14 @@ class HotColdEmbedding(TableModule, nn.Embedding):
     Args:
         num_embeddings: E, rows.
         embedding_dim: D, columns.
-        padding_idx: A row that is never updated; drawn as zeros.
-        max_norm: Rows looked up whose norm is larger are scaled down to it, in place.
+        padding_idx: A row that is never updated; initialized with zeros.
+        max_norm: A looked-up row with a larger norm is scaled down to this norm, in place.
         norm_type: The p of that norm.
-        scale_grad_by_freq: Whether a row's gradient is divided by how often the mini-batch has it.
-        sparse: Whether `weight.grad` is sparse; `optimizer` updates rows alike in either case.
-        _weight: The rows, (E, D), which are shared; drawn from N(0, 1) where None.
-        _freeze: Whether rows stay as they are.
+        scale_grad_by_freq: Whether to divide a row's gradient by its number of lookups in the
+            mini-batch.
+        sparse: Whether `weight.grad` is sparse. It does not change how `optimizer` updates rows.
+        _weight: The rows, (E, D), used without a copy; None draws them from N(0, 1).
+        _freeze: Whether rows are never updated.
         device: As for `HotColdEmbeddingBag`.
         dtype: As for `HotColdEmbeddingBag`.
         optimizer: As for `HotColdEmbeddingBag`.
@@ -54,16 +60,16 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         cold_path: As for `HotColdEmbeddingBag`.
 
     Attributes:
-        row_optimizer: `optimizer` as an optimizer of torch's, for its `param_groups`; None without.
+        row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.
 
     Raises:
-        AssertionError: `padding_idx` is no row, or `_weight` has another shape.
-        ProfileError: the plan is of other tables.
-        ColdTierError: the folder cannot be used, has another table, or there is no room.
-        ValueError: rows are such as a recsys optimizer cannot update.
+        AssertionError: `padding_idx` is not a row, or `_weight` has another shape.
+        ProfileError: the plan is for other tables.
+        ColdTierError: the folder cannot be used or has another table, or the disk is full.
+        ValueError: a recsys optimizer does not support the device or dtype of the rows.
     """
 
-    mode = "sum"  # of bags of one id
+    mode = "sum"  # the pooling of bags of one id
 
     def __init__(
         self,
@@ -88,7 +94,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         cold_tier: str = "host",
         cold_path: Path | str | None = None,
     ) -> None:
-        rows = find_rows(
+        rows = allocate_rows(
             (num_embeddings, embedding_dim),
             _weight,
             device,
@@ -134,9 +140,9 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             input any; result (*input, D).
 
         Raises:
-            IdOutOfRange: a value is no row; on CUDA, of an input before.
-            MalformedBags: the input is nested, or of another dtype than int64 and int32.
-            ValueError: the input is not where the rows are.
+            IdOutOfRange: an id is not a row; on CUDA this may be an id of an earlier input.
+            MalformedBags: the input is nested, or is not int64 or int32.
+            ValueError: the input is on another device than the rows.
         """
         if type(input) is not Tensor:
             traced = leaf_call(self, input)
@@ -146,8 +152,8 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             if torch.compiler.is_compiling():
                 return cast("Tensor", self._break_graph(input))
             return self._look_up(input)
-        if self._is_part:
-            self._warn_of_part()
+        if self._is_copied_alone:
+            self._warn_of_copied_alone()
         if torch.compiler.is_compiling() or not input.is_cpu:
             return super().forward(input)
         try:
@@ -160,7 +166,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             raise ids.id_error(bad, len(self.weight)) from error
 
     def prefetch(self, input: Tensor) -> Prefetched:
-        """Have the rows of a lookup to come fetched in the background; see `HotColdEmbeddingBag`.
+        """Start to fetch the rows of a later lookup; see `HotColdEmbeddingBag.prefetch`.
 
         Shape:
             As for `forward`.
@@ -193,17 +199,17 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
     ) -> HotColdEmbedding:
-        """A module on rows that are there already; it shares their memory.
+        """Make a module from existing rows, which share their memory with it.
 
         Args:
             embeddings: The rows.
-            freeze: Whether they stay as they are; as in torch they do, unless told otherwise.
+            freeze: Whether rows are never updated; True by default, as in torch.
             padding_idx: As for the class.
             max_norm: As for the class.
             norm_type: As for the class.
             scale_grad_by_freq: As for the class.
             sparse: As for the class.
-            optimizer: As for the class; it has nothing to do while rows are frozen.
+            optimizer: As for the class; it does nothing while rows are frozen.
             auto_apply: As for the class.
             stochastic_rounding: As for the class.
             rounding_seed: As for the class.
@@ -212,7 +218,7 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             embeddings (E, D).
 
         Raises:
-            AssertionError: `embeddings` has not two dimensions.
+            AssertionError: `embeddings` does not have two dimensions.
         """
         module = super().from_pretrained(  # type: ignore[no-untyped-call]
             embeddings, freeze, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
@@ -231,17 +237,17 @@ class HotColdEmbedding(TableModule, nn.Embedding):
     def from_torch(
         cls, module: nn.Embedding, *, optimizer: RowOptimizer | None = None, auto_apply: bool = True
     ) -> HotColdEmbedding:
-        """Take over a module of torch's; see `HotColdEmbeddingBag.from_torch`.
+        """Make a module on the same Parameter; see `HotColdEmbeddingBag.from_torch`.
 
         Args:
-            module: It may be used on, on the same rows.
-            optimizer: As there.
-            auto_apply: As there.
+            module: The torch module. It remains usable and shares its rows.
+            optimizer: As for `HotColdEmbeddingBag.from_torch`.
+            auto_apply: As for the class.
 
         Raises:
-            ValueError: as there.
+            ValueError: as for `HotColdEmbeddingBag.from_torch`.
         """
-        require_plain(module)
+        require_not_updated(module)
         ours = cls._on_weight_of(module)
         ours._take_over(module, optimizer, auto_apply=auto_apply)
         return ours

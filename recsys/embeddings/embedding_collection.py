@@ -1,7 +1,7 @@
-"""`HotColdEmbeddingCollection`: the tables of a model that are looked up without pooling.
+"""`HotColdEmbeddingCollection`: several tables that are looked up without pooling.
 
-features -> one HotColdEmbedding for each table -> rows of each feature, sample after sample
-gradient -> ledger -> update                       one for all tables
+features -> one HotColdEmbedding per table -> the rows of each feature, sample after sample
+gradient -> ledger -> one update for all tables
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from recsys._support.tracing import leaf_call
 from recsys.batch import JaggedIds, varies_in_batch_size
-from recsys.embeddings.attach import NamedTable, attach, choose_movers
+from recsys.embeddings.attach import NamedTable, attach, choose_updaters
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.lookup.abstract import draw_rows
 from recsys.embeddings.lookup.collection_input import id_error, require_bags
@@ -54,8 +54,8 @@ class JaggedEmbeddings:
 
     Args:
         values: The rows.
-        lengths: How many each sample has.
-        weights: What stands beside each row: the ids, where they were asked for.
+        lengths: Number of rows of each sample.
+        weights: The id of each row, with `need_indices=True`; else None.
 
     Shape:
         values (N, D); lengths (B,); weights (N,).
@@ -69,15 +69,15 @@ class JaggedEmbeddings:
         return self._values
 
     def lengths(self) -> Tensor:
-        """How many each sample has, (B,)."""
+        """Number of rows of each sample, (B,)."""
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Where each sample's rows begin, and where the last one's end, (B + 1,)."""
+        """Where each sample's rows begin, and the end of the last, (B + 1,)."""
         return nn.functional.pad(self._lengths.cumsum(0), (1, 0))
 
     def weights_or_none(self) -> Tensor | None:
-        """What stands beside each row, (N,)."""
+        """The id of each row, (N,), with `need_indices=True`; else None."""
         return self._weights
 
     def to_dense(self) -> list[Tensor]:
@@ -89,10 +89,10 @@ class HotColdEmbeddingCollection(AbstractTables):
     """A drop-in for `torchrec.EmbeddingCollection`.
 
     Args:
-        tables: `TableConfig`s, whose pooling says nothing here, or TorchRec's `EmbeddingConfig`s;
-            all of one embedding_dim.
+        tables: `TableConfig`s, whose pooling is ignored, or TorchRec's `EmbeddingConfig`s; all with
+            the same embedding_dim.
         device: As for `HotColdEmbeddingBagCollection`.
-        need_indices: Whether the result has the ids beside the rows, as its weights.
+        need_indices: Whether the result has the ids of the rows, as its weights.
         optimizer: As for `HotColdEmbeddingBagCollection`.
         auto_apply: As for `HotColdEmbeddingBagCollection`.
         budget: As for `HotColdEmbeddingBagCollection`.
@@ -102,12 +102,12 @@ class HotColdEmbeddingCollection(AbstractTables):
 
     Attributes:
         embeddings: The tables by name, as `HotColdEmbedding`s.
-        row_optimizer: `optimizer` as an optimizer of torch's, for its `param_groups`; None without.
+        row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.
 
     Raises:
-        ColdTierError: the folder cannot be used, has other tables, or there is no room.
-        ValueError: names are not distinct, dims differ, a data type is unknown, or the device is
-            one that kernels of recsys cannot work on.
+        ColdTierError: the folder cannot be used or has other tables, or the disk is full.
+        ValueError: names are not distinct, dims differ, a data type is unknown, or recsys kernels
+            do not support the device.
     """
 
     row_optimizer: FusedOptimizer | None
@@ -151,7 +151,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         ]
         self.row_optimizer = None
         if _embeddings is None:
-            require_device(device, "leave tables that are to be there to TorchRec")
+            require_device(device, "use TorchRec for tables on that device")
             weights = self._make_weights(table_device(device, has_budget=has_budget), files)
             made = [
                 HotColdEmbedding(len(weight), weight.shape[1], sparse=True, _weight=weight)
@@ -174,15 +174,15 @@ class HotColdEmbeddingCollection(AbstractTables):
         optimizer: RowOptimizer | None = None,
         auto_apply: bool = True,
     ) -> HotColdEmbeddingCollection:
-        """Take over TorchRec's collection; see `HotColdEmbeddingBagCollection.from_torchrec`.
+        """Make a collection on the same Parameters as one of TorchRec's.
 
         Args:
-            collection: As there.
-            optimizer: As there.
-            auto_apply: As there.
+            collection: As for `HotColdEmbeddingBagCollection.from_torchrec`.
+            optimizer: As for `HotColdEmbeddingBagCollection.from_torchrec`.
+            auto_apply: As for the class.
 
         Raises:
-            ValueError: as there.
+            ValueError: as for `HotColdEmbeddingBagCollection.from_torchrec`.
         """
         module = cls._on_embeddings_of(collection)
         module._optimize(optimizer, auto_apply, None, None, None, None)
@@ -201,10 +201,10 @@ class HotColdEmbeddingCollection(AbstractTables):
         `JaggedEmbeddings`, by feature.
 
         Shape:
-            rows of a feature of N ids (N, D), float32 whatever the tables are.
+            rows of a feature with N ids (N, D), always float32.
 
         Raises:
-            IdOutOfRange: a value is no row of its table; on CUDA, of features before.
+            IdOutOfRange: an id is not a row of its table; on CUDA this may be an earlier id.
             KeyError: a feature is missing.
             MalformedBags: a `KeyedJaggedTensor`'s tensors do not fit together.
         """  # noqa: D205  # two kinds of input, one sentence
@@ -231,7 +231,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         return found
 
     def prefetch(self, features: Features) -> Prefetched:
-        """Have the rows of a lookup to come fetched in the background; see `HotColdEmbedding`.
+        """Start to fetch the rows of a later lookup; see `HotColdEmbeddingBag.prefetch`.
 
         Raises:
             IdOutOfRange: as for `forward`.
@@ -269,23 +269,23 @@ class HotColdEmbeddingCollection(AbstractTables):
         return self._tables[0].embedding_dim
 
     def need_indices(self) -> bool:
-        """Whether the result has the ids beside the rows."""
+        """Whether the result has the ids of the rows."""
         return self._need_indices
 
     @property
     def device(self) -> torch.device:
-        """Where the tables live, or their rows in fast memory: where ids go and rows come from."""
+        """Device of ids and results: that of the tables, or with a budget of the slots."""
         groups = self._table_groups()
         return groups[0].device if groups else self._embedding(0).weight.device
 
     def reset_parameters(self) -> None:
-        """Draw all rows anew; as `HotColdEmbeddingBagCollection` does."""
+        """Initialize all rows, as `HotColdEmbeddingBagCollection` does."""
         with torch.no_grad():
             for table, holder in zip(self._tables, self.holders(), strict=True):
                 draw_rows(table, cast("Tensor", holder.weight))
 
     def extra_repr(self) -> str:
-        """The tables in words."""
+        """Number of tables and rows, for `repr`."""
         num_rows = sum(table.num_embeddings for table in self._tables)
         return f"num_tables={len(self._tables)}, num_rows={num_rows}"
 
@@ -295,21 +295,21 @@ class HotColdEmbeddingCollection(AbstractTables):
 
     @property
     def row_updater(self) -> RowUpdater | None:
-        """What updates the rows; None where gradients are left to an optimizer of torch's."""
+        """Updates the rows; None if a torch optimizer gets the gradients."""
         return self._embedding(0).row_updater
 
     def attach(self, updater: RowUpdater, places: Places) -> None:
-        """Hand gradients over from now on; see `AbstractTables`."""
+        """Pass gradients to an updater; see `AbstractTables.attach`."""
         for number, place in enumerate(places):
             self._embedding(number).attach(updater, [place])
 
     def detach(self) -> None:
-        """Leave gradients at the tables again."""
+        """Leave gradients to torch; see `AbstractTables.detach`."""
         for number in range(len(self._tables)):
             self._embedding(number).detach()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles; each `HotColdEmbedding` brings its own table."""
+        """For copies and pickles; each `HotColdEmbedding` adds its own table."""
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -323,7 +323,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         return cast("HotColdEmbedding", self.embeddings[self._tables[position].name])
 
     def _by_feature(self, features: Features) -> dict[str, tuple[Tensor, Tensor]]:
-        """The ids of each feature, and how many each sample has.
+        """The ids of each feature, and the number of ids of each sample.
 
         Raises:
             KeyError: a feature is missing.
@@ -352,7 +352,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         }
 
     def _id_error(self, features: Features, feature: str, position: int) -> IdOutOfRange | None:
-        """With the place of the value that is no row, where the host can see it."""
+        """An error that names the feature and sample; None if their position is unknown."""
         if not isinstance(features, JaggedIds) and varies_in_batch_size(features):
             return None
         values, size = features.values(), features.stride()
@@ -379,7 +379,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         files: ColdFiles | None,
         device: torch.device | None,
     ) -> None:
-        """Update the rows by a formula, or by what they are marked with, from now on."""
+        """Update rows by `optimizer`, or by that of `apply_optimizer_in_backward`."""
         tables = [
             NamedTable(
                 name,
@@ -393,11 +393,11 @@ class HotColdEmbeddingCollection(AbstractTables):
             )
             for name, holder in self.embeddings.items()
         ]
-        movers = choose_movers(tables, optimizer, lazy_adam=False)
-        if not movers:
+        specs = choose_updaters(tables, optimizer, lazy_adam=False)
+        if not specs:
             return
-        [mover] = movers
-        link, _ = attach(mover, [self])
+        [spec] = specs
+        link, _ = attach(spec, [self])
         link.updater.auto_apply = auto_apply
         self.row_optimizer = link.row_optimizer
         weights = {table.weight: table.name for table in reversed(tables)}

@@ -1,4 +1,4 @@
-"""What a table is."""
+"""`TableConfig`: name, sizes, features, pooling and data type of a table."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class TableConfig:
     """One embedding table, with the field names of TorchRec's `EmbeddingBagConfig`.
 
     Attributes:
-        name: Of the table; `state_dict` keys are `embedding_bags.<name>.weight`.
+        name: Name of the table; its `state_dict` key is `embedding_bags.<name>.weight`.
         num_embeddings: E, rows.
         embedding_dim: D, columns.
-        feature_names: The features that look rows up in it; the table's name where none is given.
+        feature_names: The features that look rows up in it; by default one with the table's name.
         pooling: "sum" or "mean" of a bag's rows.
-        data_type: Of the rows: "fp32", "fp16" or "bf16", or TorchRec's `DataType` of that value.
+        data_type: Type of the rows: "fp32", "fp16" or "bf16", or TorchRec's `DataType` with that
+            value.
 
     Raises:
         ValueError: a size is not positive, or the pooling or the data type is unknown.
@@ -70,14 +71,14 @@ def output_names(tables: Sequence[Any]) -> list[str]:
 
 
 def data_type_of(table: Any, known: Mapping[str, torch.dtype] = DATA_TYPES) -> str:
-    """What a table's config says, "fp32" where nothing; TorchRec's `DataType` by its value.
+    """The data type of a table's config, "fp32" by default; TorchRec's `DataType` by value.
 
     Args:
         table: `TableConfig` or TorchRec's `EmbeddingBagConfig`.
-        known: The types it may be.
+        known: The supported types.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the type is not supported.
     """
     data_type = getattr(table, "data_type", "fp32")
     found = str(getattr(data_type, "value", data_type)).lower()

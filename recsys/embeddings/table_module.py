@@ -1,4 +1,4 @@
-"""What `HotColdEmbeddingBag` and `HotColdEmbedding` share: one table, and what updates its rows."""
+"""Base class of `HotColdEmbeddingBag` and `HotColdEmbedding`: one table and its updater."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
     from recsys.embeddings.update.row_updater import Places, RowUpdater
 
-__all__ = ["Rows", "TableModule", "find_rows", "is_left_to_torch", "require_plain"]
+__all__ = ["Rows", "TableModule", "allocate_rows", "is_left_to_torch", "require_not_updated"]
 
 
 class Rows(NamedTuple):
-    """Where a module's table gets its rows.
+    """The memory of a module's table.
 
     Attributes:
-        weight: They, (E, D); None where torch makes and draws them.
-        are_to_draw: Whether nothing is in them yet.
-        plan: Which of them are never to leave fast memory, of this table.
-        files: Where they wait, if on disk.
+        weight: The rows, (E, D); None if torch allocates and draws them.
+        are_to_draw: Whether the rows are not initialized yet.
+        plan: The plan of this table, if there is one.
+        files: The files of the table, if the cold store is on disk.
     """
 
     weight: Tensor | None
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     files: ColdFiles | None
 
 
-def find_rows(
+def allocate_rows(
     shape: tuple[int, int],
     weight: Tensor | None,
     device: torch.device | str | None,
@@ -61,12 +61,12 @@ def find_rows(
     cold_tier: str,
     cold_path: Path | str | None,
 ) -> Rows:
-    """Find memory for a table; arguments as for `HotColdEmbeddingBag`.
+    """Allocate a table; arguments as for `HotColdEmbeddingBag`.
 
     Raises:
-        ProfileError: the plan is of other tables.
-        ColdTierError: the folder cannot be used, has another table, or there is no room.
-        ValueError: rows are such as a recsys optimizer cannot update.
+        ProfileError: the plan is for other tables.
+        ColdTierError: the folder cannot be used or has another table, or the disk is full.
+        ValueError: a recsys optimizer does not support the device or dtype of the rows.
     """
     if optimizer is None and (budget is not None or plan is not None):
         raise ValueError(NEEDS_OPTIMIZER)
@@ -83,20 +83,20 @@ def find_rows(
     if weight is not None or optimizer is None:
         return Rows(weight, False, plan, None)
     require_device(
-        device, "leave out optimizer=, and an optimizer of torch's updates rows on any device"
+        device, "leave out optimizer= and use a torch optimizer, which supports any device"
     )
     rows = empty_rows(*shape, dtype=dtype, device=table_device(device, has_budget=has_budget))
     return Rows(rows, True, plan, None)
 
 
 class TableModule(AbstractTables):
-    """A module of torch's with one table, `weight`, whose rows a recsys optimizer may update.
+    """A torch module with one table, `weight`, whose rows a recsys optimizer may update.
 
     Attributes:
-        row_optimizer: `optimizer` as an optimizer of torch's, for its `param_groups`; None without.
+        row_optimizer: `optimizer` as a torch optimizer, with `param_groups`; None without one.
     """
 
-    # torch's names of them
+    # torch's classes define these
     weight: Tensor
     mode: str
     padding_idx: int | None
@@ -114,13 +114,13 @@ class TableModule(AbstractTables):
         return [self]
 
     def attach(self, updater: RowUpdater, places: Places) -> None:
-        """Hand gradients over from now on; see `AbstractTables`."""
+        """Pass gradients to an updater; see `AbstractTables.attach`."""
         super().attach(updater, places)
         [(self._group, number)] = places
         self._lookups = Lookups.one(number, self.weight.shape[1])
 
     def detach(self) -> None:
-        """Leave gradients at `weight` again, as torch's module does."""
+        """Leave gradients at `weight`, as torch's module does."""
         super().detach()
         self._group = self._lookups = None
 
@@ -129,7 +129,7 @@ class TableModule(AbstractTables):
         return super().__getstate__() | {"_group": None, "_lookups": None}
 
     def _place(self) -> BagPlace:
-        if self._parameters.get("weight") is not self._tables_then[0]:
+        if self._parameters.get("weight") is not self._known_tables[0]:
             self._require_tables()
         assert self._group is not None
         assert self._lookups is not None
@@ -144,8 +144,8 @@ class TableModule(AbstractTables):
         is_mean: bool,
         padding_idx: int | None,
     ) -> Tensor | None:
-        """Look up together with other calls of a step; see `BagCalls.look_up`."""
-        if self._parameters.get("weight") is not self._tables_then[0]:
+        """Look up in one autograd node with other calls of the step; see `BagCalls.look_up`."""
+        if self._parameters.get("weight") is not self._known_tables[0]:
             self._require_tables()
         group, updater, lookups = self._group, self._updater, self._lookups
         assert group is not None
@@ -153,7 +153,7 @@ class TableModule(AbstractTables):
         assert lookups is not None
         return group.calls(updater).look_up(
             lookups.distinct_tables[0],
-            self._tables_then[0],
+            self._known_tables[0],
             lookups,
             ids,
             offsets,
@@ -174,11 +174,11 @@ class TableModule(AbstractTables):
         files: ColdFiles | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Update the rows by a formula from now on."""
+        """Make an updater with this formula, and attach it."""
         table = cast("nn.Parameter", self.weight)
         group = TableGroup([table], [self.sparse])
         if not table.is_meta:
-            group.space()  # refuses rows that kernels cannot work on
+            group.space()  # raises if kernels do not support the rows
         self.row_optimizer = FusedOptimizer(
             {"weight": (table, "")},
             [group],
@@ -216,8 +216,8 @@ class TableModule(AbstractTables):
             return
         if freeze:
             warnings.warn(
-                "from_pretrained freezes rows unless freeze=False is given: the optimizer updates "
-                "none until weight.requires_grad is set",
+                "from_pretrained freezes the rows by default: the optimizer updates none of them "
+                "until weight.requires_grad is set; pass freeze=False",
                 stacklevel=3,
             )
         self._optimize(
@@ -230,7 +230,7 @@ class TableModule(AbstractTables):
     def _take_over(
         self, module: nn.Module, optimizer: RowOptimizer | None, *, auto_apply: bool
     ) -> None:
-        """The rest of `from_torch`: update the rows by a formula, or by that of marks."""
+        """The rest of `from_torch`: attach `optimizer`, or that of the table's marks."""
         weight = cast("nn.Parameter", self.weight)
         marks = read_marks([("weight", weight)], optimizer)
         formula = optimizer if marks is None else marks.formula
@@ -243,7 +243,7 @@ class TableModule(AbstractTables):
 
 
 def is_left_to_torch(input: Tensor, weight: Tensor) -> bool:
-    """Whether there is nothing for a kernel to read: on meta, under `torch.jit.trace` and vmap."""
+    """Whether torch must look up: on meta, under `torch.jit.trace` and under vmap."""
     return (
         (input.is_meta and weight.is_meta)
         or tracing_state() is not None
@@ -251,8 +251,8 @@ def is_left_to_torch(input: Tensor, weight: Tensor) -> bool:
     )
 
 
-def require_plain(module: nn.Module) -> None:
-    """Refuse a module whose rows a recsys optimizer updates already.
+def require_not_updated(module: nn.Module) -> None:
+    """Check that no recsys optimizer already updates a module's rows.
 
     Raises:
         ValueError: one does.

@@ -346,7 +346,7 @@ class TrainPipeline:
         """Forward and backward of each part; gradients add up, and every row is updated once."""
         with ExitStack() as stack:
             for updater in self._inputs.updaters():
-                stack.enter_context(updater.moving_once())
+                stack.enter_context(updater.update_once())
             found = [self._train_on(part.batch, part.claims, part.weight) for part in parts]
             is_sum = self.popular_split is not None and self.popular_split.is_loss_a_sum
             sums = [loss for loss, _ in found] if is_sum else None

@@ -173,7 +173,7 @@ def test_a_restored_model_can_be_accelerated_again():
 def test_there_must_be_something_to_restore():
     model = Holder(a=bag())
 
-    with pytest.raises(ValueError, match=r"no module that recsys.accelerate has put there"):
+    with pytest.raises(ValueError, match=r"no module that recsys.accelerate replaced"):
         recsys.restore(model)
 
 
@@ -201,7 +201,7 @@ REFUSED = {
     ),
     "twice": (
         lambda model: [sgd(model), sgd(model)],
-        r"table 'many\.0': one optimizer must have it, and 2 of those given have",
+        r"table 'many\.0': one optimizer must have it in a param group, and 2 of the given",
     ),
     "bad type": (lambda model: "sgd", "optimizer must be a torch.optim.Optimizer, several of"),
     "bad type in a list": (lambda model: [sgd(model), "sgd"], "several of these, .* got str"),
@@ -254,7 +254,7 @@ def test_beside_others_such_tables_are_left_as_they_are_and_reported(case):
     make, message = UNFIT[case]
     model = Holder(a=bag(), b=make())
 
-    with pytest.warns(UserWarning, match=f"b is left as it is: {message}"):
+    with pytest.warns(UserWarning, match=f"b is not replaced: {message}"):
         result = recsys.accelerate(model)
 
     assert kinds(model) == {"a": "HotColdEmbeddingBag", "b": "EmbeddingBag"}
@@ -291,7 +291,7 @@ def test_a_class_of_its_own_is_left_alone_and_named():
 
     model = Holder(a=bag(), b=Special(5, 2))
 
-    with pytest.warns(UserWarning, match=r"b is left as it is: Special is a class of its own"):
+    with pytest.warns(UserWarning, match=r"b is not replaced: Special is a subclass unknown"):
         recsys.accelerate(model)
 
     assert type(model.b) is Special

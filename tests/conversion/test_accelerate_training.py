@@ -336,7 +336,9 @@ def test_data_parallel_models_are_refused_before_and_after(process_group):
     assert type(wrapped.module.bags[0]) is nn.EmbeddingBag
 
     (_, _), (model, _) = pair()
-    with pytest.raises(RuntimeError, match="DistributedDataParallel: rows that a recsys optimizer"):
+    with pytest.raises(
+        RuntimeError, match="DistributedDataParallel: a recsys optimizer does not share"
+    ):
         loss_of(DistributedDataParallel(model), 0)
 
 
@@ -443,7 +445,7 @@ def test_rows_of_a_formula_rest_after_restore_whatever_was_looked_up_before():
     pooled, updater = model[0](ids, offsets), model[0].row_updater
     before = model[0].weight.detach().clone()
 
-    with updater.moving_once():
+    with updater.update_once():
         recsys.restore(model)
     pooled.sum().backward()
 

@@ -125,7 +125,9 @@ def test_rows_shared_out_by_ddp_are_refused_with_an_optimizer_alone(process_grou
     refused = nn.parallel.DistributedDataParallel(ours_like(plain, SGD(lr=1.0)))
 
     loss(shared, 0).backward()
-    with pytest.raises(RuntimeError, match="are not shared between processes; build"):
+    with pytest.raises(
+        RuntimeError, match="does not share its row updates between processes; build"
+    ):
         refused(*bags(0))
 
     assert shared.module.weight.grad.abs().max() > 0
@@ -199,7 +201,7 @@ def test_frozen_rows_stay_and_weights_have_a_gradient_all_the_same():
 def test_pretrained_rows_are_shared_and_frozen_unless_told_otherwise():
     rows = torch.ones(4, DIM)
 
-    with pytest.warns(UserWarning, match="freezes rows unless freeze=False"):
+    with pytest.warns(UserWarning, match="freezes the rows by default: .*; pass freeze=False"):
         frozen = HotColdEmbeddingBag.from_pretrained(rows, optimizer=SGD(lr=1.0))
     own = HotColdEmbeddingBag.from_pretrained(
         rows, False, 9.0, 1.0, False, "sum", False, True, 2, optimizer=SGD(lr=1.0)

@@ -245,7 +245,7 @@ def test_tables_that_are_computed_in_different_dtypes_are_refused(name):
 def test_vectors_of_different_dims_cannot_be_stacked():
     module = HotColdEmbeddingBagCollection(TABLES)
 
-    with pytest.raises(ValueError, match=r"must be of one embedding_dim, got \[4, 4, 8\]"):
+    with pytest.raises(ValueError, match=r"must have one embedding_dim, got \[4, 4, 8\]"):
         module(IDS, stacked=True)
 
 

@@ -209,7 +209,7 @@ def test_pretrained_rows_are_shared_and_frozen_unless_told_otherwise():
     rows = torch.arange(6.0).view(3, 2)
 
     frozen = HotColdEmbedding.from_pretrained(rows, padding_idx=1)
-    with pytest.warns(UserWarning, match="freezes rows unless freeze=False"):
+    with pytest.warns(UserWarning, match="freezes the rows by default: .*; pass freeze=False"):
         HotColdEmbedding.from_pretrained(rows, optimizer=SGD(lr=1.0))
     moved = HotColdEmbedding.from_pretrained(rows, freeze=False, optimizer=SGD(lr=1.0))
     moved(torch.tensor([[2]])).sum().backward()

@@ -48,7 +48,7 @@ class TouchedRows(nn.Module):
         super().__init__()
         self._kernels = kernels
         space, lookups = kernels.space, kernels.lookups
-        (self._state, _), bases_3T = space.with_states(kernels.states)
+        _, (self._state, _), bases_3T = space.join_states(kernels.states)
         self._bases_4L, self._state_bases_L = lookups.placed_in(space), bases_3T[1, lookups.tables]
         self._rate = np.float32(kernels.rates_T2[0, 0])
         self._kernel = _touch_kernel(_KINDS[type(kernels.formula)], space.dim)

@@ -1,1 +1,1 @@
-"""Lookups: from ids to pooled vectors, from gradients to ledgers."""
+"""Lookups: ids become pooled vectors, and gradients become ledger entries."""

@@ -1,4 +1,4 @@
-"""What every provider of embeddings has in common: which feature is looked up in which table."""
+"""Base class of all providers' embedding modules: maps features to tables."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class AbstractEmbeddingBags(nn.Module, ABC):
 
     Args:
         tables: `TableConfig`s or TorchRec's `EmbeddingBagConfig`s.
-        poolings: What the provider can do.
-        data_types: What rows it can have.
+        poolings: The poolings that the provider supports.
+        data_types: The data types of rows that it supports.
 
     Raises:
-        ValueError: names are not distinct, or a table is pooled or stored otherwise.
+        ValueError: names are not distinct, or a table's pooling or data type is not supported.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class AbstractEmbeddingBags(nn.Module, ABC):
             for position, table in enumerate(self._tables)
             for feature in table.feature_names
         ]
-        # Where the features stood last time: they hardly ever stand elsewhere.
+        # Positions of the features in the last input; the next input almost always has the same.
         self._known_keys: list[str] | None = None
         self._known_positions: list[int] = []
         self._output_keys = output_names(self._tables)
@@ -79,14 +79,14 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         return self._output_keys
 
     def num_stacked(self) -> int:
-        """F, how many pooled vectors a sample has that can be one tensor.
+        """F, the number of pooled vectors per sample, which fit in one tensor.
 
         Raises:
-            ValueError: tables are of different dims.
+            ValueError: tables have different dims.
         """
         if not self._num_stacked:
             raise ValueError(
-                f"stacked=True: tables must be of one embedding_dim, got {self._output_dims}; take "
+                f"stacked=True: tables must have one embedding_dim, got {self._output_dims}; use "
                 "values(), or the vectors by their names"
             )
         return self._num_stacked
@@ -96,22 +96,22 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         """The rows of every table, (E, D), in table order; views, not copies."""
 
     def reset_parameters(self) -> None:
-        """Draw all rows anew, table by table; see `draw_rows`."""
+        """Initialize all rows, table by table; see `draw_rows`."""
         with torch.no_grad():
             for table, weight in zip(self._tables, self.table_weights(), strict=True):
                 draw_rows(table, weight)
 
     def extra_repr(self) -> str:
-        """The tables in words."""
+        """Number of tables and rows, for `repr`."""
         num_rows = sum(table.num_embeddings for table in self._tables)
         return f"num_tables={len(self._tables)}, num_rows={num_rows}"
 
     def _positions(self, features: Features) -> list[int]:
-        """Where each lookup's feature stands in the input.
+        """The position of each lookup's feature in the input.
 
         Raises:
             KeyError: a feature is missing.
-            ValueError: features have batch sizes of their own.
+            ValueError: features have different batch sizes.
         """
         if not isinstance(features, JaggedIds):
             require_one_batch_size(features)
@@ -126,11 +126,11 @@ class AbstractEmbeddingBags(nn.Module, ABC):
         return self._known_positions
 
     def _bags(self, features: Features) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Values, offsets (B + 1, from 0), weights of each lookup."""
+        """Values, offsets (B + 1, from 0) and weights of each lookup."""
         positions = self._positions(features)
         values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
         batch_size = features.stride()
-        # Where each feature begins, read to the host at once: on a GPU every read waits for it.
+        # The bounds of all features, read at once: on a GPU every read waits for the device.
         begins = offsets[::batch_size].tolist() if batch_size else [0] * (len(features.keys()) + 1)
         for position in positions:
             begin, end = begins[position], begins[position + 1]
@@ -140,10 +140,10 @@ class AbstractEmbeddingBags(nn.Module, ABC):
 
 
 def draw_rows(table: Any, weight: Tensor) -> None:
-    """Draw a table's rows anew.
+    """Initialize a table's rows.
 
-    By the config's `init_fn` where it has one, as TorchRec's do; else uniform between -sqrt(1/E)
-    and +sqrt(1/E).
+    Uses `init_fn` of the config if there is one, as TorchRec does; else a uniform distribution
+    between -sqrt(1/E) and +sqrt(1/E).
 
     Args:
         table: The config.
@@ -158,6 +158,6 @@ def draw_rows(table: Any, weight: Tensor) -> None:
 
 
 def pooling_of(table: Any) -> str:
-    """What a table's config says, "sum" where nothing; TorchRec's `PoolingType` by its name."""
+    """The pooling of a table's config, "sum" by default; TorchRec's `PoolingType` by name."""
     pooling = getattr(table, "pooling", "sum")
     return str(getattr(pooling, "name", pooling)).lower()

@@ -8,9 +8,9 @@ last step had calls, and each call fills the next output:
     step 2    call 0, call 1, call 2    one node of three outputs
               backward of the node      three entries of the ledger
 
-An output is filled when its bag is called, so values, errors and modes are those of that time. The
-node does not know its calls until then. An output that is not used gets no gradient, and leaves
-nothing in the ledger. Calls that need more than rows added up take `fused_lookup`.
+An output is filled when its bag is called, with the rows and the grad mode of that time, and errors
+raise in that call. An output that is not used gets no gradient, and adds nothing to the ledger.
+Calls that need more than a sum or mean of rows use `fused_lookup`.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BagCalls"]
 
-_MOST_KINDS = 64  # that are open at a time
-_Kind = tuple[tuple[int, int], torch.dtype]  # of outputs: shape and dtype
+_MOST_KINDS = 64  # limit for kinds with open nodes
+_Kind = tuple[tuple[int, int], torch.dtype]  # shape and dtype of outputs
 
 
 class _Call(NamedTuple):
-    """What one call looked up, and what backward needs of it; `kept` as for `pool_one_table`."""
+    """The arguments of one call that backward needs; `kept` as for `pool_one_table`."""
 
     lookups: Lookups
     kept: NDArray[Any]
@@ -75,11 +75,11 @@ class _Call(NamedTuple):
     offsets: Tensor
     offsets_version: int
     table: nn.Parameter
-    rows: Sequence[Tensor]  # of all tables of the group, as views of their memory
-    tables: Sequence[nn.Parameter]  # all of the group
+    rows: Sequence[Tensor]  # views of the memory of all tables of the group
+    tables: Sequence[nn.Parameter]  # all tables of the group
 
     def bags(self) -> Bags:
-        """The input, without the lookups of padding."""
+        """The input without `padding_idx`."""
         ids, bounds = self.kept[: -self.num_bags - 1], self.kept[-self.num_bags - 1 :]
         if self.padding_idx is not None:
             is_kept = ids != self.padding_idx
@@ -92,21 +92,21 @@ class _Call(NamedTuple):
 
 
 class BagCalls:
-    """The calls of the tables of one group, and the nodes that are open for them.
+    """The lookups in single tables of one group, and their open autograd nodes.
 
     Args:
-        updater: Keeps the gradients.
+        updater: Updates the rows.
         group: Has the tables.
     """
 
     def __init__(self, updater: RowUpdater, group: TableGroup) -> None:
-        # An open node is reached from here, and torch hides from Python's collector what it refers
-        # to: what refers back here must not keep anything alive.
+        # Weak references: this object refers to open nodes, and Python's garbage collector does
+        # not see what an autograd node refers to, so a cycle would never be freed.
         self._updater, self._group = ref(updater), ref(group)
         self._memories_of: RowSpace | None = None
         self._memories: list[TableMemory] = []
         self._open: dict[_Kind, _OpenOutputs] = {}
-        self._expected: dict[_Kind, int] = {}  # calls that there were before nodes were closed
+        self._expected: dict[_Kind, int] = {}  # number of calls before nodes were closed
 
     def look_up(
         self,
@@ -123,21 +123,21 @@ class BagCalls:
         """Look up and pool.
 
         Args:
-            number: Of the table in the group.
+            number: Number of the table in the group.
             table: The Parameter.
-            lookups: The one of this table.
-            ids: As for `pool_one_table`, or not contiguous.
-            offsets: As there.
-            bags: What the result is to look like: (B,), or several dimensions of bags.
+            lookups: One lookup, in this table.
+            ids: As for `pool_one_table`; need not be contiguous.
+            offsets: As for `pool_one_table`.
+            bags: Shape of the result without D: (B,), or several dimensions of bags.
             is_mean: Whether a bag is averaged.
-            padding_idx: Of bags of one id: a row that is looked up, and gets no gradient.
+            padding_idx: For bags of one id: a row that is looked up but gets no gradient.
 
         Shape:
             As for `pool_one_table`.
 
         Returns:
-            The pooled rows, (*bags, D); None where the call has to go the long way, which then says
-            what is wrong with it, if anything is.
+            The pooled rows, (*bags, D). None if the call needs `fused_lookup`, which also raises
+            the errors of invalid input.
         """
         num_bags = prod(bags)
         group = self._group()
@@ -148,7 +148,7 @@ class BagCalls:
         if memory is None:
             return None
         shape = num_bags, memory.dim
-        # Columns of a matrix, mostly: x[:, i].
+        # Often a column of a matrix, x[:, i], which is not contiguous.
         flat = ids if ids.is_contiguous() else ids.contiguous()
         if not (is_grad_enabled() and plain_requires_grad(table)):
             result = _empty(shape, memory.dtype)
@@ -156,7 +156,7 @@ class BagCalls:
             return None if kind == REFUSED else result.view(*bags, memory.dim)
         if (
             current_pass() != NO_PASS
-            # Checkpointing counts saved tensors when it computes anew: here are none.
+            # Checkpointing counts saved tensors when it recomputes; this node saves none.
             or top_saved_tensors_hooks(True) is not None
             or active_ddp_module() is not None
         ):
@@ -182,19 +182,19 @@ class BagCalls:
             space.tables,
             group.tables,
         )
-        # The node runs for all of its outputs, and would call the hooks of one that has no
-        # gradient with None.
+        # A view, because the node calls hooks of all of its outputs, with None where there is no
+        # gradient.
         return result.view(*bags, memory.dim)
 
     def _memory_of(self, space: RowSpace, number: int, table: nn.Parameter) -> TableMemory | None:
-        """Where a table lies; None if its memory is another by now."""
+        """The memory of a table; None if the table has moved."""
         if self._memories_of is not space:
             self._memories_of, self._memories = space, list(map(TableMemory, space.tables))
         memory = self._memories[number]
         return memory if table.data_ptr() == memory.address else None
 
     def close(self) -> None:
-        """Open nodes anew from now on: a backward or a step begins."""
+        """Close all nodes, because a backward or a step begins; the next call makes new ones."""
         for opened in self._open.values():
             if opened.outputs:
                 opened.outputs[0].node.hold()
@@ -203,11 +203,11 @@ class BagCalls:
             self._open = {}
 
     def _next_output(self, shape: tuple[int, int], dtype: torch.dtype) -> _Output:
-        """An output that no call has filled."""
+        """An output that no call has filled yet."""
         kind = shape, dtype
         opened = self._open.get(kind)
         if opened is None:
-            if len(self._open) == _MOST_KINDS:  # evaluation with gradients, of many lengths
+            if len(self._open) == _MOST_KINDS:  # evaluation with many batch sizes under grad mode
                 self.close()
             opened = self._open[kind] = _OpenOutputs()
         opened.num_calls += 1
@@ -229,20 +229,22 @@ class BagCalls:
         assert updater is not None
         group = self._group()
         assert group is not None
-        num_outputs = min(num_outputs, len(group.names))  # evaluation with gradients has no end
+        num_outputs = min(
+            num_outputs, len(group.names)
+        )  # evaluation under grad mode never ends a step
         node = _Node(self, self._updater, self._group, num_outputs)
         outputs = _make_node(node, updater.grad_anchor, *kind)
         return [_Output(node, number, output) for number, output in enumerate(outputs)][::-1]
 
 
 class _OpenOutputs:
-    """Outputs that no call has filled.
+    """Outputs of the newest node that no call has filled yet.
 
-    Their node must not have them, or both would live for ever.
+    The node does not refer to them: that cycle would never be freed.
 
     Attributes:
-        outputs: Those of the node last made.
-        num_calls: Of this kind, since nodes were last closed.
+        outputs: The outputs.
+        num_calls: Calls of this kind since nodes were last closed.
     """
 
     def __init__(self) -> None:
@@ -251,7 +253,7 @@ class _OpenOutputs:
 
 
 class _Output(NamedTuple):
-    """An output of a node, and its number there."""
+    """An output of a node, with its number in the node."""
 
     node: _Node
     number: int
@@ -259,7 +261,7 @@ class _Output(NamedTuple):
 
 
 class _Node:
-    """What the outputs of one autograd node were looked up for."""
+    """The calls of one autograd node."""
 
     def __init__(
         self,
@@ -273,18 +275,18 @@ class _Node:
         self.calls: list[_Call | None] = [None] * num_outputs
 
     def hold(self) -> None:
-        """Keep updater and group alive: the opener has no output of this node any more."""
+        """Keep updater and group alive, after calls have taken all outputs of this node."""
         self._held = self._updater(), self._group()
 
     def take(self, gradients: Sequence[Tensor | None], *, is_kept: bool) -> None:
         """Put the gradients of outputs in the ledger.
 
         Args:
-            gradients: Of all outputs; None of those that were not used.
-            is_kept: Whether the same outputs may be taken once more.
+            gradients: The gradient of each output; None if the output was not used.
+            is_kept: Whether a later backward may use the same outputs (`retain_graph=True`).
 
         Raises:
-            RuntimeError: ids were changed in place since the call, or an output is taken again.
+            RuntimeError: ids were changed in place since the call, or backward runs a second time.
         """
         opener, updater, group = self._opener(), self._updater(), self._group()
         if opener is not None:
@@ -302,24 +304,24 @@ class _Node:
             for number, gradient in enumerate(gradients):
                 if gradient is not None:
                     self.calls[number] = None
-        if updater is None or group is None:  # the module and its optimizer are gone
+        if updater is None or group is None:  # the module and its optimizer were deleted
             for call, gradient in taken:
                 leave_grads([_entry(call, gradient)], call.tables, [True] * len(call.tables))
         elif updater.is_in_pass():
             updater.begin_pass()
             for call, gradient in taken:
-                if plain_requires_grad(call.table):  # it may have been frozen since
+                if plain_requires_grad(call.table):  # not frozen after the call
                     group.keep(_entry(call, gradient))
 
 
 _SECOND_TIME = (
-    "Trying to backward through the graph a second time: the lookup in a table has been through "
-    "backward already; give retain_graph=True to the first backward"
+    "Trying to backward through the graph a second time: the backward of this lookup has already "
+    "run; pass retain_graph=True to the first backward"
 )
 
 
 class _LookupNode(torch.autograd.Function):
-    """Outputs that are filled later, by calls of bags."""
+    """One autograd node; calls of bags fill its outputs later."""
 
     @staticmethod
     def forward(
@@ -331,7 +333,7 @@ class _LookupNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        if is_grad_enabled():  # a graph of gradients is made, which ends here
+        if is_grad_enabled():  # with create_graph=True; not differentiable a second time
             return _backward_once(ctx, *gradients)
         with DisableTorchFunctionSubclass():  # internal reads of tables
             ctx.node.take(gradients, is_kept=is_graph_kept())
@@ -339,13 +341,12 @@ class _LookupNode(torch.autograd.Function):
 
 
 _backward_once: Callable[..., tuple[None, ...]] = once_differentiable(_LookupNode.backward)
-# What `apply` calls when it has looked for tensors that a transform of functorch's has left among
-# the arguments: here is none.
+# `apply` without its check for functorch transforms; `_is_plain` has checked.
 _make_node: Callable[..., Sequence[Tensor]] = plain_apply(_LookupNode)
 
 
 def _empty(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Memory for pooled rows, in the CPU's memory whatever the default device is."""
+    """Memory for pooled rows, on the CPU whatever the default device is."""
     if shape[0] * shape[1] * dtype.itemsize > MAX_KEPT_BYTES:
         return empty_rows(*shape, dtype=dtype, device=_CPU)
     return torch.empty(shape, dtype=dtype, device=_CPU)
@@ -355,12 +356,12 @@ _CPU = torch.device("cpu")
 
 
 def _is_plain(ids: Tensor, offsets: Tensor | None) -> bool:
-    """Whether a kernel may read offsets from memory as they are, and ids if they are contiguous."""
+    """Whether a kernel may read offsets directly from memory, and ids if they are contiguous."""
     if ids.dtype not in _ID_TYPES or not ids.is_cpu:
         return False
     if tracing_state() is not None or are_functorch_transforms_active():
         return False
-    if ids.is_inference():  # has no version to compare in backward
+    if ids.is_inference():  # it has no version for backward to compare
         return False
     if offsets is None:
         return True
@@ -373,7 +374,7 @@ _ID_TYPES = {torch.int64: np.int64, torch.int32: np.int32}
 
 
 def _require_unchanged(call: _Call) -> None:
-    """Refuse ids that were changed in place since, as torch's bag does."""
+    """Refuse ids that were changed in place after the call, as torch's bag does."""
     if version_of(call.ids) != call.ids_version or version_of(call.offsets) != call.offsets_version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
@@ -382,6 +383,6 @@ def _require_unchanged(call: _Call) -> None:
 
 
 def _entry(call: _Call, gradient: Tensor) -> LedgerEntry:
-    """What the ledger has of one call."""
+    """The ledger entry of one call."""
     gradient = with_dense_rows(gradient.detach() if gradient.requires_grad else gradient)
     return LedgerEntry(call.lookups, call.bags(), gradient, version_of(gradient), call.rows)

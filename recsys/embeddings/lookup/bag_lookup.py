@@ -1,9 +1,8 @@
 """The lookup in one table whose rows a recsys optimizer updates.
 
-sum, mean            rows pooled by one kernel
-max, or gradients    distinct rows from the kernel, which torch pools: their gradients are the
-shared by counts     ledger's
-one by one           bags of one id; those of padding are looked up without a gradient
+sum, mean                      one kernel pools the rows
+max, or scale_grad_by_freq     the kernel looks up distinct rows, and torch pools them
+without pooling                bags of one id; `padding_idx` is looked up without a gradient
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from recsys._support.torch_compat import DisableTorchFunctionSubclass
-from recsys.embeddings.lookup.device_tables import require_beside
+from recsys.embeddings.lookup.device_tables import require_same_device
 from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup, prefetch_parts
 from recsys.embeddings.rows.bag_input import BagInput
 from recsys.embeddings.rows.row_space import compute_dtype
@@ -33,12 +32,12 @@ __all__ = ["BagPlace", "look_up_ids", "pool_fused", "prefetch_bags"]
 
 
 class BagPlace(NamedTuple):
-    """Where a bag's table is, and what updates it.
+    """The group and the updater of a bag's table.
 
     Attributes:
         group: Has the table.
-        lookups: The one of this table.
-        updater: Of the group; None where gradients are left to torch.
+        lookups: One lookup, in this table.
+        updater: Updates the group; None if torch gets the gradients.
     """
 
     group: TableGroup
@@ -47,16 +46,16 @@ class BagPlace(NamedTuple):
 
 
 def pool_fused(bag: TableModule, place: BagPlace, bags: BagInput) -> Tensor:
-    """Look up and pool, in the dtype that rows are computed in.
+    """Look up and pool; the result has the compute dtype of the rows.
 
     Args:
-        bag: Its settings and its table.
-        place: Where that is.
+        bag: Has the settings and the table.
+        place: Group and updater of the table.
         bags: The input.
 
     Raises:
-        IdOutOfRange: a value is no row.
-        MalformedBags: on a device, these are no bags.
+        IdOutOfRange: an id is not a row.
+        MalformedBags: on a device, offsets do not make bags.
         ValueError: settings exclude each other, or ids are on another device.
     """
     bags = _checked(bag, place, bags)
@@ -85,7 +84,7 @@ def pool_fused(bag: TableModule, place: BagPlace, bags: BagInput) -> Tensor:
 
 
 def look_up_ids(bag: TableModule, place: BagPlace, ids: BagInput) -> Tensor:
-    """Rows one by one, that of padding too, which gets no gradient; arguments as `pool_fused`.
+    """Look up rows without pooling; `padding_idx` gets no gradient. Arguments as `pool_fused`.
 
     Shape:
         result (N, D), of N ids.
@@ -104,14 +103,14 @@ def look_up_ids(bag: TableModule, place: BagPlace, ids: BagInput) -> Tensor:
 
 
 def prefetch_bags(bag: TableModule, place: BagPlace, bags: BagInput) -> Prefetched:
-    """Have the rows fetched that `pool_fused` of the same input will need; arguments as there.
+    """Start to fetch the rows for `pool_fused` of the same arguments.
 
     Raises:
-        IdOutOfRange: a value is no row.
+        IdOutOfRange: an id is not a row.
         MalformedBags: as `pool_fused`.
         ValueError: as `pool_fused`.
     """
-    # Weights do not say which rows are needed: they are checked, and then left out.
+    # Weights are checked, then dropped: they do not change which rows are needed.
     bags = _checked(bag, place, bags)._replace(weights=None)
     bags = looked_up = _without_padding(bag, place, bags)
     needs_distinct = bag.mode == "max" or bag.scale_grad_by_freq
@@ -121,32 +120,32 @@ def prefetch_bags(bag: TableModule, place: BagPlace, bags: BagInput) -> Prefetch
         [Part(place.group, place.lookups, _made(bag, place, looked_up))],
         partial(_id_error, bags, len(bag.weight)),
     )
-    claimed.can_split = not needs_distinct  # distinct rows are of no sample alone
+    claimed.can_split = not needs_distinct  # a distinct row may belong to several samples
     return claimed
 
 
 def _checked(bag: TableModule, place: BagPlace, bags: BagInput) -> BagInput:
-    """Refuse what cannot be looked up; a prefetch refuses what the lookup would refuse.
+    """Check the input; prefetch and lookup raise the same errors.
 
     Raises:
-        MalformedBags: on a device, these are no bags.
+        MalformedBags: on a device, offsets do not make bags.
         ValueError: settings exclude each other, or ids are on another device.
     """
     is_max, divides = bag.mode == "max", bag.scale_grad_by_freq
     if place.group.kernels.errors is not None:
-        require_beside(bags.values, place.group.device)
+        require_same_device(bags.values, place.group.device)
         if is_max or divides or bag.max_norm is not None:
-            bags = bags.checked()  # operations of torch's, which wait, and do not check
+            bags = bags.checked()  # torch operations follow, which do not check
     if is_max and (divides or bag.sparse):
         raise ValueError("mode 'max' goes with neither scale_grad_by_freq nor sparse")
     return bags
 
 
 def _without_padding(bag: TableModule, place: BagPlace, bags: BagInput) -> BagInput:
-    # Where the host does not count values, kernels pass over those that are padding.
+    # On a device, kernels skip padding, so that the host need not wait to count ids.
     is_deferred = place.group.kernels.errors is not None
-    is_passed_over = is_deferred and bag.mode != "max" and not bag.scale_grad_by_freq
-    if bag.padding_idx is None or is_passed_over:
+    is_skipped = is_deferred and bag.mode != "max" and not bag.scale_grad_by_freq
+    if bag.padding_idx is None or is_skipped:
         return bags
     return bags.without(bag.padding_idx)
 
@@ -157,10 +156,10 @@ def _one_by_one(distinct: Tensor) -> BagInput:
 
 
 def _look_up(bag: TableModule, place: BagPlace, looked_up: BagInput, bags: BagInput) -> Tensor:
-    """Rows of `looked_up`, pooled; `bags` are named in errors."""
+    """Look up and pool `looked_up`; errors describe `bags`."""
     weight, kernels = bag.weight, place.group.kernels
     values, offsets, weights = looked_up[:3]
-    # It may be kept until a device has been heard of: without the module, which may go earlier.
+    # A device may report an error later, so this must not keep the module alive.
     explain = partial(_id_error, bags, len(weight))
     made = _made(bag, place, looked_up)
     if kernels.errors is not None and looked_up is bags:
@@ -198,5 +197,5 @@ def _renormalize(bag: TableModule, place: BagPlace, bags: BagInput, max_norm: fl
 
 def _id_error(bags: BagInput, num_rows: int, position: int) -> Exception:
     bad = bags.first_bad(num_rows)
-    # Where it is asked later, the ids may be others.
+    # The caller may have overwritten the ids before a device reports the error.
     return bags.id_error(position if bad is None else bad, num_rows)

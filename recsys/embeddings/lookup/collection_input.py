@@ -1,4 +1,4 @@
-"""What a collection is given: the check of a `KeyedJaggedTensor`, and where a value stands."""
+"""Checks the input of a collection, and describes the place of an invalid id."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["id_error", "place_of", "require_bags", "require_weights"]
 def require_bags(
     features: Features, weights: Tensor | None, is_deferred: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Check what a `KeyedJaggedTensor` does not check, and cut off what is in no bag.
+    """Check a `KeyedJaggedTensor` as its own class does not, and drop values after the last bag.
 
     Args:
         features: A `KeyedJaggedTensor`.
-        weights: Its weights, where they count.
-        is_deferred: Whether kernels on a device check offsets later; they are not read then.
+        weights: Its weights, if the lookup uses them.
+        is_deferred: Whether kernels on a device check offsets later; then they are not read here.
 
     Returns:
-        Values and weights that are in bags.
+        The values and weights in bags.
 
     Raises:
         MalformedBags: its tensors do not fit together.
@@ -51,7 +51,7 @@ def require_bags(
         )
     if weights is not None and len(weights) != len(values):
         raise MalformedBags(f"{len(values)} values need as many weights, got {len(weights)}")
-    if is_deferred:  # kernels will, on their device
+    if is_deferred:
         return values, weights
 
     def place(bag: int) -> str:
@@ -69,11 +69,11 @@ def require_weights(features: Features, is_deferred: bool) -> Tensor:
         is_deferred: As for `require_bags`.
 
     Raises:
-        ValueError: there are none, or one is not a number.
+        ValueError: there are no weights, or one is nan.
     """
     weights = features.weights_or_none()
     if weights is None:
-        raise ValueError("is_weighted asks for one weight per lookup, the features have none")
+        raise ValueError("is_weighted=True needs one weight per lookup, and the features have none")
     if not is_deferred and weights.isnan().any():
         value = int(weights.isnan().nonzero()[0])
         raise ValueError(
@@ -86,13 +86,13 @@ def require_weights(features: Features, is_deferred: bool) -> Tensor:
 def id_error(
     features: Features, lookups: Sequence[tuple[int, str]], sizes: Sequence[int], value: int
 ) -> IdOutOfRange:
-    """What to raise for a value that is no row.
+    """The error for an invalid id.
 
     Args:
         features: The input.
         lookups: The table and the feature of each lookup.
         sizes: E of every table.
-        value: Its position.
+        value: Position of the id in `features.values()`.
     """
     bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
     feature = features.keys()[bag // features.stride()]
@@ -104,7 +104,7 @@ def id_error(
 
 
 def place_of(features: Features, value: int) -> str:
-    """A value's feature and sample, in words."""
+    """A value's feature and sample, for error messages."""
     bag = int(torch.searchsorted(features.offsets(), value, right=True)) - 1
     batch_size = features.stride()
     return f"feature {features.keys()[bag // batch_size]!r}, sample {bag % batch_size}"

@@ -1,4 +1,4 @@
-"""Where the tables of a collection are looked up, and where their pooled vectors go."""
+"""Maps features of the input to tables of a collection, and tables to columns of the result."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["Layout"]
 
 
 class Layout:
-    """Tables of one group and pooling, and where their results go.
+    """The lookups of one kernel call: tables of one group and pooling.
 
     Args:
-        lookups: Of the collection: the table of each, and its feature.
-        dims: Of each lookup's output.
+        lookups: All lookups of the collection: table and feature.
+        dims: The embedding_dim of each lookup.
         group: Has the tables.
         is_mean: Whether bags are averaged.
-        members: Which tables of the collection.
-        numbers: Of each of the collection's tables in its group.
+        members: The tables of this layout, by their position in the collection.
+        numbers: For every table of the collection, its number in its group.
 
     Attributes:
-        lookups: What is looked up where.
-        positions: Where the features of the collection's lookups stand in the input.
+        lookups: Tables, positions in the input, and columns of the result.
+        positions: Position in the input of each lookup's feature, for all lookups.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Layout:
         )
 
     def place(self, positions: Sequence[int]) -> None:
-        """Look up features that stand at these positions of the input, from now on."""
+        """Change the positions of the features in the input."""
         known = self.lookups
         self.positions = positions
         self.lookups = Lookups(

@@ -1,7 +1,7 @@
-"""What modules with tables have in common: their updater, copies, and the device they are on.
+"""Base class of the modules with tables: their updater, copies of them, and their device.
 
-Devices differ in the kernels that work on rows (`kernel_choice`). `device=` builds a module on a
-device, `.to()` moves it there and back.
+Each device type has its own kernels (`kernels/choice`). `device=` builds a module on a device;
+`.to()` moves it to another.
 """
 
 from __future__ import annotations
@@ -35,37 +35,38 @@ __all__ = [
     "AbstractTables",
     "check_input",
     "empty_tables",
-    "require_beside",
     "require_rows",
+    "require_same_device",
     "slot_device",
     "table_device",
 ]
 
-_JOINS = "_joins"  # in a pickle: the updater, the tables' places there, and their state
+_COPY = "_copy"  # in a pickle: the updater, the tables' places in it, and their state
 
 
 class AbstractTables(nn.Module, ABC):
-    """A module with tables that kernels of recsys work on.
+    """A module with tables that recsys kernels work on.
 
     Attributes:
-        _updater: Updates the rows; None where gradients are left to an optimizer of torch's.
-        _places: Of each table: its group, and its number there.
-        _tables_then: The Parameters when an updater took them: they must not be replaced.
-        _is_part: Whether this is a copy of a part of what one optimizer updates, not used yet.
+        _updater: Updates the rows; None if a torch optimizer gets the gradients.
+        _places: For each table: its group, and its number in the group.
+        _known_tables: The Parameters that the updater has; they must not be replaced.
+        _is_copied_alone: Whether this module was copied without the other modules of its updater,
+            and was not used since.
     """
 
     _updater: RowUpdater | None = None
     _places: Places = ()
-    _tables_then: Sequence[nn.Parameter] = ()
-    _is_part = False
+    _known_tables: Sequence[nn.Parameter] = ()
+    _is_copied_alone = False
 
     @property
     def row_updater(self) -> RowUpdater | None:
-        """What updates the rows; None where gradients are left to an optimizer of torch's."""
+        """Updates the rows; None if a torch optimizer gets the gradients."""
         return self._updater
 
     def tiers(self) -> list[Tiers]:
-        """Where rows are kept that are not all resident; empty where they are."""
+        """The tiers of its tables; empty if all rows are resident."""
         updater = self.row_updater
         return [] if updater is None else updater.tiers()
 
@@ -74,34 +75,34 @@ class AbstractTables(nn.Module, ABC):
         """The modules whose `weight`s are the tables."""
 
     def attach(self, updater: RowUpdater, places: Places) -> None:
-        """Hand gradients to an updater's ledgers from now on; `accelerate` calls it.
+        """Pass gradients to an updater instead of torch.
 
         Args:
             updater: Updates the rows.
-            places: Of each table: its group, and its number there.
+            places: For each table: its group, and its number in the group.
         """
-        self._updater, self._places, self._is_part = updater, places, False
-        self._tables_then = [group.tables[number] for group, number in places]
+        self._updater, self._places, self._is_copied_alone = updater, places, False
+        self._known_tables = [group.tables[number] for group, number in places]
 
     @abstractmethod
     def prefetch(self, *arguments: Any) -> Prefetched:
-        """Have the rows fetched that `forward` of the same arguments will need."""
+        """Start to fetch the rows for `forward` of the same arguments."""
 
     def detach(self) -> None:
-        """Leave gradients to torch again, as the module does that this one stands for."""
-        self._updater, self._places, self._tables_then = None, (), ()
+        """Leave gradients to torch, as the replaced module does."""
+        self._updater, self._places, self._known_tables = None, (), ()
 
     def _table_groups(self) -> list[TableGroup]:
-        """Those of its tables; each once."""
+        """The groups of its tables, each once."""
         return list(dict.fromkeys(group for group, _ in self._places))
 
     def _require_tables(self) -> None:
-        """Refuse Parameters that have replaced those which an updater has.
+        """Check that no Parameter was replaced while an updater has the tables.
 
-        A table of the "meta" device may be replaced: it gets memory so.
+        A table on the "meta" device may be replaced by one with memory.
 
         Raises:
-            ValueError: one has been replaced.
+            ValueError: a Parameter was replaced.
         """
         updater = self._updater
         assert updater is not None
@@ -115,44 +116,44 @@ class AbstractTables(nn.Module, ABC):
             raise ValueError(
                 f"table {group.names[number]!r}: its Parameter was replaced, and the tables of a "
                 "module are fixed while a recsys optimizer updates them; call "
-                "recsys.restore(model) first, then exchange the Parameter and accelerate again "
+                "recsys.restore(model) first, then replace the Parameter and accelerate again "
                 "(copy values in place to keep the Parameter: weight.data.copy_, load_state_dict "
                 "without assign=True)"
             )
-        self._tables_then = [group.tables[number] for group, number in self._places]
+        self._known_tables = [group.tables[number] for group, number in self._places]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: the module, its tables and their state, and their updater."""
-        state = self.__dict__ | {"_updater": None, "_places": (), "_tables_then": ()}
+        """For copies and pickles: also the updater, and the state of the tables."""
+        state = self.__dict__ | {"_updater": None, "_places": (), "_known_tables": ()}
         updater = self._updater
-        if updater is not None and updater.goes_along:
+        if updater is not None and updater.is_copied:
             self._require_tables()
-            state[_JOINS] = updater, self._places, updater.states_of(self._tables_then)
+            state[_COPY] = updater, self._places, updater.states_of(self._known_tables)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Bring the copy's tables to the copy of its updater, if there is one."""
-        super().__setstate__({name: value for name, value in state.items() if name != _JOINS})  # type: ignore[no-untyped-call]
+        """Add the copy's tables to the copy of its updater, if there is one."""
+        super().__setstate__({name: value for name, value in state.items() if name != _COPY})  # type: ignore[no-untyped-call]
         for holder in self.holders():
             make_plain(cast("nn.Parameter", holder.weight))
         self.detach()
-        if _JOINS in state:
-            updater, places, states = state[_JOINS]
-            self._is_part = True
-            updater.join(self, places, states)
+        if _COPY in state:
+            updater, places, states = state[_COPY]
+            self._is_copied_alone = True
+            updater.add_copied_module(self, places, states)
 
-    def _warn_of_part(self) -> None:
-        """Warn, once, that a part of a model was copied without what updates its rows."""
-        self._is_part = False
+    def _warn_of_copied_alone(self) -> None:
+        """Warn once that this copy lacks the other modules of its updater, so it has no updater."""
+        self._is_copied_alone = False
         warnings.warn(
             f"{type(self).__name__}: this is a copy of a part of the tables that one recsys "
-            "optimizer updates, so it is a module of plain tables, without an optimizer; give its "
-            "weight to an optimizer, or copy the whole model",
+            "optimizer updates, so its tables are plain and have no optimizer; give its weight to "
+            "an optimizer, or copy the whole model",
             stacklevel=4,
         )
 
     def __prepare_scriptable__(self) -> None:
-        """Refuse `torch.jit.script`, which would compile the Python around our kernels.
+        """Refuse `torch.jit.script`, which cannot compile the Python around the kernels.
 
         Raises:
             TypeError: always.
@@ -163,44 +164,44 @@ class AbstractTables(nn.Module, ABC):
         )
 
     def check_input(self) -> None:
-        """Raise the first error in the input of lookups so far; waits for the device.
+        """Wait for the device, and raise the first error in the input of earlier lookups.
 
-        On a CUDA device a lookup does not wait to know whether ids are rows: invalid ids raise on
-        a later lookup or update, and no row is updated meanwhile. On the CPU they have raised
-        already.
+        On CUDA a lookup does not wait for the check of its ids: invalid ids raise on a later lookup
+        or update, and no row is updated meanwhile. On the CPU the lookup itself raises.
 
         Raises:
-            IdOutOfRange: a value was no row of its table.
+            IdOutOfRange: an id was not a row of its table.
             MalformedBags: offsets did not make bags.
-            ValueError: a weight was not a number.
+            ValueError: a weight was nan.
         """
         for group in self._table_groups():
             if group.kernels.errors is not None:
                 group.kernels.errors.check()
 
     def sync(self) -> None:
-        """Write back every row that was updated; what is in files is whole then, on the disk.
+        """Write updated rows and state back to the tables, and files to the disk.
 
-        Of a model that was accelerated, all of its tables, whichever module is asked.
+        In an accelerated model this writes all tables of the same optimizer, not only this
+        module's.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: a file cannot be written.
         """
         if self.row_updater is not None:
             self.row_updater.sync()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module. Rows in fast memory are written back, and stay there."""
+        """As in `nn.Module`. Updated rows are written back first; they stay in fast memory."""
         with ExitStack() as stack:
             for tiers in self.tiers():
                 stack.enter_context(tiers.only_read())
             return super().state_dict(*args, **kwargs)
 
     def settle(self) -> None:
-        """Where rows are in two tiers, leave none under way, and no slot claimed.
+        """End all pending work of the tiers, for example after an interrupted step.
 
-        Claims of lookups to come are given up, and transfers waited for; gradients that no update
-        has used, as an interrupted step leaves them, are forgotten.
+        Cancels prefetches, waits for transfers, releases slots, and drops gradients that no update
+        has used. Without tiers it does nothing.
         """
         for group in self._table_groups():
             if group.tiers is not None:
@@ -208,45 +209,43 @@ class AbstractTables(nn.Module, ABC):
                 group.tiers.settle()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move what belongs to the tables, where `.to()`, `.cuda()` or `.half()` convert a module.
+        """Convert the module for `.to()`, `.cuda()`, `.half()` and others.
 
-        Gradients collected go along as `grad` of the tables; the state of their optimizer follows
-        in its next step. Of rows in two tiers, those in fast memory are on the device from then on;
-        all wait in the host's memory, or in files, as before.
+        Ledgers become the tables' `grad`. The next step converts the optimizer's state. With tiers
+        only the slots move to the device; the cold store stays where it is.
 
         Raises:
-            ValueError: rows are in two tiers, and those in fast memory are in use, or `fn` is about
-                their dtype.
+            ValueError: with tiers, slots are in use, or `fn` changes the dtype.
         """
         groups = self._table_groups()
         for group in groups:
-            group.open_ledger()
+            group.ledger_to_grads()
         if any(group.tiers is not None for group in groups):
             fn = self._move_tiers(fn)
         module: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for group in groups:
             group.forget_space()
         if self.row_updater is None:
-            self.detach()  # finds tables that are other Parameters now, as `to_empty` makes them
-        elif any(table.is_meta for table in self._tables_then):
+            self.detach()  # also finds the new Parameters that `to_empty` makes
+        elif any(table.is_meta for table in self._known_tables):
             self._require_tables()
         return module
 
     def _move_tiers(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Do what `fn` means for slots; what it is to do with everything else."""
+        """Apply `fn` to the slots; the result applies it to everything but the cold store."""
         weights = [table for group in self._table_groups() for table in group.tables]
         for dtype in {weight.dtype for weight in weights}:
             found = fn(torch.empty(0, dtype=dtype))
             if found.device.type not in ("cpu", "cuda") or found.dtype != dtype:
                 raise ValueError(
-                    f"rows in two tiers are looked up on the CPU or on CUDA, as {dtype}, and "
-                    f"cannot be made {found.dtype} on '{found.device}'; build the module so, or "
-                    "without budget="
+                    f"rows in two tiers must stay {dtype}, on the CPU or on CUDA, and cannot "
+                    f"become {found.dtype} on '{found.device}'; build the module so, or without "
+                    "budget="
                 )
         updater = self.row_updater
         assert updater is not None
         updater.move_slots(found.device)
-        # Gradients stay beside their tables; the list keeps them what they are.
+        # Gradients stay with their tables; the list keeps ids of these tensors valid.
         staying = [each for weight in weights for each in (weight, plain_grad(weight))]
         numbers = {id(each) for each in staying}
 
@@ -258,12 +257,12 @@ class AbstractTables(nn.Module, ABC):
 
 
 def check_input(model: nn.Module) -> None:
-    """Call `check_input` of every module of recsys in a model.
+    """Call `AbstractTables.check_input` of every recsys module in a model.
 
     Raises:
-        IdOutOfRange: as there.
-        MalformedBags: as there.
-        ValueError: as there.
+        IdOutOfRange: as that method.
+        MalformedBags: as that method.
+        ValueError: as that method.
     """
     for module in model.modules():
         if isinstance(module, AbstractTables):
@@ -271,10 +270,10 @@ def check_input(model: nn.Module) -> None:
 
 
 def empty_tables(tables: Sequence[TableConfig], device: torch.device | str | None) -> list[Tensor]:
-    """Memory for tables; on a device in one piece for those that will be looked up together.
+    """Allocate tables; on a device, tables that are looked up together share one block of memory.
 
     Args:
-        tables: Of a collection.
+        tables: The tables of a collection.
         device: As for `torch.empty`.
     """
     found = torch.get_default_device() if device is None else torch.device(device)
@@ -297,7 +296,7 @@ def empty_tables(tables: Sequence[TableConfig], device: torch.device | str | Non
 
 
 def table_device(device: torch.device | str | None, *, has_budget: bool) -> torch.device | None:
-    """Where tables get their memory: with a budget that of the host, where all rows wait."""
+    """The device to allocate tables on: with a budget, the host."""
     slots = slot_device(device)
     if slots is None:
         return None if device is None else torch.device(device)
@@ -305,13 +304,13 @@ def table_device(device: torch.device | str | None, *, has_budget: bool) -> torc
 
 
 def slot_device(device: torch.device | str | None) -> torch.device | None:
-    """Where slots are, if not beside the tables."""
+    """The device of the slots; None for that of the tables."""
     found = torch.get_default_device() if device is None else torch.device(device)
     return found if found.type == "cuda" else None
 
 
-def require_beside(values: Tensor, device: torch.device) -> None:
-    """Check that ids are where rows are looked up.
+def require_same_device(values: Tensor, device: torch.device) -> None:
+    """Check that ids are on the device where rows are looked up.
 
     Raises:
         ValueError: they are not.
@@ -324,10 +323,10 @@ def require_beside(values: Tensor, device: torch.device) -> None:
 
 
 def require_rows(name: str, weight: Tensor) -> None:
-    """Check that kernels can work on the rows of a table.
+    """Check that recsys kernels support the rows of a table.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: they do not.
     """
     if weight.dtype not in DATA_TYPES.values() or weight.device.type not in ("cpu", "cuda"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The lookup as autograd sees it: pooled vectors out, gradients to the ledger or to the tables."""
+"""The autograd function of lookups: pooled vectors out, gradients to the ledger or the tables."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ MAX_KEPT_BYTES = 32 * 2**20
 
 
 class Part(NamedTuple):
-    """What one kernel call looks up."""
+    """The lookups of one kernel call."""
 
     group: TableGroup
     lookups: Lookups
@@ -65,26 +65,25 @@ def fused_lookup(
     explain: Callable[[int], Exception],
     num_stacked: int = 0,
 ) -> Tensor:
-    """Look up and pool every part, side by side.
+    """Look up and pool all parts; each writes its own columns of the result.
 
-    `torch.compile` cannot look into it: callers are disabled for it as a whole, once.
+    `torch.compile` cannot trace it, so callers disable the compiler.
 
     Args:
-        parts: All of one batch size and width of output.
-        bag_weights: What the parts' bags have as weights; it gets a gradient if it requires one.
-        ids: What the parts' bags are views of; backward reads it again.
-        updater: Keeps the gradients; None where they go to the tables.
-        explain: From the position of a value that is no row to the error that says so.
-        num_stacked: F, if pooled vectors, of one dim, are to come each by itself; else 0.
+        parts: Parts with the same batch size and output width.
+        bag_weights: The weights in the parts' bags; they get a gradient if they require one.
+        ids: The tensors that the parts' bags are views of; backward reads them again.
+        updater: Collects the gradients; None if they go to the tables.
+        explain: Maps the position of an invalid id to the error to raise.
+        num_stacked: F, to return the F pooled vectors of a sample as (F, W / F); else 0.
 
     Shape:
-        bag_weights (N,); result (B, W) or (B, F, W / F); both in the dtype that rows are computed
-        in.
+        bag_weights (N,); result (B, W) or (B, F, W / F); both in the compute dtype of the rows.
 
     Raises:
         BudgetTooSmall: the budget has no room for the rows.
-        RuntimeError: the tables' gradients would have to be shared between processes; in backward,
-            what it reads again was changed in place meanwhile.
+        RuntimeError: the model is in `DistributedDataParallel`; in backward, `ids` or a table was
+            changed in place after the lookup.
     """
     with DisableTorchFunctionSubclass():  # internal reads of tables
         may_update = updater is not None and is_grad_enabled()
@@ -104,7 +103,7 @@ def fused_lookup(
             except NoSuchRow as error:
                 raise explain(error.position) from None
             except NotEnoughSlots as error:
-                # After this block: until its end the error keeps what has been claimed.
+                # Make room after this block, because the error keeps claimed slots alive.
                 short, num_needed = error.residency, error.num_needed
             if calls is None:
                 assert updater is not None
@@ -116,15 +115,15 @@ def fused_lookup(
             tables = (updater.grad_anchor,)
             if active_ddp_module() is not None:
                 raise RuntimeError(
-                    "DistributedDataParallel: rows that a recsys optimizer updates are not shared "
+                    "DistributedDataParallel: a recsys optimizer does not share its row updates "
                     "between processes; build the tables without optimizer= (their sparse "
                     "gradients are shared), or train in one process"
                 )
         is_recomputed = updater is not None and current_pass() != NO_PASS
         joined = updater.join_pass() if updater is not None and is_recomputed else None
         work = _Work(calls, ids, updater, explain, joined, num_stacked)
-        # torch's own `apply` first looks, in Python, for tensors that a transform of functorch has
-        # left among the arguments. Where recsys made all of them, there are none.
+        # torch's own `apply` first checks all arguments, in Python, for tensors of functorch
+        # transforms. If recsys made all of the tensors, there are none.
         has_own_tensors = updater is not None and bag_weights is None
         is_plain = has_own_tensors and not are_functorch_transforms_active()
         apply = _apply_plainly if is_plain else _FusedLookup.apply
@@ -133,15 +132,15 @@ def fused_lookup(
 
 
 def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -> Prefetched:
-    """Have the rows fetched that `fused_lookup` of the same parts will need.
+    """Start to fetch the rows for `fused_lookup` of the same parts.
 
     Args:
-        parts: As there.
-        explain: As there.
+        parts: As for `fused_lookup`.
+        explain: As for `fused_lookup`.
 
     Returns:
-        What was claimed: all of it, or nothing where there are too few slots; nothing, either,
-        where no table requires a gradient, since rows are then read where they are.
+        The claim of all rows; an empty one if there are too few slots, or if no table requires a
+        gradient, because rows are then read in place.
     """
     tickets: list[Ticket] = []
     with DisableTorchFunctionSubclass():  # internal reads of tables
@@ -168,7 +167,7 @@ _NOTHING = Lookups.nothing()
 
 
 def _count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
-    """By group: how many different rows are looked up."""
+    """For each group: the number of distinct rows looked up."""
     found: dict[TableGroup, int] = {}
     for table_group, lookups, bags in parts:
         for table in lookups.distinct_tables:
@@ -182,11 +181,11 @@ def _count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
 def _resolve(
     parts: Sequence[Part], requiring: Sequence[Lookups]
 ) -> list[tuple[ResolvedLookup, Lookups]]:
-    """The kernel calls of all parts, and which lookups of each require a gradient.
+    """The kernel calls of all parts, each with its lookups that require a gradient.
 
     Args:
         parts: What is looked up.
-        requiring: Of each part: the lookups in tables that require a gradient.
+        requiring: For each part, the lookups in tables that require a gradient.
     """
     calls = []
     for (group, lookups, bags), required in zip(parts, requiring, strict=True):
@@ -200,7 +199,7 @@ def _resolve(
 def _look_up_where_rows_are(
     parts: Sequence[Part], explain: Callable[[int], Exception], num_stacked: int
 ) -> Tensor:
-    """Look up tiered rows for which no backward comes: no slots are claimed, no graph is made."""
+    """Look up tiered rows without backward: read them in place, claim no slots, make no graph."""
     errors = parts[0].group.kernels.errors
     if errors is not None:
         errors.poll()
@@ -220,11 +219,11 @@ def _look_up_where_rows_are(
 def empty_result(
     dtype: torch.dtype, device: torch.device, bags: Bags, lookups: Lookups, num_stacked: int = 0
 ) -> Tensor:
-    """Memory for pooled rows, of the dtype that rows are computed in, (B, W) or (B, F, W / F)."""
+    """Memory for pooled rows, (B, W) or (B, F, W / F)."""
     batch_size, width = bags.batch_size, lookups.width
     shape = (batch_size, num_stacked, width // num_stacked) if num_stacked else (batch_size, width)
-    # glibc asks the system for anything larger anew each time, and small pages of it are handed
-    # out one by one: at 100 MiB that took longer than looking up.
+    # glibc gets larger blocks from the system each time, in small pages: at 100 MiB the page
+    # faults took longer than the lookup.
     is_large = batch_size * width * dtype.itemsize > MAX_KEPT_BYTES
     return (empty_rows if is_large else torch.empty)(*shape, dtype=dtype, device=device)
 
@@ -260,13 +259,13 @@ class _FusedLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if is_grad_enabled():  # a graph of gradients is made, which ends here
+        if is_grad_enabled():  # with create_graph=True; not differentiable a second time
             return _backward_once(ctx, gradient)
         work: _Work = ctx.work
-        ctx.saved_tensors  # noqa: B018  # raises where one was changed, or backward runs twice
+        ctx.saved_tensors  # noqa: B018  # raises if one was changed, or backward runs twice
         if not is_graph_kept():
-            ctx.work = None  # the ledger has its slots now, and an update releases them
-        if gradient.requires_grad:  # with create_graph it is part of a graph
+            ctx.work = None  # the ledger keeps the slots until the update releases them
+        if gradient.requires_grad:  # with create_graph=True
             gradient = gradient.detach()
         if not gradient.is_contiguous():
             gradient = with_dense_rows(gradient)
@@ -274,9 +273,9 @@ class _FusedLookup(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if ctx.versions != _versions(work):
                 raise RuntimeError(
-                    "rows were updated between a lookup and its backward, whose gradient of the "
-                    "weights is that of the rows as they were; call backward before rows are "
-                    "updated"
+                    "rows were updated between a lookup and its backward, and the gradient of "
+                    "per_sample_weights needs the rows as they were; call backward before rows "
+                    "are updated"
                 )
             of_weights = gradient.new_zeros(len(work.calls[0][0].bags.values))
             whole = gradient.flatten(1).contiguous()
@@ -295,17 +294,17 @@ class _FusedLookup(torch.autograd.Function):
 _backward_once: Callable[..., tuple[Tensor | None, ...]] = once_differentiable(
     _FusedLookup.backward
 )
-# What `torch.autograd.Function.apply` calls when it has looked.
+# `torch.autograd.Function.apply` without its check for functorch transforms.
 _apply_plainly: Callable[..., Any] = plain_apply(_FusedLookup)
 
 
 def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor | None]:
     tables: list[Tensor | None] = []
     for call, _ in work.calls:
-        is_asked = ctx.needs_input_grad[2 + len(tables) :][: len(call.tables)]
-        # Of the tables as they were looked up: they may have fewer rows by now.
+        needs_grad = ctx.needs_input_grad[2 + len(tables) :][: len(call.tables)]
+        # Use the tables as they were at the lookup; now they may have fewer rows.
         ledger = [LedgerEntry(call.lookups, call.bags, gradient)]
-        found = sparse_gradients(call.tables, ledger, is_asked)
+        found = sparse_gradients(call.tables, ledger, needs_grad)
         tables += [
             gradient if is_sparse or gradient is None else gradient.to_dense()
             for gradient, is_sparse in zip(found, call.group.are_sparse, strict=True)
@@ -314,12 +313,12 @@ def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor
 
 
 def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
-    """Put the gradient in the ledgers, of tables that still require one; ids are copied."""
+    """Add the gradient to the ledgers of tables that still require one; copy the ids."""
     if updater.auto_apply:
         updater.begin_pass(work.joined)
     for found, requiring in work.calls:
         group, ticket = found.group, found.ticket
-        requiring = group.lookups_requiring_grad(requiring)  # noqa: PLW2901  # frozen since
+        requiring = group.lookups_requiring_grad(requiring)  # noqa: PLW2901  # without tables frozen since
         if requiring.distinct_tables:
             bags = found.bags.copied()
             rows = None if ticket is None else found.rows.copied()
@@ -332,9 +331,9 @@ def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
 
 
 def with_dense_rows(gradient: Tensor) -> Tensor:
-    """A gradient whose rows lie whole, one after the other, with or without room between them.
+    """A gradient with contiguous rows; there may be gaps between rows, but no overlap.
 
-    An interaction hands over a part of its own gradient like that; copying it costs a tenth of the
+    An interaction passes such a part of its own gradient. Copying it would cost a tenth of the
     update.
 
     Shape:

@@ -1,7 +1,7 @@
-"""What a ledger holds, as plain PyTorch would have it: a gradient per table, its `grad`.
+"""Turns a ledger into the gradients of plain PyTorch: a `grad` per table, sparse or dense.
 
-Sparse or dense as `sparse` of the module says. A dense one knows which rows were looked up: an
-update is of these rows, and of others that a caller has given a gradient.
+A dense `grad` notes which rows were looked up. An update changes these rows, and other rows that
+are not zero in it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _ROWS = "_rows_looked_up"  # an attribute of dense gradients
 
 
 def sparse_gradients(
-    weights: Sequence[Tensor], ledger: Sequence[LedgerEntry], is_asked: Sequence[bool]
+    weights: Sequence[Tensor], ledger: Sequence[LedgerEntry], needs_grad: Sequence[bool]
 ) -> list[Tensor | None]:
-    """By table: the rows looked up in lookup order and the gradient of each; None of no lookup.
+    """For each table: the rows in lookup order and their gradients; None without a lookup.
 
     Shape:
         weights (E, D) each; results sparse (E, D), not coalesced, each of its weight's dtype.
@@ -39,7 +39,7 @@ def sparse_gradients(
     found: list[Tensor | None] = []
     for number, weight in enumerate(weights):
         rows, gradients = [], []
-        for entry in ledger if is_asked[number] else ():
+        for entry in ledger if needs_grad[number] else ():
             for lookup in np.flatnonzero(entry.lookups.tables == number):
                 first = int(entry.lookups.positions[lookup]) * entry.bags.batch_size
                 column = int(entry.lookups.columns[lookup])
@@ -67,16 +67,16 @@ def sparse_gradients(
 def leave_grads(
     ledger: Sequence[LedgerEntry], tables: Sequence[Tensor], are_sparse: Sequence[bool]
 ) -> None:
-    """Turn a ledger into the `grad` of each table, added to what is there.
+    """Turn a ledger into the `grad` of each table, added to an existing one.
 
     Args:
-        ledger: Of lookups in the tables.
-        tables: All of the group's.
-        are_sparse: Of all tables: whether their gradient is sparse.
+        ledger: Gradients of lookups in the tables.
+        tables: All tables of the group.
+        are_sparse: For each table, whether its gradient is sparse.
 
     Raises:
-        ValueError: a table has other rows than were looked up, or than its `grad` is of; no `grad`
-            has been changed.
+        ValueError: a table has lost rows that were looked up, or its `grad` has another shape. No
+            `grad` was changed.
     """
     for entry in ledger:
         entry.require_rows_in(tables)
@@ -89,29 +89,29 @@ def leave_grads(
 
 
 def require_grad_of(table: Tensor) -> None:
-    """Refuse a `grad` that was left at a table before it got other rows.
+    """Check that a `grad` has its table's shape.
 
     Raises:
-        ValueError: it was.
+        ValueError: it does not: the table got other rows after backward.
     """
     gradient = plain_grad(table)
     if gradient is not None and gradient.shape != table.shape:
         raise ValueError(
-            f"the grad of a table of shape {tuple(table.shape)} is of shape "
-            f"{tuple(gradient.shape)}, of rows that it had before; set it to None"
+            f"the grad of a table of shape {tuple(table.shape)} has shape {tuple(gradient.shape)}: "
+            "the table got other rows after backward; set its grad to None"
         )
 
 
 def of_tables(ledger: Sequence[LedgerEntry], tables: Container[int]) -> list[LedgerEntry]:
-    """What a ledger has of some tables."""
+    """The part of a ledger that is for some of the tables."""
     found = [each._replace(lookups=each.lookups.of_tables(tables)) for each in ledger]
     return [each for each in found if each.lookups.distinct_tables]
 
 
 def rows_and_values(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows that a `grad` is about, and what it has for each.
+    """The rows that a `grad` updates, and their gradients.
 
-    Of a dense one, these are the rows looked up, and others that it has numbers for.
+    In a dense `grad`, these are the rows looked up, and other rows that are not zero.
 
     Shape:
         gradient (E, D); results (R,) int64, (R, D).
@@ -128,7 +128,7 @@ def _rows_in(gradient: Tensor) -> Tensor:
     looked_up, version = getattr(gradient, _ROWS, (None, 0))
     if looked_up is not None:
         looked_up = looked_up.unique()
-        # To count all numbers takes half as long as to look into every row.
+        # Counting all numbers takes half as long as checking every row.
         num_numbers = int(gradient.count_nonzero())
         if num_numbers == int(gradient[looked_up].count_nonzero()):
             is_forgotten = not num_numbers and version_of(gradient) != version  # by zero_()
@@ -140,8 +140,8 @@ def _rows_in(gradient: Tensor) -> Tensor:
 
 
 def _added(known: Tensor | None, more: Tensor, *, is_sparse: bool) -> Tensor:
-    """A `grad` and a sparse gradient after it; dense where one of them is."""
-    # In the dtype that is computed in: torch cannot add sparse tensors of float16.
+    """The sum of a `grad` and a sparse gradient; dense unless both are sparse."""
+    # In the compute dtype, because torch cannot add sparse tensors of float16.
     dtype = compute_dtype(more.dtype)
     if is_sparse and (known is None or known.is_sparse):
         return more if known is None else (known.to(dtype) + more.to(dtype)).to(more.dtype)

@@ -1,11 +1,11 @@
 """Tables of one dim that are looked up together, and the ledger of their gradients.
 
-    backward  -> ledger            one entry per backward pass, as backward hands it over
-    weight.grad <- ledger          when a caller reads it: a gradient per table
-    update    <- weight.grad, ledger
+    backward -> ledger             one entry per lookup, with the gradient of the pooled vectors
+    ledger -> weight.grad          only if a caller reads `weight.grad`: a gradient per table
+    ledger, weight.grad -> update
 
-A caller that reads `weight.grad` (gradient clipping, `GradScaler`, a debugger) finds what plain
-PyTorch would have left there, and may change it. No such tensor is made before one is read.
+A caller that reads `weight.grad` (gradient clipping, `GradScaler`, a debugger) gets the gradient of
+plain PyTorch, and may change it.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ _NONES = repeat(None)
 
 
 class ResolvedLookup(NamedTuple):
-    """What one kernel call looks up, and where.
+    """The arguments of one lookup kernel, with rows resolved to memory.
 
     Attributes:
         group: Has the tables.
-        kernels: Those that look up.
-        lookups: What is looked up where.
-        rows: The input.
-        space: The rows: those of the tables, or slots that hold them.
-        bags: The input as numbers of `space`.
-        tables: All of the group, as views of the memory that they have now.
-        ticket: Has the slots, in two tiers.
+        kernels: Kernels for the device of the rows.
+        lookups: Tables, positions in the input, and columns of the result.
+        rows: The input, by rows of the tables.
+        space: Memory of the rows: the tables, or the slots.
+        bags: The input, by rows of `space`.
+        tables: Views of the memory of all tables of the group.
+        ticket: With tiers, the claim of the slots.
     """
 
     group: TableGroup
@@ -82,17 +82,18 @@ class TableGroup:
 
     Args:
         tables: The Parameters, each once.
-        are_sparse: Whether torch would leave a sparse gradient, of each table.
-        names: Of the tables, for errors.
-        dim: D; None for that of the tables.
+        are_sparse: For each table, whether torch would make a sparse gradient.
+        names: Names of the tables, for errors.
+        dim: D; by default that of the tables.
 
     Attributes:
         tables: As given; they do not change while an updater has the group.
-        are_sparse: As given, and so are `names`.
+        are_sparse: As given.
+        names: As given.
         dim: D.
-        ledger: What backward passes have left since the last update, in order.
-        tiers: Where rows are kept if not all are resident.
-        kernels: Those for the device of the tables.
+        ledger: Gradients since the last update, in order.
+        tiers: The tiers; None if all rows are resident.
+        kernels: Kernels for the device of the tables.
     """
 
     def __init__(
@@ -107,11 +108,11 @@ class TableGroup:
         self.names = list(names) or ["weight"] * len(tables)
         self.dim = tables[0].shape[1] if dim is None else dim
         self.tiers: Tiers | None = None
-        self._begin()
+        self._reset()
         self.kernels = kernels_on(self.device)
 
-    def _begin(self) -> None:
-        """Begin without gradients, and without an updater."""
+    def _reset(self) -> None:
+        """Forget gradients, cached memory addresses and the updater."""
         self.ledger: list[LedgerEntry] = []
         self._has_updater = False
         self._space: RowSpace | None = None
@@ -119,23 +120,22 @@ class TableGroup:
         self._calls: BagCalls | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, to which modules bring the tables; see `RowUpdater.join`."""
+        """For copies and pickles; modules add the tables by `RowUpdater.add_copied_module`."""
         return {name: self.__dict__[name] for name in ("are_sparse", "names", "dim", "tiers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.tables = []
-        self._begin()
+        self._reset()
 
     def space(self) -> RowSpace:
-        """The tables where they lie now.
+        """The current memory of the tables.
 
         Raises:
-            ValueError: kernels cannot work on the memory that they have been given since.
+            ValueError: kernels cannot work on it, or a table has changed its shape or dtype.
         """
         space, tables = self._space, self.tables
-        # A table that has an updater tells when it gets other memory (`LedgerParameter`), but not
-        # when its storage moves.
+        # A `LedgerParameter` reports that it got other memory, but not that its storage has moved.
         if (
             space is not None
             and space.addresses == list(map(address_of, tables))
@@ -145,37 +145,37 @@ class TableGroup:
         space = self.make_space(tables)
         if space.dim != self.dim:
             raise ValueError(
-                f"tables of embedding_dim {self.dim} were exchanged for some of {space.dim}, and "
-                "pooled vectors are made for the former; build the module anew, for the latter"
+                f"tables of embedding_dim {self.dim} were replaced by tables of embedding_dim "
+                f"{space.dim}; build a new module for these"
             )
         if self.tiers is not None:
             for table, num_rows in zip(space.tables, self.tiers.sizes, strict=True):
                 if (len(table), table.dtype) != (num_rows, self.tiers.dtype):
                     raise ValueError(
                         f"a table of {num_rows} rows of {self.tiers.dtype} in two tiers was "
-                        f"exchanged for one of {len(table)} rows of {table.dtype}; build the "
-                        "module anew, for that one"
+                        f"replaced by one of {len(table)} rows of {table.dtype}; build a new "
+                        "module for this one"
                     )
         self._space = space
         return space
 
     def known_space(self) -> RowSpace | None:
-        """The tables where they lay last, for `BagCalls`; None if those may not look up there."""
+        """The memory as last seen, for `BagCalls`; None if these need `fused_lookup`."""
         space = self._space
         if space is None or self.tiers is not None or self.kernels.errors is not None:
             return None
         return None if space.is_narrow else space
 
     def resolve(self, lookups: Lookups, rows: Bags) -> Sequence[ResolvedLookup]:
-        """Find the rows of a lookup that may be updated after it, as kernel calls.
+        """Resolve rows to memory, as kernel calls; with tiers, claim slots for them.
 
         Args:
-            lookups: What is looked up where.
+            lookups: Tables, positions in the input, and columns of the result.
             rows: The input.
 
         Raises:
-            NoSuchRow: tiered, a value is no row of its table.
-            NotEnoughSlots: tiered, there is no room for the rows.
+            NoSuchRow: with tiers, an id is not a row of its table.
+            NotEnoughSlots: with tiers, there are too few slots for the rows.
         """
         space, tiers, kernels = self.space(), self.tiers, self.kernels
         if tiers is None:
@@ -195,43 +195,43 @@ class TableGroup:
         ]
 
     def forget_space(self) -> None:
-        """Look anew where the tables lie: one of them has other memory, or less of it."""
+        """Drop the cached memory of the tables, because it has changed."""
         self._space = None
         self.kernels = kernels_on(self.device)
 
-    def keep_in(self, tiers: Tiers | None) -> None:
-        """Keep rows in these slots from now on; None for all rows in the tables."""
+    def set_tiers(self, tiers: Tiers | None) -> None:
+        """Keep rows in these tiers; None makes all rows resident."""
         self.tiers = tiers
         self.forget_space()
 
     @property
     def device(self) -> torch.device:
-        """Where rows are looked up: that of the slots, of tables that wait in slower memory."""
+        """The device where rows are looked up: with tiers, that of the slots."""
         return self.tables[0].device if self.tiers is None else self.tiers.device
 
     def make_space(self, tables: Sequence[Tensor]) -> RowSpace:
-        """Tables, or their state, as kernels take them; those of a cold store are the CPU's."""
+        """A row space of tables or their state; a cold store is always on the CPU."""
         space = self.kernels.make_space(tables) if self.tiers is None else RowSpace(tables)
         return cast("RowSpace", space)
 
     def calls(self, updater: RowUpdater) -> BagCalls:
-        """The calls of its tables one by one."""
+        """The lookups in single tables of this group."""
         if self._calls is None:
             self._calls = BagCalls(updater, self)
         return self._calls
 
     def bind(self) -> None:
-        """Let an updater have the tables: `weight.grad` shows the ledger from now on.
+        """Bind the tables to an updater, so that `weight.grad` shows the ledger.
 
         Raises:
-            ValueError: another updater has one, or it is no plain Parameter.
+            ValueError: another updater has a table, or a table is not a plain Parameter.
         """
         for name, table in zip(self.names, self.tables, strict=True):
             require_no_updater(name, table, but_by=self)
             if type(table) is not nn.Parameter and not isinstance(table, LedgerParameter):
                 raise ValueError(
-                    f"table {name!r}: weight must be a plain Parameter where a recsys optimizer "
-                    f"updates it, got {type(table).__name__}; give the module "
+                    f"table {name!r}: weight must be a plain Parameter if a recsys optimizer "
+                    f"updates it, got {type(table).__name__}; set the module's weight to "
                     "torch.nn.Parameter(weight.data)"
                 )
         for table in self.tables:
@@ -239,10 +239,10 @@ class TableGroup:
         self._has_updater, self._space = True, None
 
     def give_memory(self, number: int, table: nn.Parameter) -> None:
-        """Replace a table of the "meta" device by one that has memory.
+        """Replace a table on the "meta" device by one with memory.
 
         Raises:
-            ValueError: as `bind`.
+            ValueError: as for `bind`.
         """
         before = self.tables
         self.tables = [*before[:number], table, *before[number + 1 :]]
@@ -255,17 +255,17 @@ class TableGroup:
         self.kernels = kernels_on(self.device)
 
     def release(self) -> None:
-        """Make the tables plain Parameters again; the ledger goes to their `grad`."""
-        self.open_ledger()
+        """Make the tables plain Parameters again; the ledger becomes their `grad`."""
+        self.ledger_to_grads()
         if self.tiers is not None:
             self.tiers.flush()
-            self.keep_in(None)
+            self.set_tiers(None)
         for table in self.tables:
             unbind_table(table, self)
         self._has_updater = False
 
     def number_of(self, table: Tensor) -> int:
-        """Which of the tables it is."""
+        """The number of a table in this group."""
         return next(number for number, each in enumerate(self.tables) if each is table)
 
     def lookups_requiring_grad(self, lookups: Lookups) -> Lookups:
@@ -279,11 +279,11 @@ class TableGroup:
         return lookups.of_tables({number for number, table in pairs if plain_requires_grad(table)})
 
     def keep(self, entry: LedgerEntry) -> None:
-        """Add to the ledger what the backward of one lookup found.
+        """Add the gradient of one lookup to the ledger; after `release`, to `grad` instead.
 
         Raises:
-            ValueError: the updater has been released since the lookup, and a table has fewer rows
-                by now, or a `grad` of others.
+            ValueError: after `release`, a table has lost rows that were looked up, or its `grad`
+                has another shape.
         """
         if self._has_updater:
             self.ledger.append(entry)
@@ -291,18 +291,18 @@ class TableGroup:
             leave_grads([entry], self.tables, self.are_sparse)
 
     def forget_lookups_in(self, table: Tensor) -> None:
-        """Forget what lookups have left for one table; its `grad` is set to something else."""
+        """Drop one table from the ledger, because the caller sets its `grad`."""
         if self.ledger:
             others = {number for number, each in enumerate(self.tables) if each is not table}
             self.ledger = of_tables(self.ledger, others)
 
-    def open_ledger(self) -> None:
-        """Turn the ledger into a `grad` of each table, added to what is there.
+    def ledger_to_grads(self) -> None:
+        """Add the ledger to the `grad` of each table, and empty it.
 
         Raises:
-            RuntimeError: gradients were overwritten since; they are forgotten.
-            ValueError: a table has other rows than were looked up, or than its `grad` is of;
-                everything is left.
+            RuntimeError: a gradient was overwritten after its backward; the ledger is emptied.
+            ValueError: a table has lost rows that were looked up, or its `grad` has another shape;
+                the ledger is kept.
         """
         if self.ledger:
             for entry in self.ledger:
@@ -312,19 +312,19 @@ class TableGroup:
             self.ledger = []
 
     def take_ledger(self) -> list[LedgerEntry]:
-        """Everything that has been collected, as entries of the ledger; nothing is left.
+        """Take all gradients, from ledger and `grad`, as ledger entries.
 
         Raises:
-            BudgetTooSmall: tiered, there are too few slots for the rows; everything is left.
-            RuntimeError: gradients were overwritten since; they are forgotten.
-            ValueError: a `grad` is of other rows than its table has; everything is left.
+            BudgetTooSmall: with tiers, there are too few slots for the rows; nothing is taken.
+            RuntimeError: a gradient was overwritten after its backward; the ledger is emptied.
+            ValueError: a `grad` has another shape than its table; nothing is taken.
         """
         if self._calls is not None:
             self._calls.close()
         for entry in self.ledger:
             if entry.version is not None and version_of(entry.gradient) != entry.version:
                 self._refuse_overwritten()
-        # Nothing but the ledger holds gradients, mostly.
+        # Usually only the ledger has gradients.
         has_grads = not all(map(is_, map(plain_grad, self.tables), _NONES))
         entries = self._entries_of_grads() if has_grads else []
         entries += self.ledger
@@ -332,22 +332,22 @@ class TableGroup:
         return entries
 
     def forget(self) -> None:
-        """Empty the ledger and every `grad`; no row is updated."""
+        """Empty the ledger and set every `grad` to None; no row is updated."""
         self.ledger.clear()
         if not all(map(is_, map(plain_grad, self.tables), _NONES)):
             for table in self.tables:
                 set_plain_grad(table, None)
 
     def _refuse_overwritten(self) -> NoReturn:
-        """Forget the ledger, and say why."""
+        """Empty the ledger and raise."""
         self.ledger = []
         raise RuntimeError(
             "the gradient of a lookup was overwritten after its backward, before its rows were "
-            "updated; step first, or overwrite a clone of it"
+            "updated; overwrite a clone of it, or step first"
         )
 
     def _entries_of_grads(self) -> list[LedgerEntry]:
-        """The `grad` of every table that has one, as entries; it is None afterwards."""
+        """Turn the `grad` of every table into ledger entries; every `grad` is None afterwards."""
         entries = []
         try:
             for number, table in enumerate(self.tables):
@@ -356,19 +356,19 @@ class TableGroup:
                     entries.append(self._entry(number, gradient))
         except NotEnoughSlots as error:
             num_needed = error.num_needed
-            entries.clear()  # or the error below would keep their slots
+            entries.clear()  # otherwise the error below keeps their slots
         else:
             for table in self.tables:
                 set_plain_grad(table, None)
             return entries
         raise BudgetTooSmall(
-            f"budget: gradients left at tables of embedding_dim {self.dim}, not by a lookup, "
-            f"and those of lookups need {num_needed} rows or more in fast memory at once; give a "
-            "larger budget, or leave sparse gradients of fewer rows"
+            f"budget: weight.grad of tables of embedding_dim {self.dim}, with the gradients of "
+            f"lookups, needs at least {num_needed} rows in fast memory at once; give a larger "
+            "budget, or set a sparse weight.grad with fewer rows"
         )
 
     def _entry(self, number: int, gradient: Tensor) -> LedgerEntry:
-        """A table's gradient as if each of its rows had been looked up alone."""
+        """A ledger entry for a table's `grad`: each row counts as one lookup."""
         require_grad_of(self.tables[number])
         if number not in self._whole_tables:
             self._whole_tables[number] = Lookups.one(number, self.dim)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AbstractRowSpace",
+    "JoinedStates",
     "RowSpace",
     "address_of",
     "compute_dtype",
@@ -95,9 +96,6 @@ def require_aligned(place: str, table: Tensor) -> None:
         )
 
 
-_StateArrays = tuple[tuple["NDArray[Any]", "NDArray[Any]"], "NDArray[np.uint64]"]
-
-
 class AbstractRowSpace:
     """Several tables of one dtype and dim, their addresses, and their compute dtype.
 
@@ -164,6 +162,7 @@ class RowSpace(AbstractRowSpace):
             else empty.
         first_names: For a space of slots, where each table's rows begin among the rows of all
             tables, (T + 1,) uint64; else empty.
+        with_states: The result of the last `join_states`; a step uses it again for equal states.
 
     Raises:
         ValueError: the tables are not as above.
@@ -197,22 +196,30 @@ class RowSpace(AbstractRowSpace):
             np.uint64,
         )
         self.nothing: NDArray[Any] = np.empty(0, self.compute_dtype)
-        self._with_states: tuple[list[RowSpace], _StateArrays] | None = None
+        self.with_states: JoinedStates | None = None
 
-    def with_states(self, states: Sequence[RowSpace]) -> _StateArrays:
-        """The kernels' arguments for the tables together with their state.
-
-        Cached for the last states, because making the arrays takes longer than a small update.
+    def join_states(self, states: Sequence[RowSpace]) -> JoinedStates:
+        """Join the tables with their state arrays, and keep the result in `with_states`.
 
         Args:
-            states: At most two state arrays of the same tables.
-
-        Returns:
-            `flat` of the first and the second state, empty if there is none; and `bases` of the
-            tables and of both states, (3, T) uint64, arbitrary for a missing state.
+            states: State arrays of the same tables, two at most.
         """
-        if self._with_states is None or self._with_states[0] != states:
-            flats = [*(state.flat for state in states), self.nothing, self.nothing]
-            bases = [self.bases, *(state.bases for state in states), self.bases, self.bases]
-            self._with_states = list(states), ((flats[0], flats[1]), np.stack(bases[:3]))
-        return self._with_states[1]
+        flats = [*(state.flat for state in states), self.nothing, self.nothing]
+        bases = [self.bases, *(state.bases for state in states), self.bases, self.bases]
+        self.with_states = JoinedStates(list(states), (flats[0], flats[1]), np.stack(bases[:3]))
+        return self.with_states
+
+
+class JoinedStates(NamedTuple):
+    """The state arrays of a row space, as kernels take them together with the tables.
+
+    Attributes:
+        states: As given to `join_states`.
+        flats: `flat` of the first and of the second state; empty if there are fewer states.
+        bases: `bases` of the tables, the first and the second state, (3, T) uint64; those of the
+            tables if there are fewer states.
+    """
+
+    states: list[RowSpace]
+    flats: tuple[NDArray[Any], NDArray[Any]]
+    bases: NDArray[np.uint64]

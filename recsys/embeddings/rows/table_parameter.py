@@ -258,7 +258,7 @@ def _open_ledger_of(weight: LedgerParameter) -> None:
     group = _group_of(weight)
     if group is not None and group.ledger:
         with DisableTorchFunctionSubclass():  # gradients do not depend on rows in slots
-            group.open_ledger()
+            group.ledger_to_grads()
 
 
 def _forget_space_of(weight: LedgerParameter) -> None:

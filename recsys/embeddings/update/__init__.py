@@ -1,1 +1,1 @@
-"""Updates: from a ledger and settings to updated rows."""
+"""Updates: rows are updated by a ledger of gradients and the settings of an optimizer."""

@@ -1,4 +1,4 @@
-"""`FusedOptimizer`: a formula of recsys as an optimizer of torch, for the rows of one module."""
+"""`FusedOptimizer`: a recsys formula as a torch optimizer, for the rows of one module."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     A copy or a pickle has tables and state if all of its modules are copied together with it.
 
     Args:
-        tables: By `state_dict` key of the table: the table, and what its state's names begin with.
-        groups: The tables again, as they are updated.
-        formula: How rows are updated. Its fields are the settings, to be changed in `param_groups`.
-        auto_apply: Whether rows are updated at the end of each backward pass; `step` then has
-            nothing left to do.
-        stochastic_rounding: Of tables of 16 bits: whether rows are rounded so that they are right
-            on average; else to nearest. Kept in `param_groups`, as is the next.
-        rounding_seed: What that rounding depends on, beside the place of a number and the step.
+        tables: The tables by `state_dict` key, each with the prefix of its state's names.
+        groups: Table groups of the same tables.
+        formula: The update rule. Its fields are the settings, which `param_groups` can change.
+        auto_apply: Whether rows are updated at the end of each backward pass; `step` then does
+            nothing.
+        stochastic_rounding: For tables of 16 bits: whether to round up or down at random, so that
+            rows are right on average, or to nearest. A setting in `param_groups`.
+        rounding_seed: Seed of that rounding. A setting in `param_groups`.
     """
 
     def __init__(
@@ -69,26 +69,26 @@ class FusedOptimizer(torch.optim.Optimizer):
             self,
             translation,
             auto_apply=auto_apply,
-            goes_along=True,
+            is_copied=True,
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, to which modules bring their tables; see `RowUpdater.join`."""
+        """For copies and pickles; modules add the tables by `RowUpdater.add_copied_module`."""
         own = {name: self.__dict__[name] for name in ("_prefixes", "_kind", "updater")}
         groups = [group | {"params": []} for group in self.param_groups]
         return super().__getstate__() | {"state": defaultdict(dict), "param_groups": groups} | own
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the rows looked up since the last step.
+        """Update the rows with gradients since the last step.
 
         Args:
-            closure: Computes the loss and its gradients anew; called first.
+            closure: Computes the loss and its gradients again; called first.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
         """
-        # Naming every step to a profiler that is not there would take a third as long as updating
-        # the rows of a small mini-batch.
+        # torch's wrapper names every step for a profiler. Without hooks or a profiler it would
+        # cost a third of the update of a small mini-batch.
         if (
             closure is not None
             or is_profiler_enabled()
@@ -110,10 +110,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.updater.update_rows()
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # or the base class would wrap it
+    step.hooked = True  # type: ignore[attr-defined]  # otherwise the base class wraps it
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The tables are those of the module; there is no other group.
+        """Refuse other groups: the tables are those of the module.
 
         Raises:
             ValueError: always, after construction.
@@ -121,12 +121,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self.param_groups:
             raise ValueError(
                 "add_param_group: this optimizer has the tables of one module and no others; give "
-                "the parameters to an optimizer of their own"
+                "the parameters to another optimizer"
             )
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients collected since the last step."""
+        """Drop the gradients collected since the last step."""
         self.updater.forget()
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,13 +143,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a state of the same tables, one table after the other.
 
-        An array that the optimizer already has in the same shape and dtype is written in place.
-        Tensors of `state_dict` are not kept.
+        Arrays of the same shape and dtype are copied in place. Tensors of `state_dict` are not
+        kept.
 
         Raises:
-            ColdTierError: state is kept in files, and there is no room for a new array.
-            ValueError: a table is missing or unknown, or a state's size is another. Nothing has
-                been changed.
+            ColdTierError: the state is in files, and the disk has no room for a new array.
+            ValueError: a table is missing or unknown, or a state has another size. Nothing was
+                changed.
         """
         [group] = self.param_groups
         states, settings = state_dict["state"], state_dict["param_groups"][0]
@@ -161,7 +161,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for key, table in tables.items():
             self._require_state(key, table, states[key])
         loaded = self._without_aliases(tables, states)
-        # Rows and state in slots are written back now, and fetched anew after the copies.
+        # Write rows and state in slots back now; they are fetched again after the copies.
         tiers = self.updater.tiers()
         for each in tiers:
             each.expose()
@@ -172,15 +172,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.state[table] = {
                 name: _copy_state(value, known.get(name)) for name, value in loaded[key].items()
             }
-            if has_files:  # clones go to their files before the next table's are made
-                self.updater.follow_state()
-        self.updater.follow_state()
+            if has_files:  # move clones to files before the next table's are made
+                self.updater.reload_state()
+        self.updater.reload_state()
 
     def _require_state(self, key: str, table: Tensor, state: Mapping[str, Any]) -> None:
         """Check the sizes of a table's state before anything is changed.
 
         Raises:
-            ValueError: a size is another.
+            ValueError: a size differs.
         """
         formula = self._formula_of(self.param_groups[0])
         sizes = formula.state_sizes(table.shape[1]) if self.updater.tiers() else {}
@@ -197,10 +197,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _without_aliases(
         self, tables: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        """The state by its own names, with clones of arrays that belong to another state here.
+        """The state without prefixes, with clones of arrays that this optimizer has elsewhere.
 
-        `state_dict` makes no copies. A caller that swaps the state of two tables gives arrays that
-        loading would otherwise write before it has read them.
+        `state_dict` makes no copies. If a caller swaps the state of two tables, loading would
+        otherwise overwrite an array before reading it.
         """
         held = {
             value.untyped_storage().data_ptr()
@@ -232,7 +232,7 @@ def _read_lr(settings: Mapping[str, Any], step: int) -> float:
 
 
 def _copy_state(value: Any, known: Any) -> Any:
-    """A state's value that is not the caller's: in place of the known array where that fits."""
+    """A copy of a state's value; in place of the known array if shape and dtype are the same."""
     if not isinstance(value, Tensor) or not value.dim():
         return value
     if isinstance(known, Tensor) and (known.shape, known.dtype) == (value.shape, value.dtype):

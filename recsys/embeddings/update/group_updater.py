@@ -1,7 +1,7 @@
-"""The update of one table group: settings and state from an optimizer, rows updated by a kernel.
+"""Updates one table group: reads an optimizer's settings and state, and calls the kernel.
 
-A `torch.optim.Optimizer` has the settings (`param_groups`) and the state; how they are read is in a
-`Translation`.
+A `torch.optim.Optimizer` has the settings (`param_groups`) and the state. A `Translation` says how
+to read them.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
 __all__ = ["GroupUpdater", "PreparedUpdate"]
 
 
-_NO_STATE: dict[str, Any] = {}  # stands for a table that was never updated; never written to
-_OF_TABLES = ("params", "param_names")  # in a param group, what says nothing of the formula
+_NO_STATE: dict[str, Any] = {}  # state of a table that was never updated; do not write to it
+_OF_TABLES = ("params", "param_names")  # entries of a param group that are not settings
 
 
 class PreparedUpdate(NamedTuple):
-    """What one update takes, after everything that may refuse it; see `row_update`.
+    """The checked arguments of one `row_update`.
 
     Attributes:
-        ledger: What was collected.
-        updated: Numbers of the tables that it is for.
+        ledger: The gradients.
+        updated: Numbers of the tables with gradients.
         space: The tables.
-        states: Their state.
-        formula: How rows are updated.
-        rates: Of every table, (T, 2).
-        keys: Of every table, for stochastic rounding.
-        by_table: The optimizer's state of every table, if there is some.
-        steps: Of each table in `updated`, where steps are counted; to be noted.
-        new: Tables whose state is to be noted for the first time.
+        states: The state arrays of the tables.
+        formula: The update rule of the rows.
+        rates: Rate and eps of every table, (T, 2).
+        keys: Keys for stochastic rounding, for every table.
+        by_table: The optimizer's state of every table; empty if the optimizer needs none.
+        steps: The new step of each table in `updated`, if steps are counted.
+        new: Tables that get their first state by this update.
     """
 
     ledger: Sequence[LedgerEntry]
@@ -75,12 +75,12 @@ class PreparedUpdate(NamedTuple):
 
 
 class _ReadSettings(NamedTuple):
-    """Settings when they were last read, and what they said."""
+    """A param group as last read, and its translation."""
 
     names: list[str]
     values: list[Any]
     settings: Settings
-    rates: NDArray[np.float64]  # not to be written to
+    rates: NDArray[np.float64]  # do not write to it
 
 
 class GroupUpdater:
@@ -89,12 +89,12 @@ class GroupUpdater:
     Args:
         group: Has the tables and their ledger.
         optimizer: Has their settings and state.
-        number: Of the param group that they are in.
-        translation: How settings and state are read.
+        number: Number of the tables' param group.
+        translation: How to read settings and state.
 
     Attributes:
         group: As given.
-        least_slots: What a mini-batch has needed, where rows are kept in slots.
+        least_slots: With tiers, the most slots that a mini-batch has needed.
     """
 
     def __init__(
@@ -107,39 +107,42 @@ class GroupUpdater:
         self.group = group
         self._optimizer, self._number, self._translation = optimizer, number, translation
         self.least_slots = 1
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
-        """Begin with nothing read, and with tables in memory."""
+    def _reset(self) -> None:
+        """Forget all cached settings, state arrays and files."""
         self._states: list[StateArrays] = []
         self._states_of: RowSpace | None = None
         self._numbers: list[int] = []
-        self._state_then: list[Any] = []  # all that the optimizer had when it was last looked into
-        self._found_then: list[dict[str, Any]] = []  # of these tables
+        self._last_state_objects: list[
+            Any
+        ] = []  # all that the optimizer had when it was last looked into
+        self._last_state_by_table: list[dict[str, Any]] = []  # of these tables
         self._read: _ReadSettings | None = None
         self._files: ColdFiles | None = None
-        self._names: list[str] = []  # of the tables there
+        self._names: list[str] = []  # of the tables in `_files`
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, whose memory is elsewhere."""
+        """For copies and pickles, without caches of memory addresses."""
         kept = ("group", "_optimizer", "_number", "_translation", "least_slots")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._reset()
 
     def prepare(self) -> PreparedUpdate | None:
-        """Take what was collected, and make sure that nothing refuses the update of rows.
+        """Take the ledger, and do every check that may refuse the update.
+
+        After an error the ledger still has all gradients.
 
         Returns:
-            For `update_rows`; None where nothing was collected.
+            The argument of `update_rows`; None if there are no gradients.
 
         Raises:
             BudgetTooSmall: there are too few slots for the rows.
-            ConflictingWrite: a table, or its state, was written to by others meanwhile.
-            ValueError: settings or state are such that rows cannot be updated by them. After each
-                of these, everything is still collected.
+            ConflictingWrite: the caller wrote to a table or its state while slots had newer rows.
+            ValueError: settings or state do not fit the tables or the formula.
         """
         ledger = self.group.take_ledger()
         if not ledger:
@@ -155,8 +158,8 @@ class GroupUpdater:
             if self.group.tiers is not None:
                 self.group.tiers.reload_if_tables_changed(space)
             settings = self._optimizer.param_groups[self._number]
-            is_by_chance = space.is_narrow and settings.get("stochastic_rounding", True)
-            counts_steps = self._translation.counts_steps or is_by_chance
+            is_stochastic = space.is_narrow and settings.get("stochastic_rounding", True)
+            counts_steps = self._translation.counts_steps or is_stochastic
             if not (counts_steps or sizes):
                 states = self._state_spaces(space, sizes, updated, ()) if self._states else []
                 return PreparedUpdate(ledger, updated, space, states, formula, rates_T2, TO_NEAREST)
@@ -165,7 +168,7 @@ class GroupUpdater:
             steps: list[Any] = []
             if counts_steps:
                 rates_T2, keys_T, steps = self._rates_and_keys(
-                    settings, formula, updated, by_table, is_by_chance=is_by_chance
+                    settings, formula, updated, by_table, is_stochastic=is_stochastic
                 )
             states = self._state_spaces(space, sizes, updated, by_table)
             return PreparedUpdate(
@@ -176,14 +179,14 @@ class GroupUpdater:
             raise
 
     def give_back(self, ledger: Sequence[LedgerEntry]) -> None:
-        """Collect again what `prepare` has taken: after a correction, the next step uses it."""
+        """Put back the ledger that `prepare` took, so that the next step uses it."""
         self.group.ledger[:0] = ledger
 
     def update_rows(self, update: PreparedUpdate) -> NonFiniteGradient | None:
-        """Update every row that gradients were collected for, once.
+        """Update every row in the ledger once.
 
         Returns:
-            What to raise after the step, where a row was not updated.
+            The error to raise after the step if a row was not updated.
         """
         changed: Sequence[nn.Parameter] = self.group.tables
         for table, step in zip(update.updated, update.steps, strict=False):
@@ -193,8 +196,8 @@ class GroupUpdater:
         row_update, tiers = self.group.kernels.row_update, self.group.tiers
         if len(update.updated) < len(changed):
             changed = [changed[table] for table in update.updated]
-        # As an in-place operation of torch's raises versions: a caller that has kept a table for
-        # backward will see it.
+        # Versions increase as after torch's in-place operations, so that autograd refuses a
+        # backward that saved a table before this update.
         space, states = update.space, update.states
         more = update.formula, update.rates, update.ledger, update.keys
         if tiers is None:
@@ -202,7 +205,7 @@ class GroupUpdater:
             increment_version(changed)
         else:
             hot = tiers.hot
-            with interrupts_held_back():  # rows that are updated and not known to be would be lost
+            with interrupts_held_back():  # an updated row that is not marked would be lost
                 bad = row_update(hot.space, hot.state_spaces, *more)
                 increment_version(changed)
                 tiers.mark_updated(update.ledger, update.updated)
@@ -216,25 +219,25 @@ class GroupUpdater:
         )
 
     def space_size(self) -> SpaceSize:
-        """What there is to keep in slots."""
+        """The size of all rows and their state."""
         num_rows = sum(len(weight) for weight in self.group.tables)
         return SpaceSize(num_rows, self.group.dim, self.group.tables[0].dtype, self._state_sizes())
 
     def tier(self, num_slots: int, pinned: NDArray[np.int32], device: torch.device | None) -> None:
-        """Keep rows in slots from now on; arguments as for `make_tiers`."""
+        """Give the group tiers; arguments as for `make_tiers`."""
         make_tiers(self.group, self._state_sizes(), num_slots, pinned, device, self._files)
-        self.follow_state()
+        self.reload_state()
         self.group.bind()
 
     def use_files(self, files: ColdFiles, names: Mapping[nn.Parameter, str]) -> None:
-        """Have state in files from now on, as tables are; what is there goes on.
+        """Keep the state in files, beside the tables; continue from state that the files have.
 
         Args:
-            files: Have the tables.
-            names: Of all tables, there.
+            files: The files of the tables.
+            names: Names of all tables in `files`.
 
         Raises:
-            ColdTierError: there is state of another optimizer.
+            ColdTierError: the files have the state of another optimizer.
         """
         self._files = files
         self._names = [names[weight] for weight in self.group.tables]
@@ -253,7 +256,7 @@ class GroupUpdater:
                 self._optimizer.state[weight] = {**arrays, **numbers}
 
     def numbers(self) -> dict[str, dict[str, float]]:
-        """By table in files: what its state has besides arrays."""
+        """The numbers in each table's state, such as its step, by the table's name in files."""
         found = {}
         for weight, name in zip(self.group.tables, self._names, strict=True):
             state = self._optimizer.state.get(weight, _NO_STATE)
@@ -265,8 +268,8 @@ class GroupUpdater:
             }
         return found
 
-    def follow_state(self) -> None:
-        """Find state that others have put into the optimizer."""
+    def reload_state(self) -> None:
+        """Use the state that `load_state_dict` put into the optimizer."""
         if self.group.tiers is None:
             return
         with DisableTorchFunctionSubclass():
@@ -278,7 +281,7 @@ class GroupUpdater:
         return self._read_settings().settings.state_sizes
 
     def _read_settings(self) -> _ReadSettings:
-        """What the settings say now; read anew when one of them is another object."""
+        """The translated settings; read again when one of them is another object."""
         known, group = self._read, self._optimizer.param_groups[self._number]
         names, values = list(group), list(group.values())
         if known is not None and known.names == names and all(map(is_, known.values, values)):
@@ -286,20 +289,24 @@ class GroupUpdater:
         settings = self._translation.read(group, self.group.dim)
         rates_T2 = np.tile(settings.rate_and_eps, (len(self.group.tables), 1))
         found = _ReadSettings(names, values, settings, rates_T2)
-        # What may be changed in place, as a tensor may, is the same object afterwards.
+        # A tensor may change in place and stay the same object, so it is never cached.
         are_fixed = all(_is_fixed(group[name]) for name in names if name not in _OF_TABLES)
         self._read = found if are_fixed else None
         return found
 
     def _state_by_table(self, updated: Sequence[int]) -> tuple[list[dict[str, Any]], list[int]]:
-        """The optimizer's state of every table, and which tables had none until this update."""
+        """The optimizer's state of every table, and the tables that had none before this update."""
         known = self._optimizer.state
-        # Tables hash themselves in Python, so they are looked up only where something has changed.
+        # Parameters hash in Python, which is slow, so they are looked up only after a change.
         now = [self.group.tables, *known.keys(), *known.values()]
-        if len(now) != len(self._state_then) or not all(map(is_, now, self._state_then)):
-            self._state_then = now
-            self._found_then = [known.get(weight, _NO_STATE) for weight in self.group.tables]
-        found = list(self._found_then)
+        if len(now) != len(self._last_state_objects) or not all(
+            map(is_, now, self._last_state_objects)
+        ):
+            self._last_state_objects = now
+            self._last_state_by_table = [
+                known.get(weight, _NO_STATE) for weight in self.group.tables
+            ]
+        found = list(self._last_state_by_table)
         new = [table for table in updated if found[table] is _NO_STATE]
         for table in new:
             found[table] = {}
@@ -312,31 +319,31 @@ class GroupUpdater:
         counted: Sequence[int],
         by_table: Sequence[dict[str, Any]],
         *,
-        is_by_chance: bool,
+        is_stochastic: bool,
     ) -> tuple[NDArray[np.float64], NDArray[Any], list[Any]]:
-        """What `row_update` takes for each table that counts its steps, and the steps."""
+        """Rates and rounding keys of the tables that count their steps, and the new steps."""
         translation = self._translation
         rates_T2 = np.zeros((len(by_table), 2))
-        keys_T = np.zeros(len(by_table), np.uint64) if is_by_chance else TO_NEAREST
+        keys_T = np.zeros(len(by_table), np.uint64) if is_stochastic else TO_NEAREST
         steps: list[Any] = []
         of_step: dict[int, tuple[float, float]] = {}
         for table in counted:
             steps.append(by_table[table].get("step", translation.no_step) + 1)
-            step = int(steps[-1])  # a tensor where torch keeps one
+            step = int(steps[-1])  # some of torch's optimizers keep it as a tensor
             if step not in of_step:
                 lr = translation.learning_rate(settings, step)
                 of_step[step] = formula.rate_and_eps(lr, step)
             rates_T2[table] = of_step[step]
-            if is_by_chance:
+            if is_stochastic:
                 seed = settings.get("rounding_seed", 0)
                 keys_T[table] = table_key(seed, step, self._number_of(table))
         return rates_T2, keys_T, steps
 
     def require_param_group(self) -> None:
-        """Refuse an optimizer that has lost a table whose rows are to be updated.
+        """Check that the optimizer still has every table that this step would update.
 
         Raises:
-            ValueError: it has.
+            ValueError: a table is in no param group any more.
         """
         groups, number = self._optimizer.param_groups, self._number
         known = set(map(id, groups[number]["params"] if number < len(groups) else ()))
@@ -346,17 +353,17 @@ class GroupUpdater:
             if is_to_update and id(weight) not in known:
                 raise ValueError(
                     f"a table of shape {tuple(weight.shape)} was in param group {number} of the "
-                    "optimizer when the model was accelerated, and is not any more; call "
-                    "recsys.restore(model), then recsys.accelerate anew"
+                    "optimizer when the model was accelerated, and no longer is; call "
+                    "recsys.restore(model), then recsys.accelerate again"
                 )
 
     def _number_of(self, table: int) -> int:
-        """Where the optimizer has a table: no other has the number, however tables are grouped."""
+        """A table's position in the optimizer: unique, however the tables are grouped."""
         if not self._numbers:
             known = [weight for group in self._optimizer.param_groups for weight in group["params"]]
             places = {id(weight): number for number, weight in enumerate(known)}
             self._numbers = [
-                places.get(id(weight), len(known) + table)  # one that is frozen may be in none
+                places.get(id(weight), len(known) + table)  # a frozen table may be in none
                 for table, weight in enumerate(self.group.tables)
             ]
         return self._numbers[table]
@@ -375,7 +382,7 @@ class GroupUpdater:
         ):
             return [state.space for state in self._states]
         if self.group.tiers is not None:
-            # A file that is begun anew is neither written to nor read by transfers of before.
+            # Pending transfers must end before a state file is made again.
             self.group.tiers.flush()
             self.group.tiers.residency.settle()
         before, self._states = (
@@ -413,10 +420,9 @@ class GroupUpdater:
         *,
         is_needed: bool,
     ) -> Tensor:
-        """A table's state array, (E, *columns); one number per row stays (E, 1) where it is that.
+        """A table's state array, (E, *columns); one number per row may also be stored as (E, 1).
 
-        Made where there is none, of a table that is updated: as with torch, others' state is made
-        when they are.
+        As in torch, the state is made at the first update of the table.
         """
         weight = self.group.tables[table]
         dtype = compute_dtype(weight.dtype)
@@ -431,7 +437,7 @@ class GroupUpdater:
         elif known.dtype != dtype or known.device != weight.device or not known.is_contiguous():
             known = known.to(weight.device, dtype).contiguous()
         if known.shape == weight.shape[:1] and columns == (1,):
-            known = known.unsqueeze(1)  # as it was written once
+            known = known.unsqueeze(1)  # as earlier checkpoints have it
         if self._files is not None and self._files.find(known) is None and len(known):
             known = self._files.keep(self._names[table], name, known)
         state[name] = known
@@ -439,6 +445,6 @@ class GroupUpdater:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a setting has the same value as long as it is the same object."""
+    """Whether a setting cannot change in place."""
     values = value if isinstance(value, tuple) else (value,)
     return all(isinstance(each, int | float | str | None) for each in values)

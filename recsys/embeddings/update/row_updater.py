@@ -1,8 +1,8 @@
-"""When rows are updated, and by which optimizer: one update per step.
+"""Decides when rows are updated: one update per step, for all table groups of an optimizer.
 
 A `torch.optim.Optimizer` has the settings (`param_groups`) and the state. `row_update` updates all
-tables of a dim in one call. The optimizer is a `FusedOptimizer`, or one of torch's that the user
-has made; how it is read is in a `Translation`.
+tables of a dim in one call. The optimizer is a `FusedOptimizer` or a torch optimizer that the user
+made. A `Translation` says how to read it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Places", "RowUpdater"]
 
-# Of each table of a module: its group, and its number there.
+# For each table of a module: its group, and its number in the group.
 Places = Sequence[tuple["TableGroup", int]]
 _SYNCED_AT_EXIT: WeakSet[RowUpdater] = WeakSet()
 
@@ -53,18 +53,18 @@ class RowUpdater:
     """Updates the rows of table groups, each row once per update.
 
     Args:
-        groups: By the number of the optimizer's param group that has their tables.
+        groups: Table groups, each with the number of its param group in the optimizer.
         optimizer: Has the settings and the state.
-        translation: How they are read.
+        translation: How to read settings and state.
         auto_apply: Whether rows are updated at the end of each backward pass.
-        goes_along: Whether copies and pickles of a module have an updater of their own. Not where
-            the optimizer is the user's: the user copies that, and it finds the gradients that
-            backward leaves at the tables.
+        is_copied: Whether copies and pickles of a module get their own updater. False if the
+            optimizer is the user's: backward then leaves gradients at the copied tables, for the
+            copy that the user makes of the optimizer.
 
     Attributes:
         optimizer: As given.
-        grad_anchor: Input of the autograd node of every lookup. The tables are no inputs, so a
-            pooled vector requires a gradient because of it.
+        grad_anchor: Input of the autograd node of every lookup. The tables are not inputs, so
+            this tensor is the reason that a pooled vector requires a gradient.
     """
 
     def __init__(
@@ -74,66 +74,66 @@ class RowUpdater:
         translation: Translation,
         *,
         auto_apply: bool,
-        goes_along: bool,
+        is_copied: bool,
     ) -> None:
         self._groups = [
             GroupUpdater(group, optimizer, number, translation) for number, group in groups
         ]
         self.optimizer = optimizer
-        self.auto_apply, self.goes_along = auto_apply, goes_along
+        self.auto_apply, self.is_copied = auto_apply, is_copied
         self._queued_for: int | None = None
         self._budget_bytes = 0
         self._files: ColdFiles | None = None
         self.grad_anchor = torch.empty(0, requires_grad=True, device="cpu")
         self._anchor_node: Any = None
-        self._copied: _Copied | None = None
+        self._pending_copy: _PendingCopy | None = None
         for _, group in groups:
             group.bind()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which have no tables until modules `join`."""
+        """For copies and pickles; they get their tables by `add_copied_module`."""
         return self.__dict__ | {
             "_groups": [],
             "_files": None,
             "_anchor_node": None,
-            "_copied": _Copied(
+            "_pending_copy": _PendingCopy(
                 self._groups,
                 [len(each.group.tables) for each in self._groups],
                 [self._places_of(group["params"]) for group in self.optimizer.param_groups],
             ),
         }
 
-    def join(
+    def add_copied_module(
         self, module: AbstractTables, places: Places, states: Sequence[dict[str, Any]]
     ) -> None:
-        """Let a module that was copied together with this updater bring its tables.
+        """Add the tables of a module that was copied together with this updater.
 
-        When all tables have come, the updater has them, and the modules are attached. A copy of a
-        part of a model never comes so far: its modules stay without an updater.
+        After the last table was added, the updater binds all of them and the modules are attached.
+        In a copy of a part of a model some tables are never added, so its modules have no updater.
 
         Args:
             module: The copy.
-            places: Of its tables.
-            states: The optimizer's state of each.
+            places: Group and number of each of its tables.
+            states: The optimizer's state of each table.
         """
-        copied = self._copied
-        if copied is None:  # a shallow copy, or a further module of the same tables
+        copied = self._pending_copy
+        if copied is None:  # a shallow copy, or another module with the same tables
             module.attach(self, places)
             return
         copied.modules.append((module, places))
         for holder, (group, number), state in zip(module.holders(), places, states, strict=True):
             copied.tables[id(group), number] = cast("nn.Parameter", holder.weight), state
         if len(copied.tables) == sum(copied.num_tables):
-            self._copied, self._groups = None, copied.groups
-            self._begin_with(copied)
+            self._pending_copy, self._groups = None, copied.groups
+            self._bind_copied_tables(copied)
 
-    def _begin_with(self, copied: _Copied) -> None:
-        """Take the tables and their state."""
+    def _bind_copied_tables(self, copied: _PendingCopy) -> None:
+        """Bind the tables of a copy, and store their state in the optimizer."""
         state = self.optimizer.state
         for group, num_tables in zip(copied.groups, copied.num_tables, strict=True):
-            brought = [copied.tables[id(group.group), number] for number in range(num_tables)]
-            group.group.tables = [table for table, _ in brought]
-            state.update({table: its_state for table, its_state in brought if its_state})
+            members = [copied.tables[id(group.group), number] for number in range(num_tables)]
+            group.group.tables = [table for table, _ in members]
+            state.update({table: its_state for table, its_state in members if its_state})
             if group.group.tiers is not None:
                 group.group.tiers.make_empty_slots()
             group.group.forget_space()
@@ -142,12 +142,12 @@ class RowUpdater:
             settings["params"] = [
                 copied.groups[group].group.tables[number] for group, number in params
             ]
-        self.follow_state()
+        self.reload_state()
         for module, places in copied.modules:
             module.attach(self, places)
 
     def _places_of(self, tables: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """The number of each table's group, and of the table there."""
+        """For each table: the number of its group, and its number in the group."""
         places = {
             id(table): (group, number)
             for group, each in enumerate(self._groups)
@@ -156,14 +156,14 @@ class RowUpdater:
         return [places[id(table)] for table in tables]
 
     def states_of(self, tables: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
-        """The optimizer's state of some tables; empty of one that was never updated."""
+        """The optimizer's state of each table; empty for one that was never updated."""
         return [self.optimizer.state.get(table, {}) for table in tables]
 
     def give_memory(self, group: TableGroup, number: int, table: nn.Parameter) -> None:
-        """Replace a table of the "meta" device by one that has memory, as `to_empty` makes it.
+        """Replace a table on the "meta" device by one with memory, as `to_empty` makes it.
 
         Raises:
-            ValueError: another updater has it, or it is no plain Parameter.
+            ValueError: another updater has the new table, or it is not a plain Parameter.
         """
         before = group.tables[number]
         group.give_memory(number, table)
@@ -173,46 +173,49 @@ class RowUpdater:
             self.optimizer.state[table] = self.optimizer.state.pop(before)
 
     def is_in_pass(self) -> bool:
-        """In backward: whether the pass is about tables; `torch.autograd.grad` may not be."""
+        """In backward: whether this pass computes gradients of tables.
+
+        `torch.autograd.grad` and `backward(inputs=...)` do not.
+        """
         if self._anchor_node is None:
             self._anchor_node = torch.autograd.graph.get_gradient_edge(self.grad_anchor).node
         return bool(is_node_in_pass(self._anchor_node))
 
     def join_pass(self) -> int:
-        """Within a backward pass, for a lookup that activation checkpointing makes anew: the pass.
+        """The current backward pass, for a lookup that activation checkpointing recomputes in it.
 
-        The lookup's gradients belong to it, although the reentrant kind finds them in a pass of
-        its own.
+        The lookup's gradients belong to this pass, although reentrant checkpointing computes them
+        in a nested pass.
         """
         backward_pass: int = current_pass()
-        self._begin(backward_pass)
+        self._schedule_update(backward_pass)
         return backward_pass
 
     def begin_pass(self, joined: int | None = None) -> None:
-        """In backward, before gradients go to the ledgers: update rows at its end, if they are.
+        """Schedule the update of `auto_apply`, in backward, before gradients go to ledgers.
 
         Args:
-            joined: What `join_pass` returned when the lookup was made.
+            joined: Result of `join_pass` at the lookup, if it was recomputed.
         """
         if self.auto_apply and (joined is None or joined != self._queued_for):
-            self._begin(current_pass())
+            self._schedule_update(current_pass())
 
-    def _begin(self, backward_pass: int) -> None:
+    def _schedule_update(self, backward_pass: int) -> None:
         if not self.auto_apply or self._queued_for == backward_pass:
             return
         self._clear_ledgers()
         self._queued_for = backward_pass
-        # After the whole pass: another lookup of it may add to the ledger.
+        # After the whole pass, because other lookups may still add to the ledger.
         queue_callback(self.update_rows)
 
     def update_rows(self) -> None:
-        """Update every row that gradients were collected for, once; forgets the gradients.
+        """Update every row in the ledgers once, then empty the ledgers.
 
         Raises:
-            NonFiniteGradient: the gradient of a row had nan or inf in it. Such rows were not
-                updated, all others were.
-            Exception: as `GroupUpdater.prepare`; no row of any group was updated then, and
-                everything is still collected.
+            NonFiniteGradient: the gradient of a row contains nan or inf. Such rows were not
+                updated; all others were.
+            Exception: an error of `GroupUpdater.prepare`. No row of any group was updated, and the
+                ledgers still have all gradients.
         """
         self._queued_for = None
         with DisableTorchFunctionSubclass():  # internal reads of tables
@@ -226,7 +229,7 @@ class RowUpdater:
             except Exception:
                 for group, update in prepared:
                     group.give_back(update.ledger)
-                prepared.clear()  # or an error that is kept would keep the slots
+                prepared.clear()  # otherwise a stored traceback would keep the slots claimed
                 del update
                 raise
             errors = [group.update_rows(update) for group, update in prepared]
@@ -237,10 +240,10 @@ class RowUpdater:
                 raise error
 
     @contextmanager
-    def moving_once(self) -> Iterator[None]:
-        """Where rows are updated at the end of each backward pass: after the last one inside, once.
+    def update_once(self) -> Iterator[None]:
+        """Update rows once at the end of the block instead of after each backward pass in it.
 
-        Where an error is raised, none is updated.
+        If the block raises, no row is updated. Without `auto_apply` this does nothing.
         """
         if not self.auto_apply:
             yield
@@ -255,9 +258,9 @@ class RowUpdater:
             self._clear_ledgers()
 
     def _clear_ledgers(self) -> None:
-        """Forget what an earlier pass has left that an error ended.
+        """Drop gradients of an earlier pass that ended with an error.
 
-        `grad` stays: the next pass may have reached tables otherwise already.
+        `grad` stays: the current pass may already have written to it.
         """
         for group in self._groups:
             group.group.ledger.clear()
@@ -271,23 +274,23 @@ class RowUpdater:
         names: Mapping[nn.Parameter, str] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """Keep rows in slots from now on, and all of them in the cold store, the tables.
+        """Give the tables two tiers: slots for the rows in use, and the tables as the cold store.
 
-        Where all fit, and are in memory, nothing is changed, and a warning says so. Where an error
-        is raised, files that were made for this are gone.
+        If all rows fit and are in memory, nothing changes, and a warning says so. After an error,
+        files that were made for this are deleted.
 
         Args:
-            budget: What slots and row maps may take, in bytes or with a unit.
-            pinned: By table: rows to have slots of their own, and how often each is looked up.
-            files: Have the tables, if files do.
-            names: Of the tables there.
-            device: Where rows are to be looked up; None for where the tables are.
+            budget: Limit for slots and row maps, in bytes or with a unit.
+            pinned: For each table: the rows with a permanent slot, and how often each is looked up.
+            files: The files of the tables, if the cold store is on disk.
+            names: Names of the tables in `files`.
+            device: Device of the slots; None for that of the tables.
 
         Raises:
-            BudgetTooSmall: there is not even room for the row maps.
+            BudgetTooSmall: the budget is smaller than the row maps.
             ValueError: a table is a part of a larger tensor.
-            ColdTierError: files have another optimizer's state.
-            ConfigError: it is no budget.
+            ColdTierError: the files have the state of another optimizer.
+            ConfigError: `budget` cannot be read.
         """
         try:
             self._tier(budget, pinned or {}, files, names or {}, device)
@@ -327,7 +330,7 @@ class RowUpdater:
             files.keep_files()
 
     def move_slots(self, device: torch.device) -> None:
-        """Have the slots of all tables on another device from now on.
+        """Move the slots of all tables to another device.
 
         Raises:
             ValueError: slots are in use.
@@ -336,10 +339,10 @@ class RowUpdater:
             move_slots(group.group, device)
 
     def sync(self) -> None:
-        """Bring tables and state up to date, and to the disk where they are in files.
+        """Write updated rows and state back to the tables, and files to the disk.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: a file cannot be written.
         """
         self.flush()
         if self._files is not None:
@@ -347,93 +350,93 @@ class RowUpdater:
             self._files.sync({name: known for each in numbers for name, known in each.items()})
 
     def tiers(self) -> list[Tiers]:
-        """Those of every group that has some."""
+        """The tiers of every group that is not resident."""
         found = [group.group.tiers for group in self._groups]
         return [tiers for tiers in found if tiers is not None]
 
     def resident_bytes(self) -> int:
-        """What all rows and their state take, wherever they are."""
+        """Bytes of all rows and their state, in fast memory or not."""
         return sum(group.space_size().resident_bytes for group in self._groups)
 
     @property
     def num_tables(self) -> int:
-        """How many it updates the rows of."""
+        """Number of tables."""
         return sum(len(each.group.names) for each in self._groups)
 
     @property
     def num_groups(self) -> int:
-        """By how many kernel calls it updates them."""
+        """Number of table groups; each is updated by one kernel call."""
         return len(self._groups)
 
     def make_room(
         self, short: ref[Residency], num_needed: int, num_distinct: Mapping[TableGroup, int]
     ) -> None:
-        """Share out the budget anew; arguments and errors as for `tiering.make_room`."""
+        """Divide the budget again; arguments and errors as for `tiering.make_room`."""
         make_room(self._groups, self._budget_bytes, short, num_needed, num_distinct)
 
-    def follow_state(self) -> None:
-        """Find state that others have put into the optimizer, by `load_state_dict`."""
+    def reload_state(self) -> None:
+        """Use the state that `load_state_dict` put into the optimizer."""
         for group in self._groups:
-            group.follow_state()
+            group.reload_state()
 
     def require_param_groups(self) -> None:
-        """Refuse an optimizer that has lost tables whose rows are to be updated.
+        """Check that the optimizer still has every table that this step would update.
 
         Raises:
-            ValueError: it has.
+            ValueError: a table is in no param group any more.
         """
         for group in self._groups:
             group.require_param_group()
 
     def flush(self) -> None:
-        """Bring tables and state up to date, where rows are in slots."""
+        """Write rows and state in slots back to the cold store."""
         for tiers in self.tiers():
             tiers.flush()
 
     def forget(self) -> None:
-        """Forget the gradients collected since the last update; no row is updated."""
+        """Drop the gradients collected since the last update; no row is updated."""
         with DisableTorchFunctionSubclass():  # internal reads of tables
             for group in self._groups:
                 group.group.forget()
 
     def prepare_release(self) -> None:
-        """Leave collected gradients at the tables.
+        """Turn the ledgers into the tables' `grad`.
 
         Raises:
-            RuntimeError: gradients were overwritten since; they are forgotten.
-            ValueError: a gradient is of rows that its table has no more, and stays collected.
+            RuntimeError: a gradient was overwritten after its backward; the ledger is emptied.
+            ValueError: a gradient has rows that its table no longer has; the ledger is kept.
         """
         for group in self._groups:
-            group.group.open_ledger()
+            group.group.ledger_to_grads()
 
     def release(self) -> None:
-        """Release the tables: they are plain Parameters again, collected gradients their `grad`.
+        """Release the tables: they become plain Parameters, and ledgers become their `grad`.
 
-        So are gradients of lookups that were made before. What is in files stays there, mapped; it
-        counts as dirty, because later writes to it are not seen.
+        Lookups from before leave their gradients in `grad`, too. Tables in files stay mapped. The
+        files are marked dirty, because later writes to them are not seen.
 
         Raises:
-            RuntimeError: as `prepare_release`.
-            ValueError: as `prepare_release`; nothing is released.
+            RuntimeError: as for `prepare_release`.
+            ValueError: as for `prepare_release`; nothing is released.
         """
         self.prepare_release()
         for group in self._groups:
             group.group.release()
-        self._groups = []  # a backward still under way, or the end of `moving_once`, updates no row
+        self._groups = []  # so a pending backward, or the end of `update_once`, updates no row
         if self._files is not None:
             self._files.mark_dirty()
             self._files = None
             _SYNCED_AT_EXIT.discard(self)
 
 
-class _Copied:
-    """What a copy of an updater waits with for the tables that modules bring.
+class _PendingCopy:
+    """A copy of an updater until all of its tables were added.
 
     Args:
-        groups: The updater's.
-        num_tables: Of each.
-        params: Of each param group of the optimizer: the number of each table's group, and of the
-            table there.
+        groups: The updater's groups.
+        num_tables: Number of tables of each group.
+        params: For each param group of the optimizer, its tables: number of the table's group, and
+            number of the table in the group.
     """
 
     def __init__(
@@ -443,19 +446,21 @@ class _Copied:
         params: list[list[tuple[int, int]]],
     ) -> None:
         self.groups, self.num_tables, self.params = groups, num_tables, params
-        # By group and number: the table and its state.
+        # For group and number: the table and its state.
         self.tables: dict[tuple[int, int], tuple[nn.Parameter, dict[str, Any]]] = {}
         self.modules: list[tuple[AbstractTables, Places]] = []
 
 
 @atexit.register
 def _sync_all() -> None:
-    """A process that ends as it should leaves files that are whole."""
+    """Leave complete files when the process ends normally."""
     errors = []
     for updater in list(_SYNCED_AT_EXIT):
         try:
             updater.sync()
-        except Exception as error:  # the others are synced all the same
+        except Exception as error:  # the other updaters are still synced
             errors.append(error)
     if errors:
-        raise ExceptionGroup("files of rows were not synced, and are left as by a crash", errors)
+        raise ExceptionGroup(
+            "files of rows were not synced; they count as damaged, as after a crash", errors
+        )

@@ -1,6 +1,6 @@
-"""State of a group's tables as kernels take it: for each name an array per table, in a row space.
+"""Optimizer state of a table group as kernels take it: each state array of all tables in one space.
 
-Arrays are the optimizer's, by table; loading a state puts others there.
+The arrays belong to the optimizer, which has them by table. `load_state_dict` may replace them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class StateArrays(NamedTuple):
     """One state array of every table, as a row space."""
 
     name: str
-    found: list[Tensor | None]  # what the optimizer has; None of a table never updated
-    is_whole: bool  # every table was updated
-    arrays: list[Tensor]  # nothing in place of None
+    found: list[Tensor | None]  # the optimizer's; None for a table that was never updated
+    is_whole: bool  # whether every table has one
+    arrays: list[Tensor]  # as `found`, with an empty tensor instead of None
     space: RowSpace
 
     def replaces(self, other: StateArrays) -> bool:
-        """Whether an array has come in the place of another one."""
+        """Whether this replaces an array of `other`."""
         pairs = zip(other.found, self.found, strict=True)
         return any(old is not None and new is not old for old, new in pairs)
 
     def is_of(self, by_table: Sequence[dict[str, Any]], updated: Sequence[int]) -> bool:
-        """Whether the optimizer has these very arrays, and one of each table that is updated."""
+        """Whether the optimizer still has these arrays, and one for each updated table."""
         found = [state.get(self.name) for state in by_table]
         return (
             all(map(is_, found, self.found))
@@ -45,16 +45,16 @@ class StateArrays(NamedTuple):
 def require_state(
     name: str, columns: tuple[int, ...], weights: Sequence[Tensor], arrays: Sequence[Tensor]
 ) -> None:
-    """Refuse state that is another table's or another formula's, before a kernel writes there.
+    """Check the shapes of state arrays. Without this a kernel could write out of bounds.
 
     Args:
-        name: The optimizer's.
-        columns: What a row has of it, (D,) or ().
+        name: The optimizer's name for the state.
+        columns: Shape of one row's state, (D,) or ().
         weights: The tables.
-        arrays: Of each one; empty of one never updated.
+        arrays: The array of each table; empty for one that was never updated.
 
     Raises:
-        ValueError: it is.
+        ValueError: an array belongs to another table or another formula.
     """
     for weight, state in zip(weights, arrays, strict=True):
         wanted = (len(weight), *columns)
@@ -63,5 +63,5 @@ def require_state(
             raise ValueError(
                 f"optimizer state {name!r} of a table of shape {tuple(weight.shape)} must be "
                 f"{wanted}, got {tuple(state.shape)}; load the state of the same table and "
-                "optimizer, or delete it from the optimizer's state to begin anew"
+                "optimizer, or delete it from the optimizer's state to start from zero"
             )

@@ -1,4 +1,4 @@
-"""How the table groups of one updater get tiers, and share a budget anew."""
+"""Gives the table groups of one updater tiers, and divides the budget among them."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ __all__ = ["divide_first", "make_room", "make_tiers", "move_slots", "move_tables
 def divide_first(
     groups: Sequence[GroupUpdater], budget_bytes: int, pinned: Pinned, *, may_stay: bool
 ) -> list[tuple[int, NDArray[np.int32]]] | None:
-    """Of each group: how many slots it gets, and which rows have one of their own.
+    """Divide the budget for the first time.
 
     Args:
-        groups: Of one updater.
-        budget_bytes: What slots and row maps may take.
-        pinned: By table: rows to have slots of their own, and how often each is looked up.
-        may_stay: Whether rows that all fit are to stay where they are.
+        groups: All groups of one updater.
+        budget_bytes: Limit for slots and row maps.
+        pinned: For each table: the rows with a permanent slot, and how often each is looked up.
+        may_stay: Whether rows stay in the tables if all of them fit.
 
     Returns:
-        None where all rows fit without slots.
+        The number of slots and the pinned rows of each group; None if no slots are needed.
 
     Raises:
-        BudgetTooSmall: there is not even room for the row maps.
+        BudgetTooSmall: the budget is smaller than the row maps.
         ValueError: a table is a part of a larger tensor.
     """
     known: dict[int, str] = {}
     for each in groups:
-        if each.group.kernels.errors is None:  # from a device, tables move to memory of their own
+        if each.group.kernels.errors is None:  # tables on a device are copied to the host anyway
             _require_own_memory(each.group, known)
     rows = [order_pinned(each.group.tables, pinned) for each in groups]
     try:
         slots = _divide(groups, budget_bytes, [len(each) + 1 for each in rows], may_stay=may_stay)
-    except BudgetTooSmall:  # the plan was made for less state, or for more memory
+    except BudgetTooSmall:  # the plan assumed less state or a larger budget
         slots = _divide(groups, budget_bytes, [1] * len(groups), may_stay=may_stay)
     if slots is None:
         return None
@@ -72,35 +72,35 @@ def make_tiers(
     device: torch.device | None,
     files: ColdFiles | None,
 ) -> None:
-    """Keep rows of a group in slots from now on.
+    """Give a group tiers.
 
-    Tables on a device wait in the host's memory from now on, and so does their state.
+    Tables on a device move to the host's memory, and so does their state.
 
     Args:
         group: Has the tables.
         state_sizes: Numbers per row of every state array, by name.
         num_slots: S.
-        pinned: Rows with a slot of their own, counted over all tables.
-        device: Where slots are to be; None for where the tables are.
-        files: Have the tables, if files do.
+        pinned: Rows with a permanent slot, numbered over all tables.
+        device: Device of the slots; None for that of the tables.
+        files: The files of the tables, if the cold store is on disk.
     """
     sizes, dtype = [len(table) for table in group.tables], group.tables[0].dtype
     device = group.tables[0].device if device is None else device
     move_tables(group, torch.device("cpu"))
-    group.keep_in(
+    group.set_tiers(
         Tiers(group.names, sizes, group.dim, dtype, state_sizes, num_slots, pinned, device, files)
     )
 
 
 def move_tables(group: TableGroup, device: torch.device) -> None:
-    """Move the tables of a group to another device; state follows in the next step."""
+    """Move the tables of a group to another device; the next step moves their state."""
     for table in group.tables:
         move_table(table, device)
     group.forget_space()
 
 
 def move_slots(group: TableGroup, device: torch.device) -> None:
-    """Have the slots of a group on another device from now on.
+    """Move the slots of a group to another device.
 
     Raises:
         ValueError: slots are in use.
@@ -112,8 +112,7 @@ def move_slots(group: TableGroup, device: torch.device) -> None:
     if num_claimed := tiers.residency.num_claimed:
         raise ValueError(
             f"rows in fast memory on '{tiers.device}' cannot be moved to '{device}' while "
-            f"{num_claimed} of them are in use; let go of what was computed before (its loss and "
-            "outputs)"
+            f"{num_claimed} of them are in use; delete the loss and outputs of earlier lookups"
         )
     tiers.move_to(device)
     group.forget_space()
@@ -126,18 +125,18 @@ def make_room(
     num_needed: int,
     num_distinct: Mapping[TableGroup, int],
 ) -> None:
-    """Share out the budget anew, for a mini-batch that found too few slots of one row space.
+    """Divide the budget again, after a mini-batch found too few slots in one group.
 
     Args:
-        groups: Of one updater.
-        budget_bytes: What slots and row maps may take.
-        short: Has too few.
-        num_needed: As many would do.
-        num_distinct: How many rows of each group the mini-batch needs.
+        groups: All groups of one updater.
+        budget_bytes: Limit for slots and row maps.
+        short: The group's residency.
+        num_needed: Slots that it needs.
+        num_distinct: Distinct rows that the mini-batch needs of each group.
 
     Raises:
-        BudgetTooSmall: there is no room for all; or slots that would have to be given up are needed
-            by other mini-batches under way.
+        BudgetTooSmall: the budget is too small for the mini-batch; or slots that would have to be
+            removed are claimed by other mini-batches.
     """
     needs = []
     for each in groups:
@@ -147,22 +146,22 @@ def make_room(
         is_short = tiers.residency is short()
         needs.append(num_needed if is_short else num_distinct.get(each.group, 0))
     least = [max(each.least_slots, need) for each, need in zip(groups, needs, strict=True)]
-    # Rows in slots stay in slots. A copy of a file tier has its tables in memory, and there the
-    # budget may be enough for all rows without slots, and too small for as many slots.
+    # A tiered group stays tiered. In a copy of a file tier, whose tables are in memory, the budget
+    # may suffice for all rows without slots and be too small for as many slots.
     try:
         slots = _divide(groups, budget_bytes, least, may_stay=False)
-    except BudgetTooSmall:  # not for what others have needed before
+    except BudgetTooSmall:  # ignore what earlier mini-batches needed
         least, slots = needs, _divide(groups, budget_bytes, needs, may_stay=False)
     assert slots is not None
     divided = zip(groups, slots, least, strict=True)
-    # Those that give slots up come first, so that memory never exceeds the budget.
+    # Groups that lose slots come first, so that memory never exceeds the budget.
     for each, num_slots, count in sorted(divided, key=_growth):
         _resize(each.group, num_slots)
         each.least_slots = count
 
 
 def _growth(divided: tuple[GroupUpdater, int, int]) -> int:
-    """How many slots more than now a group gets."""
+    """How many slots a group gains; negative if it loses some."""
     each, num_slots, _ = divided
     assert each.group.tiers is not None
     return num_slots - each.group.tiers.hot.num_slots
@@ -176,7 +175,7 @@ def _divide(
 
 
 def _resize(group: TableGroup, num_slots: int) -> None:
-    """Go on with another number of slots.
+    """Change the number of slots of a group.
 
     Raises:
         BudgetTooSmall: slots are in use.
@@ -188,8 +187,8 @@ def _resize(group: TableGroup, num_slots: int) -> None:
     if num_claimed := tiers.residency.num_claimed:
         raise BudgetTooSmall(
             f"budget: another mini-batch needs the memory of rows of embedding_dim {group.dim}, "
-            f"and {num_claimed} of them are in use; give a larger budget, or let go of what was "
-            "computed before (its loss and outputs)"
+            f"and {num_claimed} of them are in use; give a larger budget, or delete the loss and "
+            "outputs of earlier lookups"
         )
     tiers.resize(num_slots)
 
@@ -215,6 +214,6 @@ def _require_own_memory(group: TableGroup, known: dict[int, str]) -> None:
             known[address] = name
         if table.untyped_storage().nbytes() > table.nbytes:
             raise ValueError(
-                f"table {name!r}: with a budget its rows must have memory of their own, and they "
-                "are a part of a larger tensor; give it a clone (weight.data = weight.data.clone())"
+                f"table {name!r}: with a budget a table must have its own memory, and this one is "
+                "a part of a larger tensor; give it a clone (weight.data = weight.data.clone())"
             )

@@ -49,7 +49,7 @@ def translate(
     *,
     lazy_adam: bool = False,
 ) -> Translation:
-    """Tell how to read an optimizer's settings and state.
+    """Choose how to read an optimizer's settings and state.
 
     Args:
         optimizer: One of those listed above.
@@ -212,7 +212,7 @@ def _reason_to_refuse(kind: type) -> str:
     dense = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Rprop", "ASGD", "Adadelta")
     if kind.__module__.startswith("torch.optim") and kind.__name__ in dense:
         return f"{_name(kind)} {_UPDATES_ALL}"
-    return f"{_name(kind)} is none of SGD, Adagrad, SparseAdam, RowWiseAdagrad and RWSAdagrad"
+    return f"{_name(kind)} is not SGD, Adagrad, SparseAdam, RowWiseAdagrad or RWSAdagrad"
 
 
 def _name(kind: type) -> str:

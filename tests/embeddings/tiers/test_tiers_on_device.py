@@ -383,7 +383,7 @@ def test_slots_move_to_the_device_and_back_and_tables_stay():
 def test_a_dtype_cannot_be_changed_of_rows_in_two_tiers(device):
     _, tiered = pair(device, SGD(lr=0.5))
 
-    with pytest.raises(ValueError, match=r"rows in two tiers .* cannot be made torch\.float64"):
+    with pytest.raises(ValueError, match=r"rows in two tiers .* cannot become torch\.float64"):
         tiered.double()
 
 
@@ -391,7 +391,7 @@ def test_slots_in_use_stay_where_they_are(device):
     _, tiered = pair(device, SGD(lr=0.5))
     loss = tiered(make_ids(torch.Generator().manual_seed(0), device)).values().sum()
 
-    with pytest.raises(ValueError, match="are in use; let go of what was computed before"):
+    with pytest.raises(ValueError, match="are in use; delete the loss and outputs"):
         tiered.row_optimizer.updater.move_slots(torch.device("meta"))
 
     loss.backward()

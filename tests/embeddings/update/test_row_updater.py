@@ -392,5 +392,5 @@ def test_a_table_frozen_at_lookup_or_at_backward_stays_as_it_is(is_frozen_first)
 
 
 def test_there_is_one_param_group():
-    with pytest.raises(ValueError, match="give the parameters to an optimizer of their own"):
+    with pytest.raises(ValueError, match="give the parameters to another optimizer"):
         build(SGD(lr=1.0)).row_optimizer.add_param_group({"params": [torch.nn.Parameter()]})

@@ -106,7 +106,7 @@ REFUSED = {
     "differentiable": (torch.optim.Adagrad, {"differentiable": True}, "outside autograd"),
     "adam": (torch.optim.Adam, {}, "torch.optim.Adam updates rows that were not looked up"),
     "adamw": (torch.optim.AdamW, {}, "torch.optim.AdamW updates rows that were not looked up"),
-    "lbfgs": (torch.optim.LBFGS, {}, "torch.optim.LBFGS is none of SGD, Adagrad, SparseAdam"),
+    "lbfgs": (torch.optim.LBFGS, {}, "torch.optim.LBFGS is not SGD, Adagrad, SparseAdam"),
 }
 
 
@@ -122,7 +122,7 @@ def test_a_subclass_may_step_otherwise_and_is_refused():
     class Mine(torch.optim.SGD):
         pass
 
-    with pytest.raises(ValueError, match=r"Mine is none of SGD, Adagrad, SparseAdam"):
+    with pytest.raises(ValueError, match=r"Mine is not SGD, Adagrad, SparseAdam"):
         translate(Mine([weight()], lr=0.1), TABLE)
 
 

@@ -97,7 +97,9 @@ def row_update(
     if not ledger:
         return None
     beta1, beta2 = getattr(optimizer, "betas", (0.0, 0.0))
-    of_state, bases_3T = space.with_states(states)
+    with_states = space.with_states
+    if with_states is None or with_states.states != states:
+        with_states = space.join_states(states)
     joined = join_ledger(ledger, space)
     bags = joined.bags
     # No named tuples, and flags as integers: numba looks up the type of every argument, and for a
@@ -108,8 +110,8 @@ def row_update(
     is_small = len(bags.values) * space.dim * space.compute_dtype.itemsize < MIN_SHARED_BYTES
     table, row = (update.alone if is_small else update)(
         space.flat,
-        *of_state,
-        bases_3T,
+        *with_states.flats,
+        with_states.bases,
         space.row_names,
         space.first_names,
         _KINDS[type(optimizer)],
