@@ -461,9 +461,12 @@ class Residency:
             self.queue.put(run, in_background=in_background)
 
     def _collect(self) -> None:
-        while self.released:
-            self._num_held -= 1
-            self.hot.map.release(self.released.popleft())
+        if not self.released:
+            return
+        with interrupts_held_back():  # a slot that is taken off the list must be released
+            while self.released:
+                self._num_held -= 1
+                self.hot.map.release(self.released.popleft())
 
     def _warn_of_unpinned(self) -> None:
         """Warn once after rows of a plan were unpinned."""
