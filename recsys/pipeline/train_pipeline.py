@@ -64,8 +64,7 @@ class TrainPipeline:
 
     Everything runs in the calling thread, except that each table group has a background thread that
     moves rows in the order of the requests. `progress` waits for the rows of a mini-batch in that
-    mini-batch's forward. After a transfer has failed, every `progress`
-    raises `TiersFailed`.
+    mini-batch's forward. After a transfer has failed, every `progress` raises `TiersFailed`.
 
     Args:
         model: Maps a mini-batch to (loss, output), as TorchRec's train models do.
