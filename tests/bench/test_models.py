@@ -5,8 +5,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from recsys.bench import harness, models
+from recsys.bench import models
 from recsys.bench.models import bench_models
+from recsys.bench.parts import harness
 from recsys.bench.parts.plain_models import KINDS
 from recsys.embeddings.lookup.device_tables import AbstractTables
 

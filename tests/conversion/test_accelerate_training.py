@@ -411,7 +411,7 @@ def test_a_gradient_that_is_refused_after_restore_is_not_added_to_the_next():
     whole = weight.data
 
     weight.data = whole[:3]
-    with pytest.raises(ValueError, match=r"\(5, 4\) was looked up, .* for one of \(3, 4\)"):
+    with pytest.raises(ValueError, match=r"\(5, 4\) was replaced by one of shape \(3, 4\)"):
         pooled[0].sum().backward()
     weight.data = whole
     pooled[1].sum().backward()
@@ -428,7 +428,7 @@ def test_restore_is_refused_for_all_or_for_none():
     short = model["b"][0].weight
     short.data = short.data[:3]
 
-    with pytest.raises(ValueError, match=r"\(5, 4\) was looked up"):
+    with pytest.raises(ValueError, match=r"\(5, 4\) was replaced"):
         recsys.restore(model)
 
     before = model["a"][0].weight.detach().clone()

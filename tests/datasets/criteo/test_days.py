@@ -423,7 +423,9 @@ def test_a_day_that_was_changed_is_refused(days, tmp_path, stopped):
     os.utime(days[1], ns=(0, 0))
     refused(days, tmp_path, StoreError, r"day_1 must have sha256 \w+, as when .* restore the file")
     days[1].unlink()
-    refused(days, tmp_path, FileNotFoundError, "day_1 must be a file, found nothing there; put it")
+    refused(
+        days, tmp_path, FileNotFoundError, "day_1 must be a file, found nothing there; create it"
+    )
 
 
 def test_a_damaged_record_is_refused(days, tmp_path, stopped):
