@@ -180,6 +180,14 @@ def _add_bench_commands(commands: _Commands) -> None:
         parser.add_argument("--optimizers", nargs="+", default=optimizers, choices=optimizers)
     _add_tiers_options(tiers)
 
+    checkpoints = add(
+        "checkpoints", _bench_checkpoints, "training with checkpoints, against without"
+    )
+    checkpoints.add_argument("--quick", action="store_true", help="small tables, few steps")
+    checkpoints.add_argument(
+        "--folder", type=Path, default=Path("runs"), metavar="DIR", help="on the disk to measure"
+    )
+
     for name, run_command, help_text in (
         ("synthetic", _bench_synthetic, "generating samples, against reading them from a store"),
         ("count", _bench_count, "counting lookups, against numpy and torch"),
@@ -394,6 +402,19 @@ def _bench_tiers(options: argparse.Namespace) -> int:
     if options.json is not None:
         write_curve(options.json)
     return status
+
+
+def _bench_checkpoints(options: argparse.Namespace) -> int:
+    from recsys.bench.checkpoints import FILE_TIER_BYTES, bench_checkpoints
+
+    rows = bench_checkpoints(
+        folder=options.folder,
+        num_rounds=2 if options.quick else 20,
+        steps_per_turn=20 if options.quick else 700,
+        table_sizes=[1000] * 26 if options.quick else (),
+        file_tier_bytes=10**7 if options.quick else FILE_TIER_BYTES,
+    )
+    return _show_rows(rows, options)
 
 
 def _bench_synthetic(options: argparse.Namespace) -> int:

@@ -181,6 +181,10 @@ class Checkpoints:
         self._settle(strict=strict)
         return None if self._last is None else self._last.number
 
+    def finish_merge(self) -> None:
+        """Wait until no merge of older checkpoints is under way."""
+        self._writer.finish_merge()
+
     def close(self) -> None:
         """Write what waits, and stop recording updated rows."""
         self._writer.close()

@@ -142,6 +142,19 @@ class BackgroundWriter:
             self.put(done.set)
             done.wait()
 
+    def finish_merge(self) -> None:
+        """Wait until no merge is under way."""
+        done = threading.Event()
+
+        def merge() -> None:
+            while self._merging is not None:
+                self._continue_merge()
+            done.set()
+
+        if self._thread is not None:
+            self.put(merge)
+            done.wait()
+
     def close(self) -> None:
         """Run the remaining tasks, give up a merge, and end the thread."""
         if self._thread is not None:
@@ -153,11 +166,6 @@ class BackgroundWriter:
         """In the thread: merge the pieces of a checkpoint whenever there is no task."""
         if self._merging is None:
             self._merging = self._merge(manifest)
-
-    @property
-    def is_merging(self) -> bool:
-        """Whether a merge is under way."""
-        return self._merging is not None
 
     def _run(self) -> None:
         lower_thread_priority()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import runpy
 import shutil
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,8 +168,7 @@ def test_merged_pieces_give_the_same_checkpoint(tier, tmp_path, monkeypatch):
         train(training, range(number * 10, number * 10 + 2), most=20 * number)
         checkpoints.save(state=number)
         checkpoints.wait()
-        while checkpoints._writer.is_merging:
-            time.sleep(0.001)
+        checkpoints.finish_merge()
         manifest = read_manifest(tmp_path / "saved")
         merged += len(manifest.pieces) == 1
         again = make_training(seed=number)
