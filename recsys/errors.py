@@ -4,6 +4,8 @@
     |-- ConfigError         (ValueError)       an invalid setting, or settings that conflict
     |-- DatasetFormatError  (ValueError)       a file, or a line of one, that breaks its format
     |-- StoreError          (ValueError)       a store that is missing, unfinished or damaged
+    |-- CheckpointError     (ValueError)       a checkpoint that is missing, damaged, or of another
+    |                                          model
     |-- ProfileError        (ValueError)       a profile that is damaged, or of other tables
     |-- WeightsError        (ValueError)       weights that do not fit the model
     |-- AlreadyExists       (FileExistsError)  a store or run folder that would be overwritten
@@ -27,6 +29,7 @@ message names the place, the rule, the value found and the way out.
 __all__ = [
     "AlreadyExists",
     "BudgetTooSmall",
+    "CheckpointError",
     "ColdTierDirty",
     "ColdTierError",
     "ConfigError",
@@ -59,6 +62,10 @@ class DatasetFormatError(RecsysError, ValueError):
 
 class StoreError(RecsysError, ValueError):
     """A folder that is not a complete, readable store."""
+
+
+class CheckpointError(RecsysError, ValueError):
+    """A checkpoint that is missing, incomplete or damaged, or that is of another model."""
 
 
 class ProfileError(RecsysError, ValueError):

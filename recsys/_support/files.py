@@ -17,6 +17,8 @@ __all__ = [
     "alone_in",
     "appearing_whole",
     "flush_to_disk",
+    "lock_unless_read",
+    "read_together",
     "require_files",
     "require_new",
     "require_place",
@@ -147,5 +149,49 @@ def alone_in(folder: Path, command: str) -> Iterator[None]:
                 f"another `{command}` is at work in {folder}; wait for it to end"
             ) from None
         yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def read_together(folder: Path) -> Iterator[None]:
+    """Hold a shared lock on a folder while its files are read; see `lock_unless_read`.
+
+    A folder that does not exist is not locked, and nothing is locked on Windows.
+    """
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, FileNotFoundError, NotADirectoryError):
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def lock_unless_read(folder: Path) -> Iterator[bool]:
+    """Try to lock a folder, to delete files that others may be reading by `read_together`.
+
+    Yields:
+        Whether the folder is locked, so that files may be deleted. Always true on Windows.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield True
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
     finally:
         os.close(descriptor)

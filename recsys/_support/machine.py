@@ -7,6 +7,8 @@ import os
 import platform
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from recsys._version import __version__
 __all__ = [
     "cpu_vendor",
     "describe_environment",
+    "lower_thread_priority",
     "num_cores",
     "peak_memory_bytes",
     "set_num_threads",
@@ -46,6 +49,13 @@ def tune_allocator() -> bool:
         return False
     # From malloc.h: M_MMAP_THRESHOLD, at its maximum, and M_TRIM_THRESHOLD.
     return bool(mallopt(-3, 32 * 2**20)) and bool(mallopt(-1, 2**31 - 1))
+
+
+def lower_thread_priority() -> None:
+    """Let all other threads run before the calling thread, where the system can (Linux)."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def peak_memory_bytes() -> int | None:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.lookups import Bags
     from recsys.embeddings.tiers.residency import Ticket
     from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.embeddings.update.changed_rows import ChangedRows
     from recsys.embeddings.update.row_updater import RowUpdater
 
 __all__ = ["ResolvedLookup", "TableGroup"]
@@ -93,6 +94,7 @@ class TableGroup:
         dim: D.
         ledger: Gradients since the last update, in order.
         tiers: The tiers; None if all rows are resident.
+        changed_rows: Records which rows are changed; None if no record is wanted.
         kernels: Kernels for the device of the tables.
     """
 
@@ -114,6 +116,7 @@ class TableGroup:
     def _reset(self) -> None:
         """Forget gradients, cached memory addresses and the updater."""
         self.ledger: list[LedgerEntry] = []
+        self.changed_rows: ChangedRows | None = None
         self._has_updater = False
         self._space: RowSpace | None = None
         self._whole_tables: dict[int, Lookups] = {}
@@ -203,6 +206,12 @@ class TableGroup:
         """Keep rows in these tiers; None makes all rows resident."""
         self.tiers = tiers
         self.forget_space()
+
+    def record_changes(self, changed_rows: ChangedRows | None) -> None:
+        """Record from now on which rows are changed; None ends the record."""
+        self.changed_rows = changed_rows
+        if self.tiers is not None:
+            self.tiers.record_changes(changed_rows)
 
     @property
     def device(self) -> torch.device:

@@ -65,6 +65,7 @@ class LedgerParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """The rows, (E, D), detached from autograd."""
+        _mark_changed(self)
         rows: Tensor = plain_data(self)
         return rows
 
@@ -97,6 +98,7 @@ class TieredParameter(LedgerParameter):
     @property
     def data(self) -> Tensor:
         """The rows, (E, D), detached from autograd; writes to them are detected."""
+        _mark_changed(self)
         rows: Tensor = plain_data(self)
         place = _place_of(self)
         return rows if place is None else place.tiers.data_of(rows, place.table)
@@ -265,3 +267,11 @@ def _forget_space_of(weight: LedgerParameter) -> None:
     group = _group_of(weight)
     if group is not None:
         group.forget_space()
+        _mark_changed(weight)
+
+
+def _mark_changed(weight: LedgerParameter) -> None:
+    """Mark every row as changed, if changes are recorded."""
+    group = _group_of(weight)
+    if group is not None and group.changed_rows is not None:
+        group.changed_rows.mark_table(group.number_of(weight))

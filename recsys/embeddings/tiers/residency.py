@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
     from recsys.embeddings.tiers.cold.host_store import ColdStore
     from recsys.embeddings.tiers.slots import Slots
+    from recsys.embeddings.update.changed_rows import ChangedRows
 
 __all__ = ["MOST_HELD", "NotEnoughSlots", "Residency", "Ticket", "TierCounts"]
 
@@ -250,6 +251,7 @@ class Residency:
         times: The time of transfers, and the time spent waiting for them.
         queue: The queue of transfers.
         released: Slots of tickets released since the last call.
+        changed_rows: Records the rows that are written to the cold store; None for no record.
     """
 
     def __init__(self, hot: Slots, cold: ColdStore) -> None:
@@ -258,6 +260,7 @@ class Residency:
         self.times = TransferClock()
         self.queue = TransferQueue()
         self.released: deque[Any] = deque()
+        self.changed_rows: ChangedRows | None = None
         self._num_held = 0
         self._has_warned = False
 
@@ -349,6 +352,8 @@ class Residency:
         hot = self.hot.rows
         torch.embedding_renorm_(hot, torch.from_numpy(here).to(hot.device), max_norm, norm_type)
         self.hot.map.mark_dirty(here)
+        if self.changed_rows is not None:
+            self.changed_rows.mark_rows(elsewhere + first_row)
         torch.embedding_renorm_(rows, torch.from_numpy(elsewhere), max_norm, norm_type)
 
     def settle(self) -> None:
@@ -459,6 +464,8 @@ class Residency:
             in_order: A context for the transfer, from `Slots.in_order`.
             in_background: Whether the queue's thread must run it.
         """
+        if self.changed_rows is not None and len(moves.written_rows):
+            self.changed_rows.mark_rows(moves.written_rows)
 
         def run() -> None:
             begin = perf_counter()

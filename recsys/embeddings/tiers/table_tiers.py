@@ -29,6 +29,7 @@ from recsys.embeddings.rows.table_versions import TableVersions, Written
 from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
 from recsys.embeddings.tiers.cold.file_store import FileStore, arrays_of
 from recsys.embeddings.tiers.cold.host_store import HostStore
+from recsys.embeddings.tiers.lookup_layers import LookupLayers
 from recsys.embeddings.tiers.residency import NotEnoughSlots, Residency
 from recsys.embeddings.tiers.slots import Slots
 from recsys.errors import ConflictingWrite
@@ -43,8 +44,10 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.ledger import LedgerEntry
     from recsys.embeddings.rows.lookups import Bags, Lookups
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
-    from recsys.embeddings.tiers.residency import Ticket
+    from recsys.embeddings.tiers.residency import Ticket, TierCounts
     from recsys.embeddings.tiers.slots import ClaimObserver
+    from recsys.embeddings.tiers.transfers import TransferClock
+    from recsys.embeddings.update.changed_rows import ChangedRows
 
 __all__ = ["Tiers"]
 
@@ -60,6 +63,15 @@ class _Recipe(NamedTuple):
     num_slots: int
     pinned: NDArray[np.int32]
     device: torch.device
+
+
+class _Kept(NamedTuple):
+    """The parts of a residency that its successor continues with."""
+
+    counts: TierCounts
+    times: TransferClock
+    on_span: Callable[[str, float, float], None] | None
+    changed_rows: ChangedRows | None
 
 
 class Tiers:
@@ -111,14 +123,14 @@ class Tiers:
         self._versions = TableVersions()
         self.is_exposed = False
         self._updated: set[int] = set()  # tables whose slots may be newer than the cold store
-        self._layers: dict[Lookups, list[Lookups]] = {}
+        self._layers = LookupLayers()
 
-    def _make(self, made_of: _Recipe, kept: tuple[Any, Any, Any] | None = None) -> None:
+    def _make(self, made_of: _Recipe, kept: _Kept | None = None) -> None:
         """Make empty slots, and the residency that moves rows.
 
         Args:
             made_of: The arguments of the tiers.
-            kept: Counts, times and `on_span` of the previous residency, to continue with.
+            kept: Parts of the previous residency, to continue with.
         """
         self._made_of = made_of
         self.hot = Slots(*made_of[1:6], made_of.device)
@@ -131,7 +143,9 @@ class Tiers:
         )
         self.residency = Residency(self.hot, cold)
         if kept is not None:
-            self.residency.counts, self.residency.times, self.residency.queue.on_span = kept
+            self.residency.counts, self.residency.times = kept.counts, kept.times
+            self.residency.queue.on_span = kept.on_span
+            self.residency.changed_rows = kept.changed_rows
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose tables have all rows; see `make_empty_slots`."""
@@ -172,7 +186,7 @@ class Tiers:
         with interrupts_held_back():
             self.reload_if_tables_changed(tables)
             tickets = []
-            for layer in self._layers_of(lookups):
+            for layer in self._layers.of(lookups):
                 taken = self.ahead.take(layer, bags) if self.ahead.waiting else None
                 tickets.append(taken or self._claim_now(layer, bags))
         for ticket in tickets:
@@ -202,7 +216,7 @@ class Tiers:
             self.is_exposed = is_exposed
             tickets = [
                 self.residency.claim(layer, bags, in_background=True, may_unpin=False)
-                for layer in self._layers_of(lookups)
+                for layer in self._layers.of(lookups)
             ]
             self.ahead.add(tickets, InputIds.copy(bags))
             return tickets
@@ -267,7 +281,7 @@ class Tiers:
         assert not self.ahead
         self.flush()
         before, old = self._made_of, self.residency
-        kept = old.counts, old.times, old.queue.on_span
+        kept = _Kept(old.counts, old.times, old.queue.on_span, old.changed_rows)
         del self.residency, self.hot, old
         try:
             self._make(made_of._replace(pinned=made_of.pinned[: made_of.num_slots]), kept)
@@ -295,6 +309,8 @@ class Tiers:
         if self._tables is not None:
             self.flush()
             self.is_exposed = True  # so that a failed reload is repeated
+            if self.residency.changed_rows is not None:
+                self.residency.changed_rows.mark_all()
             with interrupts_held_back():
                 self.residency.settle()  # pending transfers use the old tables
                 self._tables = tables
@@ -354,6 +370,49 @@ class Tiers:
             raise self._conflict_error(conflict)
         self.residency.flush()
         self._updated.clear()
+
+    def record_changes(self, changed_rows: ChangedRows | None) -> None:
+        """Record from now on which rows are written to the cold store; None ends the record."""
+        self.residency.changed_rows = changed_rows
+
+    def complete_cold_store(self, tables: RowSpace) -> None:
+        """Write every updated row back, so that the cold store can be copied; slots keep rows.
+
+        Args:
+            tables: The tables of the cold store.
+
+        Raises:
+            ConflictingWrite: tables or their state were written to while slots held updated rows.
+            TiersFailed: a transfer has failed.
+        """
+        is_exposed = self.is_exposed
+        self.reload_if_tables_changed(tables)
+        # Code that has a reference to the tables may still write to them before the next lookup.
+        self.is_exposed = is_exposed
+        self.flush()
+
+    def forget_slots(self) -> None:
+        """Drop the rows in slots, updated or not, because the cold store is overwritten next.
+
+        The next lookup fetches rows again.
+
+        Raises:
+            ConflictingWrite: lookups hold slots.
+            TiersFailed: a transfer has failed.
+        """
+        self.settle()
+        self.residency.queue.require_intact()
+        if num_claimed := self.residency.num_claimed:
+            raise ConflictingWrite(
+                f"rows of {', '.join(self._made_of.names)} cannot be overwritten while "
+                f"{num_claimed} of them are in use by lookups; delete the loss and the outputs of "
+                "these lookups first"
+            )
+        self.residency.hot.drop_unclaimed()
+        self._updated.clear()
+        if self.files is not None:
+            self.files.mark_dirty()
+        self.is_exposed = True
 
     def expose(self, overwritten: int | None = None) -> None:
         """Write rows back before a caller gets access to the tables' memory.
@@ -439,32 +498,3 @@ class Tiers:
             space if space.holds(space.tables) else RowSpace(space.tables)
             for space in (self._tables, *self._states)
         ]
-
-    def _layers_of(self, lookups: Lookups) -> list[Lookups]:
-        """Divide lookups into groups without a repeated feature, so that a value has one slot.
-
-        All lookups of a table are in one group, in their order.
-        """
-        if lookups not in self._layers:
-            features_of: dict[int, set[int]] = {}
-            for table, position in zip(
-                lookups.tables.tolist(), lookups.positions.tolist(), strict=True
-            ):
-                features_of.setdefault(table, set()).add(position)
-            layers: list[tuple[set[int], set[int]]] = []  # tables and their features
-            for table, features in features_of.items():
-                fitting = [layer for layer in layers if not layer[1] & features]
-                if not fitting:
-                    fitting = [(set(), set())]
-                    layers += fitting
-                fitting[0][0].add(table)
-                fitting[0][1].update(features)
-            if len(self._layers) > _MOST_KEPT:
-                self._layers.clear()
-            self._layers[lookups] = [
-                lookups if len(layers) == 1 else lookups.of_tables(tables) for tables, _ in layers
-            ]
-        return self._layers[lookups]
-
-
-_MOST_KEPT = 64

@@ -201,6 +201,8 @@ class GroupUpdater:
         space, states = update.space, update.states
         more = update.formula, update.rates, update.ledger, update.keys
         if tiers is None:
+            if self.group.changed_rows is not None:
+                self.group.changed_rows.mark(update.ledger, update.updated)
             bad = row_update(space, states, *more)
             increment_version(changed)
         else:
@@ -255,6 +257,10 @@ class GroupUpdater:
                 arrays = {each: files.array(name, each) for each in known}
                 self._optimizer.state[weight] = {**arrays, **numbers}
 
+    def name_in_files(self, table: int) -> str:
+        """A table's name in the files of `use_files`."""
+        return self._names[table]
+
     def numbers(self) -> dict[str, dict[str, float]]:
         """The numbers in each table's state, such as its step, by the table's name in files."""
         found = {}
@@ -276,6 +282,14 @@ class GroupUpdater:
             by_table, _ = self._state_by_table(())
             self._states_of = None
             self._state_spaces(self.group.space(), self._state_sizes(), (), by_table)
+
+    def state_columns(self) -> dict[str, tuple[int, ...]]:
+        """The shape of one row's state, () or (size,), by the optimizer's name for the array."""
+        settings = self._read_settings().settings
+        return {
+            name: () if name in settings.row_states else (size,)
+            for name, size in settings.state_sizes.items()
+        }
 
     def _state_sizes(self) -> dict[str, int]:
         return self._read_settings().settings.state_sizes

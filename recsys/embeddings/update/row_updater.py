@@ -359,6 +359,11 @@ class RowUpdater:
         return sum(group.space_size().resident_bytes for group in self._groups)
 
     @property
+    def groups(self) -> Sequence[GroupUpdater]:
+        """The updaters of all table groups."""
+        return self._groups
+
+    @property
     def num_tables(self) -> int:
         """Number of tables."""
         return sum(len(each.group.names) for each in self._groups)
@@ -378,6 +383,8 @@ class RowUpdater:
         """Use the state that `load_state_dict` put into the optimizer."""
         for group in self._groups:
             group.reload_state()
+            if group.group.changed_rows is not None:
+                group.group.changed_rows.mark_all()
 
     def require_param_groups(self) -> None:
         """Check that the optimizer still has every table that this step would update.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles, OpenArray
     from recsys.embeddings.tiers.cold.host_store import RowMemory
 
-__all__ = ["FileStore", "arrays_of"]
+__all__ = ["NUM_THREADS", "FileStore", "arrays_of", "move_rows", "read_range", "write_range"]
 
 NUM_THREADS = 4  # more threads are no faster, because reads are announced
 _LEAST_SHARE = 16  # rows per thread; waking a thread takes as long as reading a few rows
@@ -68,60 +68,74 @@ class FileStore:
         rows, slots = rows[order], slots[order]
         for space, memory in zip(self._spaces(), hot.arrays, strict=False):
             arrays = arrays_of(self._files, space.tables)
-            self._move_array(arrays, hot.first_rows, rows, slots, memory, is_fetch=is_fetch)
+            move_rows(self._threads, arrays, hot.first_rows, rows, slots, memory, is_fetch=is_fetch)
 
-    def _move_array(
-        self,
-        arrays: Sequence[OpenArray | None],
-        first_rows: NDArray[np.uint64],
-        rows: NDArray[np.int32],
-        slots: NDArray[np.int32],
-        memory: NDArray[Any],
-        *,
-        is_fetch: bool,
-    ) -> None:
-        descriptors = np.array(
-            [-1 if each is None else each.descriptor for each in arrays], np.int32
-        )
-        hot = memory.view(np.uint8)
-        num_shares = max(1, min(NUM_THREADS, len(rows) // _LEAST_SHARE))
-        bounds = [len(rows) * share // num_shares for share in range(num_shares + 1)]
 
-        def move(share: int) -> None:
-            begin, end = bounds[share : share + 2]
-            if is_fetch or hot.shape[1] % mmap.PAGESIZE:  # writes of whole pages read nothing
-                advise_share(descriptors, first_rows, rows, hot.shape[1], begin, end)
-            stopped = move_share(descriptors, first_rows, rows, slots, hot, begin, end, is_fetch)
-            while stopped != ALL_MOVED:
-                table = int(np.searchsorted(first_rows, rows[stopped], side="right")) - 1
-                array = arrays[table]
-                assert array is not None
-                row = int(rows[stopped]) - int(first_rows[table])
-                _move_row(array, row, hot[slots[stopped]], is_fetch=is_fetch)
-                stopped = move_share(
-                    descriptors, first_rows, rows, slots, hot, stopped + 1, end, is_fetch
-                )
+def move_rows(
+    threads: ThreadPoolExecutor,
+    arrays: Sequence[OpenArray | None],
+    first_rows: NDArray[np.uint64],
+    rows: NDArray[np.int32],
+    slots: NDArray[np.int32],
+    memory: NDArray[Any],
+    *,
+    is_fetch: bool,
+) -> None:
+    """Copy rows of one array of every table from files to memory, or back.
 
-        with interrupts_held_back():  # no thread may still be running when this raises
-            others = [self._start(move, share) for share in range(1, num_shares)]
-            try:
-                move(0)
-            finally:
-                wait(others)
-        for each in others:
-            each.result()
+    Args:
+        threads: Share the rows with the caller, which moves one share itself.
+        arrays: The array of each table; None for one without rows, which is read as zeros.
+        first_rows: Where each table's rows begin among the rows of all tables, (T + 1,).
+        rows: Row numbers, counted over all tables, (M,) ascending.
+        slots: The place of each row in `memory`, (M,).
+        memory: One row per place, contiguous.
+        is_fetch: Whether to copy from files to memory.
 
-    def _start(self, move: Callable[[int], None], share: int) -> Future[None]:
+    Raises:
+        ColdTierError: a row cannot be read or written, or a file is too short.
+    """
+    descriptors = np.array([-1 if each is None else each.descriptor for each in arrays], np.int32)
+    hot = memory.view(np.uint8)
+    num_shares = max(1, min(NUM_THREADS, len(rows) // _LEAST_SHARE))
+    bounds = [len(rows) * share // num_shares for share in range(num_shares + 1)]
+
+    def move(share: int) -> None:
+        begin, end = bounds[share : share + 2]
+        if is_fetch or hot.shape[1] % mmap.PAGESIZE:  # writes of whole pages read nothing
+            advise_share(descriptors, first_rows, rows, hot.shape[1], begin, end)
+        stopped = move_share(descriptors, first_rows, rows, slots, hot, begin, end, is_fetch)
+        while stopped != ALL_MOVED:
+            table = int(np.searchsorted(first_rows, rows[stopped], side="right")) - 1
+            array = arrays[table]
+            assert array is not None
+            row = int(rows[stopped]) - int(first_rows[table])
+            _move_row(array, row, hot[slots[stopped]], is_fetch=is_fetch)
+            stopped = move_share(
+                descriptors, first_rows, rows, slots, hot, stopped + 1, end, is_fetch
+            )
+
+    with interrupts_held_back():  # no thread may still be running when this raises
+        others = [_start(threads, move, share) for share in range(1, num_shares)]
         try:
-            return self._threads.submit(move, share)
-        except RuntimeError:  # the process is ending and starts no more threads
-            done: Future[None] = Future()
-            try:
-                move(share)
-                done.set_result(None)
-            except BaseException as error:
-                done.set_exception(error)
-            return done
+            move(0)
+        finally:
+            wait(others)
+    for each in others:
+        each.result()
+
+
+def _start(threads: ThreadPoolExecutor, move: Callable[[int], None], share: int) -> Future[None]:
+    try:
+        return threads.submit(move, share)
+    except RuntimeError:  # the process is ending and starts no more threads
+        done: Future[None] = Future()
+        try:
+            move(share)
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+        return done
 
 
 def arrays_of(files: ColdFiles, tables: Sequence[Tensor]) -> list[OpenArray | None]:
@@ -173,3 +187,49 @@ def _move_row(array: OpenArray, row: int, memory: NDArray[np.uint8], *, is_fetch
             f"{array.path}: row {row} ends at byte {place + len(memory)}, but the file ends at "
             f"{place + moved}: it was cut off; load a checkpoint into new tables"
         )
+
+
+def read_range(array: OpenArray, first_row: int, memory: NDArray[np.uint8]) -> None:
+    """Read consecutive rows of a file, without its memory map.
+
+    Args:
+        array: The open file.
+        first_row: The first row.
+        memory: Receives the rows, (M, bytes per row), contiguous.
+
+    Raises:
+        ColdTierError: the rows cannot be read, or the file is too short.
+    """
+    _move_range(array, first_row, memory, is_read=True)
+
+
+def write_range(array: OpenArray, first_row: int, memory: NDArray[np.uint8]) -> None:
+    """Write consecutive rows of a file, without its memory map; arguments as for `read_range`.
+
+    Raises:
+        ColdTierError: the rows cannot be written.
+    """
+    _move_range(array, first_row, memory, is_read=False)
+
+
+def _move_range(
+    array: OpenArray, first_row: int, memory: NDArray[np.uint8], *, is_read: bool
+) -> None:
+    left, place = memory.reshape(-1).data, first_row * memory.shape[1]
+    while len(left):
+        move = os.preadv if is_read else os.pwritev
+        try:
+            moved = move(array.descriptor, [left], place)
+        except OSError as error:
+            verb = "read" if is_read else "written"
+            raise ColdTierError(
+                error.errno,
+                f"{array.path}: rows from {first_row} on cannot be {verb} ({error.strerror}); load "
+                "a checkpoint into new tables",
+            ) from error
+        if not moved:
+            raise ColdTierError(
+                f"{array.path}: rows up to byte {place + len(left)} are needed, but the file ends "
+                f"at {place}: it was cut off; load a checkpoint into new tables"
+            )
+        left, place = left[moved:], place + moved

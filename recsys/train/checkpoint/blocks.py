@@ -1,0 +1,274 @@
+"""Block files: rows of several arrays in one safetensors file, with a checksum.
+
+`BlockBuilder` collects rows until a block is full. `PieceWriter` writes blocks, each flushed to the
+disk. `read_block` checks length, checksum and content before a caller sees any tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+
+from recsys._support.files import flush_to_disk
+from recsys.errors import CheckpointError
+from recsys.train.checkpoint.manifest import DTYPES, Block, Part, Piece, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+    from typing import BinaryIO
+
+    from torch import Tensor
+
+    from recsys.train.checkpoint.manifest import Array
+
+__all__ = [
+    "BLOCK_BYTES",
+    "BlockBuilder",
+    "PieceWriter",
+    "Rows",
+    "check_block",
+    "read_block",
+    "row_ranges",
+    "write_safetensors",
+]
+
+BLOCK_BYTES = 16 * 2**20
+_READ_BYTES = 4 * 2**20
+
+
+class Rows(NamedTuple):
+    """The content of a block before it is written.
+
+    Attributes:
+        tensors: Rows of arrays and row numbers, on the CPU, by name.
+        parts: What they are.
+    """
+
+    tensors: dict[str, Tensor]
+    parts: list[Part]
+
+
+def row_ranges(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
+    """Divide rows into ranges of at most `BLOCK_BYTES`; a row is never divided."""
+    count = max(1, BLOCK_BYTES // max(1, row_bytes))
+    return [(begin, min(begin + count, num_rows)) for begin in range(0, num_rows, count)]
+
+
+class BlockBuilder:
+    """Collects rows, and passes them on in blocks of about `BLOCK_BYTES`.
+
+    Args:
+        emit: Called with each block.
+    """
+
+    def __init__(self, emit: Callable[[Rows], None]) -> None:
+        self._emit = emit
+        self._rows, self._num_bytes = Rows({}, []), 0
+
+    def add(self, tensors: Mapping[str, Tensor], parts: Sequence[Part]) -> None:
+        """Add rows of arrays that the current block must hold together."""
+        num_bytes = sum(each.nbytes for each in tensors.values())
+        if self._num_bytes + num_bytes > BLOCK_BYTES or tensors.keys() & self._rows.tensors.keys():
+            self.flush()
+        self._rows.tensors.update(tensors)
+        self._rows.parts.extend(parts)
+        self._num_bytes += num_bytes
+
+    def flush(self) -> None:
+        """Pass on what was collected."""
+        if self._rows.parts:
+            rows, self._rows, self._num_bytes = self._rows, Rows({}, []), 0
+            self._emit(rows)
+
+
+class PieceWriter:
+    """Writes the blocks of one piece into a new folder.
+
+    Args:
+        folder: The folder of checkpoints.
+        name: Name of the piece's folder.
+        number: Number of the checkpoint that it is written for.
+
+    Attributes:
+        path: The piece's folder.
+        num_bytes: Bytes written so far.
+    """
+
+    def __init__(self, folder: Path, name: str, number: int) -> None:
+        self.path, self._number = folder / name, number
+        self._blocks: list[Block] = []
+        self.num_bytes = 0
+        self.path.mkdir(parents=True)
+
+    def write(self, rows: Rows) -> None:
+        """Write a block, and flush it to the disk.
+
+        Raises:
+            OSError: the disk is full, or cannot be written.
+        """
+        name = f"block-{len(self._blocks):05}.safetensors"
+        with (self.path / name).open("wb") as file:
+            crc32 = write_safetensors(file, rows.tensors)
+            file.flush()
+            os.fsync(file.fileno())
+            num_bytes = file.tell()
+        self._blocks.append(Block(name, num_bytes, crc32, tuple(rows.parts)))
+        self.num_bytes += num_bytes
+
+    def finish(self) -> Piece:
+        """Flush the names of all blocks to the disk."""
+        flush_to_disk(self.path)
+        flush_to_disk(self.path.parent)
+        return Piece(self.path.name, self._number, tuple(self._blocks))
+
+
+def write_safetensors(
+    file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> int:
+    """Write a safetensors file straight from the tensors' memory.
+
+    `safetensors.torch.save` would copy all tensors while it holds the interpreter's lock, so that
+    training would wait.
+
+    Args:
+        file: Is written to.
+        tensors: CPU tensors by name.
+        metadata: Further texts in the header.
+
+    Returns:
+        The CRC-32 of everything written.
+    """
+    header = safetensors_header(
+        {
+            name: (dtype_name(each.dtype, name), tuple(each.shape), each.nbytes)
+            for name, each in tensors.items()
+        },
+        metadata,
+    )
+    file.write(header)
+    crc32 = zlib.crc32(header)
+    for tensor in tensors.values():
+        if tensor.nbytes:
+            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+            file.write(content)
+            crc32 = zlib.crc32(content, crc32)
+    return crc32
+
+
+def safetensors_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...], int]],
+    metadata: Mapping[str, str] | None = None,
+) -> bytes:
+    """The header of a safetensors file.
+
+    Args:
+        tensors: Dtype, shape and bytes of each tensor, by name, in the order of their data.
+        metadata: Further texts.
+    """
+    content: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    place = 0
+    for name, (dtype, shape, num_bytes) in tensors.items():
+        offsets = [place, place + num_bytes]
+        content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        place += num_bytes
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def check_block(folder: Path, piece: Piece, block: Block) -> None:
+    """Check the length and the checksum of a block file.
+
+    Raises:
+        CheckpointError: the file is missing, cut off or changed.
+    """
+    path = folder / piece.folder / block.file
+    crc32 = 0
+    try:
+        _require_plain(folder, path, block)
+        with path.open("rb") as file:
+            while content := file.read(_READ_BYTES):
+                crc32 = zlib.crc32(content, crc32)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if crc32 != block.crc32:
+        raise CheckpointError(f"{path}: is damaged: its checksum differs from the manifest's")
+
+
+def read_block(
+    folder: Path, piece: Piece, block: Block, arrays: Mapping[str, Array]
+) -> dict[str, Tensor]:
+    """Read a block file.
+
+    Args:
+        folder: The folder of checkpoints.
+        piece: The block's piece.
+        block: Its entry in the manifest.
+        arrays: The arrays of the manifest.
+
+    Returns:
+        The tensors by name; exactly those that the parts name, in their dtypes and shapes.
+
+    Raises:
+        CheckpointError: the file is missing, cut off, changed, or does not hold what the manifest
+            says.
+    """
+    path = folder / piece.folder / block.file
+    try:
+        _require_plain(folder, path, block)
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if zlib.crc32(content) != block.crc32:
+        raise CheckpointError(f"{path}: is damaged: its checksum differs from the manifest's")
+    try:
+        tensors = load_safetensors(content)
+    except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: is not a safetensors file ({error})") from error
+    _require_parts(path, block, arrays, tensors)
+    return tensors
+
+
+def _require_plain(folder: Path, path: Path, block: Block) -> None:
+    """Check the length of a file before it is read, and that no link leads out of the folder."""
+    found = path.stat().st_size
+    if found != block.num_bytes:
+        raise CheckpointError(f"{path}: must have {block.num_bytes} bytes, has {found}")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(f"{path}: leads out of {folder}; a checkpoint has no links")
+
+
+def _require_parts(
+    path: Path, block: Block, arrays: Mapping[str, Array], tensors: Mapping[str, Tensor]
+) -> None:
+    expected = set()
+    for part in block.parts:
+        array, count = arrays[part.array], part.end - part.begin
+        expected.add(part.array)
+        if part.rows:
+            expected.add(part.rows)
+            numbers = tensors.get(part.rows)
+            if numbers is None or numbers.dtype is not torch.int64 or numbers.dim() != 1:
+                raise CheckpointError(f"{path}: {part.rows} must be row numbers, (M,) int64")
+            count = len(numbers)
+            is_rising = bool((numbers[1:] > numbers[:-1]).all())
+            is_inside = not count or (int(numbers[0]) >= part.begin and int(numbers[-1]) < part.end)
+            if not is_rising or not is_inside:
+                raise CheckpointError(
+                    f"{path}: {part.rows} must be ascending rows in [{part.begin}, {part.end})"
+                )
+        found, wanted = tensors.get(part.array), (count, *array.shape[1:])
+        if found is None or found.dtype is not DTYPES[array.dtype] or found.shape != wanted:
+            shown = None if found is None else (found.dtype, tuple(found.shape))
+            raise CheckpointError(
+                f"{path}: {part.array} must be {array.dtype} {wanted}, got {shown}"
+            )
+    if expected != tensors.keys():
+        raise CheckpointError(f"{path}: has {sorted(tensors)}, and must have {sorted(expected)}")

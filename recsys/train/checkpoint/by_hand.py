@@ -1,0 +1,117 @@
+"""`save_checkpoint` and `load_checkpoint`, for training loops of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recsys.errors import CheckpointError
+from recsys.train.checkpoint.checkpoints import Checkpoints
+from recsys.train.checkpoint.restore import restore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+def save_checkpoint(
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    pipeline: Any = None,
+    loader: Any = None,
+    schedulers: Any = (),
+    state: Any = None,
+) -> int:
+    """Save everything that training needs to go on exactly; returns when it is on the disk.
+
+    Call it between two steps. Tables are copied in blocks, and rows in fast memory stay there. The
+    checkpoint before it in the folder is kept, older ones are deleted. `Checkpoints` writes many
+    checkpoints of one run at less cost.
+
+    Args:
+        folder: The folder of checkpoints; made if it does not exist.
+        model: The model.
+        optimizers: Its optimizers.
+        pipeline: A `TrainPipeline`, for its schedule.
+        loader: A loader with `state_dict`, for its position.
+        schedulers: Learning-rate schedulers, one or several.
+        state: Anything else: numbers, texts, tensors, lists and dictionaries of them.
+
+    Returns:
+        Number of the checkpoint.
+
+    Raises:
+        AlreadyExists: `folder` holds something else.
+        CheckpointError: a value cannot be saved.
+        OSError: the disk is full, or cannot be written.
+    """
+    checkpoints = Checkpoints(folder, model=model, optimizers=_listed(optimizers))
+    try:
+        checkpoints.save(
+            pipeline=pipeline, loader=loader, schedulers=_listed(schedulers), state=state
+        )
+        number = checkpoints.wait(strict=True)
+        assert number is not None
+        return number
+    finally:
+        checkpoints.close()
+
+
+def load_checkpoint(
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer] = (),
+    pipeline: Any = None,
+    loader: Any = None,
+    schedulers: Any = (),
+    number: int | None = None,
+) -> Any:
+    """Restore what `save_checkpoint` saved, and the random states of Python, numpy and torch.
+
+    Nothing is changed before every file is found to be whole. Tables are read in blocks. Budget,
+    plan, tier and device may differ from those of the run that was saved.
+
+    Args:
+        folder: The folder of checkpoints.
+        model: A model of the same shape.
+        optimizers: Its optimizers, in the same order.
+        pipeline: As for `save_checkpoint`; its state is ignored under another schedule.
+        loader: As for `save_checkpoint`.
+        schedulers: As for `save_checkpoint`.
+        number: Number of the checkpoint; None for the newest complete one.
+
+    Returns:
+        The `state` that was saved.
+
+    Raises:
+        CheckpointError: there is none, it is damaged (then the message names one that is whole), or
+            it is of another model.
+    """
+    found = restore(Path(folder), model, _listed(optimizers), number)
+    given = {"pipeline": pipeline, "loader": loader}
+    for name, target in given.items():
+        if target is not None and found[name] is None:
+            raise CheckpointError(f"{folder}: the checkpoint was saved without {name}=")
+    of_schedulers = _listed(schedulers)
+    if of_schedulers and len(of_schedulers) != len(found["schedulers"]):
+        raise CheckpointError(
+            f"{folder}: the checkpoint has {len(found['schedulers'])} schedulers, and "
+            f"{len(of_schedulers)} were given; give as many"
+        )
+    for name, target in given.items():
+        if target is not None:
+            target.load_state_dict(found[name])
+    for scheduler, each in zip(of_schedulers, found["schedulers"], strict=False):
+        scheduler.load_state_dict(each)
+    return found["state"]
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

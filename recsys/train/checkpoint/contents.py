@@ -1,0 +1,268 @@
+"""What a checkpoint holds: the tables of a model, and everything else as a tree with arrays.
+
+    tables        tables that recsys updates, and their state: large, most rows change seldom
+    other arrays  the dense part, its optimizer's state, tables that torch updates: written whole
+    tree          settings of optimizers, random states, the caller's state
+
+Names of arrays: `model/KEY`, `optimizers/NUMBER/...`, `table-state/KEY/NAME`, `rows/KEY`.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.saved_tables import SavedTables
+from recsys.errors import CheckpointError
+from recsys.train.checkpoint.blocks import row_ranges
+from recsys.train.checkpoint.manifest import Array, Part, dtype_name
+from recsys.train.checkpoint.tree import from_tree, to_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from recsys.embeddings.saved_tables import SavedTable
+    from recsys.train.checkpoint.blocks import BlockBuilder
+
+__all__ = ["Contents", "Small", "TableArrays"]
+
+
+class TableArrays(NamedTuple):
+    """A table and the arrays that a checkpoint has of it.
+
+    Attributes:
+        table: Reads and writes its rows.
+        names: For each array of the table ("weight", then its state): its name in the checkpoint.
+    """
+
+    table: SavedTable
+    names: Mapping[str, str]
+
+    def add_range(self, builder: BlockBuilder) -> Iterator[None]:
+        """Add every row; yields after each range of rows."""
+        for begin, end in row_ranges(self.table.num_rows, self._row_bytes()):
+            tensors = {name: self.table.read(own, begin, end) for own, name in self.names.items()}
+            builder.add(tensors, [Part(name, begin, end) for name in tensors])
+            yield
+
+    def add_rows(self, builder: BlockBuilder, rows: np.ndarray[Any, Any]) -> None:
+        """Add some rows with their numbers.
+
+        Args:
+            builder: Receives them.
+            rows: Row numbers, (M,) int64 ascending.
+        """
+        numbers, num_rows = f"rows/{self.table.key}", self.table.num_rows
+        for begin, end in row_ranges(len(rows), self._row_bytes() + 8):
+            chosen = rows[begin:end]
+            tensors = {name: self.table.gather(own, chosen) for own, name in self.names.items()}
+            parts = [Part(name, 0, num_rows, numbers) for name in tensors]
+            builder.add({numbers: torch.from_numpy(chosen), **tensors}, parts)
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by their names in the checkpoint."""
+        state = {"weight": self.table.weight, **self.table.state()}
+        return {name: _array_of(state[own], name) for own, name in self.names.items()}
+
+    def _row_bytes(self) -> int:
+        return sum(each.row_bytes for each in self.arrays().values())
+
+
+class Small(NamedTuple):
+    """Everything but the tables.
+
+    Attributes:
+        arrays: Tensors by their names in the checkpoint; not copies.
+        tree: JSON values with references to these and to the tables' state.
+    """
+
+    arrays: dict[str, Tensor]
+    tree: Any
+
+
+class Contents:
+    """Reads and restores a model, its optimizers, the random states, and a caller's state.
+
+    Args:
+        model: The model.
+        optimizers: Its optimizers, always in the same order.
+
+    Attributes:
+        tables: The tables that recsys updates.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model, self._optimizers = model, list(optimizers)
+        self.tables = SavedTables(model)
+
+    def table_arrays(self) -> list[TableArrays]:
+        """The arrays that each table has now; a table that was never updated has no state."""
+        found = []
+        for table in self.tables.tables:
+            names = {"weight": f"model/{table.key}"}
+            for name, value in table.state().items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    names[name] = f"table-state/{table.key}/{name}"
+            found.append(TableArrays(table, names))
+        return found
+
+    def small(self, state: Any) -> Small:
+        """Everything but the tables, as it is now.
+
+        Args:
+            state: The caller's state.
+
+        Raises:
+            CheckpointError: a value cannot be saved.
+        """
+        arrays: dict[str, Tensor] = {}
+        of_tables = self._names_of_states()
+
+        def refer(name: str, tensor: Tensor) -> str:
+            known = of_tables.get(id(tensor))
+            if known is not None:
+                return known
+            arrays[name] = tensor.detach()
+            return name
+
+        tree = {
+            "optimizers": [
+                {"kind": type(each).__name__, "state": each.state_dict()}
+                for each in self._optimizers
+            ],
+            "random": _random_states(),
+            "state": state,
+        }
+        encoded = {key: to_tree(each, key, refer) for key, each in tree.items()}
+        encoded["extra"] = {}
+        for key, value in self._model_state().items():
+            if isinstance(value, torch.Tensor):
+                arrays[f"model/{key}"] = value
+            else:
+                encoded["extra"][key] = to_tree(value, f"extra/{key}", refer)
+        return Small(arrays, encoded)
+
+    def model_tensors(self) -> dict[str, Tensor]:
+        """The tensors of the model besides the tables, by their names in the checkpoint."""
+        state = self._model_state().items()
+        return {f"model/{key}": value for key, value in state if isinstance(value, torch.Tensor)}
+
+    def restore_tree(self, tree: Any, array: Callable[[str], Tensor]) -> dict[str, Any]:
+        """Restore optimizers and random states; the arrays of the model are restored already.
+
+        Args:
+            tree: As `small` made it.
+            array: Returns an array by its name in the checkpoint.
+
+        Returns:
+            The caller's state, with the keys that `Checkpoints.save` gives it.
+
+        Raises:
+            CheckpointError: the tree is damaged, or of other optimizers.
+        """
+        try:
+            self._require_same_kinds([each["kind"] for each in tree["optimizers"]])
+            for optimizer, each in zip(self._optimizers, tree["optimizers"], strict=True):
+                optimizer.load_state_dict(from_tree(each["state"], array))
+            extra = {key: from_tree(each, array) for key, each in tree["extra"].items()}
+            if extra:
+                self._model.load_state_dict(extra, strict=False)
+            _set_random_states(from_tree(tree["random"], array))
+            state: dict[str, Any] = from_tree(tree["state"], array)
+            for key in ("pipeline", "loader", "schedulers", "state"):
+                state[key]
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the state of the checkpoint does not fit these objects "
+                f"({type(error).__name__}: {error}); build them as for the run that was saved"
+            ) from error
+        return state
+
+    def _require_same_kinds(self, saved: Any) -> None:
+        own = [type(each).__name__ for each in self._optimizers]
+        if saved != own:
+            raise CheckpointError(
+                f"the checkpoint has optimizers {saved}, and {own} were given; give the same kinds "
+                "in the same order"
+            )
+
+    def _model_state(self) -> dict[str, Any]:
+        """The model's state dict without the tables; rows in slots stay where they are."""
+        with ExitStack() as stack:
+            for tiers in _tiers_of(self._model):
+                stack.enter_context(tiers.only_read())
+            state = self._model.state_dict()
+        tables = {id(table.weight) for table in self.tables.tables}
+        parameters = self._model.named_parameters(remove_duplicate=False)
+        keys = {key for key, parameter in parameters if id(parameter) in tables}
+        return {key: value for key, value in state.items() if key not in keys}
+
+    def _names_of_states(self) -> dict[int, str]:
+        """The names of the tables' state arrays, by the `id` of the array."""
+        return {
+            id(state[own]): name
+            for each in self.table_arrays()
+            for state in [each.table.state()]
+            for own, name in each.names.items()
+            if own != "weight"
+        }
+
+
+def add_arrays(builder: BlockBuilder, arrays: Mapping[str, Tensor]) -> dict[str, Array]:
+    """Add copies of whole arrays, in ranges of rows.
+
+    Returns:
+        Their descriptions.
+    """
+    described = {}
+    for name, tensor in arrays.items():
+        array = described[name] = _array_of(tensor, name)
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        for begin, end in row_ranges(array.num_rows, array.row_bytes):
+            copy = rows[begin:end].to("cpu", copy=True)
+            builder.add({name: copy}, [Part(name, begin, end)])
+    return described
+
+
+def _array_of(tensor: Tensor, name: str) -> Array:
+    if tensor.layout is not torch.strided:
+        raise CheckpointError(f"{name}: must be a dense tensor, got {tensor.layout}; convert it")
+    return Array(dtype_name(tensor.dtype, name), tuple(tensor.shape))
+
+
+def _tiers_of(model: nn.Module) -> list[Any]:
+    modules = [module for module in model.modules() if isinstance(module, AbstractTables)]
+    return list(dict.fromkeys(tiers for module in modules for tiers in module.tiers()))
+
+
+def _random_states() -> dict[str, Any]:
+    """The states of the random generators that a training loop may use."""
+    legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    legacy["state"]["key"] = legacy["state"]["key"].tolist()
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": legacy,
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    legacy = states["numpy"]
+    legacy["state"]["key"] = np.array(legacy["state"]["key"], np.uint32)
+    np.random.set_state(legacy)  # noqa: NPY002
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        with suppress(IndexError):  # saved on a machine with more devices
+            torch.cuda.set_rng_state_all(states["cuda"])

@@ -1,0 +1,388 @@
+"""The manifest of a checkpoint: which arrays it has, and which files their rows are in.
+
+    FOLDER/LAST                    name of the newest complete manifest
+           00000012.json           a manifest; the one before is kept, too
+           full-00000010/          a piece: block files with every row of every table
+           delta-00000012/         a piece: the rows updated since the checkpoint before
+
+A checkpoint is the pieces that its manifest names, applied in order. Each block file is a
+safetensors file. The manifest has its length, its checksum and its parts: a range of an array's
+rows, or some rows of a table with their numbers. Rows that no piece has are zeros: the optimizer's
+state of rows that were never updated. One file may hold any range of rows, so several processes
+can write one checkpoint, and another number of processes can read it.
+
+A manifest may come from a stranger. So every value is checked, and file names stay in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recsys._support.files import appearing_whole
+from recsys.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+__all__ = [
+    "DTYPES",
+    "Array",
+    "Block",
+    "Manifest",
+    "Part",
+    "Piece",
+    "dtype_name",
+    "manifest_numbers",
+    "newest",
+    "read_manifest",
+    "set_newest",
+    "write_manifest",
+]
+
+_FORMAT, _VERSION = "recsys-checkpoint", 1
+_MAX_MANIFEST_BYTES = 256 * 2**20
+MAX_BLOCK_BYTES = 2**30
+_PIECE_NAME = re.compile(r"(full|delta)-[0-9]{8}")
+_BLOCK_NAME = re.compile(r"block-[0-9]{5}\.safetensors")
+_MANIFEST_NAME = re.compile(r"[0-9]{8}\.json")
+_ID = re.compile(r"[0-9a-f]{16}")
+
+# By the names that safetensors gives them.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype, place: str) -> str:
+    """The name of a dtype in a block file.
+
+    Raises:
+        CheckpointError: checkpoints cannot hold this dtype.
+    """
+    if dtype not in _NAMES:
+        raise CheckpointError(
+            f"{place}: a checkpoint holds tensors of {sorted(map(str, _NAMES))}, got {dtype}; "
+            "convert it"
+        )
+    return _NAMES[dtype]
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of a checkpoint.
+
+    Attributes:
+        dtype: A key of `DTYPES`.
+        shape: The shape; the first dimension counts rows. A single number has the shape ().
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows; 1 for a single number."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.num_rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one array in a block: a range, or some rows with their numbers.
+
+    Attributes:
+        array: Name of the array, and of the tensor in the block.
+        begin: The first row of the range.
+        end: The row after the last one.
+        rows: Name of the tensor with the row numbers, (M,) int64 ascending, all in the range; ""
+            if the part is the whole range.
+    """
+
+    array: str
+    begin: int
+    end: int
+    rows: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block file.
+
+    Attributes:
+        file: Its name in the piece's folder.
+        num_bytes: Its length.
+        crc32: CRC-32 of its content.
+        parts: What it holds.
+    """
+
+    file: str
+    num_bytes: int
+    crc32: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some blocks that were written together.
+
+    Attributes:
+        folder: The name of their folder.
+        number: Number of the checkpoint that they were written for.
+        blocks: The blocks.
+    """
+
+    folder: str
+    number: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has every row of every table."""
+        return self.folder.startswith("full")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.num_bytes for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint.
+
+    Attributes:
+        number: Checkpoints of a folder are numbered from 1.
+        id: Sixteen random hexadecimal digits: tells checkpoints with equal numbers apart.
+        before: Number and id of the checkpoints before it in the same training, oldest first.
+        arrays: The arrays by name.
+        tables: For each table, by its key in the model's state dict: the names of its arrays, the
+            weight first.
+        pieces: The pieces, in the order in which they are applied; the first one is full.
+        state: A tree of JSON values and references to arrays.
+    """
+
+    number: int
+    id: str
+    before: tuple[tuple[int, str], ...]
+    arrays: Mapping[str, Array]
+    tables: Mapping[str, tuple[str, ...]]
+    pieces: tuple[Piece, ...]
+    state: Any
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return f"{self.number:08}.json"
+
+
+def manifest_numbers(folder: Path) -> list[int]:
+    """Numbers of the checkpoints in a folder that have a manifest, ascending."""
+    if not folder.is_dir():
+        return []
+    names = [path.name for path in folder.iterdir() if _MANIFEST_NAME.fullmatch(path.name)]
+    return sorted(int(name.removesuffix(".json")) for name in names)
+
+
+def newest(folder: Path) -> int | None:
+    """Number of the newest complete checkpoint in a folder; None if there is none.
+
+    Raises:
+        CheckpointError: the file `LAST` is damaged.
+    """
+    file = folder / "LAST"
+    try:
+        with file.open("rb") as opened:
+            name = opened.read(100).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        return None
+    if not _MANIFEST_NAME.fullmatch(name):
+        raise CheckpointError(
+            f"{file}: must be the name of a manifest such as 00000012.json, got {name!r}; "
+            f"{_others(folder, None)}"
+        )
+    return int(name.removesuffix(".json"))
+
+
+def set_newest(folder: Path, manifest: Manifest) -> None:
+    """Name the newest complete checkpoint; its files must be on the disk."""
+    with appearing_whole(folder / "LAST") as partial:
+        partial.write_text(f"{manifest.name}\n")
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write a manifest atomically."""
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "number": manifest.number,
+        "id": manifest.id,
+        "before": [list(each) for each in manifest.before],
+        "arrays": {name: [each.dtype, list(each.shape)] for name, each in manifest.arrays.items()},
+        "tables": {key: list(names) for key, names in manifest.tables.items()},
+        "pieces": [
+            {
+                "folder": piece.folder,
+                "number": piece.number,
+                "blocks": [
+                    {
+                        "file": block.file,
+                        "num_bytes": block.num_bytes,
+                        "crc32": block.crc32,
+                        "parts": [
+                            [part.array, part.begin, part.end, part.rows] for part in block.parts
+                        ],
+                    }
+                    for block in piece.blocks
+                ],
+            }
+            for piece in manifest.pieces
+        ],
+        "state": manifest.state,
+    }
+    with appearing_whole(folder / manifest.name) as partial:
+        partial.write_text(json.dumps(content, allow_nan=False))
+
+
+def read_manifest(folder: Path, number: int | None = None) -> Manifest:
+    """Read and check a manifest.
+
+    Args:
+        folder: The folder of checkpoints.
+        number: Number of the checkpoint; None for the newest complete one.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged, or of another version.
+    """
+    if number is None:
+        number = newest(folder)
+    if number is None:
+        raise CheckpointError(
+            f"{folder}: has no complete checkpoint (no file LAST); {_others(folder, None)}"
+        )
+    file = folder / f"{number:08}.json"
+    try:
+        num_bytes = file.stat().st_size
+        if num_bytes > _MAX_MANIFEST_BYTES:
+            raise ValueError(f"it has {num_bytes} bytes, and at most {_MAX_MANIFEST_BYTES} are")  # noqa: TRY301
+        content = json.loads(file.read_text(encoding="utf-8"))
+        found = _parse(content)
+        if found.number != number:
+            raise ValueError(f"it is the manifest of checkpoint {found.number}")  # noqa: TRY301
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file}: there is no checkpoint {number}; {_others(folder, number)}"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file}: is not a manifest that this version of recsys can read "
+            f"({type(error).__name__}: {error}); {_others(folder, number)}"
+        ) from error
+    return found
+
+
+def _others(folder: Path, number: int | None) -> str:
+    """The way out: which other checkpoints there are."""
+    others = [str(each) for each in manifest_numbers(folder) if each != number]
+    if not others:
+        return "there is no other one; train from the start, or copy one here from elsewhere"
+    return f"load another by its number, {' or '.join(others)}"
+
+
+def _parse(content: Any) -> Manifest:
+    """Check the types and ranges of everything that was read.
+
+    Raises:
+        ValueError, KeyError, TypeError: something is missing, or is not as it must be.
+    """
+    for key, wanted in (("format", _FORMAT), ("version", _VERSION)):
+        if content[key] != wanted:
+            raise ValueError(f"{key} must be {wanted!r}, got {content[key]!r}")
+    arrays = {}
+    for name, (dtype, shape) in content["arrays"].items():
+        if dtype not in DTYPES:
+            raise ValueError(f"array {name!r}: dtype {dtype!r} is unknown")
+        arrays[name] = Array(dtype, tuple(_count(each, "a dimension") for each in shape))
+        if arrays[name].num_bytes > 2**62:
+            raise ValueError(f"array {name!r}: shape {shape} is impossible")
+    tables = {key: tuple(map(_text, names)) for key, names in content["tables"].items()}
+    for key, names in tables.items():
+        if not names or any(arrays[name].num_rows != arrays[names[0]].num_rows for name in names):
+            raise ValueError(f"table {key!r}: its arrays {names} must have equally many rows")
+    pieces = tuple(_parse_piece(each, arrays) for each in content["pieces"])
+    if not pieces or not pieces[0].is_full:
+        raise ValueError("the first piece must be a full one")
+    before = tuple((_count(number, "a number"), _id(name)) for number, name in content["before"])
+    number = _count(content["number"], "number")
+    if not 1 <= number < 10**8:
+        raise ValueError(f"number must lie in [1, 10**8), got {number}")
+    return Manifest(number, _id(content["id"]), before, arrays, tables, pieces, content["state"])
+
+
+def _parse_piece(content: Any, arrays: Mapping[str, Array]) -> Piece:
+    folder = _text(content["folder"])
+    if not _PIECE_NAME.fullmatch(folder):
+        raise ValueError(f"a piece's folder must be like delta-00000012, got {folder!r}")
+    blocks = tuple(_parse_block(each, arrays) for each in content["blocks"])
+    return Piece(folder, _count(content["number"], "a piece's number"), blocks)
+
+
+def _parse_block(content: Any, arrays: Mapping[str, Array]) -> Block:
+    file = _text(content["file"])
+    if not _BLOCK_NAME.fullmatch(file):
+        raise ValueError(f"a block must be like block-00012.safetensors, got {file!r}")
+    parts = []
+    for name, begin, end, rows in content["parts"]:
+        part = Part(_text(name), _count(begin, "begin"), _count(end, "end"), _text(rows))
+        if not part.begin <= part.end <= arrays[part.array].num_rows:
+            raise ValueError(f"{file}: rows [{begin}, {end}) are not rows of {name!r}")
+        parts.append(part)
+    num_bytes = _count(content["num_bytes"], "num_bytes")
+    if num_bytes > MAX_BLOCK_BYTES:
+        raise ValueError(f"{file}: a block has at most {MAX_BLOCK_BYTES} bytes, got {num_bytes}")
+    return Block(file, num_bytes, _count(content["crc32"], "crc32"), tuple(parts))
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{what} must be a whole number of at least 0, got {value!r}")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a name must be text, got {value!r}")
+    return value
+
+
+def _id(value: Any) -> str:
+    if not _ID.fullmatch(_text(value)):
+        raise ValueError(f"an id must be 16 hexadecimal digits, got {value!r}")
+    return str(value)

@@ -1,0 +1,198 @@
+"""Restores a checkpoint: checks every file first, then applies the pieces in order.
+
+Nothing is changed before all files have the right length and checksum, and all arrays of the model
+the right shape. Memory is bounded: one block is read at a time, and rows go straight to their
+tables.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recsys._support.files import read_together
+from recsys.errors import CheckpointError
+from recsys.train.checkpoint.blocks import check_block, read_block
+from recsys.train.checkpoint.contents import Contents, TableArrays
+from recsys.train.checkpoint.manifest import DTYPES, manifest_numbers, read_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from recsys.train.checkpoint.manifest import Manifest, Part
+
+__all__ = ["restore"]
+
+
+def restore(
+    folder: Path, model: nn.Module, optimizers: Sequence[Optimizer], number: int | None
+) -> Any:
+    """Restore a model, its optimizers and the random states.
+
+    Args:
+        folder: The folder of checkpoints.
+        model: Built as for the run that was saved; budget, tier and device may differ.
+        optimizers: Its optimizers, in the same order.
+        number: Number of the checkpoint; None for the newest complete one.
+
+    Returns:
+        The state that was given to `save`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it is of another model. The
+            message names another one that is whole, if there is one.
+    """
+    with read_together(folder):
+        return _restore(folder, Contents(model, optimizers), number)
+
+
+def _restore(folder: Path, contents: Contents, number: int | None) -> Any:
+    manifest = read_manifest(folder, number)
+    try:
+        require_whole(folder, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"checkpoint {manifest.number}: {error}; {_whole_ones(folder, manifest.number)}"
+        ) from error
+    _require_same_arrays(manifest, contents)
+    with contents.tables.restoring():
+        targets = _Targets(manifest, contents)
+        for piece in manifest.pieces:
+            for block in piece.blocks:
+                tensors = read_block(folder, piece, block, manifest.arrays)
+                for part in block.parts:
+                    targets.write(part, tensors)
+        return contents.restore_tree(manifest.state, targets.array)
+
+
+def require_whole(folder: Path, manifest: Manifest) -> None:
+    """Check the length and the checksum of every file, and that no row is missing.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or rows of an array are in no file.
+    """
+    states = {name for names in manifest.tables.values() for name in names[1:]}
+    covered: dict[str, int] = dict.fromkeys(manifest.arrays, 0)
+    for piece in manifest.pieces:
+        for block in piece.blocks:
+            check_block(folder, piece, block)
+            for part in block.parts:  # ranges are written in order
+                if not part.rows and part.begin <= covered[part.array]:
+                    covered[part.array] = max(covered[part.array], part.end)
+    for name, array in manifest.arrays.items():
+        # State of rows that were never updated is zeros, and is in no file.
+        if name not in states and covered[name] < array.num_rows:
+            raise CheckpointError(
+                f"{name}: the files have its rows up to {covered[name]} of {array.num_rows}"
+            )
+
+
+def _whole_ones(folder: Path, number: int) -> str:
+    """The way out: the newest other checkpoint whose files are whole."""
+    for other in reversed(manifest_numbers(folder)):
+        if other != number:
+            try:
+                require_whole(folder, read_manifest(folder, other))
+            except CheckpointError:
+                continue
+            return f"checkpoint {other} is whole: load that one by its number"
+    return "no other checkpoint in this folder is whole; train from the start"
+
+
+def _require_same_arrays(manifest: Manifest, contents: Contents) -> None:
+    """Check that the arrays of the model are those of the checkpoint.
+
+    Raises:
+        CheckpointError: an array is missing, or has another dtype or shape.
+    """
+    expected = {name: _shape_of(tensor) for name, tensor in contents.model_tensors().items()}
+    for table in contents.tables.tables:
+        expected[f"model/{table.key}"] = _shape_of(table.weight)
+    saved = {
+        name: (DTYPES[array.dtype], array.shape)
+        for name, array in manifest.arrays.items()
+        if name.startswith("model/")
+    }
+    for name in sorted(expected | saved):
+        if expected.get(name) != saved.get(name):
+            raise CheckpointError(
+                f"checkpoint {manifest.number} is of another model: {name.removeprefix('model/')} "
+                f"is {_words(saved.get(name))} there and {_words(expected.get(name))} in this "
+                "model; build the model as for the run that was saved"
+            )
+    own = {table.key for table in contents.tables.tables}
+    if own != manifest.tables.keys():
+        key = min(own ^ manifest.tables.keys())
+        raise CheckpointError(
+            f"checkpoint {manifest.number}: table {key!r} is updated by recsys "
+            f"{'in this model only' if key in own else 'in the checkpoint only'}; accelerate the "
+            "model as for the run that was saved"
+        )
+
+
+class _Targets:
+    """Where the rows of each array go.
+
+    Arrays of the model are written in place, also those of the tables' state. All others are made
+    here. Their size is known to be in the files, so a damaged manifest cannot make them huge.
+    """
+
+    def __init__(self, manifest: Manifest, contents: Contents) -> None:
+        self._arrays = manifest.arrays
+        self._tables: dict[str, tuple[TableArrays, str]] = {}
+        self._tensors = contents.model_tensors()
+        for table in contents.tables.tables:
+            names: Mapping[str, str] = {
+                name.rpartition("/")[2] if place else "weight": name
+                for place, name in enumerate(manifest.tables[table.key])
+            }
+            arrays = TableArrays(table, names)
+            for own, name in names.items():
+                self._tables[name] = arrays, own
+                if own != "weight":
+                    array = manifest.arrays[name]
+                    self._tensors[name] = table.make_array(own, array.shape, DTYPES[array.dtype])
+
+    def write(self, part: Part, tensors: Mapping[str, Tensor]) -> None:
+        """Write the rows of one part."""
+        values = tensors[part.array]
+        if part.array in self._tables:
+            arrays, own = self._tables[part.array]
+            if part.rows:
+                arrays.table.scatter(own, tensors[part.rows].numpy(), values)
+            else:
+                arrays.table.write(own, part.begin, values)
+            return
+        target = self._target(part.array)
+        with torch.no_grad():
+            rows = target if target.dim() else target.reshape(1)
+            rows.detach()[part.begin : part.end].copy_(values)
+
+    def array(self, name: str) -> Tensor:
+        """An array that the tree refers to.
+
+        Raises:
+            CheckpointError: the checkpoint has no such array.
+        """
+        if name not in self._arrays:
+            raise CheckpointError(f"its state names an array {name!r} that it does not have")
+        return self._target(name)
+
+    def _target(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            array = self._arrays[name]
+            self._tensors[name] = torch.zeros(array.shape, dtype=DTYPES[array.dtype])
+        return self._tensors[name]
+
+
+def _shape_of(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _words(found: tuple[torch.dtype, tuple[int, ...]] | None) -> str:
+    return "absent" if found is None else f"{found[0]} of shape {found[1]}"

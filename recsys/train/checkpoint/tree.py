@@ -1,0 +1,93 @@
+"""Nested state as JSON: every tensor becomes a reference to an array of the checkpoint.
+
+Values are None, bool, int, float, str, tensors, lists, tuples and dictionaries. No class is named
+in a file, so reading one can run no code.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from recsys.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+__all__ = ["from_tree", "to_tree"]
+
+# An object of a tree with one of these keys stands for a value that JSON does not have.
+_ARRAY, _TUPLE, _PAIRS, _FLOAT = "$array", "$tuple", "$pairs", "$float"
+
+
+def to_tree(value: Any, name: str, refer: Callable[[str, Tensor], str]) -> Any:
+    """Convert nested state to JSON values.
+
+    Args:
+        value: The state.
+        name: Its name: of tensors in it, and for errors.
+        refer: Returns the name of the array that holds a tensor; its first argument is a new name.
+
+    Raises:
+        CheckpointError: a value has another type.
+    """
+    if isinstance(value, torch.Tensor):
+        return {_ARRAY: refer(name, value)}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if isfinite(value) else {_FLOAT: str(value)}
+    if isinstance(value, list | tuple):
+        items = [to_tree(each, f"{name}/{place}", refer) for place, each in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if isinstance(value, dict):
+        pairs = [(key, to_tree(each, f"{name}/{key}", refer)) for key, each in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+            return dict(pairs)
+        if all(isinstance(key, str | int) for key, _ in pairs):
+            return {_PAIRS: [[key, each] for key, each in pairs]}
+    raise CheckpointError(
+        f"{name}: a checkpoint holds numbers, texts, tensors, and lists and dictionaries of them, "
+        f"got {type(value).__name__}; convert it"
+    )
+
+
+def from_tree(tree: Any, array: Callable[[str], Tensor]) -> Any:
+    """Convert JSON values back.
+
+    Args:
+        tree: A result of `to_tree`.
+        array: Returns the array of a name.
+
+    Raises:
+        CheckpointError: the tree is damaged.
+    """
+    if isinstance(tree, list):
+        return [from_tree(each, array) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    marks = [key for key in tree if key.startswith("$")]
+    if not marks:
+        return {key: from_tree(each, array) for key, each in tree.items()}
+    mark, content = marks[0], tree[marks[0]]
+    if len(tree) == 1:
+        if mark == _ARRAY and isinstance(content, str):
+            return array(content)
+        if mark == _FLOAT and content in ("nan", "inf", "-inf"):
+            return float(content)
+        if mark == _TUPLE and isinstance(content, list):
+            return tuple(from_tree(each, array) for each in content)
+        if mark == _PAIRS and isinstance(content, list) and all(map(_is_pair, content)):
+            return {key: from_tree(each, array) for key, each in content}
+    raise CheckpointError(f"the state of the checkpoint is damaged: {str(tree)[:100]!r}")
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str | int)

@@ -1,0 +1,283 @@
+"""Writes checkpoints in a background thread.
+
+    training thread   adds copies of rows to a bounded queue; waits only while it is full
+    writing thread    writes blocks, then manifest and `LAST`, in the order of the queue; between
+                      two tasks it merges pieces, and then deletes the files of older checkpoints
+
+Order on the disk, each step flushed before the next: blocks, their folder, the manifest, `LAST`.
+Only then are files deleted that neither this checkpoint nor the one before it needs. So a crash at
+any moment leaves the newest complete checkpoint readable.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import shutil
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from recsys._support.files import lock_unless_read
+from recsys._support.machine import lower_thread_priority
+from recsys._support.sizes import format_bytes
+from recsys.errors import CheckpointError
+from recsys.train.checkpoint.blocks import BLOCK_BYTES, PieceWriter
+from recsys.train.checkpoint.manifest import (
+    manifest_numbers,
+    newest,
+    read_manifest,
+    set_newest,
+    write_manifest,
+)
+from recsys.train.checkpoint.merge import merge, merged_arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from recsys.train.checkpoint.blocks import Rows
+    from recsys.train.checkpoint.manifest import Manifest, Piece
+
+__all__ = [
+    "BackgroundWriter",
+    "PieceTask",
+    "commit",
+    "remove_unneeded",
+    "require_space",
+    "wants_merge",
+]
+
+_MOST_DELTAS = 64
+
+
+class PieceTask:
+    """One piece while it is written; the first error ends it, and its files are removed.
+
+    Args:
+        folder: The folder of checkpoints.
+        name: Name of the piece's folder.
+        number: Number of its checkpoint.
+
+    Attributes:
+        error: What ended it; None while all is well.
+        piece: The finished piece.
+    """
+
+    def __init__(self, folder: Path, name: str, number: int) -> None:
+        self._folder, self.name, self._number = folder, name, number
+        self._writer: PieceWriter | None = None
+        self.error: Exception | None = None
+        self.piece: Piece | None = None
+
+    def run(self, step: Callable[[PieceWriter], None]) -> None:
+        """Do one step of writing, unless one has failed before."""
+        if self.error is not None:
+            return
+        try:
+            if self._writer is None:
+                self._writer = PieceWriter(self._folder, self.name, self._number)
+            step(self._writer)
+        except (OSError, CheckpointError) as error:
+            self.fail(error)
+
+    def write(self, rows: Rows) -> None:
+        """Write a block."""
+        self.run(lambda writer: writer.write(rows))
+
+    def finish(self) -> None:
+        """Flush the folder; the piece is complete."""
+
+        def finish(writer: PieceWriter) -> None:
+            self.piece = writer.finish()
+
+        self.run(finish)
+
+    def fail(self, error: Exception) -> None:
+        """End the piece, and remove its files."""
+        self.error = error
+        shutil.rmtree(self._folder / self.name, ignore_errors=True)
+
+
+class BackgroundWriter:
+    """Runs tasks in a thread, in order, and merges pieces when it has no task.
+
+    Args:
+        folder: The folder of checkpoints.
+        buffer_bytes: Memory for blocks that wait to be written.
+
+    Attributes:
+        merge_error: The error of the last merge, if it failed.
+        most_blocks: The most blocks that have waited at a time.
+        merged: Name of the piece that a merge is writing; "" if none is.
+    """
+
+    def __init__(self, folder: Path, buffer_bytes: int) -> None:
+        self._folder = folder
+        self.merge_error: Exception | None = None
+        # One block is being filled and one is being written, besides those in the queue.
+        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(
+            max(1, buffer_bytes // BLOCK_BYTES - 2)
+        )
+        self._merging: Iterator[None] | None = None
+        self._thread: threading.Thread | None = None
+        self.most_blocks, self.merged = 0, ""
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Queue a task; waits while the queue is full. A task must not raise."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="recsys-checkpoints", daemon=True
+            )
+            self._thread.start()
+        self._tasks.put(task)
+        self.most_blocks = max(self.most_blocks, self._tasks.qsize())
+
+    def wait(self) -> None:
+        """Wait until all tasks have run; a merge may still go on."""
+        done = threading.Event()
+        if self._thread is not None:
+            self.put(done.set)
+            done.wait()
+
+    def close(self) -> None:
+        """Run the remaining tasks, give up a merge, and end the thread."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def start_merge(self, manifest: Manifest) -> None:
+        """In the thread: merge the pieces of a checkpoint whenever there is no task."""
+        if self._merging is None:
+            self._merging = self._merge(manifest)
+
+    @property
+    def is_merging(self) -> bool:
+        """Whether a merge is under way."""
+        return self._merging is not None
+
+    def _run(self) -> None:
+        lower_thread_priority()
+        while True:
+            try:
+                task = self._tasks.get(block=self._merging is None)
+            except queue.Empty:
+                self._continue_merge()
+                continue
+            if task is None:
+                if self._merging is not None:
+                    self._merging.close()
+                return
+            task()
+            del task  # it holds a block's memory
+
+    def _continue_merge(self) -> None:
+        """Merge one more block."""
+        assert self._merging is not None
+        try:
+            next(self._merging)
+        except StopIteration:
+            self._merging = None
+        except (OSError, CheckpointError) as error:
+            self._merging, self.merge_error = None, error
+
+    def _merge(self, manifest: Manifest) -> Iterator[None]:
+        name = self.merged = f"full-{manifest.number:08}"
+        path = self._folder / name
+        try:
+            require_space(self._folder, sum(each.num_bytes for each in manifest.arrays.values()))
+            writer = PieceWriter(self._folder, name, manifest.number)
+            yield from merge(self._folder, manifest, writer)
+            piece = writer.finish()
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        finally:
+            self.merged = ""
+        replaced = {each.folder for each in manifest.pieces}
+        # Newer checkpoints, and this one, now begin with the merged piece.
+        for number in reversed(manifest_numbers(self._folder)):
+            if number < manifest.number:
+                continue
+            other = read_manifest(self._folder, number)
+            rest = [each for each in other.pieces if each.folder not in replaced]
+            arrays = other.arrays | {
+                key: array
+                for key, array in merged_arrays(manifest).items()
+                if key.startswith("changed/")
+            }
+            write_manifest(self._folder, replace(other, pieces=(piece, *rest), arrays=arrays))
+        remove_unneeded(self._folder)
+
+
+def wants_merge(manifest: Manifest) -> bool:
+    """Whether the deltas of a checkpoint are so large that a merge saves space and time."""
+    full, *deltas = manifest.pieces
+    most = max(full.num_bytes, BLOCK_BYTES)  # small tables are not merged at every checkpoint
+    return sum(each.num_bytes for each in deltas) > most or len(deltas) > _MOST_DELTAS
+
+
+def commit(folder: Path, manifest: Manifest, unfinished: str = "") -> None:
+    """Write a manifest whose pieces are on the disk, and name it as the newest.
+
+    Args:
+        folder: The folder of checkpoints.
+        manifest: The checkpoint.
+        unfinished: Name of a piece that is being written; its files stay.
+
+    Raises:
+        OSError: the disk is full, or cannot be written.
+    """
+    write_manifest(folder, manifest)
+    set_newest(folder, manifest)
+    remove_unneeded(folder, unfinished)
+
+
+def remove_unneeded(folder: Path, unfinished: str = "") -> None:
+    """Delete everything that neither the newest checkpoint nor the one before it needs.
+
+    Files that cannot be deleted stay, and all stay while another process reads the folder.
+
+    Args:
+        folder: The folder of checkpoints.
+        unfinished: Name of a piece that is being written; its files stay.
+    """
+    with suppress(OSError, CheckpointError), lock_unless_read(folder) as is_locked:
+        if not is_locked:  # the next checkpoint deletes them
+            return
+        last = newest(folder)
+        kept = [] if last is None else [read_manifest(folder, last)]
+        if kept and kept[0].before:
+            number, name = kept[0].before[-1]
+            with suppress(CheckpointError):
+                before = read_manifest(folder, number)
+                kept += [before] if before.id == name else []
+        numbers = {each.number for each in kept}
+        needed = {piece.folder for each in kept for piece in each.pieces}
+        for number in manifest_numbers(folder):
+            if number not in numbers:
+                (folder / f"{number:08}.json").unlink(missing_ok=True)
+        for path in folder.iterdir():
+            is_piece = path.is_dir() and path.name.startswith(("full-", "delta-"))
+            if is_piece and path.name not in needed | {unfinished}:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.endswith(".partial"):
+                path.unlink(missing_ok=True)
+
+
+def require_space(folder: Path, num_bytes: int) -> None:
+    """Refuse to begin a piece that the disk has no room for.
+
+    Raises:
+        OSError: there is too little space.
+    """
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"{folder}: {format_bytes(num_bytes)} are needed, and {format_bytes(free)} are free "
+            f"({os.strerror(errno.ENOSPC)})",
+        )

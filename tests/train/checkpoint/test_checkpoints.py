@@ -1,0 +1,397 @@
+from __future__ import annotations
+
+import errno
+import runpy
+import shutil
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recsys.errors import AlreadyExists, CheckpointError
+from recsys.train.checkpoint import Checkpoints, load_checkpoint, newest, save_checkpoint
+from recsys.train.checkpoint.blocks import PieceWriter
+from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
+
+TRAININGS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("trainings.py"))))
+make_training, require_equal = TRAININGS.make_training, TRAININGS.require_equal
+
+
+@pytest.fixture(params=["resident", "host", "file"])
+def tier(request):
+    return request.param
+
+
+def saved(training, folder, **more):
+    return Checkpoints(folder, model=training.model, optimizers=training.optimizers, **more)
+
+
+def load(training, folder, **more):
+    return load_checkpoint(folder, model=training.model, optimizers=training.optimizers, **more)
+
+
+def train(training, steps, most=1_000_000):
+    for number in steps:
+        training.step(number, most)
+
+
+def test_a_restored_training_goes_on_bit_for_bit(tier, tmp_path):
+    training = make_training(tier, tmp_path / "cold")
+    train(training, range(5))
+    save_checkpoint(
+        tmp_path / "saved",
+        model=training.model,
+        optimizers=training.optimizers,
+        state={"step": 5, "seen": torch.arange(3)},
+    )
+    train(training, range(5, 9))
+
+    for other in ("resident", "host", "file"):
+        again = make_training(other, tmp_path / f"cold of {other}", seed=1)
+        train(again, range(3))  # is overwritten
+        state = load(again, tmp_path / "saved")
+        again.losses.clear()
+        train(again, range(5, 9))
+
+        assert state["step"] == 5
+        assert torch.equal(state["seen"], torch.arange(3))
+        assert again.losses == training.losses[5:]
+        require_equal(again.numbers(), training.numbers())
+
+
+def test_random_states_continue(tmp_path):
+    import random
+
+    import numpy as np
+
+    training = make_training()
+    save_checkpoint(tmp_path, model=training.model, optimizers=training.optimizers)
+    expected = torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+
+    load(training, tmp_path)
+
+    assert torch.equal(torch.rand(3), expected[0])
+    assert (random.random(), np.random.rand()) == expected[1:]  # noqa: NPY002
+
+
+def test_each_checkpoint_has_the_rows_updated_since_the_one_before(tier, tmp_path):
+    training = make_training(tier, tmp_path / "cold")
+    checkpoints = saved(training, tmp_path / "saved")
+    expected = {}
+    for number in range(1, 6):
+        train(training, range(number * 10, number * 10 + 2), most=30 * number)
+        expected[number] = training.numbers()
+        checkpoints.save(state=number)
+        assert checkpoints.wait() == number
+        for known in (number, number - 1)[:number]:
+            again = make_training(seed=number)
+            assert load(again, tmp_path / "saved", number=known) == known
+            require_equal(again.numbers(), expected[known])
+    checkpoints.close()
+
+    assert manifest_numbers(tmp_path / "saved") == [4, 5]
+    deltas = [piece for piece in read_manifest(tmp_path / "saved").pieces if not piece.is_full]
+    rows = [part for block in deltas[1].blocks for part in block.parts if part.rows]
+    assert {part.array for part in rows} >= {
+        f"model/tables.embedding_bags.t{n}.weight" for n in range(3)
+    }
+
+
+def test_rows_that_change_during_the_first_copy_are_right(tier, tmp_path, monkeypatch):
+    training = make_training(tier, tmp_path / "cold")
+    train(training, range(3))
+    checkpoints = saved(training, tmp_path / "saved")
+    write = PieceWriter.write
+    steps = iter(range(3, 1000))
+
+    def write_and_train(self, rows):  # the copy waits here while training goes on
+        write(self, rows)
+
+    monkeypatch.setattr(PieceWriter, "write", write_and_train)
+    monkeypatch.setattr("recsys.train.checkpoint.blocks.BLOCK_BYTES", 64)
+    checkpoints.prepare()
+    for number in range(20):
+        training.step(next(steps) + number)
+    checkpoints.save()
+    checkpoints.wait()
+    checkpoints.close()
+
+    again = make_training(seed=1)
+    load(again, tmp_path / "saved")
+
+    require_equal(again.numbers(), training.numbers())
+
+
+def test_a_torch_operation_on_a_table_is_saved(tier, tmp_path):
+    training = make_training(tier, tmp_path / "cold")
+    checkpoints = saved(training, tmp_path / "saved")
+    train(training, range(3))
+    checkpoints.save()
+    weight = training.model.tables.embedding_bags.t0.weight
+    with torch.no_grad():
+        weight.clamp_(-0.01, 0.01)
+    training.step(3)
+    checkpoints.save()
+    checkpoints.close()
+
+    again = make_training(seed=1)
+    load(again, tmp_path / "saved")
+
+    require_equal(again.numbers(), training.numbers())
+
+
+def test_a_checkpoint_leaves_the_hot_tier_as_it_is(tmp_path):
+    counts = []
+    for number_saved in (0, 3):
+        training = make_training("host")
+        checkpoints = saved(training, tmp_path / str(number_saved))
+        for number in range(8):
+            training.step(number % 3)
+            if number < number_saved:
+                checkpoints.save()
+        checkpoints.close()
+        [tiers] = training.model.tables.tiers()
+        counts.append(tiers.residency.counts._replace(num_written_back=0))
+
+    assert counts[0] == counts[1]
+
+
+def test_merged_pieces_give_the_same_checkpoint(tier, tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 2)
+    monkeypatch.setattr("recsys.train.checkpoint.blocks.BLOCK_BYTES", 1000)
+    training = make_training(tier, tmp_path / "cold")
+    checkpoints = saved(training, tmp_path / "saved")
+    merged = 0
+    for number in range(1, 12):
+        train(training, range(number * 10, number * 10 + 2), most=20 * number)
+        checkpoints.save(state=number)
+        checkpoints.wait()
+        while checkpoints._writer.is_merging:
+            time.sleep(0.001)
+        manifest = read_manifest(tmp_path / "saved")
+        merged += len(manifest.pieces) == 1
+        again = make_training(seed=number)
+        assert load(again, tmp_path / "saved") == number
+        require_equal(again.numbers(), training.numbers())
+    checkpoints.close()
+
+    assert merged >= 2
+    kept = {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()}
+    needed = {
+        piece.folder
+        for number in manifest_numbers(tmp_path / "saved")
+        for piece in read_manifest(tmp_path / "saved", number).pieces
+    }
+    assert kept == needed
+
+
+def test_a_resumed_training_continues_the_deltas(tier, tmp_path):
+    training = make_training(tier, tmp_path / "cold")
+    train(training, range(3))
+    save_checkpoint(tmp_path / "saved", model=training.model, optimizers=training.optimizers)
+
+    again = make_training(tier, tmp_path / "cold 2", seed=1)
+    load(again, tmp_path / "saved")
+    checkpoints = saved(again, tmp_path / "saved", after=1)
+    train(again, range(3, 5), most=10)
+    checkpoints.save()
+    checkpoints.close()
+
+    manifest = read_manifest(tmp_path / "saved")
+    assert [piece.folder[:4] for piece in manifest.pieces] == ["full", "delt", "delt"]
+    third = make_training(seed=2)
+    load(third, tmp_path / "saved")
+    require_equal(third.numbers(), again.numbers())
+
+
+def failing(monkeypatch, when):
+    """Make writes of blocks fail while `when()` is true."""
+    write = PieceWriter.write
+
+    def write_or_fail(self, rows):
+        if when():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, rows)
+
+    monkeypatch.setattr(PieceWriter, "write", write_or_fail)
+
+
+def test_a_full_disk_warns_and_the_next_checkpoint_has_all_rows(tier, tmp_path, monkeypatch):
+    is_full = [False]
+    failing(monkeypatch, lambda: is_full[0])
+    training = make_training(tier, tmp_path / "cold")
+    checkpoints = saved(training, tmp_path / "saved")
+    train(training, range(3))
+    checkpoints.save(state=1)
+    train(training, range(3, 5))
+    checkpoints.wait()
+    is_full[0] = True
+    checkpoints.save(state=2)
+    with pytest.warns(
+        UserWarning,
+        match="training goes on; the newest complete one is checkpoint 1 .*No space left",
+    ):
+        assert checkpoints.wait() == 1
+    assert load(make_training(), tmp_path / "saved") == 1
+    is_full[0] = False
+    train(training, range(5, 6), most=5)
+    checkpoints.save(state=3)
+    checkpoints.close()
+
+    again = make_training(seed=1)
+    assert load(again, tmp_path / "saved") == 3
+    require_equal(again.numbers(), training.numbers())
+    assert checkpoints.describe()["num_failed"] == 1
+
+
+def test_a_first_copy_that_fails_is_made_again(tmp_path, monkeypatch):
+    is_full = [True]
+    failing(monkeypatch, lambda: is_full[0])
+    training = make_training()
+    checkpoints = saved(training, tmp_path)
+    train(training, range(2))
+    checkpoints.save()
+    with pytest.warns(UserWarning, match="there is no complete one"):
+        assert checkpoints.wait() is None
+    assert newest(tmp_path) is None
+    is_full[0] = False
+    train(training, range(2, 4))
+    checkpoints.save()
+    checkpoints.close()
+
+    again = make_training(seed=1)
+    load(again, tmp_path)
+    require_equal(again.numbers(), training.numbers())
+
+
+def test_by_hand_a_full_disk_raises(tmp_path, monkeypatch):
+    failing(monkeypatch, lambda: True)
+    training = make_training()
+
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(tmp_path, model=training.model, optimizers=training.optimizers)
+
+
+def test_too_little_space_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    training = make_training()
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+
+    with pytest.raises(OSError, match=r"5\.\d\d KiB are needed, and 1000 B are free"):
+        save_checkpoint(tmp_path, model=training.model, optimizers=training.optimizers)
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two checkpoints, and the training that wrote them."""
+    training = make_training()
+    for number in (1, 2):
+        training.step(number)
+        save_checkpoint(
+            tmp_path, model=training.model, optimizers=training.optimizers, state=number
+        )
+    return training
+
+
+def newest_files(folder):
+    manifest = read_manifest(folder)
+    return [
+        folder / piece.folder / block.file for piece in manifest.pieces for block in piece.blocks
+    ]
+
+
+@pytest.mark.parametrize("fault", ["flipped", "cut", "missing"])
+def test_a_damaged_file_changes_nothing_and_offers_the_older_one(two, tmp_path, fault):
+    for number, path in enumerate(newest_files(tmp_path)):
+        content = path.read_bytes()
+        if fault == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(
+                content[:-1]
+                if fault == "cut"
+                else content[:-9] + bytes([content[-9] ^ 4]) + content[-8:]
+            )
+        again = make_training(seed=number)
+        before = again.numbers()
+
+        with pytest.raises(
+            CheckpointError, match=f"checkpoint 2: .*{path.name}.*checkpoint 1 is whole"
+        ):
+            load(again, tmp_path)
+
+        require_equal(again.numbers(), before)
+        assert load(again, tmp_path, number=1) == 1
+        path.write_bytes(content)
+
+
+def test_a_checkpoint_of_another_model_is_refused(two, tmp_path):
+    other = make_training()
+    other.model.top = torch.nn.Linear(12, 2)
+
+    with pytest.raises(
+        CheckpointError,
+        match=r"another model: top\.bias is torch.float32 of shape \(1,\) there and",
+    ):
+        load(other, tmp_path)
+    with pytest.raises(CheckpointError, match="has optimizers"):
+        load_checkpoint(tmp_path, model=make_training().model, optimizers=two.optimizers[:1])
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("text")
+    training = make_training()
+
+    with pytest.raises(AlreadyExists, match=r"it has thesis\.tex"):
+        saved(training, tmp_path)
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+        load(training, tmp_path)
+
+
+def test_a_read_only_folder_is_an_error_of_the_system(tmp_path, monkeypatch):
+    training = make_training()
+    folder = tmp_path / "file" / "saved"
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(OSError, match="file"):
+        save_checkpoint(folder, model=training.model, optimizers=training.optimizers)
+
+
+def test_nothing_is_written_for_a_value_that_cannot_be_saved(tmp_path):
+    training = make_training()
+
+    with pytest.raises(CheckpointError, match=r"state/state/0: .* got object"):
+        save_checkpoint(
+            tmp_path, model=training.model, optimizers=training.optimizers, state=[object()]
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_tables_of_torch_are_saved_whole(tmp_path):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(
+            torch.nn.EmbeddingBag(50, 4, sparse=True), torch.nn.Linear(4, 1)
+        )
+        return model, torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.tensor([[1, 2], [3, 4]])).sum().backward()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of sparse tensors
+        model, optimizer = make(0)
+        step(model, optimizer)
+        save_checkpoint(tmp_path, model=model, optimizers=optimizer)
+        step(model, optimizer)
+        again, of_again = make(1)
+        load_checkpoint(tmp_path, model=again, optimizers=of_again)
+        step(again, of_again)
+
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)

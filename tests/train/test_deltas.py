@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import runpy
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from recsys.errors import AlreadyExists, CheckpointError
+from recsys.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
+from recsys.train.deltas import apply_deltas, export_checkpoint, export_delta
+
+TRAININGS = SimpleNamespace(
+    **runpy.run_path(str(Path(__file__).parent / "checkpoint" / "trainings.py"))
+)
+make_training, require_equal = TRAININGS.make_training, TRAININGS.require_equal
+
+
+def train(training, number):
+    for step in range(2):
+        training.step(number * 10 + step, most=5 * number)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Five checkpoints, the model of each, the whole file of the first, and all deltas."""
+    training = make_training()
+    checkpoints = Checkpoints(
+        tmp_path / "saved", model=training.model, optimizers=training.optimizers
+    )
+    models, deltas = {}, {}
+    for number in range(1, 6):
+        train(training, number)
+        checkpoints.save()
+        checkpoints.wait()
+        models[number] = {key: value.clone() for key, value in training.model.state_dict().items()}
+        if number == 1:
+            export_checkpoint(tmp_path / "saved", tmp_path / "full")
+        else:
+            deltas[number] = export_delta(
+                tmp_path / "saved", tmp_path / f"delta{number}", number - 1
+            )
+    checkpoints.close()
+    return SimpleNamespace(
+        folder=tmp_path / "saved", models=models, full=tmp_path / "full", deltas=deltas
+    )
+
+
+def test_a_whole_file_has_the_model(run, tmp_path):
+    require_equal(load_file(run.full), run.models[1])
+    assert (
+        export_checkpoint(run.folder, tmp_path / "four", 4).stat().st_size
+        == run.full.stat().st_size
+    )
+    require_equal(load_file(tmp_path / "four"), run.models[4])
+
+
+def test_whole_and_deltas_in_order_give_the_model(run, tmp_path):
+    for last in range(2, 6):
+        given = [run.deltas[number] for number in range(2, last + 1)]
+        apply_deltas(run.full, given, tmp_path / f"applied{last}")
+        require_equal(load_file(tmp_path / f"applied{last}"), run.models[last])
+
+    apply_deltas(tmp_path / "applied3", [run.deltas[4], run.deltas[5]], tmp_path / "on top")
+    require_equal(load_file(tmp_path / "on top"), run.models[5])
+
+
+def test_a_delta_has_changed_rows_only_and_says_from_where_to_where(run):
+    with safe_open(run.deltas[3], "pt") as opened:
+        metadata = opened.metadata()
+        rows = opened.get_tensor("tables.embedding_bags.t0.weight.rows")
+        values = opened.get_tensor("tables.embedding_bags.t0.weight")
+
+    assert (metadata["since"], metadata["checkpoint"]) == ("2", "3")
+    assert rows.tolist() == sorted(set(rows.tolist()))
+    assert rows.max() < 15
+    assert torch.equal(values, run.models[3]["tables.embedding_bags.t0.weight"][rows])
+
+
+def test_a_delta_may_span_several_checkpoints(run, tmp_path):
+    export_delta(run.folder, tmp_path / "since 1", 1)
+    apply_deltas(run.full, [tmp_path / "since 1"], tmp_path / "applied")
+
+    require_equal(load_file(tmp_path / "applied"), run.models[5])
+
+
+def test_changes_are_known_after_older_files_were_merged_and_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 1)
+    training = make_training("host")
+    checkpoints = Checkpoints(
+        tmp_path / "saved", model=training.model, optimizers=training.optimizers
+    )
+    for number in range(1, 8):
+        train(training, number)
+        checkpoints.save()
+        checkpoints.wait()
+        while checkpoints._writer.is_merging:
+            time.sleep(0.001)
+        if number == 2:
+            export_checkpoint(tmp_path / "saved", tmp_path / "full")
+    train(training, 1)
+    checkpoints.save()
+    checkpoints.close()
+
+    export_delta(tmp_path / "saved", tmp_path / "delta", 2)
+    export_delta(tmp_path / "saved", tmp_path / "last", 7)
+    apply_deltas(tmp_path / "full", [tmp_path / "delta"], tmp_path / "applied")
+
+    require_equal(load_file(tmp_path / "applied"), dict(training.model.state_dict()))
+    with safe_open(tmp_path / "last", "pt") as opened:
+        assert opened.get_tensor("tables.embedding_bags.t0.weight.rows").max() < 5
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([3], "delta3: continues from checkpoint 2, and .*full is checkpoint 1; a delta between"),
+        ([2, 4], "delta4: continues from checkpoint 3, and .*delta2 is checkpoint 2"),
+        ([2, 2], "delta2: continues from checkpoint 1, and .*delta2 is checkpoint 2; .*twice"),
+        ([3, 2], "delta3: continues from checkpoint 2"),
+    ],
+)
+def test_a_missing_or_repeated_delta_is_refused_by_name(run, tmp_path, numbers, message):
+    with pytest.raises(CheckpointError, match=message):
+        apply_deltas(run.full, [run.deltas[number] for number in numbers], tmp_path / "applied")
+    assert not (tmp_path / "applied").exists()
+
+
+def test_a_delta_of_another_training_is_refused(run, tmp_path):
+    other = make_training(seed=1)
+    for _ in range(2):
+        save_checkpoint(tmp_path / "other", model=other.model, optimizers=other.optimizers)
+    delta = export_delta(tmp_path / "other", tmp_path / "delta", 1)
+
+    with pytest.raises(CheckpointError, match="continues from checkpoint 1 of another training"):
+        apply_deltas(run.full, [delta], tmp_path / "applied")
+
+
+def test_a_checkpoint_that_was_not_before_is_refused(run, tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"5 does not continue from checkpoint 9; .* 1, 2, 3, 4"
+    ):
+        export_delta(run.folder, tmp_path / "delta", 9)
+
+
+def test_a_training_that_went_back_has_other_ids(run, tmp_path):
+    """Checkpoints 4 and 5 are given up, and the run goes on from 4."""
+    again = make_training(seed=1)
+    load_checkpoint(run.folder, model=again.model, optimizers=again.optimizers, number=4)
+    checkpoints = Checkpoints(run.folder, model=again.model, optimizers=again.optimizers, after=4)
+    train(again, 9)
+    checkpoints.save()
+    checkpoints.close()
+    applied = apply_deltas(
+        run.full, [run.deltas[number] for number in (2, 3, 4)], tmp_path / "four"
+    )
+
+    with pytest.raises(CheckpointError, match="does not continue from checkpoint 5"):
+        export_delta(run.folder, tmp_path / "since 5", 5)
+    delta = export_delta(run.folder, tmp_path / "since 4", 4)
+    apply_deltas(applied, [delta], tmp_path / "six")
+
+    require_equal(load_file(tmp_path / "six"), dict(again.model.state_dict()))
+    with pytest.raises(CheckpointError, match="a delta between"):
+        apply_deltas(applied, [run.deltas[5], delta], tmp_path / "none")
+
+
+def test_files_of_others_are_refused_by_name(run, tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "plain")
+    (tmp_path / "text").write_text("hello")
+    with safe_open(run.deltas[2], "pt") as opened:
+        metadata = opened.metadata()
+    save_file({"tables.other": torch.ones(2)}, tmp_path / "other", metadata)
+    save_file(
+        {
+            "tables.embedding_bags.t1.weight": torch.ones(1, 4),
+            "tables.embedding_bags.t1.weight.rows": torch.tensor([7]),
+        },
+        tmp_path / "row 7",
+        metadata,
+    )
+    save_file({"top.bias": torch.ones(2)}, tmp_path / "shape", metadata)
+
+    for name, message in (
+        ("plain", "does not say of which checkpoint it is"),
+        ("text", "is not a complete safetensors file"),
+        ("other", "has tables.other, which the whole model does not have"),
+        ("row 7", "rows 7 to 7, and the table has 7"),
+        ("shape", r"has top.bias, which must be F32 \[1\]"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{name}: .*{message}"):
+            apply_deltas(run.full, [tmp_path / name], tmp_path / "applied")
+        assert not (tmp_path / "applied").exists()
+    with pytest.raises(CheckpointError, match="is a whole model, not a delta"):
+        apply_deltas(run.full, [run.full], tmp_path / "applied")
+    with pytest.raises(AlreadyExists):
+        apply_deltas(run.full, [], run.full)
+
+
+def test_a_server_needs_no_library_to_apply_a_delta(run):
+    """As the docs show it: numpy and the layout of safetensors files."""
+    content = run.deltas[2].read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    table = load_file(run.full)["tables.embedding_bags.t0.weight"].numpy()
+
+    def tensor(name, dtype):
+        begin, end = header[name]["data_offsets"]
+        data = content[8 + length + begin : 8 + length + end]
+        return np.frombuffer(data, dtype).reshape(header[name]["shape"])
+
+    rows = tensor("tables.embedding_bags.t0.weight.rows", "<i8")
+    table[rows] = tensor("tables.embedding_bags.t0.weight", "<f4")
+
+    assert torch.equal(torch.from_numpy(table), run.models[2]["tables.embedding_bags.t0.weight"])
