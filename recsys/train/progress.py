@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from recsys._support.machine import peak_memory_bytes
 from recsys._support.states import SavedState
+from recsys.errors import TrainingDiverged
 from recsys.train.metrics import Metrics, auc
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from recsys.pipeline.stalls import StageClock
     from recsys.train.run_folder import RunFolder
 
-__all__ = ["Progress"]
+__all__ = ["LOWER_LR", "Progress"]
+
+LOWER_LR = "lower optimizer.lr or dense_optimizer.lr"
 
 _STATE_KEYS = (
     "num_steps",
@@ -95,8 +98,26 @@ class Progress:
         self.last_evaluation = evaluation.as_dict()
         self._folder.append_history({**self.position(), self._split: self.last_evaluation})
 
-    def report(self, epoch: int) -> float:
-        """Write a history line about the steps since the last report; returns their mean loss."""
+    @property
+    def has_unreported_steps(self) -> bool:
+        """Whether there was a step since the last report."""
+        return bool(self._losses)
+
+    def require_finite(self) -> None:
+        """Check the losses since the last report.
+
+        Raises:
+            TrainingDiverged: one is not finite.
+        """
+        if self._losses and not torch.stack(_on_one_device(self._losses)).isfinite().all():
+            raise self._diverged("not finite")
+
+    def report(self, epoch: int) -> None:
+        """Write a history line about the steps since the last report.
+
+        Raises:
+            TrainingDiverged: their mean loss is not finite.
+        """
         num_samples, seconds = self._reported
         self._reported = (self.num_samples, self._clock.train_seconds)
         num_samples, seconds = self.num_samples - num_samples, self._clock.train_seconds - seconds
@@ -118,7 +139,8 @@ class Progress:
         shown["samples/s"] = f"{self.throughput()['samples_per_second']:,.0f}"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(num_samples)
-        return loss
+        if not isfinite(loss):
+            raise self._diverged(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and the last evaluation in JSON types, and the steps since the last report.
@@ -166,6 +188,9 @@ class Progress:
         self._losses = list(losses.unbind())
         self._logits, self._labels = ([logits], [labels]) if len(logits) else ([], [])
         self._bar.initial = self._bar.n = reported_samples  # the rate is that of this process
+
+    def _diverged(self, loss: float | str) -> TrainingDiverged:
+        return TrainingDiverged(f"by step {self.num_steps} the loss is {loss}; {LOWER_LR}")
 
     def position(self) -> dict[str, Any]:
         """Steps, samples and seconds of training so far."""
