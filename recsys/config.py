@@ -7,6 +7,7 @@
     |-- lr_schedule: LearningRateConfig     of both optimizers
     |-- schedule: ScheduleConfig            order of fetching, computing and updating
     |-- eval: EvalConfig
+    |-- checkpoint: CheckpointConfig        how often the run saves its state
     `-- synthetic: SyntheticConfig          used when `data` is synthetic
 
 Later sources win: defaults, then a TOML file, then `key=value` settings. `to_toml` writes what
@@ -27,6 +28,7 @@ import tomli_w
 from recsys._support.config_fields import build, check_fields, walk_keys
 from recsys._support.config_fields import key as _key
 from recsys._support.sizes import parse_bytes
+from recsys.config_checkpoint import CheckpointConfig
 from recsys.config_schedule import ScheduleConfig
 from recsys.datasets.synthetic.config import SyntheticConfig
 from recsys.embeddings.tiers.cold.cold_files import COLD_TIERS
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "CheckpointConfig",
     "EvalConfig",
     "LearningRateConfig",
     "ModelConfig",
@@ -221,6 +224,7 @@ class TrainConfig:
         ScheduleConfig, "order of fetching rows, computing and updating"
     )
     eval: EvalConfig = _key(EvalConfig, "evaluation during training")
+    checkpoint: CheckpointConfig = _key(CheckpointConfig, "checkpoints, to resume the run")
     synthetic: SyntheticConfig = _key(SyntheticConfig, "synthetic data")
 
     def __post_init__(self) -> None:

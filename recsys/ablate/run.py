@@ -4,7 +4,8 @@
     order               all variations with the first seed, then all with the second, ...
     finished cell       its run.json says so, and holds the configuration of the cell
 
-A finished cell is never run again. So a stopped ablation continues where it stopped.
+A finished cell is never run again, and a cell that was stopped continues from its checkpoint if it
+has one. So a stopped ablation continues where it stopped.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment
 from recsys.config import build_config, describe_config
-from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
+from recsys.errors import AlreadyExists, CheckpointError, ConfigError, TrainingDiverged
 from recsys.report.ablation_table import make_rows
 from recsys.report.page import write_report
 from recsys.train.build import describe_source, open_source
+from recsys.train.checkpoint import newest
 from recsys.train.run_folder import RunFolder, write_json
 from recsys.train.trainer_process import train_in_own_process
 
@@ -52,7 +54,9 @@ _SAME_FOR_ALL = (
 class RunCell(Protocol):
     """A function that trains one cell: `recsys.train.trainer.train`, or `train_in_own_process`."""
 
-    def __call__(self, config: TrainConfig, run_dir: Path, *, show_progress: bool) -> Any: ...
+    def __call__(
+        self, config: TrainConfig, run_dir: Path, *, resume: bool = False, show_progress: bool
+    ) -> Any: ...
 
 
 def ablate(
@@ -115,6 +119,8 @@ def ablate(
                 outcome = _read_outcome(config, folder, cell)
                 if outcome is None:
                     break  # `run_cell` trained in this process and Ctrl-C ended it
+                # A finished cell is not run again, so it needs no checkpoints.
+                shutil.rmtree(folder / "cells" / cell.name / "checkpoints", ignore_errors=True)
                 outcomes[cell.name] = outcome
                 if len(outcomes) < len(cells):
                     _tabulate(config, folder, cells, outcomes)
@@ -237,16 +243,34 @@ def _first_difference(expected: Any, found: Any, key: str = "") -> str | None:
 
 
 def _train_cell(folder: Path, cell: Cell, run_cell: RunCell, *, show_progress: bool) -> None:
-    path = folder / "cells" / cell.name
-    if path.exists():
-        _print(f"{path} was not finished: it is removed and run again")
-        shutil.rmtree(path)
+    """Train a cell; one that was stopped continues from its checkpoint."""
+    run = RunFolder(folder / "cells" / cell.name)
     try:
-        run_cell(cell.config, path, show_progress=show_progress)
+        if run.path.exists() and _can_resume(run, cell):
+            _print(f"{run.path} was not finished: it continues from its checkpoint")
+            try:
+                run_cell(cell.config, run.path, resume=True, show_progress=show_progress)
+            except CheckpointError as error:
+                _print(f"cell {cell.name}: {error}")
+            else:
+                return
+        if run.path.exists():
+            _print(f"{run.path} was not finished: it is removed and run again")
+            shutil.rmtree(run.path)
+        shutil.rmtree(f"{run.path}.cold", ignore_errors=True)  # rows in files, after a kill
+        run_cell(cell.config, run.path, show_progress=show_progress)
     except TrainingDiverged as error:
         _print(f"cell {cell.name} diverged: {error}")
     except ConfigError as error:
         raise ConfigError(f"cell {cell.name}: {error}") from None
+
+
+def _can_resume(run: RunFolder, cell: Cell) -> bool:
+    """Whether an unfinished cell has a checkpoint, and the configuration of the cell."""
+    try:
+        return run.read_config() == cell.config and newest(run.checkpoints_folder) is not None
+    except (ConfigError, CheckpointError):
+        return False
 
 
 def _tabulate(

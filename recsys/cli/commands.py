@@ -72,11 +72,24 @@ def _add_run_commands(commands: _Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=format_keys(TrainConfig),
     )
-    train.add_argument("data", metavar="STORE", help="a store, or synthetic:criteo-kaggle")
+    train.add_argument(
+        "data",
+        nargs="?",
+        metavar="STORE",
+        help="a store, or synthetic:criteo-kaggle; with --resume, default: the data of the run",
+    )
     train.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
     train.add_argument("--set", **_SET)
     train.add_argument(
         "--run", metavar="DIR", help="new folder for results; default runs/<date-time>"
+    )
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue the run in DIR from its newest checkpoint; --config and --set change keys",
+    )
+    train.add_argument(
+        "--checkpoint", type=int, metavar="N", help="with --resume: continue from checkpoint N"
     )
     train.set_defaults(run_command=_train)
 
@@ -243,11 +256,21 @@ def _add_tiers_options(tiers: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from recsys.report.summary import format_run
+    from recsys.train.resume import resumed_config
     from recsys.train.trainer import train
 
-    config = load_config(options.config, options.set, data=options.data)
     run_dir = Path(options.run or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
-    record = train(config, run_dir)
+    if options.resume:
+        if not options.run:
+            raise ConfigError("--resume continues the run in a folder; name it by --run DIR")
+        config = resumed_config(run_dir, options.config, options.set, options.data)
+    elif options.checkpoint is not None:
+        raise ConfigError("--checkpoint N is for a run to continue; add --resume")
+    elif options.data is None:
+        raise ConfigError("data is missing; name a store, or synthetic:criteo-kaggle")
+    else:
+        config = load_config(options.config, options.set, data=options.data)
+    record = train(config, run_dir, resume=options.resume, checkpoint=options.checkpoint)
     print(format_run(record, run_dir))
     return _INTERRUPTED if record["status"] == "interrupted" else 0
 

@@ -7,11 +7,13 @@ trained on, do not change the position.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys._support.states import SavedState
 from recsys.datasets.iteration import ResumableLoader
 from recsys.datasets.read_ahead import ReadAhead
 from recsys.datasets.source import SPLITS
@@ -138,30 +140,24 @@ class BatchLoader(ResumableLoader[int]):
         """Continue at the position of `state`. The batch size may differ.
 
         Raises:
-            ConfigError: the state was taken with other data, another seed or another shuffling.
+            ConfigError: the state was taken with other data, another seed or another shuffling, or
+                it is no state of a loader.
             RuntimeError: an iteration is running.
         """
-        own_state = self.state_dict()
-        state = {"permutation_seed": None, **state}  # states of older versions lack the key
-        if set(state) != set(own_state):
-            raise ConfigError(
-                f"loader state: keys must be {sorted(own_state)}, got {sorted(state)}; "
-                "pass the result of state_dict()"
-            )
+        if isinstance(state, Mapping):
+            state = {"permutation_seed": None, **state}  # states of older versions lack the key
+        found = SavedState("loader state", state, self.state_dict())
         for key, own in self._identity().items():
-            if state[key] != own:
+            # Not only `!=`: True equals 1.
+            if type(found[key]) is not type(own) or found[key] != own:
                 raise ConfigError(
-                    f"loader state: {key} is {state[key]!r}, but this loader has {own!r}; "
+                    f"loader state: {key} is {found[key]!r}, but this loader has {own!r}; "
                     "use the arguments of the loader that was saved"
                 )
-        if not 0 <= state["next_sample"] <= len(self._samples):
-            raise ConfigError(
-                f"loader state: next_sample must lie in [0, {len(self._samples)}], "
-                f"got {state['next_sample']}"
-            )
+        epoch = found.whole("epoch")
+        next_sample = found.whole("next_sample", most=len(self._samples))
         self._require_idle("loaded with a state")
-        self.epoch = state["epoch"]
-        self._settled = state["next_sample"]
+        self.epoch, self._settled = epoch, next_sample
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from recsys._support.states import SavedState
 from recsys.pipeline.schedule import LookAhead, Sequential
 
 __all__ = ["Auto", "Choice"]
@@ -112,6 +113,32 @@ class Choice:
         ]
         chosen = None if self.chosen is None else _settings(self.chosen)
         return {"chosen": chosen, "measured": measured}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean seconds of every turn so far, in JSON types; the current turn is left out."""
+        seconds = [
+            turns[number]
+            for number in range(self._auto.num_rounds)
+            for turns in self._turns
+            if number < len(turns)
+        ]
+        return {"auto": str(self._auto), "turn_seconds": seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the last complete turn of `state`; ignored if its `Auto` is another one.
+
+        Raises:
+            ConfigError: `state` is no state of a choice.
+        """
+        found = SavedState("schedule choice state", state, ("auto", "turn_seconds"))
+        if found["auto"] != str(self._auto):
+            return
+        num_candidates = len(self._auto.candidates)
+        num_turns = num_candidates * self._auto.num_rounds
+        seconds = found.numbers("turn_seconds", range(num_turns + 1))
+        self._turns = [seconds[place::num_candidates] for place in range(num_candidates)]
+        self._num_steps, self._counted = len(seconds) * self._steps_of_turn, []
+        self.chosen = self._choose() if len(seconds) == num_turns else None
 
     @property
     def _steps_of_turn(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from recsys._support.states import SavedState
 from recsys.embeddings.tiers.transfers import MoveSeconds
 from recsys.pipeline.suggestions import Suggestion
 
@@ -31,8 +32,10 @@ STAGES = (
     "update",
     "write_back_wait",
     "evaluate",
+    "checkpoint",
     "other",
 )
+_NOT_DIVIDED = ("evaluate", "checkpoint")
 
 
 class Moved(NamedTuple):
@@ -52,10 +55,11 @@ class StageClock:
         update            optimizer steps (fused optimizers update within backward)
         write_back_wait   waiting until rows are written back, which frees slots for others
         evaluate          not part of `train_seconds`
+        checkpoint        copying what a checkpoint holds; it is written in the background
         other             reports, the progress bar, everything between two steps
 
-    Waiting for rows is subtracted from the stage in which it happened, except in evaluations. On a
-    CUDA device a stage counts the time to enqueue its work, not to run it.
+    Waiting for rows is subtracted from the stage in which it happened, except in evaluations and
+    checkpoints. On a CUDA device a stage counts the time to enqueue its work, not to run it.
 
     Attributes:
         seconds: Seconds of every stage.
@@ -95,7 +99,7 @@ class StageClock:
         if stage == "load":
             self._end_step()
         self.seconds[stage] += now - last
-        if stage != "evaluate" and moved != before:
+        if stage not in _NOT_DIVIDED and moved != before:
             waited = moved.exposed - before.exposed
             self.seconds[stage] -= waited.total
             self.seconds["prefetch_wait"] += waited.fetch
@@ -125,6 +129,29 @@ class StageClock:
         steps = zip(self._waited, self._busy, strict=True)
         return sum(min(waited, share * busy) for waited, busy in steps)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The seconds measured so far, in JSON types; called between two steps."""
+        self._end_step()
+        return {
+            "seconds": dict(self.seconds),
+            "waited": list(self._waited),
+            "busy": list(self._busy),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the seconds of `state`, as if they had been measured by this clock.
+
+        Raises:
+            ConfigError: `state` is no state of a clock.
+        """
+        found = SavedState("clock state", state, ("seconds", "waited", "busy"))
+        stages = found.inner("seconds", STAGES)
+        seconds = {stage: stages.number(stage) for stage in STAGES}
+        lengths = range(_RATIOS + 1, _RATIOS + 2)
+        waited, busy = found.numbers("waited", lengths), found.numbers("busy", lengths)
+        self.seconds, self._waited, self._busy = seconds, waited, busy
+        self._step_waited = self._step_busy = 0.0
+
     def _end_step(self) -> None:
         waited, busy = self._step_waited, self._step_busy
         self._step_waited = self._step_busy = 0.0
@@ -139,6 +166,7 @@ _REMEDIES = {
     "load": "read more mini-batches ahead (prefetch), or put the data on a faster disk",
     "prefetch_wait": "use a larger budget, or look more mini-batches ahead (schedule.depth)",
     "write_back_wait": "use a larger budget, or look more mini-batches ahead (schedule.depth)",
+    "checkpoint": "write checkpoints less often (checkpoint.every_seconds)",
     "other": "report less often, or do less between two steps",
 }
 _COMPUTE_FASTER = "compute faster: neither data nor rows are the bottleneck"

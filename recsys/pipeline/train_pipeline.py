@@ -19,6 +19,7 @@ import torch
 
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.sizes import format_bytes
+from recsys._support.states import SavedState
 from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
@@ -28,6 +29,7 @@ from recsys.pipeline.micro_batches import join_outputs
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.stalls import StageClock
 from recsys.pipeline.suggestions import forecast_budget, of_budget, of_schedule
+from recsys.pipeline.tiers_state import load_tiers_state, tiers_state
 from recsys.pipeline.window import Windows
 
 if TYPE_CHECKING:
@@ -45,6 +47,16 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainPipeline"]
 
+_STATE_KEYS = (
+    "depth",
+    "allowed_depth",
+    "steps_at_depth",
+    "num_steps",
+    "num_ahead",
+    "tiers",
+    "popular_split",
+    "choice",
+)
 # After this many steps with fewer mini-batches ahead than the schedule wants, one more is tried.
 _STEPS_UNTIL_DEEPER = 16
 
@@ -239,6 +251,47 @@ class TrainPipeline:
         for module in self._inputs.modules.values():
             module.settle()
         return self._model
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the pipeline has counted and learned; the position is in the loader's state.
+
+        JSON types, except for the tensors of `PopularSplit.state_dict`.
+        """
+        split, choice = self.popular_split, self.choice
+        return {
+            "depth": self._depth,
+            "allowed_depth": self._allowed_depth,
+            "steps_at_depth": self._steps_at_depth,
+            "num_steps": self._num_steps,
+            "num_ahead": self._num_ahead,
+            "tiers": tiers_state(self._inputs.tiers()),
+            "popular_split": None if split is None else split.state_dict(),
+            "choice": None if choice is None else choice.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the counts and choices of `state`, after rows and optimizers were loaded.
+
+        The schedule, the budget and the tiers may be others than those of `state`. Parts of the
+        state that do not apply to them are ignored.
+
+        Raises:
+            ConfigError: `state` is no state of a pipeline.
+        """
+        found = SavedState("pipeline state", state, _STATE_KEYS)
+        counts = {key: found.whole(key) for key in _STATE_KEYS[:5]}
+        self.detach()
+        load_tiers_state(self._inputs.tiers(), found["tiers"])
+        self.clock.watch(self._inputs.moved)
+        if self.popular_split is not None and found["popular_split"] is not None:
+            self.popular_split.load_state_dict(found["popular_split"])
+        if self.choice is not None and found["choice"] is not None:
+            self.choice.load_state_dict(found["choice"])
+            self._switch_to(self.choice.current)
+        if counts["depth"] == self._depth:
+            self._allowed_depth = min(counts["allowed_depth"], self._depth)
+            self._steps_at_depth = counts["steps_at_depth"]
+            self._num_steps, self._num_ahead = counts["num_steps"], counts["num_ahead"]
 
     def __del__(self) -> None:
         """Release the claims when the pipeline is deleted."""

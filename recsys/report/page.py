@@ -42,6 +42,7 @@ _COLORS = (
     "#956cb4",
     "#d65f5f",
     "#dcdcdc",
+    "#d5bb67",
     "#8c8c8c",
 )
 _SPREAD_NOTE = "Mean over seeds, least to most, sample standard deviation (sd)."

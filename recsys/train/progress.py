@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
@@ -10,7 +11,9 @@ import torch
 from tqdm import tqdm
 
 from recsys._support.machine import peak_memory_bytes
-from recsys.train.metrics import auc
+from recsys._support.states import SavedState
+from recsys.errors import TrainingDiverged
+from recsys.train.metrics import Metrics, auc
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -18,10 +21,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.pipeline.stalls import StageClock
-    from recsys.train.metrics import Metrics
     from recsys.train.run_folder import RunFolder
 
-__all__ = ["Progress"]
+__all__ = ["LOWER_LR", "Progress"]
+
+LOWER_LR = "lower optimizer.lr or dense_optimizer.lr"
+
+_STATE_KEYS = (
+    "num_steps",
+    "num_samples",
+    "last_evaluation",
+    "reported_samples",
+    "reported_seconds",
+    "losses",
+    "logits",
+    "labels",
+)
 
 
 class Progress:
@@ -83,14 +98,32 @@ class Progress:
         self.last_evaluation = evaluation.as_dict()
         self._folder.append_history({**self.position(), self._split: self.last_evaluation})
 
-    def report(self, epoch: int) -> float:
-        """Write a history line about the steps since the last report; returns their mean loss."""
+    @property
+    def has_unreported_steps(self) -> bool:
+        """Whether there was a step since the last report."""
+        return bool(self._losses)
+
+    def require_finite(self) -> None:
+        """Check the losses since the last report.
+
+        Raises:
+            TrainingDiverged: one is not finite.
+        """
+        if self._losses and not torch.stack(_on_one_device(self._losses)).isfinite().all():
+            raise self._diverged("not finite")
+
+    def report(self, epoch: int) -> None:
+        """Write a history line about the steps since the last report.
+
+        Raises:
+            TrainingDiverged: their mean loss is not finite.
+        """
         num_samples, seconds = self._reported
         self._reported = (self.num_samples, self._clock.train_seconds)
         num_samples, seconds = self.num_samples - num_samples, self._clock.train_seconds - seconds
-        loss = float(torch.stack(self._losses).sum()) / num_samples
-        logits = torch.cat(self._logits).float().cpu().numpy()
-        labels = torch.cat(self._labels).cpu().numpy()
+        loss = float(torch.stack(_on_one_device(self._losses)).sum()) / num_samples
+        logits = torch.cat(_on_one_device(self._logits)).float().cpu().numpy()
+        labels = torch.cat(_on_one_device(self._labels)).cpu().numpy()
         self._losses, self._logits, self._labels = [], [], []
         entry = {
             **self.position(),
@@ -106,7 +139,58 @@ class Progress:
         shown["samples/s"] = f"{self.throughput()['samples_per_second']:,.0f}"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(num_samples)
-        return loss
+        if not isfinite(loss):
+            raise self._diverged(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters and the last evaluation in JSON types, and the steps since the last report.
+
+        Shape:
+            losses (n,), the loss of each of these steps times its number of samples; logits (m,)
+            and labels (m,) of their samples; all on the CPU.
+        """
+        return {
+            "num_steps": self.num_steps,
+            "num_samples": self.num_samples,
+            "last_evaluation": self.last_evaluation,
+            "reported_samples": self._reported[0],
+            "reported_seconds": self._reported[1],
+            "losses": torch.stack(self._losses).cpu() if self._losses else torch.empty(0),
+            "logits": torch.cat(self._logits).cpu() if self._logits else torch.empty(0),
+            "labels": torch.cat(self._labels).cpu() if self._labels else torch.empty(0),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the steps of `state`, before the first step of this run.
+
+        Raises:
+            ConfigError: `state` is no state of a run's progress.
+        """
+        found = SavedState("progress state", state, _STATE_KEYS)
+        evaluation = found["last_evaluation"]
+        if evaluation is not None:
+            metrics = found.inner("last_evaluation", [field.name for field in fields(Metrics)])
+            for key, value in evaluation.items():
+                if value is not None:
+                    metrics.number(key)
+        num_steps, num_samples = found.whole("num_steps"), found.whole("num_samples")
+        reported_samples = found.whole("reported_samples", most=num_samples)
+        reported_seconds = found.number("reported_seconds")
+        losses, logits, labels = map(found.tensor, ("losses", "logits", "labels"))
+        if not len(logits) == len(labels) == num_samples - reported_samples:
+            raise found.error("logits", "as many as samples since the last report")
+        if not bool(((labels == 0) | (labels == 1)).all()):
+            raise found.error("labels", "0 or 1")
+        if bool(len(losses)) != bool(len(logits)) or len(losses) > min(num_steps, len(logits)):
+            raise found.error("losses", "one for each step since the last report")
+        self.num_steps, self.num_samples, self.last_evaluation = num_steps, num_samples, evaluation
+        self._reported = (reported_samples, reported_seconds)
+        self._losses = list(losses.unbind())
+        self._logits, self._labels = ([logits], [labels]) if len(logits) else ([], [])
+        self._bar.initial = self._bar.n = reported_samples  # the rate is that of this process
+
+    def _diverged(self, loss: float | str) -> TrainingDiverged:
+        return TrainingDiverged(f"by step {self.num_steps} the loss is {loss}; {LOWER_LR}")
 
     def position(self) -> dict[str, Any]:
         """Steps, samples and seconds of training so far."""
@@ -137,6 +221,11 @@ class Progress:
     ) -> None:
         self.peak_memory_bytes = peak_memory_bytes()
         self._bar.close()
+
+
+def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors on the device of the last one; those of a loaded state are on the CPU."""
+    return [each.to(tensors[-1].device) for each in tensors]
 
 
 def _rounded(value: float | None) -> str:

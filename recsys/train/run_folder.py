@@ -6,6 +6,7 @@
         curves.png         loss and AUC over samples
         model.safetensors  the final state_dict, readable without this library; missing if
                            `save_model` is false
+        checkpoints/       the newest checkpoint and the one before, from which the run continues
         timeline.json      the first steps for chrome://tracing, if `timeline_steps` is set
         timeline.png       ten of these steps as a picture
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +60,7 @@ class RunFolder:
         self.record_file = path / "run.json"
         self.curves_file = path / "curves.png"
         self.model_file = path / "model.safetensors"
+        self.checkpoints_folder = path / "checkpoints"
         self.timeline_file = path / "timeline.json"
         self.timeline_picture_file = path / "timeline.png"
 
@@ -73,8 +77,7 @@ class RunFolder:
                 f"run folder {folder.path} is not empty; remove it or choose another with --run"
             )
         folder.path.mkdir(parents=True, exist_ok=True)
-        with appearing_whole(folder.config_file) as partial:
-            partial.write_text(to_toml(config))
+        folder.write_config(config)
         return folder
 
     @classmethod
@@ -95,6 +98,47 @@ class RunFolder:
     def read_config(self) -> TrainConfig:
         """Configuration of the run."""
         return load_config(self.config_file)
+
+    def continue_run(self, config: TrainConfig, history_bytes: int) -> None:
+        """Begin to continue a run: drop what it wrote after its checkpoint.
+
+        The record is removed, because the run is no longer finished. An earlier model stays until
+        the new one replaces it.
+
+        Args:
+            config: The configuration to continue with.
+            history_bytes: The length of the history at the checkpoint; 0 drops every line.
+        """
+        self.record_file.unlink(missing_ok=True)
+        self.write_config(config)
+        self.cut_history(history_bytes)
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Write `config.toml`."""
+        with appearing_whole(self.config_file) as partial:
+            partial.write_text(to_toml(config))
+
+    def history_bytes(self) -> int:
+        """The length of the history in bytes; 0 if it has no line."""
+        return self.history_file.stat().st_size if self.history_file.is_file() else 0
+
+    def cut_history(self, num_bytes: int) -> None:
+        """Drop the lines of the history after a length that `history_bytes` returned.
+
+        A history that a power failure has shortened keeps its complete lines, with a warning.
+        """
+        size = self.history_bytes()
+        if size < num_bytes:
+            content = self.history_file.read_bytes() if size else b""
+            kept = content.rfind(b"\n") + 1
+            warnings.warn(
+                f"{self.history_file} has {size} of the {num_bytes} bytes that it had at the "
+                "checkpoint; the curves of the run have a gap",
+                stacklevel=3,
+            )
+            num_bytes = kept
+        if size > num_bytes:
+            os.truncate(self.history_file, num_bytes)
 
     def append_history(self, entry: dict[str, Any]) -> None:
         """Add one line to the history."""

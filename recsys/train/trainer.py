@@ -5,27 +5,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import threading
 import warnings
-from contextlib import contextmanager
-from dataclasses import replace
-from math import isfinite
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
+from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
 from recsys.config import OptimizerConfig, describe_config
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.read_ahead import num_read_ahead
 from recsys.embeddings.lookup.device_tables import check_input
-from recsys.errors import AlreadyExists, TrainingDiverged
+from recsys.errors import TrainingDiverged
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.pipeline.suggestions import of_load
@@ -41,76 +36,145 @@ from recsys.train.build import (
     describe_source,
     open_source,
 )
+from recsys.train.checkpoint import load_checkpoint
+from recsys.train.cold_folder import cold_folder, remove_left_rows
 from recsys.train.curves import plot_curves, plot_timeline
+from recsys.train.interrupts import interrupts
+from recsys.train.learning_rates import build_schedulers, continue_at
 from recsys.train.metrics import Metrics, MetricsAccumulator
-from recsys.train.progress import Progress
+from recsys.train.progress import LOWER_LR, Progress
+from recsys.train.resume import reopened
+from recsys.train.run_checkpoints import RunCheckpoints, writes_checkpoints
 from recsys.train.run_folder import RunFolder
+from recsys.train.run_state import RunState
 from recsys.train.tier_report import describe_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    import threading
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR
 
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
     from recsys.pipeline import TrainPipeline
     from recsys.pipeline.suggestions import Suggestion
+    from recsys.train.resume import Reopened
 
 __all__ = ["evaluate_run", "evaluate_split", "train"]
 
 _REPORTS_PER_RUN = 100
 _EVALUATIONS_PER_EPOCH = 10
-_INTERRUPT_NOTICE = b"\nending after this step; press Ctrl-C again to stop at once\n"
-_LOWER_LR = "lower optimizer.lr or dense_optimizer.lr"
 
 
 def train(
-    config: TrainConfig, run_dir: str | Path, *, show_progress: bool = True
+    config: TrainConfig,
+    run_dir: str | Path,
+    *,
+    resume: bool = False,
+    checkpoint: int | None = None,
+    show_progress: bool = True,
 ) -> dict[str, Any]:
     """Train a model, save it, evaluate it, and write the results to a run folder.
 
-    The first Ctrl-C ends training after the current step and writes the model and the measurements.
-    The second Ctrl-C interrupts at once and writes only the measurements.
+    The first Ctrl-C, or SIGTERM, ends training after the current step; a checkpoint, the model and
+    the measurements are written. The second Ctrl-C interrupts at once and writes only the
+    measurements.
 
     Args:
         config: The configuration.
         run_dir: A new or empty folder; `RunFolder` lists the files.
+        resume: Continue the run in `run_dir` from its newest complete checkpoint, after the last
+            sample that it was trained on. Without one, training starts from the first sample. Some
+            keys of `config` may differ from the run's, such as `budget`, `schedule` and `epochs`.
+        checkpoint: With `resume`, continue from the checkpoint with this number.
         show_progress: Draw a progress bar.
 
     Returns:
         The run record, as in `run.json`; `status` is "finished" or "interrupted".
 
     Raises:
-        AlreadyExists: `run_dir` is not empty.
-        ConfigError, StoreError: the configuration does not fit the data, or there is no data.
+        AlreadyExists: `run_dir` is not empty; or, with `resume`, it holds a finished run without a
+            checkpoint.
+        CheckpointError: the checkpoint is damaged. The message names one that is whole.
+        ConfigError, StoreError: the configuration does not fit the data or the run to resume, or
+            there is no data.
         TrainingDiverged: the loss is no longer finite. The record is written with the `status`
             "diverged" and without metrics. After any other error it is written with "failed".
     """
-    with _cold_folder(config, run_dir) as cold_path:
-        return _train(config, run_dir, cold_path, show_progress=show_progress)
+    run_dir = Path(run_dir)
+    with ExitStack() as stack:
+        earlier = stack.enter_context(reopened(config, run_dir, checkpoint)) if resume else None
+        if earlier is not None and earlier.record is not None:
+            return earlier.record
+        return _train(config, run_dir, earlier, stack, show_progress=show_progress)
 
 
 def _train(
-    config: TrainConfig, run_dir: str | Path, cold_path: str, *, show_progress: bool
+    config: TrainConfig,
+    run_dir: Path,
+    earlier: Reopened | None,
+    stack: ExitStack,
+    *,
+    show_progress: bool,
 ) -> dict[str, Any]:
+    """See `train`.
+
+    Args:
+        config: The configuration.
+        run_dir: The folder of the run.
+        earlier: The run to continue; None for a new one.
+        stack: Is closed after the run.
+        show_progress: Draw a progress bar.
+    """
     source = open_source(config)
+    if earlier is not None:
+        tables = [f"t_{feature}" for feature in source.table_sizes]
+        remove_left_rows(config, earlier.config, run_dir, tables)
+    cold_path = stack.enter_context(cold_folder(config, run_dir))
     set_num_threads(config.num_threads)
     tune_allocator()
     plan = choose_plan(config, source)
     loader = build_loader(config, source, plan)
     model, optimizers = build_model(replace(config, cold_path=cold_path), source, plan)
-    _warn_of_no_effect(config, config.epochs * len(loader))
+    num_steps, num_samples = (
+        config.epochs * len(loader),
+        config.epochs * len(source.splits["train"]),
+    )
+    _warn_of_no_effect(config, num_steps)
     compile_kernels(config, source)
-    folder = RunFolder.create(run_dir, config)
+    if earlier is None:
+        folder = RunFolder.create(run_dir, config)
+        stack.enter_context(alone_in(run_dir, "recsys train"))
+    else:
+        folder = earlier.folder
     clock = StageClock()
-    pipeline = build_pipeline(model, optimizers, config, clock, config.epochs * len(loader))
+    pipeline = build_pipeline(model, optimizers, config, clock, num_steps)
     pipeline.forecast_budget()
-    timeline = Timeline() if config.timeline_steps else None
-    pipeline.record(timeline)
-    num_samples = config.epochs * len(source.splits["train"])
+    schedulers = build_schedulers(config.lr_schedule, optimizers, num_steps)
     progress = Progress(folder, clock, num_samples, config.eval.split, show=show_progress)
+    state = RunState(folder, loader, pipeline, progress)
+    number = None if earlier is None else earlier.number
+    if earlier is not None:
+        history_bytes = 0
+        if number is not None:
+            saved = load_checkpoint(
+                folder.checkpoints_folder,
+                model=model.model,
+                optimizers=optimizers,
+                number=number,
+            )
+            history_bytes = state.load_state_dict(saved, number)
+            continue_at(schedulers, progress.num_steps)
+        folder.continue_run(config, history_bytes)
+    checkpoints = None
+    if writes_checkpoints(config):
+        checkpoints = RunCheckpoints(
+            config.checkpoint, folder.checkpoints_folder, model.model, optimizers, number
+        )
+    timeline = Timeline() if config.timeline_steps > progress.num_steps else None
+    pipeline.record(timeline)
     metrics: dict[str, Any] = {"test": None, "validation": None}
     record: dict[str, Any] = {
         "status": "failed",
@@ -119,14 +183,19 @@ def _train(
         "data": describe_source(source),
         "metrics": metrics,
     }
+    run = _Run(config, pipeline, model, loader, schedulers, progress, state, checkpoints)
     try:
-        with _interrupts() as interrupted:
+        with interrupts(has_checkpoints=checkpoints is not None) as interrupted:
             with progress:
-                _fit(pipeline, model, optimizers, loader, config, progress, interrupted)
+                _fit(run, interrupted)
             metrics[config.eval.split] = progress.last_evaluation
             is_whole = progress.num_samples == num_samples
+            if checkpoints is not None and not is_whole:
+                checkpoints.wait()
             if config.save_model:
                 folder.save_model(model.model)
+            else:
+                folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
             if is_whole:
                 clock.start()
                 for split in metrics:
@@ -135,6 +204,8 @@ def _train(
                     metrics[split] = found.as_dict()
                 clock.mark("evaluate")
                 folder.append_history({**progress.position(), **metrics})
+            if checkpoints is not None:
+                checkpoints.close()
             record["status"] = "finished" if is_whole else "interrupted"
     except KeyboardInterrupt:
         metrics[config.eval.split] = metrics[config.eval.split] or progress.last_evaluation
@@ -145,12 +216,16 @@ def _train(
         record["status"] = "diverged"
         raise
     finally:
+        if checkpoints is not None and record["status"] in ("failed", "diverged"):
+            checkpoints.close()
         record |= {
             "throughput": progress.throughput(),
             "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
             "schedule": describe_schedule(pipeline, loader),
             "tiers": describe_tiers(model),
             "skipped": None,
+            "checkpoints": None if checkpoints is None else checkpoints.describe(),
+            "resumed": state.resumed,
             "peak_memory_bytes": progress.peak_memory_bytes,
         }
         if timeline is not None:
@@ -162,32 +237,47 @@ def _train(
     return record
 
 
-def _fit(
-    pipeline: TrainPipeline,
-    model: nn.Module,
-    optimizers: list[Optimizer],
-    loader: BatchLoader | HotColdLoader,
-    config: TrainConfig,
-    progress: Progress,
-    interrupted: threading.Event,
-) -> None:
+@dataclass(frozen=True)
+class _Run:
+    """The parts of a run that trains."""
+
+    config: TrainConfig
+    pipeline: TrainPipeline
+    model: nn.Module
+    loader: BatchLoader | HotColdLoader
+    schedulers: Sequence[LambdaLR]
+    progress: Progress
+    state: RunState
+    checkpoints: RunCheckpoints | None
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint, if the run writes any and its losses are finite.
+
+        Raises:
+            TrainingDiverged: a loss since the last report is not finite.
+        """
+        if self.checkpoints is not None:
+            self.pipeline.clock.mark("other")
+            self.progress.require_finite()
+            self.checkpoints.save(self.state.state_dict())
+            self.pipeline.clock.mark("checkpoint")
+
+
+def _fit(run: _Run, interrupted: threading.Event) -> None:
     """The training loop: returns after the last epoch, or once `interrupted` is set.
 
     Raises:
         TrainingDiverged: the loss is no longer finite.
     """
+    config, pipeline, loader, progress = run.config, run.pipeline, run.loader, run.progress
     clock, num_steps = pipeline.clock, config.epochs * len(loader)
-    schedulers = []
-    if not config.lr_schedule.is_constant:
-        schedulers = [
-            LambdaLR(optimizer, lambda step: config.lr_schedule.factor(step, num_steps))
-            for optimizer in optimizers
-        ]
-    model.train()
+    run.model.train()
     clock.start()
-    for epoch in range(config.epochs):
+    if run.checkpoints is not None:
+        run.checkpoints.start()
+    for epoch in range(loader.epoch, config.epochs):
         for loss, (_, logits, labels) in _steps(pipeline, loader, progress):
-            for scheduler in schedulers:
+            for scheduler in run.schedulers:
                 scheduler.step()
             clock.mark("update")
 
@@ -203,19 +293,28 @@ def _fit(
                 loader.finish_reading()
                 clock.mark("load")
                 if isinstance(loader, HotColdLoader) and wants_loss:
-                    loader.observe(_evaluate(model, loader.source, "validation", config).logloss)
+                    loss_after_turn = _evaluate(run.model, loader.source, "validation", config)
+                    loader.observe(loss_after_turn.logloss)
                 if is_due:
-                    found = _evaluate(model, loader.source, config.eval.split, config)
+                    found = _evaluate(run.model, loader.source, config.eval.split, config)
                     progress.add_evaluation(found)
                 clock.mark("evaluate")
-            if _is_one_of(step, _REPORTS_PER_RUN, num_steps) or interrupted.is_set():
-                mean_loss = progress.report(epoch)
-                if not isfinite(mean_loss):
-                    raise TrainingDiverged(f"by step {step} the loss is {mean_loss}; {_LOWER_LR}")
+            if _is_one_of(step, _REPORTS_PER_RUN, num_steps):
+                progress.report(epoch)
+            is_interrupted = interrupted.is_set()
+            if is_interrupted or (
+                run.checkpoints is not None and step < num_steps and run.checkpoints.is_due(step)
+            ):
+                run.save_checkpoint()
             clock.mark("other")
-            if interrupted.is_set():
+            if is_interrupted:
+                # After the checkpoint, so that the next report of a resumed run is a whole one.
+                if progress.has_unreported_steps:
+                    progress.report(epoch)
                 pipeline.detach()
                 return
+    if run.checkpoints is not None and run.checkpoints.has_saved:
+        run.save_checkpoint()
 
 
 def _steps(
@@ -225,7 +324,7 @@ def _steps(
     try:
         yield from pipeline.steps(loader)
     except TrainingDiverged as error:
-        raise TrainingDiverged(f"step {progress.num_steps + 1}: {error}; {_LOWER_LR}") from error
+        raise TrainingDiverged(f"step {progress.num_steps + 1}: {error}; {LOWER_LR}") from error
 
 
 def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[Suggestion | None]:
@@ -310,7 +409,7 @@ def evaluate_split(
             num_bad = int((~np.isfinite(scores)).sum())
             if num_bad:
                 raise TrainingDiverged(
-                    f"{split}: {num_bad} of {len(scores)} logits are not finite; {_LOWER_LR}"
+                    f"{split}: {num_bad} of {len(scores)} logits are not finite; {LOWER_LR}"
                 )
             accumulator.add(scores, labels[:wanted].cpu().numpy())
             if accumulator.num_samples == max_samples:
@@ -360,46 +459,3 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metr
             split: evaluate_split(model, source, split, config.eval.batch_size)
             for split in ("test", "validation")
         }
-
-
-@contextmanager
-def _cold_folder(config: TrainConfig, run_dir: str | Path) -> Iterator[str]:
-    """The folder for rows in files: `cold_path`, or one that is deleted after the run."""
-    if config.cold_tier == "host" or config.cold_path:
-        if config.cold_path and Path(config.cold_path).exists():
-            raise AlreadyExists(
-                f"cold_path {config.cold_path} exists, but training starts with new rows; choose "
-                "another, or delete it"
-            )
-        yield config.cold_path
-        return
-    own = Path(f"{run_dir}.cold")
-    if own.exists():
-        raise AlreadyExists(
-            f"{own}, the folder for rows in files, exists; delete it, or set cold_path"
-        )
-    try:
-        yield str(own)
-    finally:
-        shutil.rmtree(own, ignore_errors=True)  # the run folder holds the model
-
-
-@contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """Within the `with` block the first Ctrl-C sets the event; the second interrupts as usual."""
-    interrupted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupted  # only the main thread may handle signals
-        return
-
-    def on_signal(*_: object) -> None:
-        interrupted.set()
-        signal.signal(signal.SIGINT, before)
-        # Not print: the signal may have interrupted one.
-        os.write(2, _INTERRUPT_NOTICE)
-
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, before)

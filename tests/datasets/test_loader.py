@@ -213,15 +213,36 @@ def test_a_state_of_other_data_is_refused():
 
 
 @pytest.mark.parametrize(
-    "change", [{"next_sample": 42}, {"next_sample": -1}, {"epoch": None, "epochs": 1}]
+    "change",
+    [
+        {"next_sample": 42},
+        {"next_sample": -1},
+        {"next_sample": 3.0},
+        {"next_sample": True},
+        {"next_sample": "3"},
+        {"epoch": None, "epochs": 1},
+        {"epoch": -1},
+        {"epoch": 2**63},
+        {"epoch": [0]},
+        {"seed": False},
+        {"data": ["numbered"]},
+    ],
 )
-def test_a_state_that_is_none_is_refused(change):
+def test_a_malformed_state_is_refused_by_name(change):
     loader = BatchLoader(Numbered(41), "train", 5, shuffle=False)
     state = loader.state_dict() | change
     state = {key: value for key, value in state.items() if value is not None}
 
-    with pytest.raises(ConfigError, match="loader state: "):
+    with pytest.raises(ConfigError, match=f"loader state: .*{next(iter(change))}"):
         loader.load_state_dict(state)
+
+    assert (loader.epoch, loader.state_dict()["next_sample"]) == (0, 0)
+
+
+@pytest.mark.parametrize("state", [None, [], 7, "state", {3: 4}])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ConfigError, match=r"loader state.*pass the result of state_dict\(\)"):
+        BatchLoader(Numbered(41), "train", 5, shuffle=False).load_state_dict(state)
 
 
 def test_one_position_means_one_iteration_at_a_time():

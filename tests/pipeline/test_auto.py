@@ -1,9 +1,12 @@
 """A schedule chosen by what steps take, which tests say here."""
 
+import json
+
 import pytest
 import torch
 
 from recsys.embeddings.optimizer import Adagrad
+from recsys.errors import ConfigError
 from recsys.pipeline import Auto, Hotline, LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.auto import Choice
 
@@ -76,6 +79,50 @@ def test_a_run_that_ends_before_has_chosen_nothing():
 
     assert choice.describe()["chosen"] is None
     assert [each["step_ms"] for each in choice.describe()["measured"]] == [1e3, None, None]
+
+
+@pytest.mark.parametrize("num_steps", [0, 30, 24 * 3 + 5, 24 * 9 - 1, 24 * 9])
+def test_a_resumed_choice_begins_its_last_turn_again_and_keeps_the_others(num_steps):
+    seconds = [3.0, 1.0, 2.0]
+    choice, resumed = Choice(Auto()), Choice(Auto())
+    for _ in range(num_steps):
+        choice.add(seconds[CANDIDATES.index(choice.current)])
+
+    resumed.load_state_dict(json.loads(json.dumps(choice.state_dict())))
+
+    assert resumed.current == choice.current
+    assert resumed.describe() == choice.describe()
+    ran = run(resumed, lambda schedule, _: seconds[CANDIDATES.index(schedule)])
+    assert len(ran) == 24 * (9 - num_steps // 24)
+    assert resumed.chosen == LookAhead(2)
+
+
+def test_turns_of_other_candidates_are_ignored():
+    choice, other = Choice(Auto()), Choice(Auto(CANDIDATES[:2]))
+    run(choice, lambda *_: 1.0)
+
+    other.load_state_dict(choice.state_dict())
+
+    assert other.chosen is None
+    assert other.state_dict()["turn_seconds"] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"turn_seconds": [1.0] * 10},
+        {"turn_seconds": [-1.0]},
+        {"turn_seconds": ["fast"]},
+        {"turn_seconds": [float("nan")]},
+        {"turn_seconds": 3},
+        {"turns": []},
+    ],
+)
+def test_a_malformed_state_of_a_choice_is_refused(change):
+    choice = Choice(Auto())
+
+    with pytest.raises(ConfigError, match="schedule choice state: "):
+        choice.load_state_dict(choice.state_dict() | change)
 
 
 def test_trying_and_choosing_change_no_bit(small):

@@ -8,6 +8,7 @@ import torch
 
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.tiers.transfers import MoveSeconds
+from recsys.errors import ConfigError
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.stalls import (
     STAGES,
@@ -60,6 +61,60 @@ def test_waiting_for_rows_is_no_part_of_the_stage_it_was_in_but_of_an_evaluation
         "evaluate": 1,
     }
     assert clock.train_seconds == 8
+
+
+def test_waiting_for_rows_is_part_of_a_checkpoint(now):
+    waited, clock = [MoveSeconds()], StageClock()
+    clock.watch(lambda: Moved(waited[0], waited[0]))
+    now[0] += 5
+    waited[0] += MoveSeconds(write_back=2)
+    clock.mark("checkpoint")
+
+    assert stages_of(clock) == {"checkpoint": 5}
+    assert clock.train_seconds == 5
+
+
+def test_a_resumed_clock_continues_with_the_seconds_of_the_saved_one(now):
+    def train(clock, waited, busy, num_steps):
+        moved = [Moved()]
+        clock.watch(lambda: moved[0])
+        clock.start()
+        for _ in range(num_steps):
+            for stage in ("load", "forward", "update"):
+                now[0] += 3
+                found = MoveSeconds(fetch=waited)
+                moved[0] = Moved(moved[0].busy + MoveSeconds(fetch=busy), moved[0].exposed + found)
+                clock.mark(stage)
+
+    whole, first, resumed = StageClock(), StageClock(), StageClock()
+    for clock in (whole, first):
+        train(clock, 0.5, 1, 3)
+    train(whole, 1, 4, 2)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    train(resumed, 1, 4, 2)
+
+    assert resumed.seconds == whole.seconds
+    assert resumed.train_seconds == whole.train_seconds > 0
+    assert resumed.saved_without(0.5) == pytest.approx(whole.saved_without(0.5))
+    assert 0 < resumed.saved_without(0.2) < resumed.saved_without(0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seconds": {}},
+        {"seconds": dict.fromkeys(STAGES, -1.0)},
+        {"seconds": [0.0] * len(STAGES)},
+        {"waited": [0.0]},
+        {"busy": ["0"] * 65},
+        {"more": 1},
+    ],
+)
+def test_a_malformed_state_of_a_clock_is_refused(change):
+    clock = StageClock()
+
+    with pytest.raises(ConfigError, match="clock state: "):
+        clock.load_state_dict(clock.state_dict() | change)
 
 
 class SlowStore:
@@ -207,7 +262,7 @@ def test_without_a_step_nothing_binds(now):
 
 def test_the_table_has_every_stage_of_training_and_what_would_loosen_the_largest(now):
     clock = StageClock()
-    clock.seconds |= dict.fromkeys(STAGES, 1.0) | {"prefetch_wait": 15.0, "evaluate": 100.0}
+    clock.seconds |= dict.fromkeys(STAGES, 1.0) | {"prefetch_wait": 14.0, "evaluate": 100.0}
     suggestions = [
         Suggestion("prefetch", 4, 0.1, is_upper_bound=True),
         Suggestion("schedule.depth", 4, 10.5, is_upper_bound=True),
@@ -218,7 +273,7 @@ def test_the_table_has_every_stage_of_training_and_what_would_loosen_the_largest
 
     titles = [stage_title(stage) for stage in STAGES if stage != "evaluate"]
     assert [line[:20].strip() for line in lines[1 : 1 + len(titles)]] == titles
-    assert lines[2].split() == ["prefetch", "wait", "15.00", "71.4%"]
+    assert lines[2].split() == ["prefetch", "wait", "14.00", "66.7%"]
     assert lines[1 + len(titles) :] == [
         "prefetch wait takes the most time; to shorten it, use a larger budget, or look more "
         "mini-batches ahead (schedule.depth)",

@@ -1,6 +1,7 @@
 """What a pipeline does beside the steps: warnings, errors, evaluation in between, the end."""
 
 import gc
+import json
 import warnings
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD, Adagrad
-from recsys.errors import BudgetTooSmall, IdOutOfRange, TiersFailed
+from recsys.errors import BudgetTooSmall, ConfigError, IdOutOfRange, TiersFailed
 from recsys.pipeline import LookAhead, Sequential, TrainPipeline
 
 BUDGET = 30_000  # of 830 rows and their state
@@ -305,6 +306,64 @@ def test_too_little_room_shrinks_the_depth_and_says_so_once(small, batches):
     assert 0 < pipeline.mean_depth < 6
     assert losses == small.run_plain(models[0], dense[0], batches * 4)
     small.require_equal(*models)
+
+
+@pytest.mark.filterwarnings("ignore:schedule=LookAhead")
+def test_a_resumed_pipeline_continues_with_its_depth_and_counts(small, batches):
+    optimizer = Adagrad(lr=0.1)
+    budget = small.budget_for(small.tables, optimizer, batches, 12)
+    pipelines = []
+    for schedule in (LookAhead(6), LookAhead(6), LookAhead(2)):
+        model = small.Model(small.tables, optimizer, budget=budget)
+        dense = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+        pipelines.append(TrainPipeline(model, dense, schedule=schedule))
+    saved, resumed, other = pipelines
+    small.run(saved, iter(batches))
+    state = json.loads(json.dumps(saved.state_dict()))
+    assert state["allowed_depth"] < 6
+    state["tiers"][0]["exposed"] = [100.0, 0.0]
+
+    found = []
+    for pipeline in (resumed, other):
+        pipeline.load_state_dict(state)
+        found.append(pipeline.state_dict())
+        assert num_hits(pipeline.detach()) == num_hits(saved.detach())
+        pipeline.clock.mark("other")
+        assert pipeline.clock.waited_seconds < 1  # the saved clock has counted the 100 s
+
+    assert found[0] == state
+    assert resumed.mean_depth == saved.mean_depth > 0
+    assert other.mean_depth == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"depth": "2"},
+        {"num_steps": -1},
+        {"allowed_depth": None},
+        {"tiers": {}},
+        {"tiers": [{}]},
+        {"more": 1},
+    ],
+)
+def test_a_malformed_state_of_a_pipeline_is_refused_by_name(pair, change):
+    models, dense = pair()
+    pipeline = TrainPipeline(models[1], dense[1])
+
+    with pytest.raises(ConfigError, match="pipeline state: "):
+        pipeline.load_state_dict(pipeline.state_dict() | change)
+
+
+@pytest.mark.parametrize("change", [{"counts": [1]}, {"busy": [1, -1]}, {"exposed": None}])
+def test_a_malformed_state_of_tiers_is_refused_by_name(pair, change):
+    models, dense = pair()
+    pipeline = TrainPipeline(models[1], dense[1])
+    state = pipeline.state_dict()
+    state["tiers"][0] |= change
+
+    with pytest.raises(ConfigError, match=f"pipeline state: tiers: {next(iter(change))} must be"):
+        pipeline.load_state_dict(state)
 
 
 def test_a_mini_batch_that_does_not_fit_alone_is_refused_in_its_turn(small, batches):

@@ -377,8 +377,22 @@ class Residency:
             The numbers of rows that this call pinned and unpinned.
         """
         self._collect()
+        return self.hot.pin_popular(self._most_pinned(share, num_left))
+
+    def pin_as_popular(self, rows: NDArray[np.int64], share: float, num_left: int) -> None:
+        """Pin rows that were popular when a state was saved, as far as they fit.
+
+        Args:
+            rows: Distinct rows, counted over all tables, the most popular first.
+            share: As for `pin_popular`.
+            num_left: As for `pin_popular`.
+        """
+        self._collect()
+        self.hot.pin_as_popular(rows, self._most_pinned(share, num_left))
+
+    def _most_pinned(self, share: float, num_left: int) -> int:
         num_slots = self.hot.num_slots
-        return self.hot.pin_popular(max(0, min(int(share * num_slots), num_slots - num_left)))
+        return max(0, min(int(share * num_slots), num_slots - num_left))
 
     @property
     def num_claimed(self) -> int:

@@ -286,6 +286,37 @@ class Slots:
             self.observer = None  # it assumes that the number of unpinned slots does not change
         return int((is_popular & ~was_popular).sum()), len(given_up)
 
+    def popular_rows(self) -> NDArray[np.int32]:
+        """Rows pinned because they are popular, counted over all tables, most uses first."""
+        slots = ((self.map.flags & POPULAR) > 0).nonzero().flatten()
+        order = self.map.num_uses[slots].argsort(descending=True, stable=True)
+        found: NDArray[np.int32] = self.map.row_of_slot[slots[order]].cpu().numpy()
+        return found
+
+    def pin_as_popular(self, rows: NDArray[np.int64], num_slots: int) -> None:
+        """Reserve an empty slot for each of these rows that has no slot yet, as far as they fit.
+
+        The next `pin_popular` may unpin them.
+
+        Args:
+            rows: Distinct rows, counted over all tables; the first ones have precedence.
+            num_slots: The maximum number of pinned slots, including those of a plan's rows.
+        """
+        slot_of_row, row_of_slot = self.map.slot_of_row, self.map.row_of_slot
+        flags = self.map.flags[: self.num_slots]
+        num_left = max(0, num_slots - int(((flags & PINNED) > 0).sum()))
+        numbers = self._tensor(rows)
+        numbers = numbers[slot_of_row[numbers] == NOWHERE][:num_left]
+        empty = (row_of_slot[: self.num_slots] == EMPTY).nonzero().flatten()[: len(numbers)]
+        numbers = numbers[: len(empty)]
+        if not len(numbers):
+            return
+        row_of_slot[empty] = numbers.int()
+        flags[empty] = PINNED | POPULAR
+        slot_of_row[numbers] = (empty + AWAITED).int()
+        self.map.recount()
+        self.observer = None  # as in `pin_popular`
+
     @property
     def num_claimed(self) -> int:
         """Slots that tickets need."""

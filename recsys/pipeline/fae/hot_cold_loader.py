@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys._support.states import SavedState
 from recsys.datasets.iteration import ResumableLoader
 from recsys.datasets.read_ahead import ReadAhead
 from recsys.errors import ConfigError
@@ -161,26 +162,38 @@ class HotColdLoader(ResumableLoader[_Position]):
         """Continue where `state` was taken.
 
         Raises:
-            ConfigError: `state` comes from other data, another plan, seed or batch size.
+            ConfigError: `state` comes from other data, another plan, seed or batch size, or it is
+                no state of a loader.
         """
-        own = self.state_dict()
-        if set(state) != set(own):
-            raise ConfigError(
-                f"loader state: keys must be {sorted(own)}, got {sorted(state)}; use what "
-                "state_dict returned"
-            )
-        for key, value in self._identity().items():
-            if state[key] != value:
+        found = SavedState("loader state", state, self.state_dict())
+        for key, own in self._identity().items():
+            # Not only `!=`: True equals 1.
+            if type(found[key]) is not type(own) or found[key] != own:
                 raise ConfigError(
-                    f"loader state: {key} is {state[key]!r}, but this loader has {value!r}; make "
+                    f"loader state: {key} is {found[key]!r}, but this loader has {own!r}; make "
                     "the loader as the one that was saved"
                 )
+        epoch, place = found.whole("epoch"), self._position_in(found)
         self._require_idle("given a state")
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.epoch = state["epoch"]
-        self._settled = _Position(
-            list(state["num_done"]), list(state["num_left"]), state["wants_loss"]
-        )
+        self.scheduler.load_state_dict(found["scheduler"])
+        self.epoch, self._settled = epoch, place
+
+    def _position_in(self, found: SavedState) -> _Position:
+        """The position that a state holds.
+
+        Raises:
+            ConfigError: it is no position in an epoch of this loader.
+        """
+        num_done, num_left = found.wholes("num_done", 2), found.wholes("num_left", 2)
+        wants_loss = found.flag("wants_loss")
+        limits = list(zip(num_done, num_left, self._num_batches, strict=True))
+        if any(done > most for done, _, most in limits):
+            raise found.error("num_done", f"at most {self._num_batches} mini-batches of each kind")
+        if any(done + left > most for done, left, most in limits):
+            raise found.error("num_left", "mini-batches that are not done yet")
+        if wants_loss and (any(num_left) or not self.fae.is_adaptive):
+            raise found.error("wants_loss", "false within a turn and with a fixed rate")
+        return _Position(num_done, num_left, wants_loss)
 
     @property
     def _num_batches(self) -> list[int]:

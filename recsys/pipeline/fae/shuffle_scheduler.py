@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from math import ceil, isfinite
 from typing import Any
 
+from recsys._support.states import SavedState
 from recsys.errors import ConfigError
 
 __all__ = ["FAE", "ShuffleScheduler"]
@@ -111,12 +112,14 @@ class ShuffleScheduler:
         """Continue where `state` was taken.
 
         Raises:
-            ConfigError: its keys are not those of `state_dict`.
+            ConfigError: it is no state of a scheduler, or its rate is out of the bounds of `FAE`.
         """
-        if set(state) != set(self.state_dict()):
-            raise ConfigError(
-                f"shuffle scheduler: keys of a state must be {sorted(self.state_dict())}, got "
-                f"{sorted(state)}; use what state_dict returned"
-            )
-        self.rate, self.num_swaps = state["rate"], state["num_swaps"]
-        self._last_loss, self._num_falls = state["last_loss"], state["num_falls"]
+        found = SavedState("shuffle scheduler state", state, self.state_dict())
+        fae, last_loss = self._fae, found["last_loss"]
+        if last_loss is not None and type(last_loss) not in (int, float):
+            raise found.error("last_loss", "a number or None")
+        rate = found.number("rate", least=fae.min_rate, most=fae.max_rate)
+        num_swaps = found.whole("num_swaps")
+        num_falls = found.whole("num_falls", most=fae.patience - 1)
+        self.rate, self.num_swaps, self._num_falls = rate, num_swaps, num_falls
+        self._last_loss = last_loss

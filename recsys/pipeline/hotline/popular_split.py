@@ -8,9 +8,11 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import nn
 
+from recsys._support.states import SavedState
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.table_module import TableModule
 from recsys.pipeline.hotline.loss_parts import is_loss_a_sum
@@ -29,6 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["MicroBatch", "PopularSplit", "Side"]
 
 _NUM_SIZES = 16  # different sizes that a part can have
+_COUNTERS = (
+    "num_steps",
+    "num_split",
+    "num_samples",
+    "num_popular",
+    "num_promoted",
+    "num_demoted",
+)
 
 
 class Side(NamedTuple):
@@ -199,12 +209,65 @@ class PopularSplit:
             "num_demoted": self.num_demoted,
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        """The counters, and what was learned about the loss and the rows.
+
+        JSON types, except for `popular_rows`: for each of the model's tiers an int32 tensor (M,)
+        with the rows that are pinned because they are popular.
+        """
+        tiers = self._tiers()
+        return {
+            **{name: getattr(self, name) for name in _COUNTERS},
+            "is_loss_a_sum": self.is_loss_a_sum,
+            "num_rows": [int(each.hot.first_rows[-1]) for each in tiers],
+            "most_rows": [self._most_rows.get(each, 0) for each in tiers],
+            "popular_rows": [torch.from_numpy(each.hot.popular_rows()) for each in tiers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was saved; pins as many of its popular rows as fit.
+
+        Rows are ignored if the state's tiers have other tables.
+
+        Raises:
+            ConfigError: `state` is no state of a split.
+        """
+        found, tiers = SavedState("popular split state", state, self.state_dict()), self._tiers()
+        counters = {name: found.whole(name) for name in _COUNTERS}
+        is_loss_a_sum = None if found["is_loss_a_sum"] is None else found.flag("is_loss_a_sum")
+        num_rows = [int(each.hot.first_rows[-1]) for each in tiers]
+        if found["num_rows"] == num_rows:
+            most_rows = found.wholes("most_rows", len(tiers))
+            popular = found["popular_rows"]
+            if not isinstance(popular, list) or len(popular) != len(tiers):
+                raise found.error("popular_rows", f"a list of {len(tiers)} tensors")
+            for rows, most in zip(popular, num_rows, strict=True):
+                if not _are_distinct_rows(rows, most):
+                    raise found.error("popular_rows", f"distinct rows in [0, {most})")
+            for each, most, rows in zip(tiers, most_rows, popular, strict=True):
+                self._most_rows[each] = most
+                num_left = (1 + self._schedule.depth) * most
+                share = self._schedule.pinned_share
+                each.residency.pin_as_popular(rows.long().cpu().numpy(), share, num_left)
+        for name, value in counters.items():
+            setattr(self, name, value)
+        self.is_loss_a_sum = is_loss_a_sum
+
     def _has_arrived(self, claims: Sequence[Prefetched]) -> bool:
         """Whether all rows have arrived, so that there is no fetch to hide.
 
         Always False at depth 0. Otherwise the split would depend on timing.
         """
         return bool(self._schedule.depth) and all(claim.is_here for claim in claims)
+
+
+def _are_distinct_rows(rows: Any, num_rows: int) -> bool:
+    """Whether a value from a state is a tensor of distinct rows in [0, num_rows)."""
+    if not isinstance(rows, torch.Tensor) or rows.dim() != 1 or rows.dtype != torch.int32:
+        return False
+    found = rows.cpu().numpy()
+    is_inside = bool(((found >= 0) & (found < num_rows)).all())
+    return is_inside and len(np.unique(found)) == len(found)
 
 
 def _warn_if_never_split(schedule: Hotline, model: nn.Module) -> bool:

@@ -453,6 +453,35 @@ def test_rows_of_a_plan_give_way_to_a_mini_batch_the_least_popular_first():
     assert world.residency.counts.num_fetched == 6
 
 
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_popular_rows_of_an_earlier_run_are_pinned_again_as_far_as_they_fit(is_on_device):
+    world = World(num_slots=6, pinned=[4, 3], is_on_device=is_on_device)
+    hot = world.residency.hot
+
+    world.residency.pin_as_popular(np.array([9, 4, 7, 8], np.int64), share=0.7, num_left=1)
+
+    assert sorted(hot.popular_rows().tolist()) == [7, 9]  # the plan has 4, and 8 is one too many
+    world.claim([(0, 7), (0, 9), (0, 3)])
+    for row in (0, 1, 2, 5, 6, 10, 11, 12):
+        world.require_here(*world.claim([(0, row), (0, 9)]))
+    assert (hot.where(np.array([7, 9])) >= 0).all()
+    world.residency.pin_popular(share=0.0, num_left=0)
+    assert len(hot.popular_rows()) == 0
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_popular_rows_are_listed_most_uses_first(is_on_device):
+    world = World(num_slots=6, is_on_device=is_on_device)
+    for rows in ([1, 2], [2, 3], [2, 3], [2, 1], [2]):
+        world.claim([(0, row) for row in rows])
+    world.claim([(0, 3)])
+
+    world.residency.pin_popular(share=1.0, num_left=0)
+
+    assert world.residency.hot.popular_rows().tolist()[0] == 2
+    assert set(world.residency.hot.popular_rows().tolist()) == {1, 2, 3}
+
+
 def test_rows_used_often_stay_without_a_plan():
     world = World(num_slots=6)
     rng = np.random.default_rng(0)

@@ -136,6 +136,34 @@ def test_states_of_other_data_are_refused():
         loader.load_state_dict({})
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1},
+        {"epoch": 1.0},
+        {"num_done": [0]},
+        {"num_done": [0, "1"]},
+        {"num_done": [0, 11]},
+        {"num_done": {"cold": 0, "hot": 0}},
+        {"num_left": [-1, 0]},
+        {"num_left": [11, 0]},
+        {"num_left": [True, 0]},
+        {"wants_loss": 1},
+        {"num_left": [1, 0], "wants_loss": True},
+        {"batch_size": True},
+        {"scheduler": None},
+    ],
+)
+def test_a_malformed_state_is_refused_by_name(change):
+    loader = make([True, False] * 10)
+    before = loader.state_dict()
+
+    with pytest.raises(ConfigError, match=list(change)[-1]):
+        loader.load_state_dict(before | change)
+
+    assert loader.state_dict() == before
+
+
 def test_arguments_that_do_not_fit_are_named():
     with pytest.raises(ConfigError, match="of the 20 samples of the train split, got 5"):
         make([True] * 5, num_train=20)

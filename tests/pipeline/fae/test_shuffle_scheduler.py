@@ -59,8 +59,28 @@ def test_a_state_goes_on_where_it_was_taken():
     for scheduler in (one, other):
         scheduler.observe(5)
         assert (scheduler.rate, scheduler.num_swaps) == (100, 5)
-    with pytest.raises(ConfigError, match="keys of a state must be"):
-        other.load_state_dict({"rate": 5})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rates": 5}, "keys must be"),
+        ({"rate": 0.5}, r"rate must be a finite number in \[1, 100\], got 0.5"),
+        ({"rate": float("nan")}, "rate must be"),
+        ({"rate": 10**400}, "rate must be"),
+        ({"num_swaps": -1}, "num_swaps must be"),
+        ({"num_falls": 4}, r"num_falls must be a whole number in \[0, 3\], got 4"),
+        ({"last_loss": "low"}, "last_loss must be a number or None, got 'low'"),
+    ],
+)
+def test_a_malformed_state_is_refused_by_name(change, message):
+    scheduler = ShuffleScheduler(FAE())
+    before = scheduler.state_dict()
+
+    with pytest.raises(ConfigError, match=f"shuffle scheduler state: {message}"):
+        scheduler.load_state_dict(before | change)
+
+    assert scheduler.state_dict() == before
 
 
 @pytest.mark.parametrize(

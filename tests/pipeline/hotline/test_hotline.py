@@ -18,8 +18,8 @@ from recsys.batch import JaggedIds
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
-from recsys.errors import TiersFailed
-from recsys.pipeline import Hotline, Sequential, TrainPipeline
+from recsys.errors import ConfigError, TiersFailed
+from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
 
 OPTIMIZERS = [
     SGD(lr=0.02),
@@ -302,6 +302,80 @@ def test_rows_used_most_stay_in_fast_memory_until_others_are(small, tiered):
     assert are_here(50)
     assert pipeline.popular_split.num_demoted >= 8
     assert not are_here(0)
+
+
+def test_a_resumed_split_continues_with_its_counters_and_popular_rows(small, tiered):
+    def batches(first, last):
+        return [in_turn(tables, [0, 1, 2, 100 + number]) for number in range(first, last)]
+
+    tables, model, dense, residency = tiered(num_slots=40)
+    schedule = Hotline(learning_steps=4, pinned_share=0.5)
+    pipeline = TrainPipeline(model, dense, schedule=schedule)
+    small.run(pipeline, iter(batches(0, 10)))
+    state = pipeline.state_dict()
+    assert len(state["popular_split"]["popular_rows"][0]) == 6
+
+    _, other, its_dense, others_residency = tiered(num_slots=40)
+    other.load_state_dict(model.state_dict())
+    resumed = TrainPipeline(other, its_dense, schedule=schedule)
+    resumed.load_state_dict(state)
+
+    assert set(others_residency.hot.popular_rows().tolist()) == {0, 1, 2, 300, 301, 302}
+    found = resumed.state_dict()
+    for part in (state, found):
+        part["popular_split"]["popular_rows"] = None
+    assert found == state
+    num_split = resumed.popular_split.num_split
+    small.run(resumed, iter(batches(10, 14)))
+    assert resumed.popular_split.num_steps == 14
+    assert resumed.popular_split.num_split >= num_split + 3  # all but the first, which fetches all
+    assert others_residency.counts.num_lookups == residency.counts.num_lookups * 14 // 10
+
+
+def test_a_state_loads_into_less_fast_memory_and_into_another_schedule(small, tiered):
+    tables, model, dense, _ = tiered(num_slots=40)
+    schedule = Hotline(learning_steps=4, pinned_share=0.5)
+    pipeline = TrainPipeline(model, dense, schedule=schedule)
+    small.run(pipeline, iter([in_turn(tables, [0, 1, 2, 100 + row]) for row in range(10)]))
+    state = pipeline.state_dict()
+
+    _, less, its_dense, residency = tiered(num_slots=12)
+    TrainPipeline(less, its_dense, schedule=schedule).load_state_dict(state)
+    assert len(residency.hot.popular_rows()) == 4  # 8 slots are left for a mini-batch
+
+    _, other, its_dense, residency = tiered(num_slots=40)
+    resumed = TrainPipeline(other, its_dense, schedule=LookAhead(2))
+    resumed.load_state_dict(state)
+    assert len(residency.hot.popular_rows()) == 0
+    small.run(resumed, iter([in_turn(tables, [0, 1, 2, 3])]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_steps", -1),
+        ("num_split", 1.5),
+        ("is_loss_a_sum", 1),
+        ("most_rows", []),
+        ("popular_rows", None),
+        ("popular_rows", []),
+        ("popular_rows", [torch.tensor([500], dtype=torch.int32)]),
+        ("popular_rows", [torch.tensor([-1], dtype=torch.int32)]),
+        ("popular_rows", [torch.tensor([3, 3], dtype=torch.int32)]),
+        ("popular_rows", [torch.tensor([[3]], dtype=torch.int32)]),
+        ("popular_rows", [torch.tensor([3.0])]),
+    ],
+)
+def test_a_malformed_state_of_a_split_is_refused_by_name(tiered, key, value):
+    _, model, dense, residency = tiered(num_slots=40)
+    pipeline = TrainPipeline(model, dense, schedule=Hotline(learning_steps=4))
+    state = pipeline.state_dict()
+    state["popular_split"][key] = value
+
+    with pytest.raises(ConfigError, match=f"popular split state: {key} must be"):
+        pipeline.load_state_dict(state)
+
+    assert len(residency.hot.popular_rows()) == 0
 
 
 def _take(iterator, count):

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["COLD_TIERS", "ColdFiles", "OpenArray", "open_cold_files", "require_memory"]
+__all__ = [
+    "COLD_TIERS",
+    "ColdFiles",
+    "OpenArray",
+    "lock_folder",
+    "open_cold_files",
+    "require_memory",
+]
 
 COLD_TIERS = ("host", "file")
 
@@ -106,7 +113,7 @@ class ColdFiles:
         # Protects the manifest: the transfer thread marks the folder dirty when it writes rows
         # back, while the main thread makes arrays.
         self._guard = threading.RLock()
-        self._lock = _lock(self.folder)
+        self._lock = lock_folder(self.folder)
         try:
             wanted = {(name, "weight"): _Kind.of(*kind) for name, kind in tables.items()}
             found = self._read_manifest()
@@ -446,7 +453,7 @@ def require_memory(device: torch.device | str | None) -> None:
         )
 
 
-def _lock(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
     """Lock a folder for this process; the folder is created if it does not exist."""
     import fcntl  # does not exist on Windows, where the rest of this package works
 

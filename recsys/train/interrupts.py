@@ -1,0 +1,53 @@
+"""Ctrl-C and SIGTERM while a run trains: it ends after its step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["interrupts"]
+
+
+@contextmanager
+def interrupts(*, has_checkpoints: bool) -> Iterator[threading.Event]:
+    """A context in which the first Ctrl-C, or SIGTERM, sets an event; a notice tells the user.
+
+    A second Ctrl-C interrupts as usual. Further SIGTERMs change nothing: a supervisor that sends
+    several must not end the process before its checkpoint is written.
+
+    Args:
+        has_checkpoints: Whether the run then writes a checkpoint, for the notice.
+
+    Yields:
+        The event. In a thread other than the main one it is never set.
+    """
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted  # only the main thread may handle signals
+        return
+    what = "this step and a checkpoint" if has_checkpoints else "this step"
+    notice = f"\nending after {what}; press Ctrl-C again to stop at once\n".encode()
+
+    def on_signal(number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
+        if not interrupted.is_set():
+            interrupted.set()
+            # Not print: the signal may have interrupted one.
+            os.write(2, notice)
+
+    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    try:
+        yield interrupted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)

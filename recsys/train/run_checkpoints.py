@@ -1,0 +1,131 @@
+"""The checkpoints of one run: when they are written."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from recsys.config_checkpoint import CheckpointConfig
+from recsys.train.checkpoint import Checkpoints, newest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from recsys.config import TrainConfig
+
+__all__ = ["RunCheckpoints", "writes_checkpoints"]
+
+
+def writes_checkpoints(config: TrainConfig) -> bool:
+    """Whether a run writes checkpoints; warns if settings of `checkpoint` have no effect."""
+    if config.embeddings != "fbgemm":
+        return config.checkpoint.is_on
+    if config.checkpoint != CheckpointConfig():
+        warnings.warn(
+            "settings of checkpoint have no effect: embeddings 'fbgemm' does not give access to "
+            "the optimizer state of its rows; choose embeddings 'recsys' or 'torch'",
+            stacklevel=4,
+        )
+    return False
+
+
+class RunCheckpoints:
+    """Writes checkpoints after a time or a number of steps, whichever comes first.
+
+    The folder is made when the first checkpoint is half an interval away. Copying of rows begins
+    then, so that the first checkpoint finds most of them copied.
+
+    Args:
+        config: When a checkpoint is due.
+        folder: The folder of the run's checkpoints.
+        model: The model.
+        optimizers: Its optimizers.
+        after: The number of the checkpoint that the run continues from; None for a new run.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        folder: Path,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        after: int | None,
+    ) -> None:
+        self._config, self._folder = config, folder
+        self._model, self._optimizers = model, optimizers
+        self._made: Checkpoints | None = None
+        self._has_saved = after is not None
+        self._since = perf_counter()
+        self._described: dict[str, Any] | None = None
+        if after is not None:
+            self._made = self._make(after)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a checkpoint of this run was written, by this process or an earlier one."""
+        return self._has_saved
+
+    def start(self) -> None:
+        """Count the time to the next checkpoint from now on."""
+        self._since = perf_counter()
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step; prepares one that is near.
+
+        Args:
+            step: Steps so far.
+        """
+        every_steps, every_seconds = self._config.every_steps, self._config.every_seconds
+        seconds, steps = perf_counter() - self._since, step % every_steps if every_steps else 0
+        if self._made is None and (
+            0 < every_steps <= 2 * steps or 0 < every_seconds <= 2 * seconds
+        ):
+            self._made = self._make(None)
+            self._made.prepare()
+        return 0 < every_seconds <= seconds or (every_steps > 0 and steps == 0)
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Save a checkpoint; returns when its rows are copied.
+
+        Args:
+            state: The state of everything but the model and its optimizers.
+        """
+        if self._made is None:
+            self._made = self._make(None)
+        self._made.save(state=state)
+        self._has_saved = True
+        self.start()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written."""
+        if self._made is not None:
+            self._made.wait()
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is written, and end. Removes a first one that failed."""
+        if self._made is None:
+            return
+        self._made.wait()
+        self._described = self._made.describe()
+        self._made.close()
+        if newest(self._folder) is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def describe(self) -> dict[str, Any] | None:
+        """For a run record, after `close`: what was written; None if nothing was."""
+        return self._described
+
+    def _make(self, after: int | None) -> Checkpoints:
+        return Checkpoints(
+            self._folder,
+            model=self._model,
+            optimizers=self._optimizers,
+            buffer_bytes=self._config.buffer_bytes,
+            after=after,
+        )

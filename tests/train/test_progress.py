@@ -1,0 +1,98 @@
+"""Reports of a run: those after a resume are those of an uninterrupted run."""
+
+import json
+
+import pytest
+import torch
+
+from recsys.errors import ConfigError
+from recsys.pipeline.stalls import StageClock
+from recsys.train.metrics import evaluate_logits
+from recsys.train.progress import Progress
+from recsys.train.run_folder import RunFolder
+
+TIMES = ("train_seconds", "samples_per_second")
+
+
+def add_step(progress, number, num_samples=3):
+    generator = torch.Generator().manual_seed(number)
+    logits = torch.randn(num_samples, generator=generator)
+    labels = torch.randint(0, 2, (num_samples,), generator=generator)
+    progress._clock.seconds["forward"] += 1
+    progress.add(logits.exp().mean(), logits, labels)
+
+
+@pytest.fixture
+def make(tmp_path):
+    def build(name):
+        (tmp_path / name).mkdir()
+        folder = RunFolder(tmp_path / name)
+        return Progress(folder, StageClock(), 30, "validation", show=False), folder
+
+    return build
+
+
+def history(folder):
+    lines = folder.history_file.read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in TIMES}
+        for line in lines
+    ]
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 4, 5])
+def test_the_next_report_after_a_resume_is_that_of_an_uninterrupted_run(make, num_before):
+    (whole, expected), (first, _), (resumed, found) = map(make, ("whole", "first", "resumed"))
+    found_evaluation = evaluate_logits(torch.randn(4).numpy(), torch.tensor([0, 1, 0, 1]).numpy())
+    for progress, numbers in ((whole, range(10)), (first, range(num_before))):
+        for number in numbers:
+            if number == 3:
+                progress.add_evaluation(found_evaluation)
+            add_step(progress, number)
+            if number == 4:
+                progress.report(0)
+
+    resumed.load_state_dict(first.state_dict())
+    resumed._clock.load_state_dict(first._clock.state_dict())
+    for number in range(num_before, 10):
+        if number == 3:
+            resumed.add_evaluation(found_evaluation)
+        add_step(resumed, number)
+        if number == 4:
+            resumed.report(0)
+
+    whole.report(1)
+    resumed.report(1)
+    assert history(found) == history(expected)[-len(history(found)) :]
+    assert resumed.last_evaluation == whole.last_evaluation == found_evaluation.as_dict()
+    assert (resumed.num_steps, resumed.num_samples) == (10, 30)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_steps", -1),
+        ("num_samples", 2),
+        ("reported_samples", 10),
+        ("reported_seconds", float("inf")),
+        ("last_evaluation", {"auc": 0.5}),
+        ("last_evaluation", [0.5]),
+        ("losses", None),
+        ("losses", torch.empty(0)),
+        ("losses", torch.ones(3)),
+        ("losses", torch.tensor([float("nan"), 1])),
+        ("logits", torch.ones(5)),
+        ("logits", torch.ones(6, 1)),
+        ("logits", [0.0] * 6),
+        ("labels", torch.full((6,), 2)),
+    ],
+)
+def test_a_malformed_state_is_refused_by_name(make, key, value):
+    (saved, _), (progress, _) = make("saved"), make("other")
+    for number in range(2):
+        add_step(saved, number)
+
+    with pytest.raises(ConfigError, match="progress state: "):
+        progress.load_state_dict(saved.state_dict() | {key: value})
+
+    assert progress.num_steps == 0
