@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from recsys._support.files import appearing_whole, read_together, require_new
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import read_block, safetensors_header
-from recsys.train.checkpoint.manifest import DTYPES, read_manifest
-from recsys.train.checkpoint.merge import changed_name, delta_rows, read_header
+from recsys.train.checkpoint.manifest import DTYPES, changed_name, read_manifest
+from recsys.train.checkpoint.merge import delta_rows, read_header
 from recsys.train.checkpoint.restore import require_whole
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from recsys.train.build import build_model, choose_plan, open_source
-from recsys.train.checkpoint import load_checkpoint, newest
+from recsys.train.checkpoint import load_checkpoint
 from recsys.train.progress import Progress
 from recsys.train.trainer import train
 

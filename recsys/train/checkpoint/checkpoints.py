@@ -108,10 +108,13 @@ class Checkpoints:
         def copy() -> None:
             full.run(lambda _: require_space(self._folder, num_bytes))
             builder = BlockBuilder(full.write)
-            for each in tables:
-                for _ in each.add_range(builder):
-                    if full.error is not None:
-                        return
+            try:
+                for each in tables:
+                    for _ in each.add_range(builder):
+                        if full.error is not None:
+                            return
+            except OSError as error:  # a table in files cannot be read
+                full.fail(error)
             builder.flush()
             full.finish()
 
@@ -156,6 +159,7 @@ class Checkpoints:
         cut = self._cut = _Cut(task, tables.take_changed())
         builder = BlockBuilder(lambda rows: self._writer.put(lambda: task.write(rows)))
         arrays: dict[str, Array] = add_arrays(builder, small.arrays)
+        builder.flush()  # later checkpoints need only the blocks with rows of tables
         names = {}
         for each, bits in zip(self._contents.table_arrays(), cut.bits, strict=True):
             arrays |= each.arrays()
@@ -221,26 +225,28 @@ class Checkpoints:
         if cut.task.error is not None:
             return
         assert cut.task.piece is not None
-        pieces: tuple[Piece, ...] = ()
-        if last is not None:
-            last = read_manifest(self._folder, last.number)  # a merge may have changed it
-            pieces = last.pieces
-        if full is not None:
-            assert full.piece is not None
-            pieces = (full.piece,)
-        before = () if last is None else (*last.before, (last.number, last.id))
-        known = {} if last is None or full is not None else last.arrays
-        changed = {key: each for key, each in known.items() if key.startswith("changed/")}
-        manifest = Manifest(
-            number,
-            secrets.token_hex(8),
-            before,
-            {**changed, **arrays},
-            names,
-            (*pieces, cut.task.piece),
-            tree,
-        )
         try:
+            if last is not None:
+                last = read_manifest(self._folder, last.number)  # a merge may have changed it
+            before = () if last is None else (*last.before, (last.number, last.id))
+            if full is not None:
+                assert full.piece is not None
+                pieces = [full.piece]
+            else:
+                assert last is not None
+                pieces = [piece.rows_of_tables(names) for piece in last.pieces]
+                arrays |= {
+                    name: each for name, each in last.arrays.items() if name.startswith("changed/")
+                }
+            manifest = Manifest(
+                number,
+                secrets.token_hex(8),
+                before,
+                arrays,
+                names,
+                (*pieces, cut.task.piece),
+                tree,
+            )
             commit(self._folder, manifest, self._writer.merged)
         except (OSError, CheckpointError) as error:
             cut.task.fail(error)
@@ -258,6 +264,8 @@ class Checkpoints:
         if cut is None:
             return
         self._writer.wait()
+        if self._writer.fault is not None:
+            raise self._writer.fault
         if cut.manifest is not None:
             self._last, self._pieces, self._full = cut.manifest, cut.manifest.pieces, None
             self._counts["num_saved"] += 1

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from recsys.train.checkpoint.blocks import BlockBuilder, check_block, read_block
-from recsys.train.checkpoint.manifest import DTYPES, Array, Part
+from recsys.train.checkpoint.manifest import DTYPES, Array, Part, changed_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -28,12 +28,7 @@ if TYPE_CHECKING:
     from recsys.train.checkpoint.blocks import PieceWriter
     from recsys.train.checkpoint.manifest import Block, Manifest, Piece
 
-__all__ = ["DeltaRows", "changed_name", "delta_rows", "merge", "merged_arrays"]
-
-
-def changed_name(key: str) -> str:
-    """Name of the array with the last change of each row of a table."""
-    return f"changed/{key}"
+__all__ = ["DeltaRows", "delta_rows", "merge", "merged_arrays", "read_header"]
 
 
 def merged_arrays(manifest: Manifest) -> dict[str, Array]:

@@ -110,6 +110,7 @@ class BackgroundWriter:
 
     Attributes:
         merge_error: The error of the last merge, if it failed.
+        fault: The error of a task that must not have raised one.
         most_blocks: The most blocks that have waited at a time.
         merged: Name of the piece that a merge is writing; "" if none is.
     """
@@ -117,6 +118,7 @@ class BackgroundWriter:
     def __init__(self, folder: Path, buffer_bytes: int) -> None:
         self._folder = folder
         self.merge_error: Exception | None = None
+        self.fault: Exception | None = None
         # One block is being filled and one is being written, besides those in the queue.
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(
             max(1, buffer_bytes // BLOCK_BYTES - 2)
@@ -179,7 +181,10 @@ class BackgroundWriter:
                 if self._merging is not None:
                     self._merging.close()
                 return
-            task()
+            try:
+                task()
+            except Exception as error:  # the thread goes on, so that `wait` ends
+                self.fault = error
             del task  # it holds a block's memory
 
     def _continue_merge(self) -> None:
@@ -212,12 +217,13 @@ class BackgroundWriter:
                 continue
             other = read_manifest(self._folder, number)
             rest = [each for each in other.pieces if each.folder not in replaced]
+            first = piece if not rest else piece.rows_of_tables(other.tables)
             arrays = other.arrays | {
                 key: array
                 for key, array in merged_arrays(manifest).items()
                 if key.startswith("changed/")
             }
-            write_manifest(self._folder, replace(other, pieces=(piece, *rest), arrays=arrays))
+            write_manifest(self._folder, replace(other, pieces=(first, *rest), arrays=arrays))
         remove_unneeded(self._folder)
 
 

@@ -205,6 +205,30 @@ def test_a_resumed_training_continues_the_deltas(tier, tmp_path):
     require_equal(third.numbers(), again.numbers())
 
 
+def test_state_may_change_its_shape(tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 2)
+    training = make_training()
+    checkpoints = saved(training, tmp_path)
+    for number in (5, 2, 9, 1, 3, 8, 0):
+        training.step(number)
+        checkpoints.save(state=torch.arange(number))
+        checkpoints.wait()
+        checkpoints.finish_merge()
+
+        assert torch.equal(load(make_training(), tmp_path), torch.arange(number))
+    checkpoints.close()
+
+
+def test_an_error_in_the_writing_thread_is_raised(tmp_path, monkeypatch):
+    training = make_training()
+    checkpoints = saved(training, tmp_path)
+    monkeypatch.setattr(PieceWriter, "finish", lambda _: 1 / 0)
+    checkpoints.save()
+
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.wait()
+
+
 def failing(monkeypatch, when):
     """Make writes of blocks fail while `when()` is true."""
     write = PieceWriter.write
