@@ -177,6 +177,11 @@ class SavedTable:
             return
         with DisableTorchFunctionSubclass():  # internal write to the table
             array = self._array(name)
+            if len(rows) != len(values):
+                raise WeightsError(
+                    f"table {self.key!r}: {name}: there are {len(rows)} row numbers, got "
+                    f"{len(values)} rows; give a number for each row"
+                )
             self._require_fit(name, array, values, int(rows.min()), int(rows.max()) + 1)
             opened = self._file_of(array)
             if opened is None:
