@@ -93,26 +93,25 @@ class Trained:
             recsys.accelerate(self.model, optimizer=formula, **options)
         self.saved = SavedTables(self.model)
 
+    def inputs(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        ids = [torch.randint(0, size, (BATCH_SIZE, 1), generator=generator) for size in SIZES]
+        if isinstance(self.model, HotColdEmbeddingBag):
+            return ids[0]
+        if self.is_flat:
+            return ids
+        offsets = torch.arange(BATCH_SIZE * len(SIZES) + 1)
+        keys = [f"f{number}" for number in range(len(SIZES))]
+        return JaggedIds(keys, torch.cat(ids).flatten(), offsets=offsets)
+
     def train(self, *seeds):
         for seed in seeds:
-            generator = torch.Generator().manual_seed(seed)
-            ids = [torch.randint(0, size, (BATCH_SIZE,), generator=generator) for size in SIZES]
-            if self.is_flat:
-                bags = [each.unsqueeze(1) for each in ids]
-                result = self.model(
-                    bags[0] if isinstance(self.model, HotColdEmbeddingBag) else bags
-                )
-            else:
-                offsets = torch.arange(BATCH_SIZE * len(SIZES) + 1)
-                keys = [f"f{number}" for number in range(len(SIZES))]
-                found = self.model(JaggedIds(keys, torch.cat(ids), offsets=offsets))
-                is_pooled = isinstance(self.model, HotColdEmbeddingBagCollection)
-                result = (
-                    found.values()
-                    if is_pooled
-                    else torch.cat([each.values() for each in found.values()])
-                )
-            result.square().sum().backward()
+            found = self.model(self.inputs(seed))
+            if isinstance(self.model, HotColdEmbeddingBagCollection):
+                found = found.values()
+            if isinstance(self.model, HotColdEmbeddingCollection):
+                found = torch.cat([each.values() for each in found.values()])
+            found.square().sum().backward()
             if self.torch_optimizer is not None:
                 self.torch_optimizer.step()
                 self.torch_optimizer.zero_grad()
@@ -314,6 +313,7 @@ def test_a_flush_leaves_every_row_in_its_slot(tier, tmp_path):
             trained.saved.track()
         counts = []
         for seed in range(4, 30):
+            ahead = trained.model.prefetch(trained.inputs(seed))
             if is_saved and seed % 3 == 0:
                 before = tiers.residency.counts
                 trained.saved.flush()
@@ -322,6 +322,7 @@ def test_a_flush_leaves_every_row_in_its_slot(tier, tmp_path):
                 ):
                     table.gather("weight", rows_of(bits))
                 assert tiers.residency.counts[:-1] == before[:-1]  # all but rows written back
+            assert ahead.is_held
             trained.train(seed)
             counts.append(tiers.residency.counts[:-1])
         assert counts[-1] != counts[-2]
@@ -502,6 +503,23 @@ def test_restoring_drops_gradients_and_tickets(tier, tmp_path):
     assert (trained.model.weight == 1).all()
     with torch.no_grad():
         assert (trained.model(torch.tensor([[1, 2]])) == 2).all()
+
+
+@each_tier
+def test_a_restore_that_fails_leaves_a_usable_table(tier, tmp_path):
+    trained = Trained("bag", tier, tmp_path / "cold")
+    trained.train(0)
+
+    def fail():
+        with trained.saved.restoring():
+            trained.saved.tables[0].write("weight", 0, torch.full((70, DIM), 3.0))
+            raise OSError("a block cannot be read")
+
+    with pytest.raises(OSError, match="a block"):
+        fail()
+    with torch.no_grad():
+        assert (trained.model(torch.arange(70).unsqueeze(1)) == 3).all()
+    trained.train(1)
 
 
 @each_tier
