@@ -415,6 +415,15 @@ def test_files_are_read_and_written_without_their_memory_map(tmp_path):
     assert resident_kilobytes(path) * 1024 >= mmap.PAGESIZE
 
 
+def test_an_optimizer_that_loads_its_own_arrays_does_not_write_to_them():
+    trained = Trained("pooled", "resident", None)
+    trained.train(0)
+    arrays = [array for table in trained.saved.tables for array in table.state().values()]
+    versions = [array._version for array in arrays]
+    trained.optimizer().load_state_dict(trained.optimizer().state_dict())
+    assert [array._version for array in arrays] == versions
+
+
 def test_what_was_not_saved_is_put_back():
     trained = Trained("pooled", "host", None)
     saved = trained.saved

@@ -186,11 +186,9 @@ class ChangedRows:
         return self._bits[int(self._first_words[table]) : int(self._first_words[table + 1])]
 
     def _flags_on(self, device: torch.device) -> _DeviceFlags:
-        """The flags on a device; tables may move to another one."""
+        """The flags on a device."""
         known = self._on_device
-        if known is None or known.flags.device != device:
-            if known is not None:
-                self._bits |= known.take()
+        if known is None or known.flags.device != device:  # a table that moves is marked whole
             first_rows = (self._first_words * np.uint64(_WORD_BITS)).tolist()
             known = self._on_device = _DeviceFlags(first_rows, self._sizes.tolist(), device)
         return known

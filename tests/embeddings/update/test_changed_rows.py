@@ -220,6 +220,33 @@ def test_a_write_that_is_no_update_marks_the_table(write, budget, is_taken_at_on
     assert listed(saved.take_changed()) == [[7]]
 
 
+def test_a_view_of_a_tiered_table_may_be_written_after_a_record_was_taken():
+    module = bag(budget=6000)
+    saved = SavedTables(module)
+    saved.track()
+    look_up(module, [3, 4])
+    rows = module.weight.detach().numpy()
+    saved.flush()
+    saved.take_changed()
+    rows[:] = 3
+    with torch.no_grad():
+        assert (module(torch.tensor([[3]])) == 3).all()
+    saved.flush()
+    assert listed(saved.take_changed()) == [list(range(200))]
+
+
+def test_slots_that_are_replaced_still_report_their_rows():
+    module = bag(budget=6000)
+    saved = SavedTables(module)
+    saved.track()
+    look_up(module, [3, 4])
+    [tiers] = module.tiers()
+    tiers.resize(20)
+    look_up(module, [5])
+    saved.flush()
+    assert listed(saved.take_changed()) == [[3, 4, 5]]
+
+
 @pytest.mark.parametrize("budget", [None, 6000], ids=["resident", "tiered"])
 def test_the_first_state_of_a_table_does_not_mark_it(budget):
     module = bag(budget=budget)
