@@ -383,8 +383,6 @@ class RowUpdater:
         """Use the state that `load_state_dict` put into the optimizer."""
         for group in self._groups:
             group.reload_state()
-            if group.group.changed_rows is not None:
-                group.group.changed_rows.mark_all()
 
     def require_param_groups(self) -> None:
         """Check that the optimizer still has every table that this step would update.
