@@ -36,7 +36,7 @@ from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
 from recsys.train.run_folder import write_json
 
 SETTINGS = {
-    "synthetic.num_samples": 160_000,
+    "synthetic.num_samples": 60_000,
     "synthetic.table_sizes": [5000, 300, 40] * 8 + [20_000, 7],
     "model.embedding_dim": 4,
     "model.dense_arch": [8, 4],
@@ -45,7 +45,7 @@ SETTINGS = {
     "optimizer.name": "adagrad",
     "optimizer.lr": 0.05,
     "eval.max_samples": 500,
-    "eval.every_steps": 500,
+    "eval.every_steps": 200,
     "checkpoint.every_steps": 9,
     "checkpoint.every_seconds": 0,
     "num_threads": 1,
