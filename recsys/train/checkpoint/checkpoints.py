@@ -17,7 +17,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from recsys.embeddings.update.changed_rows import rows_of
 from recsys.errors import AlreadyExists, CheckpointError
 from recsys.train.checkpoint.blocks import BLOCK_BYTES, BlockBuilder
 from recsys.train.checkpoint.contents import Contents, add_arrays
@@ -164,7 +163,7 @@ class Checkpoints:
         for each, bits in zip(self._contents.table_arrays(), cut.bits, strict=True):
             arrays |= each.arrays()
             names[each.table.key] = tuple(each.names.values())
-            each.add_rows(builder, rows_of(bits))
+            each.add_rows(builder, bits)
         builder.flush()
         tree = small.tree
         self._writer.put(lambda: self._commit(cut, number, arrays, names, tree))
