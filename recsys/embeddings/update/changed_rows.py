@@ -49,8 +49,8 @@ class ChangedRows:
 
     Not seen are writes through numpy arrays, DLPack or pointers to the memory of a table or its
     state, and writes through a `weight.data` that was read before the last `take`. (If the table is
-    in two tiers, torch operations on that `weight.data` are seen.) After such a write, call
-    `mark_table`.
+    in two tiers, torch operations on that `weight.data` are seen.) After such a write, read
+    `weight.data` once: this counts as a write to the whole table.
 
     Args:
         tables: The tables of the group.
