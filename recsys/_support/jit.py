@@ -136,7 +136,7 @@ class _CacheFile(IndexDataCacheFile):  # type: ignore[misc]
         return data if tuple(origin) == self._origin_of(key) else None
 
     def _origin_of(self, key: Any) -> tuple[Any, ...]:
-        return self._version, self._source_stamp, repr(key)
+        return numba.__version__, self._source_stamp, repr(key)
 
     def _name_of(self, key: Any) -> str:
         signature, machine, (_, closure) = key  # without the bytecode: new code replaces old code
