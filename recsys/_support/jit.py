@@ -94,7 +94,9 @@ def _compile(function: _F, *, is_parallel: bool) -> _F:
     options: dict[str, Any] = {"nogil": True, "parallel": is_parallel, "error_model": "numpy"}
     try:
         compiled = njit(**options, cache=True)(function)
-        compiled._cache._cache_file = _CacheFile(compiled._cache._cache_file)
+        cache = getattr(compiled, "_cache", None)
+        if cache is not None:  # it is not compiled if NUMBA_DISABLE_JIT is set
+            cache._cache_file = _CacheFile(cache._cache_file)
         return cast("_F", compiled)
     except RuntimeError as error:  # numba found no writable cache folder
         warnings.warn(

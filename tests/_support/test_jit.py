@@ -49,6 +49,12 @@ def test_a_new_process_loads_the_cached_code_of_each_signature(cache_folder):
     assert not second.stats.cache_misses
 
 
+def test_a_kernel_runs_as_python_where_numba_is_switched_off(monkeypatch):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+
+    assert jit.kernel(_doubled) is _doubled
+
+
 GONE = b"cno_such_module\nNoSuchClass\n."  # a pickle of a class that does not exist
 
 
