@@ -6,7 +6,7 @@ DATA ?=
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: help setup train test check stress bench reference coverage tables clean
+.PHONY: help setup train test check stress threads bench reference coverage tables clean
 
 help:
 	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
@@ -15,6 +15,7 @@ help:
 	@echo "make test                          run the tests"
 	@echo "make check                         run ruff, check formatting, run mypy, import-linter"
 	@echo "make stress                        run the property tests with many random cases, half an hour"
+	@echo "make threads                       run 500 cases under random delays, count what they leave open"
 	@echo "make bench, make reference         measure the numbers in docs/benchmarks/ (need RECSYS_DATA)"
 	@echo "make coverage                      measure the numbers in docs/synthetic.md (needs RECSYS_DATA)"
 	@echo "make tables                        make the tables in the docs from these numbers"
@@ -50,6 +51,9 @@ PYTEST := $(BIN)/python -m pytest -o faulthandler_timeout=600 -o faulthandler_ex
 test: setup
 	$(PYTEST) -m "not serial" -n logical --maxprocesses 4 --dist worksteal --max-worker-restart 0
 	$(PYTEST) -m "serial or threads"
+
+threads: setup
+	PYTHONDEVMODE=1 $(BIN)/python tests/threads.py --cases 500 --json docs/benchmarks/threads.json
 
 stress: setup
 	HYPOTHESIS_PROFILE=stress $(BIN)/python -m pytest

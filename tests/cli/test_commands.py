@@ -1,6 +1,7 @@
 import argparse
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import recsys
 from recsys._support.config_fields import format_keys
 from recsys.cli.commands import build_parser, main
 from recsys.config import TrainConfig, describe_keys
@@ -17,6 +19,17 @@ from recsys.config import TrainConfig, describe_keys
 
 def run_cli(*arguments):
     return main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("name", ["recsys", "recsys.cli"])
+def test_python_can_run_the_package_as_a_program(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["anything", "--version"])
+
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(name, run_name="__main__")
+
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"recsys {recsys.__version__}\n"
 
 
 def test_options_are_these_and_no_others():

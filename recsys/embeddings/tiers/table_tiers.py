@@ -455,8 +455,10 @@ class Tiers:
         """A context in which the tables are only read."""
         self.flush()
         was_exposed = self.is_exposed
-        yield
-        self.is_exposed = was_exposed
+        try:
+            yield
+        finally:
+            self.is_exposed = was_exposed
 
     def _ranges_of(self, tables: Iterable[int]) -> list[range]:
         """The ranges of the tables' rows, counted over all tables."""
