@@ -169,7 +169,7 @@ class _Trainer:
         model, optimizers = build_model(config, source)
         model.train()
         self._loader = build_loader(config, source, None)
-        self._batches = iter(self._loader)
+        self._batches: Any = iter(self._loader)
         self._pipeline = build_pipeline(model, optimizers, config, StageClock(), num_steps)
         self._folder = folder
         self._checkpoints = None

@@ -156,7 +156,7 @@ def write_safetensors(
     crc32 = zlib.crc32(header)
     for tensor in tensors.values():
         if tensor.nbytes:
-            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
             file.write(content)
             crc32 = zlib.crc32(content, crc32)
     return crc32
@@ -229,7 +229,7 @@ def read_block(
     if zlib.crc32(content) != block.crc32:
         raise CheckpointError(f"{path}: is damaged: its checksum differs from the manifest's")
     try:
-        tensors = load_safetensors(content)
+        tensors: dict[str, Tensor] = load_safetensors(content)
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{path}: is not a safetensors file ({error})") from error
     _require_parts(path, block, arrays, tensors)

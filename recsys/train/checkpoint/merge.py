@@ -19,7 +19,7 @@ from recsys.train.checkpoint.blocks import BlockBuilder, check_block, read_block
 from recsys.train.checkpoint.manifest import DTYPES, Array, Part, changed_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -40,7 +40,7 @@ def merged_arrays(manifest: Manifest) -> dict[str, Array]:
     return {**manifest.arrays, **numbers}
 
 
-def merge(folder: Path, manifest: Manifest, writer: PieceWriter) -> Iterator[None]:
+def merge(folder: Path, manifest: Manifest, writer: PieceWriter) -> Generator[None]:
     """Write a full piece that replaces all pieces of a checkpoint; yields after each block.
 
     Args:
@@ -61,7 +61,7 @@ def merge(folder: Path, manifest: Manifest, writer: PieceWriter) -> Iterator[Non
     tables = {names[0]: key for key, names in manifest.tables.items()}
     of_table: tuple[str, list[DeltaRows]] = "", []
     for block in base.blocks:
-        tensors = read_block(folder, base, block, manifest.arrays | merged_arrays(manifest))
+        tensors = read_block(folder, base, block, merged_arrays(manifest))
         for part in block.parts:
             if part.array not in tables:
                 continue

@@ -35,7 +35,7 @@ from recsys.train.checkpoint.manifest import (
 from recsys.train.checkpoint.merge import merge, merged_arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
     from pathlib import Path
 
     from recsys.train.checkpoint.blocks import Rows
@@ -123,7 +123,7 @@ class BackgroundWriter:
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(
             max(1, buffer_bytes // BLOCK_BYTES - 2)
         )
-        self._merging: Iterator[None] | None = None
+        self._merging: Generator[None] | None = None
         self._thread: threading.Thread | None = None
         self.most_blocks, self.merged = 0, ""
 
@@ -197,7 +197,7 @@ class BackgroundWriter:
         except (OSError, CheckpointError) as error:
             self._merging, self.merge_error = None, error
 
-    def _merge(self, manifest: Manifest) -> Iterator[None]:
+    def _merge(self, manifest: Manifest) -> Generator[None]:
         name = self.merged = f"full-{manifest.number:08}"
         path = self._folder / name
         try:
@@ -218,11 +218,12 @@ class BackgroundWriter:
             other = read_manifest(self._folder, number)
             rest = [each for each in other.pieces if each.folder not in replaced]
             first = piece if not rest else piece.rows_of_tables(other.tables)
-            arrays = other.arrays | {
+            numbers = {
                 key: array
                 for key, array in merged_arrays(manifest).items()
                 if key.startswith("changed/")
             }
+            arrays = {**other.arrays, **numbers}
             write_manifest(self._folder, replace(other, pieces=(first, *rest), arrays=arrays))
         remove_unneeded(self._folder)
 
