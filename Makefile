@@ -6,7 +6,7 @@ DATA ?=
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: help setup train test check stress threads bench reference coverage tables clean
+.PHONY: help setup train test check stress crash threads bench reference coverage tables clean
 
 help:
 	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
@@ -16,6 +16,7 @@ help:
 	@echo "make check                         run ruff, check formatting, run mypy, import-linter"
 	@echo "make stress                        run the property tests with many random cases, half an hour"
 	@echo "make threads                       run 500 cases under random delays, count what they leave open"
+	@echo "make crash                         kill runs 200 times, and compare their models, 15 minutes"
 	@echo "make bench, make reference         measure the numbers in docs/benchmarks/ (need RECSYS_DATA)"
 	@echo "make coverage                      measure the numbers in docs/synthetic.md (needs RECSYS_DATA)"
 	@echo "make tables                        make the tables in the docs from these numbers"
@@ -58,6 +59,9 @@ threads: setup
 stress: setup
 	HYPOTHESIS_PROFILE=stress $(BIN)/python -m pytest
 
+crash: setup
+	$(BIN)/python tests/train/crash.py --json docs/benchmarks/crash.json
+
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,6 +78,7 @@ bench: setup
 		--schedule sequential,lookahead-2,hotline --json docs/benchmarks/tiers.json
 	$(BIN)/recsys bench count --json docs/benchmarks/count.json
 	$(BIN)/recsys bench rand-em --json docs/benchmarks/rand_em.json
+	$(BIN)/recsys bench checkpoints --json docs/benchmarks/checkpoints.json
 
 reference: setup
 	sh docs/benchmarks/reference.sh
