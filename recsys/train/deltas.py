@@ -353,5 +353,5 @@ def _is_changed(folder: Path, manifest: Manifest, key: str, since: int) -> NDArr
                 numbers = read_block(folder, full, block, manifest.arrays)[name]
                 is_changed[part.begin : part.end] = (numbers > since).numpy()
     for delta in delta_rows(folder, [piece for piece in deltas if piece.number > since], key):
-        is_changed[delta.rows] = True
+        is_changed[delta.rows()] = True
     return is_changed

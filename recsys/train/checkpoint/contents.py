@@ -64,14 +64,15 @@ class TableArrays(NamedTuple):
             builder: Receives them.
             bits: One bit per row, as `ChangedRows.take` returns them.
         """
-        numbers, num_rows = f"rows/{self.table.key}", self.table.num_rows
+        numbers = f"rows/{self.table.key}"
         row_bytes = self._row_bytes() + 8
         for word in range(0, len(bits), _LISTED_WORDS):
             rows = rows_of(bits[word : word + _LISTED_WORDS]) + 64 * word
             for begin, end in row_ranges(len(rows), row_bytes):
                 chosen = rows[begin:end]
                 tensors = {name: self.table.gather(own, chosen) for own, name in self.names.items()}
-                parts = [Part(name, 0, num_rows, numbers) for name in tensors]
+                first, last = int(chosen[0]), int(chosen[-1])
+                parts = [Part(name, first, last + 1, numbers) for name in tensors]
                 builder.add({numbers: torch.from_numpy(chosen), **tensors}, parts)
 
     def arrays(self) -> dict[str, Array]:
