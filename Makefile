@@ -6,7 +6,7 @@ DATA ?=
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 
-.PHONY: help setup train test check stress bench reference coverage tables clean
+.PHONY: help setup train test check stress crash threads bench reference coverage tables clean
 
 help:
 	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
@@ -15,6 +15,8 @@ help:
 	@echo "make test                          run the tests"
 	@echo "make check                         run ruff, check formatting, run mypy, import-linter"
 	@echo "make stress                        run the property tests with many random cases, half an hour"
+	@echo "make threads                       run 500 cases under random delays, count what they leave open"
+	@echo "make crash                         kill runs 200 times, and compare their models, 15 minutes"
 	@echo "make bench, make reference         measure the numbers in docs/benchmarks/ (need RECSYS_DATA)"
 	@echo "make coverage                      measure the numbers in docs/synthetic.md (needs RECSYS_DATA)"
 	@echo "make tables                        make the tables in the docs from these numbers"
@@ -51,8 +53,14 @@ test: setup
 	$(PYTEST) -m "not serial" -n logical --maxprocesses 4 --dist worksteal --max-worker-restart 0
 	$(PYTEST) -m "serial or threads"
 
+threads: setup
+	PYTHONDEVMODE=1 $(BIN)/python tests/threads.py --cases 500 --json docs/benchmarks/threads.json
+
 stress: setup
 	HYPOTHESIS_PROFILE=stress $(BIN)/python -m pytest
+
+crash: setup
+	$(BIN)/python tests/train/crash.py --json docs/benchmarks/crash.json
 
 check: setup
 	$(BIN)/ruff check .
@@ -70,6 +78,7 @@ bench: setup
 		--schedule sequential,lookahead-2,hotline --json docs/benchmarks/tiers.json
 	$(BIN)/recsys bench count --json docs/benchmarks/count.json
 	$(BIN)/recsys bench rand-em --json docs/benchmarks/rand_em.json
+	$(BIN)/recsys bench checkpoints --json docs/benchmarks/checkpoints.json
 
 reference: setup
 	sh docs/benchmarks/reference.sh

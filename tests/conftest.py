@@ -44,8 +44,7 @@ def _run_alone_but_compile_for_threads():
 def _compile_once():
     """Of processes that run tests side by side, one compiles a kernel; the others wait for it.
 
-    Without the lock both would compile it, and could mix up numba's files: to keep compiled code,
-    numba reads an index, chooses a name for the code, and writes both.
+    Without the lock all of them would compile it, which takes longer.
     """
     compile_anew = Dispatcher.compile
 

@@ -22,12 +22,15 @@ def test_public_names_are_these_and_no_others():
         "recsys": [
             "DLRM",
             "Batch",
+            "Checkpoints",
             "DLRMTrain",
             "JaggedIds",
             "PooledEmbeddings",
             "__version__",
             "accelerate",
+            "load_checkpoint",
             "restore",
+            "save_checkpoint",
             "verify",
         ],
         "recsys.datasets": [

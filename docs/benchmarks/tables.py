@@ -22,6 +22,7 @@ from tables_of_benches import (
     prepare_table,
     step_table,
 )
+from tables_of_reliability import checkpoints_table, crash_table, threads_table
 from tables_of_runs import (
     ablate_table,
     reached_table,
@@ -44,6 +45,7 @@ DOCUMENTS = (
     "README.md",
     "docs/benchmarks.md",
     "docs/popularity.md",
+    "docs/reliability.md",
     "docs/schedules.md",
     "docs/synthetic.md",
 )
@@ -58,6 +60,9 @@ def with_tables(text: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "ablate_embeddings": partial(ablate_table, "ablate_embeddings.json"),
+    "checkpoints": partial(checkpoints_table, "checkpoints.json"),
+    "crash": partial(crash_table, "crash.json"),
+    "threads": partial(threads_table, "threads.json"),
     "count": partial(count_table, "count.json"),
     "rand_em": partial(rand_em_table, "rand_em.json"),
     "ablate_precision": partial(ablate_table, "ablate_precision.json"),

@@ -9,6 +9,7 @@ not survive a fork); or numba has no threading layer that several threads may en
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import warnings
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 import numba
 import torch
 from numba import njit
+from numba.core.caching import IndexDataCacheFile
 from torch import get_num_threads
 
 if TYPE_CHECKING:
@@ -34,8 +36,8 @@ _R = TypeVar("_R")
 def kernel(function: _F) -> _F:
     """Compile a function on its first call. The compiled function releases the GIL.
 
-    numba caches it on disk, beside the source or in the user's cache folder. If neither can be
-    written, every process compiles it again.
+    It is cached on disk, beside the source or in the user's cache folder; see `_CacheFile`. If
+    neither can be written, every process compiles it again.
     """
     return _compile(function, is_parallel=False)
 
@@ -91,7 +93,11 @@ def _compile(function: _F, *, is_parallel: bool) -> _F:
     # With "numpy", division by zero does not raise. Loops that may raise are not vectorised.
     options: dict[str, Any] = {"nogil": True, "parallel": is_parallel, "error_model": "numpy"}
     try:
-        return cast("_F", njit(**options, cache=True)(function))
+        compiled = njit(**options, cache=True)(function)
+        cache = getattr(compiled, "_cache", None)
+        if cache is not None:  # it is not compiled if NUMBA_DISABLE_JIT is set
+            cache._cache_file = _CacheFile(cache._cache_file)
+        return cast("_F", compiled)
     except RuntimeError as error:  # numba found no writable cache folder
         warnings.warn(
             f"compiled kernels cannot be cached ({error}), so each process compiles them again; "
@@ -99,6 +105,45 @@ def _compile(function: _F, *, is_parallel: bool) -> _F:
             stacklevel=3,
         )
         return cast("_F", njit(**options)(function))
+
+
+class _CacheFile(IndexDataCacheFile):  # type: ignore[misc]
+    """The cached code of one kernel: a file for each signature, and no index.
+
+    numba's own class lists the files in an index, and writes the index before the code. Two
+    processes that compile a kernel for different signatures at once may choose the same file, and
+    one of them may later run the code of the other signature. Here a file says what it is for, and
+    `os.replace` puts it in place as a whole.
+
+    A file that cannot be read counts as absent, and the kernel is compiled again. After an update
+    of this package, for example, a file may name a class that no longer exists.
+
+    Args:
+        made: The object of numba that this one replaces.
+    """
+
+    def __init__(self, made: IndexDataCacheFile) -> None:
+        self.__dict__.update(made.__dict__)
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keep the code for a signature, in place of that of an earlier source."""
+        self._save_data(self._name_of(key), (*self._origin_of(key), data))
+
+    def load(self, key: Any) -> Any:
+        """The code for a signature; None if there is none of this source."""
+        try:
+            *origin, data = self._load_data(self._name_of(key))
+        except Exception:  # unpickling raises many types
+            return None
+        return data if tuple(origin) == self._origin_of(key) else None
+
+    def _origin_of(self, key: Any) -> tuple[Any, ...]:
+        return numba.__version__, self._source_stamp, repr(key)
+
+    def _name_of(self, key: Any) -> str:
+        signature, machine, (_, closure) = key  # without the bytecode: new code replaces old code
+        text = repr((signature, machine, closure)).encode()
+        return str(self._data_name(int(hashlib.sha256(text).hexdigest()[:12], 16)))
 
 
 def _under_another_name(function: Callable[..., object]) -> Any:

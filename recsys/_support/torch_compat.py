@@ -102,7 +102,7 @@ current_pass: Callable[[], int] = _current_graph_task_id
 is_node_in_pass: Callable[[Any], bool] = _will_engine_execute_node
 # Whether that pass keeps its graph for another backward.
 is_graph_kept: Callable[[], bool] = _get_current_graph_task_keep_graph
-# Calls a function at the end of that pass.
+# Calls a function at the end of that pass. If the pass fails, the function is dropped, not called.
 queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 # Called with True, returns the current hooks for saved tensors, or None. Activation checkpointing
 # uses such hooks, and counts the saved tensors when it recomputes.

@@ -1,4 +1,4 @@
-"""The command line: `recsys`, or `python -m recsys.cli`."""
+"""The command line: `recsys`, or `python -m recsys`."""
 
 from recsys.cli.commands import main
 

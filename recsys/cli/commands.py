@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recsys._support.config_fields import format_keys
 from recsys._support.files import require_place
-from recsys._support.sizes import parse_bytes
 from recsys._version import __version__
+from recsys.cli.benches import add_bench_commands
 from recsys.cli.data import add_data_commands
 from recsys.cli.popularity import add_popularity_commands
 from recsys.config import TrainConfig, load_config
@@ -19,9 +19,7 @@ from recsys.errors import ConfigError, RecsysError
 from recsys.train.export import FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from recsys.bench.parts.harness import Row
+    from collections.abc import Sequence
 
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -60,12 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
     add_data_commands(commands)
     add_popularity_commands(commands)
     _add_run_commands(commands)
-    _add_bench_commands(commands)
+    add_bench_commands(commands)
     return parser
 
 
 def _add_run_commands(commands: _Commands) -> None:
-    """Add `train`, `evaluate`, `export`, `verify`, `ablate` and `report`."""
+    """Add `train`, `evaluate`, `export`, `apply`, `verify`, `ablate` and `report`."""
     train = commands.add_parser(
         "train",
         help="train a model, evaluate it and save it",
@@ -101,16 +99,37 @@ def _add_run_commands(commands: _Commands) -> None:
     )
     evaluate.set_defaults(run_command=_evaluate)
 
-    export = commands.add_parser("export", help="write a saved model for other programs")
+    export = commands.add_parser(
+        "export", help="write a model, or the rows that changed, for other programs"
+    )
     export.add_argument("run", metavar="DIR", help="folder of a run")
-    export.add_argument(
+    what = export.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--to",
-        required=True,
         choices=FORMATS,
         help="for TorchRec's DLRM, for facebookresearch/dlrm's DLRM_Net, or without pickle",
     )
+    what.add_argument(
+        "--since",
+        type=int,
+        metavar="N",
+        help="only what changed from checkpoint N to the newest one, as safetensors",
+    )
+    export.add_argument(
+        "--checkpoint",
+        metavar="N",
+        help="with --to safetensors: the model of this checkpoint, or of the 'last' one",
+    )
     export.add_argument("--out", required=True, metavar="FILE", help="new file")
     export.set_defaults(run_command=_export)
+
+    apply = commands.add_parser(
+        "apply", help="write the model that results from a whole one and deltas"
+    )
+    apply.add_argument("full", metavar="FULL", help="export --to safetensors --checkpoint N")
+    apply.add_argument("deltas", nargs="+", metavar="DELTA", help="export --since N, in order")
+    apply.add_argument("--out", required=True, metavar="FILE", help="new file")
+    apply.set_defaults(run_command=_apply)
 
     verify = commands.add_parser(
         "verify",
@@ -146,104 +165,6 @@ def _add_run_commands(commands: _Commands) -> None:
     report = commands.add_parser("report", help="write an HTML page about a run or an ablation")
     report.add_argument("run", metavar="DIR", help="folder of a run or an ablation")
     report.set_defaults(run_command=_report)
-
-
-def _add_bench_commands(commands: _Commands) -> None:
-    """Add `bench` and its benchmarks."""
-    bench = commands.add_parser("bench", help="measure against other libraries")
-    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="NAME")
-
-    def add(name: str, run_command: Callable[..., int], help_text: str) -> argparse.ArgumentParser:
-        parser = benchmarks.add_parser(name, help=help_text)
-        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
-        parser.set_defaults(run_command=run_command)
-        return parser
-
-    prepare = add("prepare", _bench_prepare, "raw text to arrays, against pandas")
-    prepare.add_argument(
-        "--raw", type=Path, metavar="FILE", help="default: criteo_kaggle_137k under RECSYS_DATA"
-    )
-    size = prepare.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="a tenth of the text, one run")
-    size.add_argument(
-        "--kaggle-size",
-        action="store_true",
-        help="46 M lines and 34 M ids, one run; needs 20 GB of disk while it runs",
-    )
-
-    step = add("step", _bench_step, "one training step, against its lower bounds")
-    lookup = add("lookup", _bench_lookup, "forward, backward and update of the embeddings alone")
-    models = add("models", _bench_models, "PyTorch models, before and after recsys.accelerate")
-    tiers = add("tiers", _bench_tiers, "training with less fast memory than the tables need")
-    for parser in (step, lookup, models, tiers):
-        parser.add_argument("--quick", action="store_true", help="small tables, few rounds")
-    for parser, sizes in (
-        (step, [128, 2048, 16384]),
-        (lookup, [128, 2048, 16384]),
-        (models, [128, 1024, 8192]),
-    ):
-        parser.add_argument("--batch-sizes", type=int, nargs="+", default=sizes, metavar="B")
-    lookup.add_argument(
-        "--dims", type=int, nargs="+", metavar="D", help="default: 16 64 128; with --quick 16"
-    )
-    for parser, optimizers in (
-        (lookup, ("sgd", "rowwise_adagrad", "adagrad")),
-        (models, ("sgd", "adagrad")),
-    ):
-        parser.add_argument("--optimizers", nargs="+", default=optimizers, choices=optimizers)
-    _add_tiers_options(tiers)
-
-    for name, run_command, help_text in (
-        ("synthetic", _bench_synthetic, "generating samples, against reading them from a store"),
-        ("count", _bench_count, "counting lookups, against numpy and torch"),
-        ("rand-em", _bench_rand_em, "FAE's interval for the number of hot rows, against the count"),
-    ):
-        parser = add(name, run_command, help_text)
-        parser.add_argument("--quick", action="store_true", help="few samples, few rounds")
-
-
-def _add_tiers_options(tiers: argparse.ArgumentParser) -> None:
-    tiers.add_argument(
-        "--shares",
-        nargs="+",
-        metavar="SHARE",
-        help="budgets: shares of the bytes of rows and state, or floor; 1: every row resident; "
-        "default: floor 0.02 0.05 0.1 0.2 0.5 1",
-    )
-    tiers.add_argument(
-        "--schedule",
-        default="sequential,lookahead-2",
-        metavar="NAME[,NAME...]",
-        help="sequential, lookahead-DEPTH (1, 2, 4, 8); default: sequential,lookahead-2",
-    )
-    tiers.add_argument(
-        "--dim", type=int, metavar="D", help="default: 64; 128 with --cold-tier file"
-    )
-    tiers.add_argument(
-        "--batch-size", type=int, metavar="B", help="default: 2048; 4096 with --cold-tier file"
-    )
-    tiers.add_argument(
-        "--optimizer",
-        default="rowwise_adagrad",
-        choices=("sgd", "rowwise_adagrad"),
-        help="--cold-tier file always uses sgd",
-    )
-    tiers.add_argument("--cold-tier", default="host", choices=("host", "file"))
-    in_files = tiers.add_argument_group("with --cold-tier file")
-    in_files.add_argument(
-        "--cold-path",
-        type=Path,
-        metavar="DIR",
-        help="folder of the tables; created if missing, and kept for the next run",
-    )
-    in_files.add_argument(
-        "--times-memory",
-        type=float,
-        default=1.5,
-        metavar="X",
-        help="bytes of the tables, in units of RAM",
-    )
-    in_files.add_argument("--budget", default="2GiB", metavar="SIZE")
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -282,9 +203,29 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from recsys.train.export import export_run
+    from recsys.train.export import export_run, export_run_checkpoint, export_run_delta
 
-    print(f"wrote {export_run(options.run, options.to, options.out)}")
+    number = options.checkpoint
+    if number is not None and options.to != "safetensors":
+        raise ConfigError(f"--checkpoint {number} goes with --to safetensors only; leave it out")
+    if number is not None and number != "last" and not number.isdecimal():
+        raise ConfigError(f"--checkpoint must be a number or 'last', got {number!r}")
+    if options.since is not None:
+        written = export_run_delta(options.run, options.out, options.since)
+    elif number is not None:
+        written = export_run_checkpoint(
+            options.run, options.out, None if number == "last" else int(number)
+        )
+    else:
+        written = export_run(options.run, options.to, options.out)
+    print(f"wrote {written}")
+    return 0
+
+
+def _apply(options: argparse.Namespace) -> int:
+    from recsys.train.deltas import apply_deltas
+
+    print(f"wrote {apply_deltas(options.full, options.deltas, options.out)}")
     return 0
 
 
@@ -313,150 +254,6 @@ def _verify(options: argparse.Namespace) -> int:
     found = verify_budgets(config, options.budgets or BUDGETS, options.steps)
     print(format_verification(found))
     return 0 if all(each.ok for each in found) else 1
-
-
-def _bench_prepare(options: argparse.Namespace) -> int:
-    from recsys.bench.prepare import SIZES, bench_prepare
-
-    size = "quick" if options.quick else "kaggle" if options.kaggle_size else "gigabyte"
-    return _show_rows(bench_prepare(options.raw, SIZES[size]), options)
-
-
-def _bench_step(options: argparse.Namespace) -> int:
-    from recsys.bench.step import bench_step
-
-    rows = bench_step(
-        options.batch_sizes,
-        ("fp32", "bf16"),
-        num_rounds=5 if options.quick else 60,
-        num_processes=1 if options.quick else 4,
-        table_sizes=[1000] * 26 if options.quick else (),
-    )
-    return _show_rows(rows, options)
-
-
-def _bench_models(options: argparse.Namespace) -> int:
-    from recsys.bench.models import bench_models
-
-    rows = bench_models(
-        options.batch_sizes,
-        options.optimizers,
-        num_rounds=3 if options.quick else 30,
-        max_rows=1000 if options.quick else 1_000_000,
-        table_counts=(1, 4) if options.quick else (1, 4, 26),
-    )
-    return _show_rows(rows, options)
-
-
-def _bench_lookup(options: argparse.Namespace) -> int:
-    from recsys.bench.lookup import bench_lookup
-
-    rows = bench_lookup(
-        options.batch_sizes,
-        options.dims or ([16] if options.quick else [16, 64, 128]),
-        options.optimizers,
-        num_rounds=3 if options.quick else 30,
-        **({"table_sizes": [1000] * 26} if options.quick else {}),
-    )
-    return _show_rows(rows, options)
-
-
-def _bench_file_tier(options: argparse.Namespace) -> int:
-    from recsys.bench.file_tier import (
-        FileTierCase,
-        bench_file_tier,
-        default_table_bytes,
-        scaled_table_sizes,
-    )
-    from recsys.bench.parts.scheduled import parse_schedules
-
-    if options.cold_path is None:
-        raise ConfigError("--cold-tier file needs --cold-path, a folder for the tables")
-    parse_bytes(options.budget, "--budget")
-    dim, batch_size = options.dim or 128, options.batch_size or 4096
-    case = FileTierCase(
-        table_sizes=(20_000,) * 26
-        if options.quick
-        else scaled_table_sizes(default_table_bytes(options.times_memory), dim),
-        dim=dim,
-        batch_size=batch_size,
-        budget=options.budget,
-        cold_path=options.cold_path,
-        schedules=parse_schedules(options.schedule),
-        num_rounds=3 if options.quick else 15,
-        num_fill_steps=5 if options.quick else 700,
-        fill_batch_size=batch_size if options.quick else 4096,
-        is_quick=options.quick,
-    )
-    return _show_rows(bench_file_tier(case), options)
-
-
-def _bench_tiers(options: argparse.Namespace) -> int:
-    if options.cold_tier == "file":
-        return _bench_file_tier(options)
-    from recsys.bench.parts.scheduled import parse_schedules
-    from recsys.bench.parts.tiers_curve import curve_file, write_curve
-    from recsys.bench.tiers import SHARES, bench_tiers
-    from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
-
-    if options.json is not None:
-        curve_file(options.json)
-    batch_size = options.batch_size or 2048
-    rows = bench_tiers(
-        options.shares or (["floor", "0.2", "1"] if options.quick else SHARES),
-        parse_schedules(options.schedule),
-        dim=options.dim or 64,
-        batch_size=batch_size,
-        optimizer=options.optimizer,
-        num_rounds=3 if options.quick else 30,
-        num_fill_steps=5 if options.quick else 1500 * 2048 // batch_size,
-        table_sizes=[100_000] * 26 if options.quick else KAGGLE_TABLE_SIZES,
-        is_quick=options.quick,
-    )
-    status = _show_rows(rows, options)
-    if options.json is not None:
-        write_curve(options.json)
-    return status
-
-
-def _bench_synthetic(options: argparse.Namespace) -> int:
-    from recsys.bench.synthetic import bench_synthetic
-
-    rows = bench_synthetic(
-        num_samples=50_000 if options.quick else 500_000, num_rounds=3 if options.quick else 30
-    )
-    return _show_rows(rows, options)
-
-
-def _bench_count(options: argparse.Namespace) -> int:
-    from recsys.bench.counting import bench_counting
-
-    rows = bench_counting(
-        (128, 2048, 16384),
-        num_samples=50_000 if options.quick else 2_000_000,
-        num_rounds=3 if options.quick else 30,
-    )
-    return _show_rows(rows, options)
-
-
-def _bench_rand_em(options: argparse.Namespace) -> int:
-    from recsys.bench.rand_em import bench_rand_em
-
-    rows = bench_rand_em(
-        (1, 2, 5, 20),
-        num_samples=1_000_000 if options.quick else 45_840_617,
-        num_trials=20 if options.quick else 300,
-    )
-    return _show_rows(rows, options)
-
-
-def _show_rows(rows: list[Row], options: argparse.Namespace) -> int:
-    from recsys.bench.parts.harness import print_rows, write_rows
-
-    print_rows(rows)
-    if options.json is not None:
-        write_rows(options.json, rows)
-    return 0
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class Accelerated:
     Attributes:
         replacements: The replaced modules, in the order of the model.
         left_alone: The modules that were not replaced, and why.
-        moved_by: A sentence per optimizer that says what updates the rows now.
+        updated_by: A sentence per optimizer that says what updates the rows now.
         rules: How these updates differ from those before, and why; usually empty.
         row_optimizer: The `torch.optim.Optimizer` of the rows, with their `param_groups` and state;
             None if an optimizer of the user's updates the rows.
@@ -69,7 +69,7 @@ class Accelerated:
 
     replacements: tuple[Replacement, ...]
     left_alone: tuple[LeftAlone, ...]
-    moved_by: tuple[str, ...]
+    updated_by: tuple[str, ...]
     rules: tuple[str, ...]
     row_optimizer: FusedOptimizer | None = None
     tiers: str = ""
@@ -88,7 +88,7 @@ class Accelerated:
             places = _some([each.names[0] for each in self.left_alone if each.reason == reason])
             lines.append(f"left as it was: {places}: {reason}")
         outlook = [each for each in (self.tiers, self.expected) if each]
-        return "\n".join([*lines, *self.moved_by, *self.notes, *outlook])
+        return "\n".join([*lines, *self.updated_by, *self.notes, *outlook])
 
     @property
     def notes(self) -> list[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles, OpenArray
     from recsys.embeddings.update.group_updater import GroupUpdater
     from recsys.embeddings.update.row_updater import RowUpdater
+
+    _States = dict[str, tuple[Tensor, int]]  # arrays of a table's state, with their versions
 
 __all__ = ["SavedTable", "SavedTables"]
 
@@ -175,6 +177,11 @@ class SavedTable:
             return
         with DisableTorchFunctionSubclass():  # internal write to the table
             array = self._array(name)
+            if len(rows) != len(values):
+                raise WeightsError(
+                    f"table {self.key!r}: {name}: there are {len(rows)} row numbers, got "
+                    f"{len(values)} rows; give a number for each row"
+                )
             self._require_fit(name, array, values, int(rows.min()), int(rows.max()) + 1)
             opened = self._file_of(array)
             if opened is None:
@@ -312,7 +319,7 @@ class SavedTables:
         self._updaters = [updater for updater in updaters if updater is not None]
         self._groups: list[TableGroup] = []
         self._records: list[ChangedRows] = []
-        self._known_states: list[dict[str, _KnownArray]] = []
+        self._known_states: list[_States] = []
         threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="recsys-saved-tables")
         found: dict[int, tuple[SavedTable, int, int]] = {}
         for updater in self._updaters:
@@ -379,12 +386,11 @@ class SavedTables:
                 tables, or a table has another number of rows than when the record began.
         """
         self._require_records()
-        for table, place, known in zip(self.tables, self._places, self._known_states, strict=True):
-            state = table.state()
-            # Updates make the arrays of a table that had none, so these are no reason to mark it.
-            if any(array.is_written(state.get(name)) for name, array in known.items()):
+        states = [_arrays_of(table.state()) for table in self.tables]
+        for place, known, now in zip(self._places, self._known_states, states, strict=True):
+            if _is_written(known, now, self._records[place[0]]):
                 self._records[place[0]].mark_table(place[1])
-        self._known_states = [_arrays_of(table.state()) for table in self.tables]
+        self._known_states = states
         bits = [record.take() for record in self._records]
         return [bits[group][number] for group, number in self._places]
 
@@ -458,24 +464,25 @@ def _require_whole(name: str, weight: nn.Parameter, keys: Mapping[int, str]) -> 
         )
 
 
-class _KnownArray(NamedTuple):
-    """An array of a table's state, as it was when the record of changes began."""
-
-    array: Tensor
-    version: int
-
-    def is_written(self, now: object) -> bool:
-        """Whether another array has taken its place, or a torch operation has written to it."""
-        return now is not self.array or version_of(self.array) != self.version
-
-
-def _arrays_of(state: Mapping[str, Any]) -> dict[str, _KnownArray]:
-    """The arrays of a table's state, by name."""
+def _arrays_of(state: Mapping[str, Any]) -> _States:
+    """The arrays of a table's state by name, with their versions."""
     return {
-        name: _KnownArray(value, version_of(value))
+        name: (value, version_of(value))
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and value.dim()
     }
+
+
+def _is_written(known: _States, now: _States, record: ChangedRows) -> bool:
+    """Whether a table's state was changed by something else than updates."""
+    for name, (array, version) in now.items():
+        if name in known:
+            before, version_before = known[name]
+            if array is not before or version != version_before:
+                return True
+        elif not record.is_new_state(array):
+            return True
+    return not known.keys() <= now.keys()
 
 
 def _bytes_of(rows: Tensor) -> NDArray[np.uint8]:

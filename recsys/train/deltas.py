@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from recsys._support.files import appearing_whole, read_together, require_new
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import read_block, safetensors_header
-from recsys.train.checkpoint.manifest import DTYPES, read_manifest
-from recsys.train.checkpoint.merge import changed_name, delta_rows, read_header
+from recsys.train.checkpoint.manifest import DTYPES, changed_name, read_manifest
+from recsys.train.checkpoint.merge import delta_rows, read_header
 from recsys.train.checkpoint.restore import require_whole
 
 if TYPE_CHECKING:
@@ -42,16 +42,13 @@ _ROWS = ".rows"
 _COPIED_ROWS = 65_536
 
 
-def export_checkpoint(
-    folder: Path, file: str | Path, number: int | None = None, *, prefix: str = ""
-) -> Path:
+def export_checkpoint(folder: Path, file: str | Path, number: int | None = None) -> Path:
     """Write the whole model of a checkpoint.
 
     Args:
         folder: The folder of checkpoints.
         file: A new file.
         number: Number of the checkpoint; None for the newest complete one.
-        prefix: Is removed from the keys.
 
     Raises:
         AlreadyExists: `file` exists.
@@ -61,10 +58,10 @@ def export_checkpoint(
     with read_together(folder):
         manifest = read_manifest(folder, number)
         metadata = {"checkpoint": str(manifest.number), "checkpoint_id": manifest.id}
-        return _write(folder, manifest, Path(file), metadata, prefix, since=None)
+        return _write(folder, manifest, Path(file), metadata, since=None)
 
 
-def export_delta(folder: Path, file: str | Path, since: int, *, prefix: str = "") -> Path:
+def export_delta(folder: Path, file: str | Path, since: int) -> Path:
     """Write the rows that changed after a checkpoint, up to the newest complete one.
 
     The files of the older checkpoint may be deleted: each row's last change is on record.
@@ -73,7 +70,6 @@ def export_delta(folder: Path, file: str | Path, since: int, *, prefix: str = ""
         folder: The folder of checkpoints.
         file: A new file.
         since: Number of the older checkpoint.
-        prefix: Is removed from the keys.
 
     Raises:
         AlreadyExists: `file` exists.
@@ -95,7 +91,7 @@ def export_delta(folder: Path, file: str | Path, since: int, *, prefix: str = ""
             "checkpoint": str(manifest.number),
             "checkpoint_id": manifest.id,
         }
-        return _write(folder, manifest, Path(file), metadata, prefix, since=since)
+        return _write(folder, manifest, Path(file), metadata, since=since)
 
 
 def apply_deltas(full: str | Path, deltas: Sequence[str | Path], file: str | Path) -> Path:
@@ -280,7 +276,6 @@ def _write(
     manifest: Manifest,
     file: Path,
     metadata: Mapping[str, str],
-    prefix: str,
     *,
     since: int | None,
 ) -> Path:
@@ -305,7 +300,7 @@ def _write(
     # Tensors with large numbers first, so that each begins at a multiple of its numbers' size.
     in_order = sorted(kinds, key=lambda key: -DTYPES[kinds[key][0]].itemsize)
     with appearing_whole(file) as partial, partial.open("wb") as opened:
-        header = {key.removeprefix(prefix): kinds[key] for key in in_order}
+        header = {key: kinds[key] for key in in_order}
         opened.write(safetensors_header(header, metadata))
         for key in in_order:
             if key in kinds and key.removesuffix(_ROWS) in chosen and key not in chosen:
@@ -358,5 +353,5 @@ def _is_changed(folder: Path, manifest: Manifest, key: str, since: int) -> NDArr
                 numbers = read_block(folder, full, block, manifest.arrays)[name]
                 is_changed[part.begin : part.end] = (numbers > since).numpy()
     for delta in delta_rows(folder, [piece for piece in deltas if piece.number > since], key):
-        is_changed[delta.rows] = True
+        is_changed[delta.rows()] = True
     return is_changed

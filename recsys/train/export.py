@@ -5,6 +5,9 @@ torchrec     torch.save of the state dict of TorchRec's `DLRM` (tables `t_<featu
 classic      torch.save of a checkpoint for facebookresearch/dlrm's `--load-model
              --inference-only`; without optimizer state, so its training cannot be continued
 safetensors  the state dict of TorchRec's `DLRM`, without pickle
+
+Checkpoints of a run, also of one that goes on, are exported as safetensors: whole, or only the rows
+that changed (`deltas`).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from safetensors.torch import load_file
 from recsys._support.files import appearing_whole, require_new
 from recsys.errors import ConfigError
 from recsys.models.convert import to_classic
+from recsys.train.deltas import export_checkpoint, export_delta
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["FORMATS", "export_run"]
+__all__ = ["FORMATS", "export_run", "export_run_checkpoint", "export_run_delta"]
 
 FORMATS = ("torchrec", "classic", "safetensors")
 
@@ -62,6 +66,38 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
         else:
             torch.save(state, partial)
     return file
+
+
+def export_run_checkpoint(run_dir: str | Path, file: str | Path, number: int | None = None) -> Path:
+    """Write the whole model of a run's checkpoint, as safetensors; see `export_checkpoint`.
+
+    Args:
+        run_dir: A run with checkpoints.
+        file: A new file.
+        number: Number of the checkpoint; None for the newest complete one.
+
+    Raises:
+        AlreadyExists: `file` exists.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: `run_dir` is not a run.
+    """
+    folder = RunFolder.open(run_dir).checkpoints_folder
+    return export_checkpoint(folder, file, number)
+
+
+def export_run_delta(run_dir: str | Path, file: str | Path, since: int) -> Path:
+    """Write the rows that changed after a checkpoint of a run; see `export_delta`.
+
+    Args:
+        run_dir: A run with checkpoints.
+        file: A new file.
+        since: Number of the older checkpoint.
+
+    Raises:
+        AlreadyExists, CheckpointError, ConfigError: as for `export_run_checkpoint`.
+    """
+    folder = RunFolder.open(run_dir).checkpoints_folder
+    return export_delta(folder, file, since)
 
 
 def _classic_checkpoint(state: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 import os
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from numba.core.caching import IndexDataCacheFile
 
 from recsys._support import jit
 from recsys.embeddings.tiers.transfers import TransferQueue
@@ -27,6 +29,84 @@ def test_a_kernel_runs_where_nothing_can_be_kept_and_says_so(monkeypatch):
         compiled = jit.kernel(double)
 
     assert compiled(21) == 42
+
+
+@pytest.fixture
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_a_new_process_loads_the_cached_code_of_each_signature(cache_folder):
+    first = jit.kernel(_doubled)
+    first(21)
+    first(1.5)
+
+    second = jit.kernel(_doubled)
+
+    assert [second(21), second(1.5)] == [42, 3.0]
+    assert sum(second.stats.cache_hits.values()) == 2
+    assert not second.stats.cache_misses
+
+
+def test_a_kernel_runs_as_python_where_numba_is_switched_off(monkeypatch):
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+
+    assert jit.kernel(_doubled) is _doubled
+
+
+GONE = b"cno_such_module\nNoSuchClass\n."  # a pickle of a class that does not exist
+
+
+@pytest.mark.parametrize("content", [GONE, b"", b"\x80", pickle.dumps(7)])
+def test_cached_code_that_cannot_be_read_is_compiled_again(cache_folder, content):
+    jit.kernel(_doubled)(21)
+    files = [file for file in cache_folder.rglob("*") if file.is_file()]
+    for file in files:
+        file.write_bytes(content)
+
+    compiled = jit.kernel(_doubled)
+
+    assert files
+    assert compiled(21) == 42
+    assert sum(compiled.stats.cache_misses.values()) == 1
+    assert all(file.read_bytes() != content for file in files)
+
+
+def test_cached_code_of_another_source_is_compiled_again_and_replaced(cache_folder):
+    jit.kernel(_doubled)(21)
+    files = list(cache_folder.rglob("*.nbc"))
+    compiled = jit.kernel(_doubled)
+    compiled._cache._cache_file._source_stamp = b"another source"
+
+    assert compiled(21) == 42
+
+    assert sum(compiled.stats.cache_misses.values()) == 1
+    assert list(cache_folder.rglob("*.nbc")) == files
+
+
+def test_processes_that_compile_a_kernel_at_once_do_not_mix_up_its_code(cache_folder, monkeypatch):
+    """Three kernels stand for three processes, which act while another one is saving its code."""
+    of_integers, of_floats, reader = (jit.kernel(_doubled) for _ in range(3))
+    choose, save, found = IndexDataCacheFile._data_name, IndexDataCacheFile._save_data, []
+
+    def choose_while_another_process_saves(file, number):
+        monkeypatch.setattr(IndexDataCacheFile, "_data_name", choose)
+        of_integers(21)
+        return choose(file, number)
+
+    def save_while_another_process_reads(file, name, data):
+        if file is of_floats._cache._cache_file:
+            monkeypatch.setattr(IndexDataCacheFile, "_save_data", save)
+            found.append(reader(1.5))
+        save(file, name, data)
+
+    monkeypatch.setattr(IndexDataCacheFile, "_save_data", save_while_another_process_reads)
+    monkeypatch.setattr(IndexDataCacheFile, "_data_name", choose_while_another_process_saves)
+    of_floats(1.5)
+
+    assert found == [3.0]
+    assert [jit.kernel(_doubled)(1.5), jit.kernel(_doubled)(21)] == [3.0, 42]
 
 
 def test_a_kernel_divides_by_zero_as_numpy_does():

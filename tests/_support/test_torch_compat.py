@@ -2,6 +2,8 @@
 
 import ast
 import re
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -199,6 +201,32 @@ def test_a_callback_comes_once_after_the_whole_pass():
     Probe.apply(queue, values).sum().backward()
 
     assert happened == ["gradient", "callback"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_callback_is_kept_until_its_pass_ends_also_with_an_error(fails):
+    class Callback:
+        def __call__(self):
+            pass
+
+    found, values = [], torch.ones(1, requires_grad=True)
+
+    def queue():
+        callback = Callback()
+        found.append(weakref.ref(callback))
+        queue_callback(callback)
+
+    def look(_):
+        found.append(found[0]() is not None)
+        if fails:
+            raise RuntimeError("the hook fails")
+
+    values.register_hook(look)
+    with pytest.raises(RuntimeError, match="the hook fails") if fails else nullcontext():
+        Probe.apply(queue, values).sum().backward()
+
+    assert found[1] is True
+    assert found[0]() is None
 
 
 def test_hooks_of_saved_tensors_are_seen_as_checkpointing_sets_them():

@@ -1,13 +1,17 @@
 import argparse
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import recsys
 from recsys._support.config_fields import format_keys
 from recsys.cli.commands import build_parser, main
 from recsys.config import TrainConfig, describe_keys
@@ -15,6 +19,17 @@ from recsys.config import TrainConfig, describe_keys
 
 def run_cli(*arguments):
     return main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("name", ["recsys", "recsys.cli"])
+def test_python_can_run_the_package_as_a_program(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["anything", "--version"])
+
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(name, run_name="__main__")
+
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"recsys {recsys.__version__}\n"
 
 
 def test_options_are_these_and_no_others():
@@ -67,7 +82,8 @@ def test_options_are_these_and_no_others():
         "ablate": {"config": "", "--set": "", "--run": ""},
         "report": {"run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},
-        "export": {"run": "", "--to": "", "--out": ""},
+        "export": {"run": "", "--to": "", "--since": "", "--checkpoint": "", "--out": ""},
+        "apply": {"full": "", "deltas": "", "--out": ""},
         "bench": {
             "prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""},
             "step": {"--batch-sizes": "", "--quick": "", "--json": ""},
@@ -79,6 +95,7 @@ def test_options_are_these_and_no_others():
                 "--json": "",
             },
             "models": {"--batch-sizes": "", "--optimizers": "", "--quick": "", "--json": ""},
+            "checkpoints": {"--quick": "", "--folder": "", "--json": ""},
             "synthetic": {"--quick": "", "--json": ""},
             "count": {"--quick": "", "--json": ""},
             "rand-em": {"--quick": "", "--json": ""},
@@ -299,3 +316,29 @@ def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
     assert choices("export", "to") == MODEL_FORMATS
     assert choices("bench", "lookup", "optimizers") == OPTIMIZERS
     assert choices("bench", "tiers", "optimizer") == TIERED_OPTIMIZERS
+
+
+def test_a_run_is_exported_as_a_whole_and_as_deltas_that_apply(tmp_path, small_settings, capsys):
+    run, files = tmp_path / "run", [str(tmp_path / name) for name in ("full", "delta", "applied")]
+    settings = [*small_settings, "--set", "checkpoint.every_steps=2"]
+
+    assert main(["train", "synthetic:criteo-kaggle", "--run", str(run), *settings]) == 0
+    kept = sorted(path.stem for path in (run / "checkpoints").glob("*.json"))
+    older, last = int(kept[0]), int(kept[1])
+    export = ["export", str(run)]
+    full = ["--to", "safetensors", "--checkpoint", str(older), "--out", files[0]]
+    assert main([*export, *full]) == 0
+    assert main([*export, "--since", str(older), "--out", files[1]]) == 0
+    assert main(["apply", *files[:2], "--out", files[2]]) == 0
+    assert main(["export", str(run), "--to", "safetensors", "--out", str(tmp_path / "final")]) == 0
+
+    found, expected = (load_file(name) for name in (files[2], tmp_path / "final"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    capsys.readouterr()
+    assert main([*export, "--since", str(last), "--out", str(tmp_path / "none")]) == 2
+    assert "does not continue from checkpoint" in capsys.readouterr().err
+    assert main([*export, "--to", "classic", "--checkpoint", "1", "--out", files[0]]) == 2
+    assert "goes with --to safetensors only" in capsys.readouterr().err
+    assert main([*export, "--to", "safetensors", "--checkpoint", "x", "--out", files[0]]) == 2
+    assert "must be a number or 'last', got 'x'" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_several_optimizers_move_the_tables_that_they_have():
     train(model, ours)
     train(plain, theirs)
 
-    assert result.moved_by == (
+    assert result.updated_by == (
         "rows are updated in the step of SGD",
         "rows are updated in the step of Adagrad",
     )

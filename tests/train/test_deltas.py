@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,8 +99,7 @@ def test_changes_are_known_after_older_files_were_merged_and_deleted(tmp_path, m
         train(training, number)
         checkpoints.save()
         checkpoints.wait()
-        while checkpoints._writer.is_merging:
-            time.sleep(0.001)
+        checkpoints.finish_merge()
         if number == 2:
             export_checkpoint(tmp_path / "saved", tmp_path / "full")
     train(training, 1)

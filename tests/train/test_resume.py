@@ -21,7 +21,7 @@ from recsys.errors import (
 )
 from recsys.pipeline.stalls import stage_seconds
 from recsys.train.build import build_model, choose_plan, open_source
-from recsys.train.checkpoint import load_checkpoint, newest
+from recsys.train.checkpoint import load_checkpoint
 from recsys.train.progress import Progress
 from recsys.train.resume import resumed_config
 from recsys.train.run_checkpoints import RunCheckpoints

@@ -187,10 +187,13 @@ def _renormalize(bag: TableModule, place: BagPlace, bags: BagInput, max_norm: fl
     if bad is not None:
         raise bags.id_error(bad, len(bag.weight))
     if place.group.tiers is None:
-        if place.group.changed_rows is not None:
+        changed_rows = place.group.changed_rows
+        if changed_rows is not None:
             [table] = place.lookups.distinct_tables
-            place.group.changed_rows.mark_renormalized(table, bags.values)
+            changed_rows.mark_renormalized(table, bags.values)
         torch.embedding_renorm_(bag.weight.detach(), bags.values, max_norm, bag.norm_type)
+        if changed_rows is not None:
+            changed_rows.accept()
         return
     with DisableTorchFunctionSubclass():  # internal write to the rows
         [table] = place.lookups.distinct_tables

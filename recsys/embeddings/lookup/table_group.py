@@ -211,7 +211,7 @@ class TableGroup:
         """Record from now on which rows are changed; None ends the record."""
         self.changed_rows = changed_rows
         if self.tiers is not None:
-            self.tiers.record_changes(changed_rows)
+            self.tiers.residency.changed_rows = changed_rows
 
     @property
     def device(self) -> torch.device:

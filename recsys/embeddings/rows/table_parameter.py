@@ -98,7 +98,6 @@ class TieredParameter(LedgerParameter):
     @property
     def data(self) -> Tensor:
         """The rows, (E, D), detached from autograd; writes to them are detected."""
-        _mark_changed(self)
         rows: Tensor = plain_data(self)
         place = _place_of(self)
         return rows if place is None else place.tiers.data_of(rows, place.table)

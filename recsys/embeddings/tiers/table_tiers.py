@@ -371,10 +371,6 @@ class Tiers:
         self.residency.flush()
         self._updated.clear()
 
-    def record_changes(self, changed_rows: ChangedRows | None) -> None:
-        """Record from now on which rows are written to the cold store; None ends the record."""
-        self.residency.changed_rows = changed_rows
-
     def complete_cold_store(self, tables: RowSpace) -> None:
         """Write every updated row back, so that the cold store can be copied; slots keep rows.
 
@@ -386,9 +382,11 @@ class Tiers:
             TiersFailed: a transfer has failed.
         """
         is_exposed = self.is_exposed
-        self.reload_if_tables_changed(tables)
-        # Code that has a reference to the tables may still write to them before the next lookup.
-        self.is_exposed = is_exposed
+        try:
+            self.reload_if_tables_changed(tables)
+        finally:
+            # Code that has a reference to the tables may still write to them before a lookup.
+            self.is_exposed = self.is_exposed or is_exposed
         self.flush()
 
     def forget_slots(self) -> None:
@@ -457,8 +455,10 @@ class Tiers:
         """A context in which the tables are only read."""
         self.flush()
         was_exposed = self.is_exposed
-        yield
-        self.is_exposed = was_exposed
+        try:
+            yield
+        finally:
+            self.is_exposed = was_exposed
 
     def _ranges_of(self, tables: Iterable[int]) -> list[range]:
         """The ranges of the tables' rows, counted over all tables."""

@@ -10,6 +10,7 @@ Letters: T tables, L lookups, N values, M rows.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -43,13 +44,13 @@ class ChangedRows:
     whole table. These writes are seen:
 
     - torch operations in place on `weight`, on its views, or on an array of the optimizer's state
-    - another tensor assigned to `weight.data`, or to an array of the state
+    - another tensor in place of `weight.data`, or of an array of the state
     - any write through a `weight.data` that was read since the last `take`
 
     Not seen are writes through numpy arrays, DLPack or pointers to the memory of a table or its
     state, and writes through a `weight.data` that was read before the last `take`. (If the table is
-    in two tiers, torch operations on that `weight.data` are seen.) After such a write, call
-    `mark_table`.
+    in two tiers, torch operations on that `weight.data` are seen.) After such a write, read
+    `weight.data` once: this counts as a write to the whole table.
 
     Args:
         tables: The tables of the group.
@@ -70,6 +71,7 @@ class ChangedRows:
         self._first_words = np.cumsum([0, *words]).astype(np.uint64)
         self._bits = np.zeros(sum(words), np.uint64)
         self._on_device: _DeviceFlags | None = None
+        self._new_states: list[tuple[ref[Tensor], int]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -77,18 +79,16 @@ class ChangedRows:
         flags = 0 if self._on_device is None else self._on_device.flags.nbytes
         return self._bits.nbytes + flags
 
-    def mark(self, ledger: Iterable[LedgerEntry], updated: Iterable[int]) -> None:
+    def mark(self, ledger: Iterable[LedgerEntry]) -> None:
         """Mark the rows that an update of resident tables is about to change.
 
-        Called before the update, so that Ctrl-C between the two loses no mark.
+        Called before the update, so that Ctrl-C between the two loses no mark; call `accept` after
+        it.
 
         Args:
             ledger: The entries of the update.
-            updated: Numbers of the tables that it updates; the version of each will increase by 1.
         """
         self._mark_written()
-        for table in updated:
-            self._versions[table] += 1
         for entry in ledger:
             bags: Any = entry.bags
             if isinstance(bags, TorchBags):
@@ -97,15 +97,31 @@ class ChangedRows:
                 self._mark_bags(entry.lookups, bags)
 
     def mark_renormalized(self, table: int, values: Tensor) -> None:
-        """Mark rows of a resident table that `max_norm` is about to scale in place.
+        """Mark rows of a resident table that `max_norm` is about to scale; then call `accept`.
 
         Args:
-            table: Number of the table; its version will increase by 1.
+            table: Number of the table.
             values: The rows, (N,).
         """
         self._mark_written()
-        self._versions[table] += 1
         self.mark_rows(values.cpu().numpy().astype(np.int64) + int(self._first_rows[table]))
+
+    def accept(self) -> None:
+        """Take the present versions of the tables as those after an update that was marked.
+
+        Tables may share a version, so one update may increase it several times.
+        """
+        self._versions = list(map(version_of, self._tables))
+
+    def note_new_state(self, array: Tensor) -> None:
+        """Note a state array of zeros that an update makes for a table without one."""
+        self._new_states.append((ref(array), version_of(array)))
+
+    def is_new_state(self, array: Tensor) -> bool:
+        """Whether an update has made a state array since the last `take`, and it alone wrote it."""
+        return any(
+            made() is array and version_of(array) == version for made, version in self._new_states
+        )
 
     def mark_rows(self, rows: NDArray[Any]) -> None:
         """Mark rows, (M,) int32 or int64, counted over all tables."""
@@ -134,7 +150,7 @@ class ChangedRows:
         if self._on_device is not None:
             self._bits |= self._on_device.take()
         taken = [self._bits_of(table) for table in range(len(self._sizes))]
-        self._bits = np.zeros_like(self._bits)
+        self._bits, self._new_states = np.zeros_like(self._bits), []
         return taken
 
     def put_back(self, table: int, bits: NDArray[np.uint64]) -> None:
@@ -143,7 +159,7 @@ class ChangedRows:
         of_table |= bits
 
     def _mark_written(self) -> None:
-        """Mark the tables whose version is not the expected one."""
+        """Mark the tables whose version is not the accepted one."""
         now = list(map(version_of, self._tables))
         if now != self._versions:
             for table, (known, found) in enumerate(zip(self._versions, now, strict=True)):
@@ -170,11 +186,9 @@ class ChangedRows:
         return self._bits[int(self._first_words[table]) : int(self._first_words[table + 1])]
 
     def _flags_on(self, device: torch.device) -> _DeviceFlags:
-        """The flags on a device; tables may move to another one."""
+        """The flags on a device."""
         known = self._on_device
-        if known is None or known.flags.device != device:
-            if known is not None:
-                self._bits |= known.take()
+        if known is None or known.flags.device != device:  # a table that moves is marked whole
             first_rows = (self._first_words * np.uint64(_WORD_BITS)).tolist()
             known = self._on_device = _DeviceFlags(first_rows, self._sizes.tolist(), device)
         return known

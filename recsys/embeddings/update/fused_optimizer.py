@@ -233,7 +233,7 @@ def _read_lr(settings: Mapping[str, Any], step: int) -> float:
 
 def _copy_state(value: Any, known: Any) -> Any:
     """A copy of a state's value; in place of the known array if shape and dtype are the same."""
-    if not isinstance(value, Tensor) or not value.dim():
+    if not isinstance(value, Tensor) or not value.dim() or value is known:
         return value
     if isinstance(known, Tensor) and (known.shape, known.dtype) == (value.shape, value.dtype):
         return known.copy_(value.detach())

@@ -201,10 +201,13 @@ class GroupUpdater:
         space, states = update.space, update.states
         more = update.formula, update.rates, update.ledger, update.keys
         if tiers is None:
-            if self.group.changed_rows is not None:
-                self.group.changed_rows.mark(update.ledger, update.updated)
+            changed_rows = self.group.changed_rows
+            if changed_rows is not None:
+                changed_rows.mark(update.ledger)
             bad = row_update(space, states, *more)
             increment_version(changed)
+            if changed_rows is not None:
+                changed_rows.accept()
         else:
             hot = tiers.hot
             with interrupts_held_back():  # an updated row that is not marked would be lost
@@ -448,6 +451,8 @@ class GroupUpdater:
                 known = empty_rows(len(weight), *columns, dtype=dtype, device=weight.device).zero_()
             else:
                 known = self._files.make(self._names[table], name, (len(weight), *columns), dtype)
+            if self.group.changed_rows is not None:
+                self.group.changed_rows.note_new_state(known)
         elif known.dtype != dtype or known.device != weight.device or not known.is_contiguous():
             known = known.to(weight.device, dtype).contiguous()
         if known.shape == weight.shape[:1] and columns == (1,):

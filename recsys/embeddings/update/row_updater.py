@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import warnings
+import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
@@ -81,7 +83,8 @@ class RowUpdater:
         ]
         self.optimizer = optimizer
         self.auto_apply, self.is_copied = auto_apply, is_copied
-        self._queued_for: int | None = None
+        self._queued_for: int | None = None  # the pass at whose end rows are updated
+        self._pass: ref[_Pass] | None = None  # that pass, until it ends
         self._budget_bytes = 0
         self._files: ColdFiles | None = None
         self.grad_anchor = torch.empty(0, requires_grad=True, device="cpu")
@@ -96,6 +99,7 @@ class RowUpdater:
             "_groups": [],
             "_files": None,
             "_anchor_node": None,
+            "_pass": None,
             "_pending_copy": _PendingCopy(
                 self._groups,
                 [len(each.group.tables) for each in self._groups],
@@ -203,10 +207,16 @@ class RowUpdater:
     def _schedule_update(self, backward_pass: int) -> None:
         if not self.auto_apply or self._queued_for == backward_pass:
             return
+        if self._queued_for is not None and self._pass is not None and self._pass() is not None:
+            # This pass runs inside the scheduled one: a hook called backward. As in plain PyTorch,
+            # both add up, and the outer pass updates the rows.
+            return
         self._clear_ledgers()
-        self._queued_for = backward_pass
-        # After the whole pass, because other lookups may still add to the ledger.
-        queue_callback(self.update_rows)
+        # After the whole pass, because other lookups may still add to the ledger. Autograd drops
+        # the callback when the pass ends, also with an error, and then the `_Pass` is deleted.
+        running = _Pass()
+        self._queued_for, self._pass = backward_pass, weakref.ref(running)
+        queue_callback(partial(running.end, self))
 
     def update_rows(self) -> None:
         """Update every row in the ledgers once, then empty the ledgers.
@@ -383,8 +393,6 @@ class RowUpdater:
         """Use the state that `load_state_dict` put into the optimizer."""
         for group in self._groups:
             group.reload_state()
-            if group.group.changed_rows is not None:
-                group.group.changed_rows.mark_all()
 
     def require_param_groups(self) -> None:
         """Check that the optimizer still has every table that this step would update.
@@ -434,6 +442,14 @@ class RowUpdater:
             self._files.mark_dirty()
             self._files = None
             _SYNCED_AT_EXIT.discard(self)
+
+
+class _Pass:
+    """A backward pass that will update rows. Only autograd refers to it, until the pass ends."""
+
+    def end(self, updater: RowUpdater) -> None:
+        """Update the rows."""
+        updater.update_rows()
 
 
 class _PendingCopy:

@@ -45,11 +45,14 @@ def divide_first(
 
     Raises:
         BudgetTooSmall: the budget is smaller than the row maps.
-        ValueError: a table is a part of a larger tensor.
+        ValueError: a table is a part of a larger tensor, or slots are needed for tables on the
+            "meta" device.
     """
     known: dict[int, str] = {}
+    on_meta = [each.group for each in groups if each.group.tables[0].device.type == "meta"]
     for each in groups:
-        if each.group.kernels.errors is None:  # tables on a device are copied to the host anyway
+        is_on_host = each.group.kernels.errors is None
+        if is_on_host and not on_meta:  # tables on a device are copied to the host anyway
             _require_own_memory(each.group, known)
     rows = [order_pinned(each.group.tables, pinned) for each in groups]
     try:
@@ -58,6 +61,11 @@ def divide_first(
         slots = _divide(groups, budget_bytes, [1] * len(groups), may_stay=may_stay)
     if slots is None:
         return None
+    if on_meta:
+        raise ValueError(
+            f"table {on_meta[0].names[0]!r}: a cold tier needs rows in memory, got device 'meta'; "
+            "build the module under torch.device('cpu'), or leave budget= out"
+        )
     return [
         (num_slots, its_rows[: num_slots - 1])
         for num_slots, its_rows in zip(slots, rows, strict=True)

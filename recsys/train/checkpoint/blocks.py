@@ -156,7 +156,7 @@ def write_safetensors(
     crc32 = zlib.crc32(header)
     for tensor in tensors.values():
         if tensor.nbytes:
-            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
             file.write(content)
             crc32 = zlib.crc32(content, crc32)
     return crc32
@@ -214,7 +214,7 @@ def read_block(
         arrays: The arrays of the manifest.
 
     Returns:
-        The tensors by name; exactly those that the parts name, in their dtypes and shapes.
+        The tensors by name; those that the parts name have their dtypes and shapes.
 
     Raises:
         CheckpointError: the file is missing, cut off, changed, or does not hold what the manifest
@@ -229,7 +229,7 @@ def read_block(
     if zlib.crc32(content) != block.crc32:
         raise CheckpointError(f"{path}: is damaged: its checksum differs from the manifest's")
     try:
-        tensors = load_safetensors(content)
+        tensors: dict[str, Tensor] = load_safetensors(content)
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{path}: is not a safetensors file ({error})") from error
     _require_parts(path, block, arrays, tensors)
@@ -248,12 +248,9 @@ def _require_plain(folder: Path, path: Path, block: Block) -> None:
 def _require_parts(
     path: Path, block: Block, arrays: Mapping[str, Array], tensors: Mapping[str, Tensor]
 ) -> None:
-    expected = set()
     for part in block.parts:
         array, count = arrays[part.array], part.end - part.begin
-        expected.add(part.array)
         if part.rows:
-            expected.add(part.rows)
             numbers = tensors.get(part.rows)
             if numbers is None or numbers.dtype is not torch.int64 or numbers.dim() != 1:
                 raise CheckpointError(f"{path}: {part.rows} must be row numbers, (M,) int64")
@@ -270,5 +267,3 @@ def _require_parts(
             raise CheckpointError(
                 f"{path}: {part.array} must be {array.dtype} {wanted}, got {shown}"
             )
-    if expected != tensors.keys():
-        raise CheckpointError(f"{path}: has {sorted(tensors)}, and must have {sorted(expected)}")

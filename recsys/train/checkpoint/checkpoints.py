@@ -17,7 +17,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from recsys.embeddings.update.changed_rows import rows_of
 from recsys.errors import AlreadyExists, CheckpointError
 from recsys.train.checkpoint.blocks import BLOCK_BYTES, BlockBuilder
 from recsys.train.checkpoint.contents import Contents, add_arrays
@@ -108,10 +107,13 @@ class Checkpoints:
         def copy() -> None:
             full.run(lambda _: require_space(self._folder, num_bytes))
             builder = BlockBuilder(full.write)
-            for each in tables:
-                for _ in each.add_range(builder):
-                    if full.error is not None:
-                        return
+            try:
+                for each in tables:
+                    for _ in each.add_range(builder):
+                        if full.error is not None:
+                            return
+            except OSError as error:  # a table in files cannot be read
+                full.fail(error)
             builder.flush()
             full.finish()
 
@@ -156,11 +158,12 @@ class Checkpoints:
         cut = self._cut = _Cut(task, tables.take_changed())
         builder = BlockBuilder(lambda rows: self._writer.put(lambda: task.write(rows)))
         arrays: dict[str, Array] = add_arrays(builder, small.arrays)
+        builder.flush()  # later checkpoints need only the blocks with rows of tables
         names = {}
         for each, bits in zip(self._contents.table_arrays(), cut.bits, strict=True):
             arrays |= each.arrays()
             names[each.table.key] = tuple(each.names.values())
-            each.add_rows(builder, rows_of(bits))
+            each.add_rows(builder, bits)
         builder.flush()
         tree = small.tree
         self._writer.put(lambda: self._commit(cut, number, arrays, names, tree))
@@ -180,6 +183,10 @@ class Checkpoints:
         """
         self._settle(strict=strict)
         return None if self._last is None else self._last.number
+
+    def finish_merge(self) -> None:
+        """Wait until no merge of older checkpoints is under way."""
+        self._writer.finish_merge()
 
     def close(self) -> None:
         """Write what waits, and stop recording updated rows."""
@@ -217,26 +224,28 @@ class Checkpoints:
         if cut.task.error is not None:
             return
         assert cut.task.piece is not None
-        pieces: tuple[Piece, ...] = ()
-        if last is not None:
-            last = read_manifest(self._folder, last.number)  # a merge may have changed it
-            pieces = last.pieces
-        if full is not None:
-            assert full.piece is not None
-            pieces = (full.piece,)
-        before = () if last is None else (*last.before, (last.number, last.id))
-        known = {} if last is None or full is not None else last.arrays
-        changed = {key: each for key, each in known.items() if key.startswith("changed/")}
-        manifest = Manifest(
-            number,
-            secrets.token_hex(8),
-            before,
-            {**changed, **arrays},
-            names,
-            (*pieces, cut.task.piece),
-            tree,
-        )
         try:
+            if last is not None:
+                last = read_manifest(self._folder, last.number)  # a merge may have changed it
+            before = () if last is None else (*last.before, (last.number, last.id))
+            if full is not None:
+                assert full.piece is not None
+                pieces = [full.piece]
+            else:
+                assert last is not None
+                pieces = [piece.rows_of_tables(names) for piece in last.pieces]
+                arrays |= {
+                    name: each for name, each in last.arrays.items() if name.startswith("changed/")
+                }
+            manifest = Manifest(
+                number,
+                secrets.token_hex(8),
+                before,
+                arrays,
+                names,
+                (*pieces, cut.task.piece),
+                tree,
+            )
             commit(self._folder, manifest, self._writer.merged)
         except (OSError, CheckpointError) as error:
             cut.task.fail(error)
@@ -254,6 +263,8 @@ class Checkpoints:
         if cut is None:
             return
         self._writer.wait()
+        if self._writer.fault is not None:
+            raise self._writer.fault
         if cut.manifest is not None:
             self._last, self._pieces, self._full = cut.manifest, cut.manifest.pieces, None
             self._counts["num_saved"] += 1

@@ -18,6 +18,7 @@ import torch
 
 from recsys.embeddings.lookup.device_tables import AbstractTables
 from recsys.embeddings.saved_tables import SavedTables
+from recsys.embeddings.update.changed_rows import rows_of
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import row_ranges
 from recsys.train.checkpoint.manifest import Array, Part, dtype_name
@@ -26,13 +27,16 @@ from recsys.train.checkpoint.tree import from_tree, to_tree
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from recsys.embeddings.saved_tables import SavedTable
     from recsys.train.checkpoint.blocks import BlockBuilder
 
-__all__ = ["Contents", "Small", "TableArrays"]
+__all__ = ["Contents", "Small", "TableArrays", "add_arrays"]
+
+_LISTED_WORDS = 2**14  # a million rows: their numbers take 8 MiB
 
 
 class TableArrays(NamedTuple):
@@ -53,19 +57,23 @@ class TableArrays(NamedTuple):
             builder.add(tensors, [Part(name, begin, end) for name in tensors])
             yield
 
-    def add_rows(self, builder: BlockBuilder, rows: np.ndarray[Any, Any]) -> None:
+    def add_rows(self, builder: BlockBuilder, bits: NDArray[np.uint64]) -> None:
         """Add some rows with their numbers.
 
         Args:
             builder: Receives them.
-            rows: Row numbers, (M,) int64 ascending.
+            bits: One bit per row, as `ChangedRows.take` returns them.
         """
-        numbers, num_rows = f"rows/{self.table.key}", self.table.num_rows
-        for begin, end in row_ranges(len(rows), self._row_bytes() + 8):
-            chosen = rows[begin:end]
-            tensors = {name: self.table.gather(own, chosen) for own, name in self.names.items()}
-            parts = [Part(name, 0, num_rows, numbers) for name in tensors]
-            builder.add({numbers: torch.from_numpy(chosen), **tensors}, parts)
+        numbers = f"rows/{self.table.key}"
+        row_bytes = self._row_bytes() + 8
+        for word in range(0, len(bits), _LISTED_WORDS):
+            rows = rows_of(bits[word : word + _LISTED_WORDS]) + 64 * word
+            for begin, end in row_ranges(len(rows), row_bytes):
+                chosen = rows[begin:end]
+                tensors = {name: self.table.gather(own, chosen) for own, name in self.names.items()}
+                first, last = int(chosen[0]), int(chosen[-1])
+                parts = [Part(name, first, last + 1, numbers) for name in tensors]
+                builder.add({numbers: torch.from_numpy(chosen), **tensors}, parts)
 
     def arrays(self) -> dict[str, Array]:
         """The arrays by their names in the checkpoint."""

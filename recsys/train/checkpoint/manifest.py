@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ __all__ = [
     "Manifest",
     "Part",
     "Piece",
+    "changed_name",
     "dtype_name",
     "manifest_numbers",
     "newest",
@@ -171,6 +172,18 @@ class Piece:
         """Bytes of all blocks."""
         return sum(block.num_bytes for block in self.blocks)
 
+    def rows_of_tables(self, tables: Mapping[str, tuple[str, ...]]) -> Piece:
+        """The piece as a later checkpoint uses it: only the arrays of tables.
+
+        All other arrays are in the piece that the later checkpoint adds, maybe in other shapes.
+        """
+        arrays = {changed_name(key) for key in tables}.union(*tables.values())
+        kept = (
+            replace(block, parts=tuple(part for part in block.parts if part.array in arrays))
+            for block in self.blocks
+        )
+        return replace(self, blocks=tuple(block for block in kept if block.parts))
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -199,6 +212,11 @@ class Manifest:
     def name(self) -> str:
         """The file's name."""
         return f"{self.number:08}.json"
+
+
+def changed_name(key: str) -> str:
+    """Name of the array with the last change of each row of a table; see `merge`."""
+    return f"changed/{key}"
 
 
 def manifest_numbers(folder: Path) -> list[int]:

@@ -1,7 +1,7 @@
 """Merges a full piece and the deltas after it into a new full piece.
 
-Works on files alone, so training goes on meanwhile. The base is read block by block. Of the deltas,
-the row numbers of one table are in memory at a time; their rows are read when they are needed.
+Works on files alone, so training goes on meanwhile. The base is read block by block. Of each delta,
+the row numbers of one block are in memory at a time; its rows are read when they are needed.
 
 The merged piece also has `changed/KEY`, (E,) int32: the number of the checkpoint before which each
 row of a table was last updated. `recsys export --since` reads it.
@@ -10,16 +10,16 @@ row of a table was last updated. `recsys export --since` reads it.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from recsys.train.checkpoint.blocks import BlockBuilder, check_block, read_block
-from recsys.train.checkpoint.manifest import DTYPES, Array, Part
+from recsys.train.checkpoint.manifest import DTYPES, Array, Part, changed_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -28,12 +28,7 @@ if TYPE_CHECKING:
     from recsys.train.checkpoint.blocks import PieceWriter
     from recsys.train.checkpoint.manifest import Block, Manifest, Piece
 
-__all__ = ["DeltaRows", "changed_name", "delta_rows", "merge", "merged_arrays"]
-
-
-def changed_name(key: str) -> str:
-    """Name of the array with the last change of each row of a table."""
-    return f"changed/{key}"
+__all__ = ["DeltaRows", "delta_rows", "merge", "merged_arrays", "read_header"]
 
 
 def merged_arrays(manifest: Manifest) -> dict[str, Array]:
@@ -45,7 +40,7 @@ def merged_arrays(manifest: Manifest) -> dict[str, Array]:
     return {**manifest.arrays, **numbers}
 
 
-def merge(folder: Path, manifest: Manifest, writer: PieceWriter) -> Iterator[None]:
+def merge(folder: Path, manifest: Manifest, writer: PieceWriter) -> Generator[None]:
     """Write a full piece that replaces all pieces of a checkpoint; yields after each block.
 
     Args:
@@ -66,7 +61,7 @@ def merge(folder: Path, manifest: Manifest, writer: PieceWriter) -> Iterator[Non
     tables = {names[0]: key for key, names in manifest.tables.items()}
     of_table: tuple[str, list[DeltaRows]] = "", []
     for block in base.blocks:
-        tensors = read_block(folder, base, block, manifest.arrays | merged_arrays(manifest))
+        tensors = read_block(folder, base, block, merged_arrays(manifest))
         for part in block.parts:
             if part.array not in tables:
                 continue
@@ -107,30 +102,23 @@ def _rows_of_base(
     return found
 
 
-class _Place(NamedTuple):
-    """Where a tensor's data begin in a block file."""
-
-    path: Path
-    offset: int
-    row_bytes: int
-
-
 class DeltaRows:
-    """The rows of one table in one block of a delta.
-
-    Attributes:
-        rows: Row numbers, (M,) ascending.
-    """
+    """The rows of one table in one block of a delta; nothing is read before it is needed."""
 
     def __init__(self, folder: Path, piece: Piece, block: Block, parts: Sequence[Part]) -> None:
         self._path = folder / piece.folder / block.file
         self._number = piece.number
         self._header, self._data = read_header(self._path, block.num_bytes)
         self._parts = parts
-        self.rows: NDArray[np.int64] = np.frombuffer(
-            self._read(parts[0].rows, 0, None), np.dtype("<i8")
-        )
         self._key = parts[0].rows.removeprefix("rows/")
+        self._rows: NDArray[np.int64] | None = None
+
+    def rows(self) -> NDArray[np.int64]:
+        """Row numbers, (M,) ascending."""
+        if self._rows is None:
+            content = self._read(self._parts[0].rows, 0, None)
+            self._rows = np.frombuffer(content, np.dtype("<i8"))
+        return self._rows
 
     def write_to(self, tensors: Mapping[str, Tensor], begin: int, end: int) -> None:
         """Overwrite the rows of [begin, end) that this delta has.
@@ -140,10 +128,14 @@ class DeltaRows:
             begin: The first row.
             end: The row after the last one.
         """
-        first, last = np.searchsorted(self.rows, [begin, end])
+        if begin >= self._parts[0].end:
+            self._rows = None  # ranges come in order
+        if begin >= self._parts[0].end or end <= self._parts[0].begin:
+            return
+        first, last = np.searchsorted(self.rows(), [begin, end])
         if first == last:
             return
-        places = torch.from_numpy(self.rows[first:last] - begin)
+        places = torch.from_numpy(self.rows()[first:last] - begin)
         for part in self._parts:
             if part.array not in tensors:
                 continue

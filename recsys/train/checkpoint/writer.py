@@ -35,7 +35,7 @@ from recsys.train.checkpoint.manifest import (
 from recsys.train.checkpoint.merge import merge, merged_arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
     from pathlib import Path
 
     from recsys.train.checkpoint.blocks import Rows
@@ -110,6 +110,7 @@ class BackgroundWriter:
 
     Attributes:
         merge_error: The error of the last merge, if it failed.
+        fault: The error of a task that must not have raised one.
         most_blocks: The most blocks that have waited at a time.
         merged: Name of the piece that a merge is writing; "" if none is.
     """
@@ -117,11 +118,12 @@ class BackgroundWriter:
     def __init__(self, folder: Path, buffer_bytes: int) -> None:
         self._folder = folder
         self.merge_error: Exception | None = None
+        self.fault: Exception | None = None
         # One block is being filled and one is being written, besides those in the queue.
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(
             max(1, buffer_bytes // BLOCK_BYTES - 2)
         )
-        self._merging: Iterator[None] | None = None
+        self._merging: Generator[None] | None = None
         self._thread: threading.Thread | None = None
         self.most_blocks, self.merged = 0, ""
 
@@ -142,6 +144,19 @@ class BackgroundWriter:
             self.put(done.set)
             done.wait()
 
+    def finish_merge(self) -> None:
+        """Wait until no merge is under way."""
+        done = threading.Event()
+
+        def merge() -> None:
+            while self._merging is not None:
+                self._continue_merge()
+            done.set()
+
+        if self._thread is not None:
+            self.put(merge)
+            done.wait()
+
     def close(self) -> None:
         """Run the remaining tasks, give up a merge, and end the thread."""
         if self._thread is not None:
@@ -153,11 +168,6 @@ class BackgroundWriter:
         """In the thread: merge the pieces of a checkpoint whenever there is no task."""
         if self._merging is None:
             self._merging = self._merge(manifest)
-
-    @property
-    def is_merging(self) -> bool:
-        """Whether a merge is under way."""
-        return self._merging is not None
 
     def _run(self) -> None:
         lower_thread_priority()
@@ -171,7 +181,10 @@ class BackgroundWriter:
                 if self._merging is not None:
                     self._merging.close()
                 return
-            task()
+            try:
+                task()
+            except Exception as error:  # the thread goes on, so that `wait` ends
+                self.fault = error
             del task  # it holds a block's memory
 
     def _continue_merge(self) -> None:
@@ -184,7 +197,7 @@ class BackgroundWriter:
         except (OSError, CheckpointError) as error:
             self._merging, self.merge_error = None, error
 
-    def _merge(self, manifest: Manifest) -> Iterator[None]:
+    def _merge(self, manifest: Manifest) -> Generator[None]:
         name = self.merged = f"full-{manifest.number:08}"
         path = self._folder / name
         try:
@@ -204,12 +217,14 @@ class BackgroundWriter:
                 continue
             other = read_manifest(self._folder, number)
             rest = [each for each in other.pieces if each.folder not in replaced]
-            arrays = other.arrays | {
+            first = piece if not rest else piece.rows_of_tables(other.tables)
+            numbers = {
                 key: array
                 for key, array in merged_arrays(manifest).items()
                 if key.startswith("changed/")
             }
-            write_manifest(self._folder, replace(other, pieces=(piece, *rest), arrays=arrays))
+            arrays = {**other.arrays, **numbers}
+            write_manifest(self._folder, replace(other, pieces=(first, *rest), arrays=arrays))
         remove_unneeded(self._folder)
 
 

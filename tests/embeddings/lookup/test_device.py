@@ -108,6 +108,30 @@ def test_skip_init_makes_modules_that_train():
         torch.testing.assert_close(before[1:3] - weight.detach()[1:3], torch.full((2, 4), 0.1))
 
 
+@pytest.mark.parametrize("num_tables", [1, 2])
+def test_a_cold_tier_without_memory_is_refused_by_name(num_tables):
+    tables = [
+        TableConfig(name=f"t_{number}", num_embeddings=300, embedding_dim=4)
+        for number in range(num_tables)
+    ]
+
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match="table 't_0': a cold tier needs rows in memory, got dev"),
+    ):
+        HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1), budget=2500 * num_tables)
+
+
+def test_rows_without_memory_that_fit_the_budget_get_it_later():
+    tables = [TableConfig(name=name, num_embeddings=5, embedding_dim=4) for name in ("a", "b")]
+    with torch.device("meta"), pytest.warns(UserWarning, match="no cold tier is needed"):
+        module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1), budget="1GiB")
+
+    module.to_empty(device="cpu").reset_parameters()
+
+    assert {weight.device.type for weight in module.parameters()} == {"cpu"}
+
+
 @each_module
 def test_a_lookup_without_memory_says_how_to_get_some(make, ids):
     module = make(SGD(lr=0.1), torch.device("meta"))

@@ -212,6 +212,22 @@ def test_freezing_tables_on_a_budget_leaves_their_slots_alone():
     assert not tiers.is_exposed
 
 
+def test_a_state_dict_that_fails_leaves_the_slots_alone():
+    module = build(600)
+    [tiers] = module.tiers()
+    module(IDS).values().sum().backward()
+    module.row_optimizer.step()
+
+    def fail(*_):
+        raise RuntimeError("no room")
+
+    module.register_state_dict_post_hook(fail)
+    with pytest.raises(RuntimeError, match="no room"):
+        module.state_dict()
+
+    assert not tiers.is_exposed
+
+
 def test_too_few_slots_for_a_gradient_of_another_use_lose_nothing():
     module = build(600)
     users, goods = module.table_weights()

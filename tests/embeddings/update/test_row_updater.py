@@ -307,6 +307,35 @@ def test_backward_may_make_a_graph():
         assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("fails_first", [False, True])
+def test_a_backward_in_a_gradient_hook_adds_to_the_pass_around_it(optimizer, fails_first):
+    others = JaggedIds.from_one_hot(["users", "goods"], torch.tensor([[3, 5], [0, 1]]))
+
+    def backward(module, *, fails=False):
+        inner = module(others).values().square().sum()
+        early = module(IDS).values() * 1.0
+
+        def hook(_):
+            inner.backward()
+            if fails:
+                raise RuntimeError("the hook fails")
+
+        early.register_hook(hook)
+        late = module(IDS).values()  # its backward runs first, the one of `early` after the hook
+        (early.sum() + late.square().sum()).backward()
+
+    module, expected = build(optimizer, auto_apply=True), build(optimizer)
+    if fails_first:
+        with pytest.raises(RuntimeError, match="the hook fails"):
+            backward(module, fails=True)
+    backward(module)
+    backward(expected)
+    expected.row_optimizer.step()
+
+    for found, wanted in zip(module.table_weights(), expected.table_weights(), strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_hooks_of_step_run_around_it():
     module = build(SGD(lr=0.5))
     before = module.table_weights()[0].clone()

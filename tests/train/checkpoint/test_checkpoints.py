@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import runpy
 import shutil
-import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,8 +168,7 @@ def test_merged_pieces_give_the_same_checkpoint(tier, tmp_path, monkeypatch):
         train(training, range(number * 10, number * 10 + 2), most=20 * number)
         checkpoints.save(state=number)
         checkpoints.wait()
-        while checkpoints._writer.is_merging:
-            time.sleep(0.001)
+        checkpoints.finish_merge()
         manifest = read_manifest(tmp_path / "saved")
         merged += len(manifest.pieces) == 1
         again = make_training(seed=number)
@@ -205,6 +203,30 @@ def test_a_resumed_training_continues_the_deltas(tier, tmp_path):
     third = make_training(seed=2)
     load(third, tmp_path / "saved")
     require_equal(third.numbers(), again.numbers())
+
+
+def test_state_may_change_its_shape(tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 2)
+    training = make_training()
+    checkpoints = saved(training, tmp_path)
+    for number in (5, 2, 9, 1, 3, 8, 0):
+        training.step(number)
+        checkpoints.save(state=torch.arange(number))
+        checkpoints.wait()
+        checkpoints.finish_merge()
+
+        assert torch.equal(load(make_training(), tmp_path), torch.arange(number))
+    checkpoints.close()
+
+
+def test_an_error_in_the_writing_thread_is_raised(tmp_path, monkeypatch):
+    training = make_training()
+    checkpoints = saved(training, tmp_path)
+    monkeypatch.setattr(PieceWriter, "finish", lambda _: 1 / 0)
+    checkpoints.save()
+
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.wait()
 
 
 def failing(monkeypatch, when):

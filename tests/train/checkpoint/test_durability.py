@@ -15,7 +15,6 @@ import io
 import os
 import runpy
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -165,8 +164,7 @@ def recorded(tmp_path_factory):
             checkpoints.save(state=number)
             contents[number] = training.numbers()
             checkpoints.wait()
-            while checkpoints._writer.is_merging:
-                time.sleep(0.001)
+            checkpoints.finish_merge()
 
         save(1)
         disk = Disk(folder)

@@ -318,6 +318,10 @@ class ColdFiles:
                 f"{path}: a {kind.dtype} array of shape {kind.shape} takes {kind.num_bytes} bytes, "
                 f"the file has {found}; {_begin_anew(self.folder)}"
             )
+        before = self._open.pop(key, None)
+        if before is not None:  # a state array that is made again; no transfer uses the old one
+            os.close(before.descriptor)
+            self._by_address.pop(before.tensor.data_ptr(), None)
         dtype = _DTYPES[kind.dtype]
         if not kind.num_bytes:
             self._open[key] = OpenArray(path, os.open(path, os.O_RDWR), torch.empty(kind.shape))

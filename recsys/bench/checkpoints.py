@@ -1,0 +1,267 @@
+"""`recsys bench checkpoints`: what checkpoints cost a training run, and what memory they take.
+
+    plain         trains; no checkpoints
+    checkpoints   trains on the same mini-batches, and saves one checkpoint in each turn
+
+Both have Kaggle's tables and Adagrad, each in a process of its own, and take turns of equally many
+steps. A checkpoint is cut in the middle of a turn. The turn ends when it is on the disk, merges of
+older ones included, so that no work is left for the other provider's turn. The first turn includes
+the copy of every row. Rows that are updated are recorded in every step.
+
+`memory` saves one checkpoint of a table in files, `FILE_TIER_BYTES` large, and measures the peak of
+anonymous and of all resident memory beyond that before.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recsys._support.machine import set_num_threads, tune_allocator
+from recsys.bench.parts.harness import Row, in_own_process, ratio, summarize, take_turns
+from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage
+from recsys.config import load_config
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.optimizer import SGD
+from recsys.embeddings.table import TableConfig
+from recsys.pipeline.stalls import StageClock
+from recsys.train.build import build_loader, build_model, build_pipeline, open_source
+from recsys.train.checkpoint import Checkpoints, save_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["FILE_TIER_BYTES", "bench_checkpoints"]
+
+FILE_TIER_BYTES = 10 * 10**9
+_BATCH_SIZE = 2048
+_WARM_UP_STEPS = 20
+
+
+def bench_checkpoints(
+    *,
+    folder: Path,
+    num_rounds: int,
+    steps_per_turn: int,
+    table_sizes: Sequence[int] = (),
+    file_tier_bytes: int = FILE_TIER_BYTES,
+) -> list[Row]:
+    """Measure time and memory.
+
+    Args:
+        folder: A folder on the disk to be measured; what is written there is deleted.
+        num_rounds: Checkpoints, and turns of each provider.
+        steps_per_turn: Steps of a turn.
+        table_sizes: Rows per table; Kaggle's if empty.
+        file_tier_bytes: Bytes of the table in files.
+    """
+    set_num_threads(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder) as own:
+        path = Path(own)
+        num_steps = _WARM_UP_STEPS + num_rounds * steps_per_turn
+        rows = _time_rows(path, num_rounds, steps_per_turn, num_steps, tuple(table_sizes))
+        memory = in_own_process(_memory, path / "memory", file_tier_bytes)
+    case = f"D=128,cold_tier=file,bytes={file_tier_bytes}"
+    return rows + [
+        summarize(
+            bench="checkpoints",
+            case=case,
+            provider="recsys",
+            metric=metric,
+            unit="s" if metric.endswith("time") else "bytes",
+            values=[value],
+        )
+        for metric, value in memory.items()
+    ]
+
+
+def _time_rows(
+    folder: Path, num_rounds: int, steps: int, num_steps: int, table_sizes: tuple[int, ...]
+) -> list[Row]:
+    case = f"B={_BATCH_SIZE},D=16,optimizer=adagrad,steps={steps}"
+    with (
+        Worker("plain", case, _Trainer, None, num_steps, table_sizes) as plain,
+        Worker("recsys", case, _Trainer, folder / "saved", num_steps, table_sizes) as saving,
+    ):
+        plain.wait()
+        saving.wait()
+        turns = take_turns(
+            {
+                "plain": partial(plain.call, "turn", steps),
+                "recsys": partial(saving.call, "turn", steps),
+            },
+            num_rounds,
+            num_warm_up_rounds=0,
+        )
+        described = saving.call("describe")
+    row_of = partial(summarize, bench="checkpoints", case=case)
+    seconds = {name: [turn["seconds"] for turn in found] for name, found in turns.items()}
+    saved = turns["recsys"]
+    total = {name: sum(each) for name, each in seconds.items()}
+    rows = [
+        row_of(provider=name, metric="time", unit="s", values=each)
+        for name, each in seconds.items()
+    ]
+    rows += [
+        row_of(
+            provider="recsys",
+            metric="overhead_in_all",
+            unit="ratio",
+            values=[total["recsys"] / total["plain"] - 1],
+        ),
+        ratio(
+            bench="checkpoints",
+            case=case,
+            provider="plain",
+            metric="time_over_plain",
+            values=seconds["plain"],
+            baseline=seconds["recsys"],
+            is_by_round=True,
+        ),
+        row_of(
+            provider="recsys",
+            metric="exposed_time",
+            unit="s",
+            values=[turn["exposed"] for turn in saved],
+        ),
+        row_of(
+            provider="recsys",
+            metric="time_until_written",
+            unit="s",
+            values=[turn["written"] for turn in saved],
+        ),
+        row_of(
+            provider="recsys",
+            metric="delta",
+            unit="bytes",
+            values=[turn["bytes"] for turn in saved],
+        ),
+    ]
+    rows += [
+        row_of(provider="recsys", metric=name, unit="bytes", values=[described[name]])
+        for name in ("memory_bytes", "disk_bytes")
+    ]
+    return rows
+
+
+class _Trainer:
+    """Trains; with a folder, saves a checkpoint in the middle of each turn."""
+
+    def __init__(self, folder: Path | None, num_steps: int, table_sizes: tuple[int, ...]) -> None:
+        set_num_threads(0)
+        tune_allocator()
+        config = load_config(
+            batch_size=_BATCH_SIZE,
+            optimizer={"name": "adagrad", "lr": 0.01},
+            synthetic={
+                "num_samples": 2 * _BATCH_SIZE * (num_steps + 1),
+                "table_sizes": list(table_sizes),
+            },
+        )
+        source = open_source(config)
+        model, optimizers = build_model(config, source)
+        model.train()
+        self._loader = build_loader(config, source, None)
+        self._batches: Any = iter(self._loader)
+        self._pipeline = build_pipeline(model, optimizers, config, StageClock(), num_steps)
+        self._folder = folder
+        self._checkpoints = None
+        self._train(_WARM_UP_STEPS)
+        if folder is not None:
+            self._checkpoints = Checkpoints(folder, model=model, optimizers=optimizers)
+        freeze_garbage()
+        end_turn()
+
+    def turn(self, num_steps: int) -> dict[str, float]:
+        """Train; returns seconds, and what the checkpoint took."""
+        begin = time.perf_counter()
+        found = {}
+        if self._checkpoints is None:
+            self._train(num_steps)
+        else:
+            before = self._checkpoints.describe()
+            self._checkpoints.prepare()
+            self._train(num_steps // 2)
+            cut = time.perf_counter()
+            self._checkpoints.save(loader=self._loader)
+            exposed = time.perf_counter() - cut
+            self._train(num_steps - num_steps // 2)
+            trained = time.perf_counter()
+            self._checkpoints.wait()
+            self._checkpoints.finish_merge()
+            after = self._checkpoints.describe()
+            found = {
+                "exposed": exposed,
+                "written": time.perf_counter() - trained,
+                "bytes": after["written_bytes"] - before["written_bytes"],
+            }
+        found["seconds"] = time.perf_counter() - begin
+        self._loader.finish_reading()
+        end_turn()
+        return found
+
+    def describe(self) -> dict[str, float]:
+        """Memory and disk that checkpoints take."""
+        assert self._checkpoints is not None
+        assert self._folder is not None
+        files = [path for path in self._folder.rglob("*") if path.is_file()]
+        return {
+            "memory_bytes": self._checkpoints.describe()["memory_bytes"],
+            "disk_bytes": sum(path.stat().st_size for path in files),
+        }
+
+    def _train(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._pipeline.progress(self._batches)
+
+
+def _memory(folder: Path, num_bytes: int) -> dict[str, float]:
+    """Peak memory beyond that before, while a table in files is saved."""
+    set_num_threads(0)
+    dim = 128
+    table = TableConfig(
+        name="table",
+        num_embeddings=num_bytes // (dim * 4),
+        embedding_dim=dim,
+        feature_names=("id",),
+    )
+    torch.manual_seed(0)
+    module = HotColdEmbeddingBagCollection(
+        [table],
+        optimizer=SGD(lr=0.1),
+        budget=min(num_bytes // 2, 2**28),
+        cold_tier="file",
+        cold_path=folder / "cold",
+    )
+    assert module.row_optimizer is not None
+    module.sync()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = _status()
+    begin = time.perf_counter()
+    save_checkpoint(folder / "saved", model=module, optimizers=module.row_optimizer)
+    seconds = time.perf_counter() - begin
+    after = _status()
+    shutil.rmtree(folder)
+    return {
+        "save_time": seconds,
+        "peak_memory_beyond": after["VmHWM"] - before["VmRSS"],
+        "memory_kept": after["RssAnon"] - before["RssAnon"],
+    }
+
+
+def _status() -> dict[str, float]:
+    """Memory of this process in bytes, by the names of the system."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found: dict[str, Any] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        if value.endswith("kB"):
+            found[name] = 1024.0 * int(value.split()[0])
+    return found

@@ -1,0 +1,452 @@
+"""The record of changed rows: every change is marked, whoever makes it."""
+
+import copy
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from recsys.batch import JaggedIds
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.kernels import choice as kernel_choice
+from recsys.embeddings.kernels.torch.bags import TorchBags
+from recsys.embeddings.optimizer import Adagrad, RowWiseAdagrad
+from recsys.embeddings.rows.ledger import LedgerEntry
+from recsys.embeddings.rows.lookups import Bags, Lookups
+from recsys.embeddings.saved_tables import SavedTables
+from recsys.embeddings.table import TableConfig
+from recsys.embeddings.update.changed_rows import ChangedRows, rows_of
+
+SIZES = [150, 64, 1, 65, 0, 9]
+
+
+def tables_of(sizes=SIZES):
+    return [torch.zeros(size, 2) for size in sizes]
+
+
+def listed(bits):
+    return [rows_of(of_table).tolist() for of_table in bits]
+
+
+@st.composite
+def ledgers(draw):
+    """A ledger of one entry, and the rows of each table that it looks up."""
+    num_features, batch_size = draw(st.integers(1, 4)), draw(st.integers(0, 3))
+    lengths = draw(
+        st.lists(
+            st.integers(0, 3),
+            min_size=num_features * batch_size,
+            max_size=num_features * batch_size,
+        )
+    )
+    offsets, num_values = np.cumsum([0, *lengths]), sum(lengths)
+    values = draw(st.lists(st.integers(-2, 160), min_size=num_values, max_size=num_values))
+    pairs = draw(
+        st.lists(
+            st.tuples(st.integers(0, len(SIZES) - 1), st.integers(0, num_features - 1)),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    rows = [set() for _ in SIZES]
+    for table, feature in pairs:
+        begin, end = offsets[[feature * batch_size, (feature + 1) * batch_size]]
+        rows[table] |= {value for value in values[begin:end] if 0 <= value < SIZES[table]}
+    tables, positions = np.array(pairs, np.uint64).reshape(-1, 2).T.copy()
+    columns = np.arange(len(pairs), dtype=np.uint64) * np.uint64(2)
+    lookups = Lookups(tables=tables, positions=positions, columns=columns, width=2 * len(pairs))
+    dtype = draw(st.sampled_from([np.int32, np.int64]))
+    is_one_hot = lengths == [1] * len(lengths)
+    bags = Bags(
+        np.array(values, dtype),
+        None if is_one_hot else offsets.astype(dtype),
+        None,
+        batch_size,
+        is_mean=False,
+    )
+    return lookups, bags, [sorted(each) for each in rows]
+
+
+def entry(lookups, bags):
+    return LedgerEntry(lookups, bags, torch.empty(0))
+
+
+@pytest.mark.threads
+@given(ledgers())
+def test_the_rows_of_a_ledger_are_marked(ledger):
+    lookups, bags, rows = ledger
+    changed = ChangedRows(tables_of())
+    changed.mark([entry(lookups, bags)])
+    assert listed(changed.take()) == rows
+    assert listed(changed.take()) == [[] for _ in SIZES]
+
+
+@given(ledgers(), st.booleans())
+def test_the_rows_of_a_ledger_on_a_device_are_marked(ledger, has_padding):
+    lookups, bags, rows = ledger
+    padding = 3 if has_padding else None
+    on_device = TorchBags(
+        torch.from_numpy(bags.values),
+        None if bags.offsets is None else torch.from_numpy(bags.offsets),
+        None,
+        bags.batch_size,
+        is_mean=False,
+        padding=padding,
+    )
+    changed = ChangedRows(tables_of())
+    changed.mark([entry(lookups, on_device)])
+    found = listed(changed.take())
+    for marked, of_table in zip(found, rows, strict=True):
+        assert set(of_table) - {padding} <= set(marked) <= set(of_table)
+    assert listed(changed.take()) == [[] for _ in SIZES]
+
+
+@pytest.mark.threads
+def test_a_large_mini_batch_is_marked_by_several_threads():
+    rng = np.random.default_rng(0)
+    sizes, batch_size = [5000, 70, 40_000], 8000
+    values = np.concatenate([rng.integers(0, size, batch_size) for size in sizes])
+    numbers = np.arange(3, dtype=np.uint64)
+    lookups = Lookups(tables=numbers, positions=numbers, columns=numbers * 2, width=6)
+    changed = ChangedRows(tables_of(sizes))
+    changed.mark([entry(lookups, Bags(values, None, None, batch_size, is_mean=False))])
+    for bits, of_table in zip(changed.take(), values.reshape(3, -1), strict=True):
+        assert np.array_equal(rows_of(bits), np.unique(of_table))
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128])
+def test_a_whole_table_has_no_rows_beyond_its_end(size):
+    changed = ChangedRows(tables_of([3, size, 3]))
+    changed.mark_table(1)
+    assert listed(changed.take()) == [[], list(range(size)), []]
+
+
+def test_rows_counted_over_all_tables():
+    changed = ChangedRows(tables_of())
+    changed.mark_rows(np.array([0, 149, 150, 213, 214, 215, 279, 280, 288], np.int32))
+    assert listed(changed.take()) == [[0, 149], [0, 63], [0], [0, 64], [], [0, 8]]
+
+
+def test_what_was_not_saved_is_put_back():
+    changed = ChangedRows(tables_of())
+    changed.mark_rows(np.array([3, 5]))
+    taken = changed.take()
+    changed.mark_rows(np.array([5, 7]))
+    changed.put_back(0, taken[0])
+    assert listed(changed.take())[0] == [3, 5, 7]
+
+
+def test_a_part_of_the_bits_gives_its_rows():
+    changed = ChangedRows(tables_of([300]))
+    changed.mark_rows(np.array([1, 64, 130, 191, 299]))
+    [bits] = changed.take()
+    assert (rows_of(bits[2:4]) + 64 * 2).tolist() == [130, 191]
+
+
+def test_a_version_that_was_not_accepted_marks_the_table():
+    tables = tables_of([5, 5])
+    changed = ChangedRows(tables)
+    changed.mark(())
+    tables[0].add_(1)
+    changed.accept()
+    assert listed(changed.take()) == [[], []]
+    tables[0].add_(1)
+    changed.mark(())
+    changed.accept()
+    assert listed(changed.take()) == [list(range(5)), []]
+
+
+def bag(**options):
+    torch.manual_seed(0)
+    return HotColdEmbeddingBag(200, 4, mode="sum", optimizer=Adagrad(lr=0.1), **options)
+
+
+def look_up(module, ids):
+    module(torch.tensor([ids])).square().sum().backward()
+
+
+WRITES = {
+    "in place": lambda module: module.weight.detach().mul_(2),
+    "to a view": lambda module: module.weight.detach()[5:7].zero_(),
+    "load_state_dict": lambda module: module.load_state_dict({"weight": torch.ones(200, 4)}),
+    "reset_parameters": lambda module: module.reset_parameters(),
+    "data": lambda module: module.weight.data.mul_(2),
+    "numpy of data": lambda module: module.weight.data.numpy().fill(3),
+    "another data": lambda module: setattr(module.weight, "data", torch.ones(200, 4)),
+    "state in place": lambda module: module.row_optimizer.state_dict()["state"]["weight"][
+        "momentum1"
+    ].add_(1),
+    "another state": lambda module: module.row_optimizer.state[module.weight].update(
+        momentum1=torch.ones(200, 4)
+    ),
+    "state by load_state_dict": lambda module: module.row_optimizer.load_state_dict(
+        {
+            "state": {"weight": {"momentum1": torch.ones(200, 4)}},
+            "param_groups": module.row_optimizer.state_dict()["param_groups"],
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("budget", [None, 6000], ids=["resident", "tiered"])
+@pytest.mark.parametrize("is_taken_at_once", [True, False])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_that_is_no_update_marks_the_table(write, budget, is_taken_at_once):
+    module = bag(budget=budget)
+    look_up(module, [1, 2])
+    saved = SavedTables(module)
+    saved.track()
+    look_up(module, [3, 4])
+    saved.flush()
+    assert listed(saved.take_changed()) == [[3, 4]]
+    with torch.no_grad():
+        write(module)
+    if not is_taken_at_once:
+        look_up(module, [5])
+    saved.flush()
+    assert listed(saved.take_changed()) == [list(range(200))]
+    look_up(module, [6])
+    saved.flush()
+    found = listed(saved.take_changed())
+    # The caller may write to a view of a tiered table until the next lookup.
+    assert found == [[6]] or (budget and is_taken_at_once)
+    look_up(module, [7])
+    saved.flush()
+    assert listed(saved.take_changed()) == [[7]]
+
+
+def test_a_view_of_a_tiered_table_may_be_written_after_a_record_was_taken():
+    module = bag(budget=6000)
+    saved = SavedTables(module)
+    saved.track()
+    look_up(module, [3, 4])
+    rows = module.weight.detach().numpy()
+    saved.flush()
+    saved.take_changed()
+    rows[:] = 3
+    with torch.no_grad():
+        assert (module(torch.tensor([[3]])) == 3).all()
+    saved.flush()
+    assert listed(saved.take_changed()) == [list(range(200))]
+
+
+def test_slots_that_are_replaced_still_report_their_rows():
+    module = bag(budget=6000)
+    saved = SavedTables(module)
+    saved.track()
+    look_up(module, [3, 4])
+    [tiers] = module.tiers()
+    tiers.resize(20)
+    look_up(module, [5])
+    saved.flush()
+    assert listed(saved.take_changed()) == [[3, 4, 5]]
+
+
+@pytest.mark.parametrize("budget", [None, 6000], ids=["resident", "tiered"])
+def test_the_first_state_of_a_table_does_not_mark_it(budget):
+    module = bag(budget=budget)
+    saved = SavedTables(module)
+    saved.track()
+    look_up(module, [3, 4])
+    saved.flush()
+    assert listed(saved.take_changed()) == [[3, 4]]
+
+
+def test_state_that_is_loaded_into_a_new_table_marks_it():
+    trained, module = bag(), bag()
+    look_up(trained, [3, 4])
+    saved = SavedTables(module)
+    saved.track()
+    module.row_optimizer.load_state_dict(trained.row_optimizer.state_dict())
+    assert listed(saved.take_changed()) == [list(range(200))]
+
+
+@pytest.mark.parametrize("budget", [None, 6000], ids=["resident", "tiered"])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_max_norm_marks_the_rows_that_it_scales(budget, is_training):
+    module = bag(budget=budget, max_norm=0.5)
+    saved = SavedTables(module)
+    saved.track()
+    with torch.set_grad_enabled(is_training):
+        pooled = module(torch.tensor([[7, 9, 7]]))
+    if is_training:
+        pooled.sum().backward()
+    saved.flush()
+    assert listed(saved.take_changed()) == [[7, 9]]
+
+
+def test_padding_is_not_missing_from_the_rows():
+    module = bag(padding_idx=0)
+    saved = SavedTables(module)
+    saved.track()
+    look_up(module, [0, 5, 8])
+    assert {5, 8} <= set(listed(saved.take_changed())[0])
+
+
+def test_a_gradient_that_the_caller_sets_marks_its_rows():
+    module = bag(auto_apply=False)
+    saved = SavedTables(module)
+    saved.track()
+    gradient = torch.zeros(200, 4)
+    gradient[[2, 150]] = 1
+    module.weight.grad = gradient
+    module.row_optimizer.step()
+    assert listed(saved.take_changed()) == [[2, 150]]
+
+
+# Sizes of tables, and what a budget needs to be so that some rows do not fit.
+COLLECTION, BUDGET = [150, 40, 1, 90], 5000
+KINDS = ["resident", "host", "file", "resident on a device", "host for a device"]
+
+
+def collection(kind, folder, optimizer):
+    options = {} if kind.startswith("resident") else {"budget": BUDGET}
+    if kind == "file":
+        options |= {"cold_tier": "file", "cold_path": folder}
+    torch.manual_seed(0)
+    tables = [
+        TableConfig(name=f"t{n}", num_embeddings=size, embedding_dim=4, feature_names=[f"f{n}"])
+        for n, size in enumerate(COLLECTION)
+    ]
+    return HotColdEmbeddingBagCollection(tables, optimizer=optimizer, **options)
+
+
+def features(seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(COLLECTION), 3), generator=generator)
+    values = [
+        torch.randint(0, size, (int(count.sum()),), generator=generator)
+        for size, count in zip(COLLECTION, lengths, strict=True)
+    ]
+    offsets = nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+    keys = [f"f{number}" for number in range(len(COLLECTION))]
+    return JaggedIds(keys, torch.cat(values), offsets=offsets)
+
+
+def train(module, seed):
+    module(features(seed)).values().square().sum().backward()
+
+
+def evaluate(module, seed):
+    with torch.no_grad():
+        module(features(seed))
+
+
+def fetch_ahead(module, seed):
+    module.prefetch(features(seed))
+
+
+def write_rows(module, seed):
+    table = module.table_weights()[seed % len(COLLECTION)]
+    with torch.no_grad():
+        table[: seed % 7].add_(1)
+
+
+def write_data(module, seed):
+    module.table_weights()[seed % len(COLLECTION)].data[seed % 5 :].mul_(2)
+
+
+def load_rows(module, seed):
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    state[list(state)[seed % len(state)]][0] += 1
+    module.load_state_dict(state)
+
+
+def write_state(module, seed):
+    states = list(module.row_optimizer.state_dict()["state"].values())
+    for array in states[seed % len(states)].values():
+        array[: seed % 7] += 1
+
+
+def load_state(module, seed):
+    state = module.row_optimizer.state_dict()
+    states = {
+        key: {name: array + seed % 2 for name, array in each.items()}
+        for key, each in state["state"].items()
+    }
+    module.row_optimizer.load_state_dict({**state, "state": states})
+
+
+ACTIONS = [train, evaluate, fetch_ahead, write_rows, write_data, load_rows, write_state, load_state]
+
+
+def rows_and_state(saved):
+    """A copy of each table: its rows beside their state."""
+    saved.flush()
+    copies = []
+    for table in saved.tables:
+        arrays = [table.read("weight", 0, table.num_rows)]
+        arrays += [table.read(name, 0, table.num_rows) for name in table.state()]
+        columns = [array.reshape(table.num_rows, -1) for array in arrays]
+        if len(columns) == 1:  # state of a table that was never updated is zeros
+            columns.append(torch.zeros(table.num_rows, 4))
+        copies.append(torch.cat([each[:, :4] for each in columns], 1))
+    return copies
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([*ACTIONS, train, train, None]), st.integers(0, 10**6)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_every_row_that_differs_is_marked(kind, actions):
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        if kind.endswith("device"):
+            patch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+        module = collection(kind, folder, Adagrad(lr=0.1))
+        saved = SavedTables(module)
+        saved.track()
+        before = rows_and_state(saved)
+        marked = [set() for _ in before]
+        for action, seed in [*actions, (None, 0)]:
+            if action is not None:
+                action(module, seed)
+                continue
+            now = rows_and_state(saved)
+            bits = saved.take_changed()
+            for table, (old, new, rows) in enumerate(zip(before, now, bits, strict=True)):
+                marked[table] = set(rows_of(rows).tolist())
+                differing = (old != new).any(1).nonzero().flatten().tolist()
+                assert set(differing) <= marked[table]
+            before = now
+        del module, saved
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_mark_no_other_rows(kind, tmp_path, monkeypatch):
+    if kind.endswith("device"):
+        monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    module = collection(kind, tmp_path / "cold", RowWiseAdagrad(lr=0.1))
+    train(module, 0)
+    saved = SavedTables(module)
+    saved.track()
+    for seed in (1, 2, 3):
+        train(module, seed)
+    saved.flush()
+    found = listed(saved.take_changed())
+    for table in range(len(COLLECTION)):
+        looked_up = set()
+        for seed in (1, 2, 3):
+            inputs = features(seed)
+            begin, end = inputs.offsets()[[3 * table, 3 * table + 3]].tolist()
+            looked_up |= set(inputs.values()[begin:end].tolist())
+        assert found[table] == sorted(looked_up)
+
+
+def test_a_copy_of_a_module_has_no_record():
+    module = bag()
+    saved = SavedTables(module)
+    saved.track()
+    other = copy.deepcopy(module)  # reads weight.data, so that the table counts as written
+    assert listed(saved.take_changed()) == [list(range(200))]
+    look_up(other, [4])
+    assert listed(saved.take_changed()) == [[]]

@@ -1,0 +1,103 @@
+"""Cases under random delays leave nothing open, and what is left open is found: `threads.py`."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.optimizer import SGD
+
+SCRIPT = Path(__file__).with_name("threads.py")
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_cases_under_random_delays_leave_nothing_open(tmp_path):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--cases", "3", "--seed", "33", "--json", tmp_path / "found.json"],
+        env=os.environ | {"PYTHONDEVMODE": "1"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["cases"] == {"loaders": 1, "pipelines": 1, "users": 1}
+    assert found["delays"] > 100
+    assert found["most_threads"] > 2
+    assert not any(found["left"].values())
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Watches what this process has open; waits only shortly for threads to end."""
+    spec = importlib.util.spec_from_file_location("threads_under_delays", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    with warnings.catch_warnings():
+        spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "END_SECONDS", 0.05)
+    watching = script.Open()
+    with watching.watched():
+        watching.begin()
+        yield watching
+
+
+def leave_a_thread(kept, _):
+    kept.end = threading.Event()
+    kept.thread = threading.Thread(target=kept.end.wait)
+    kept.thread.start()
+    kept.close = lambda: (kept.end.set(), kept.thread.join())
+
+
+def leave_a_file(kept, folder):
+    kept.file = (folder / "file").open("w")
+    kept.close = kept.file.close
+
+
+def leave_a_mapped_file(kept, folder):
+    kept.table = torch.from_file(str(folder / "table"), shared=True, size=9)
+
+
+def leave_a_model(kept, _):
+    kept.bag = HotColdEmbeddingBag(300, 4, optimizer=SGD(lr=0.1), budget=3000)
+
+
+def leave_a_ticket(kept, _):
+    leave_a_model(kept, None)
+    kept.claim = kept.bag.prefetch(torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.parametrize(
+    ("leave", "left"),
+    [
+        (leave_a_thread, {"threads": 1}),
+        (leave_a_file, {"files": 1}),
+        (leave_a_mapped_file, {"mapped files": 1}),
+        (leave_a_model, {"residencies": 1}),
+        (leave_a_ticket, {"residencies": 1, "tickets": 1, "slots": 3}),
+    ],
+)
+def test_what_is_left_open_is_found_and_what_is_closed_is_not(opened, tmp_path, leave, left):
+    kept = SimpleNamespace(close=lambda: None)
+    leave(kept, tmp_path)
+
+    with pytest.raises(AssertionError, match="a case left behind"):
+        opened.require_closed()
+    found = {what: number for what, number in opened.left.items() if number}
+    kept.close()
+    kept.__dict__.clear()
+    opened.require_closed()
+
+    assert found.items() >= left.items()
+    assert not any(opened.left.values())

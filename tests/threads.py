@@ -1,0 +1,361 @@
+"""Random runs under random delays: `make threads`. What a run opens must be closed after it.
+
+    PYTHONDEVMODE=1 python tests/threads.py --cases 500 --json FILE
+
+Three kinds of cases take turns. The seed of a case decides everything in it, except for the order
+in which threads run.
+
+    pipelines   a run of `tests/pipeline/stress.py`
+    users       a user of `tests/users.py` who trains by a pipeline, also by Hotline
+    loaders     a pipeline over a `BatchLoader`: some iterations are left early, some reads fail
+
+Threads sleep for random times before and after each transfer, each part of a move from or to a
+file, each group of samples that is read ahead, and each change of a window. Python switches between
+threads at a random interval, from a microsecond to some milliseconds.
+
+After each case, no thread, open file, mapped file, ticket, claimed slot or `Residency` of it may be
+left. Errors that Python cannot raise, such as a ResourceWarning in a destructor, end the run. So
+does a case that takes longer than `HANG_SECONDS`: it hangs.
+"""
+
+import argparse
+import faulthandler
+import gc
+import random
+import re
+import runpy
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from weakref import WeakSet
+
+import hypothesis
+import pytest
+import torch
+from hypothesis.stateful import run_state_machine_as_test
+
+from recsys._support.machine import describe_environment
+from recsys.batch import Batch, JaggedIds
+from recsys.datasets.loader import BatchLoader
+from recsys.datasets.read_ahead import ReadAhead
+from recsys.embeddings.optimizer import Adagrad
+from recsys.embeddings.tiers.cold.file_store import FileStore
+from recsys.embeddings.tiers.residency import Residency
+from recsys.embeddings.tiers.transfers import TransferQueue
+from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
+from recsys.pipeline.window import Window
+from recsys.train.run_folder import write_json
+
+FOLDER = Path(__file__).parent
+SMALL = SimpleNamespace(**runpy.run_path(str(FOLDER / "pipeline" / "conftest.py")))
+STRESS = SimpleNamespace(**runpy.run_path(str(FOLDER / "pipeline" / "stress.py")))
+USERS = SimpleNamespace(**runpy.run_path(str(FOLDER / "users.py")))
+
+HANG_SECONDS = 120
+END_SECONDS = 10  # a thread of an executor ends soon after the executor is deleted
+USER_EXAMPLES = 5  # cases of `users` that one call of hypothesis makes
+KINDS = ("pipelines", "loaders", "pipelines", "users")
+
+
+class Delays:
+    """Random sleeps, and how many there were."""
+
+    def __init__(self):
+        self.num, self.most_threads = 0, 0
+        self._random = random.Random(0)
+
+    def begin(self, seed):
+        """Draw new delays for a case."""
+        self._random = random.Random(seed)
+        sys.setswitchinterval(10 ** self._random.uniform(-6, -2.3))
+
+    def sleep(self):
+        """Usually not at all, else up to 10 ms."""
+        self.most_threads = max(self.most_threads, threading.active_count())
+        chance = self._random.random()
+        if chance < 0.6:
+            return
+        self.num += 1
+        time.sleep(0 if chance < 0.9 else 0.002 * chance if chance < 0.99 else 0.01)
+
+    @contextmanager
+    def everywhere(self):
+        """Sleep before and after what threads do for each other."""
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in (
+                (TransferQueue, "put"),
+                (TransferQueue, "wait"),
+                (TransferQueue, "_wake_thread"),
+                (TransferQueue, "_run_next"),
+                (FileStore, "_move"),
+                (ReadAhead, "_read_group"),
+                (Window, "fill"),
+                (Window, "pop"),
+            ):
+                patch.setattr(owner, name, self._around(getattr(owner, name)))
+            run, start = TransferQueue._run, FileStore._start
+
+            def run_slowly(queue, *moves):
+                moves = [self._around(move) for move in moves]
+                run(queue, moves.pop())  # `run` deletes its reference, so this must be the only one
+
+            def start_slowly(store, move, share):
+                return start(store, self._around(move), share)
+
+            patch.setattr(TransferQueue, "_run", run_slowly)
+            patch.setattr(FileStore, "_start", start_slowly)
+            yield
+
+    def _around(self, function):
+        def call(*arguments, **options):
+            self.sleep()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.sleep()
+
+        return call
+
+
+class Open:
+    """What this process has open, and what of it a case must not leave behind."""
+
+    def __init__(self):
+        self.tickets = WeakSet()  # what holds the slots of each ticket
+        self.left = {}  # how much more of each kind is open than before, if anything
+        self._residencies = WeakSet()
+        self._before = {}
+
+    @contextmanager
+    def watched(self):
+        """Note every ticket and residency from now on."""
+        make = Residency.__init__
+
+        def note(residency, *arguments):
+            make(residency, *arguments)
+            self._residencies.add(residency)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Residency, "__init__", note)
+            self.tickets = STRESS.watch_tickets(patch)
+            yield
+
+    def begin(self):
+        """Compare with this moment."""
+        gc.collect()
+        self._before = self._count()
+
+    def require_closed(self):
+        """Raise if there is more than before."""
+        end = time.monotonic() + END_SECONDS
+        while True:
+            gc.collect()
+            left = {what: now - self._before[what] for what, now in self._count().items()}
+            self.left = {what: more.total() for what, more in left.items()}
+            if not any(self.left.values()):
+                return
+            if time.monotonic() > end:
+                raise AssertionError(f"a case left behind {left}")
+            time.sleep(0.01)
+
+    def _count(self):
+        residencies = list(self._residencies)
+        return {
+            "threads": Counter(re.sub(r"\d+", "", each.name) for each in threading.enumerate()),
+            "files": Counter(_open_files()),
+            "mapped files": Counter(_mapped_files()),
+            "tickets": Counter(tickets=len(self.tickets)),
+            "slots": Counter(slots=sum(each.num_claimed for each in residencies)),
+            "residencies": Counter(residencies=len(residencies)),
+        }
+
+
+def _open_files():
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the folder itself was open while it was listed
+            yield str(each.readlink())
+
+
+def _mapped_files():
+    """Mapped files in the folder for temporary files: tables, not libraries."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, slash, path = line.partition("/")
+        if f"{slash}{path}".startswith(tempfile.gettempdir()):
+            yield slash + path
+
+
+class Numbered:
+    """A source whose samples look up rows by their own number; some reads fail."""
+
+    num_dense, fingerprint = 1, "numbered"
+
+    def __init__(self, tables, num_samples):
+        self.num_samples, self.num_failures = num_samples, 0
+        self.table_sizes = {table.name: table.num_embeddings for table in tables}
+        self.splits = {"train": range(num_samples), "test": range(0), "validation": range(0)}
+
+    def read(self, samples):
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError(STRESS.BROKEN)
+        numbers = torch.from_numpy(samples)
+        ids = torch.stack([(7 * numbers) % size for size in self.table_sizes.values()])
+        features = JaggedIds.from_one_hot(list(self.table_sizes), ids)
+        return Batch(numbers.unsqueeze(1).float(), features, numbers % 2.0)
+
+    def describe(self):
+        return {}
+
+
+def run_loader(seed, folder):
+    """Train by a pipeline over a loader; losses and rows must be those of a resident twin."""
+    chance = random.Random(seed)
+    sizes = [chance.randint(60, 300) for _ in range(chance.randint(1, 3))]
+    tables = SMALL.make_tables(sizes, [chance.choice([1, 4, 8]) for _ in sizes])
+    source = Numbered(tables, chance.randint(40, 200))
+    options = {"shuffle": True, "seed": seed, "prefetch": chance.randint(1, 4)}
+    loader = BatchLoader(source, "train", chance.randint(2, 9), **options)
+    optimizer = Adagrad(lr=0.1)
+    batches = list(BatchLoader(source, "train", loader.batch_size, **options))
+    budget = SMALL.budget_for(tables, optimizer, batches, chance.choice([0, 5, 20]))
+    tiers = {"budget": budget}
+    if chance.random() < 0.5:
+        tiers |= {"cold_tier": "file", "cold_path": folder}
+    twin, model = SMALL.Model(tables, optimizer), SMALL.Model(tables, optimizer, **tiers)
+    model.load_state_dict(twin.state_dict())
+    dense = [torch.optim.SGD(each.layer.parameters(), lr=0.1) for each in (twin, model)]
+    schedule = chance.choice(
+        [Sequential(), LookAhead(chance.randint(1, 6)), Auto(steps_per_turn=1, num_rounds=1)]
+    )
+    pipeline = TrainPipeline(model, dense[1], schedule=schedule)
+    expected = iter(batches)
+    while loader.epoch == 0:
+        iterator = iter(loader)
+        for _ in range(chance.randint(1, len(batches))):
+            if chance.random() < 0.1:
+                source.num_failures = 1
+            try:
+                loss, _ = pipeline.progress(iterator)
+            except StopIteration:
+                break
+            except OSError as error:
+                assert str(error) == STRESS.BROKEN  # noqa: PT017  # most steps raise nothing
+                break
+            assert [loss.item()] == SMALL.run_plain(twin, dense[0], [next(expected)])
+        source.num_failures = 0
+        if chance.random() < 0.5:
+            loader.finish_reading()
+        pipeline.detach()
+        iterator.close()
+    assert next(expected, None) is None
+    SMALL.require_equal(twin, model)
+    assert SMALL.num_claimed(model) == 0
+
+
+def run_users(seed, num_examples):
+    """Let hypothesis play users of a pipeline; no shrinking, because delays differ each time."""
+
+    class Case(USERS.PipelineUsers):
+        def teardown(self):
+            model = getattr(self, "model", None)
+            super().teardown()
+            gc.collect()
+            assert model is None or SMALL.num_claimed(model) == 0
+
+    run_state_machine_as_test(
+        hypothesis.seed(seed)(Case),
+        settings=hypothesis.settings(
+            max_examples=num_examples,
+            stateful_step_count=25,
+            database=None,
+            deadline=None,
+            phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        ),
+    )
+
+
+def run_case(kind, seed, folder, tickets, num_examples):
+    """One case, or so many examples of users; returns the number of cases."""
+    if kind == "users":
+        run_users(seed, num_examples)
+        return num_examples
+    if kind == "loaders":
+        run_loader(seed, folder)
+    else:
+        STRESS.run(SMALL, seed, tickets, folder)
+    return 1
+
+
+def run_cases(num_cases, first_seed=0):
+    """Run cases until there are enough of them.
+
+    Returns:
+        For the record: the number of cases, of delays, of threads at once, and of what was left.
+    """
+    delays, opened, problems = Delays(), Open(), []
+    counts, seed = Counter(), first_seed
+    sys.unraisablehook = lambda found: problems.append(repr(found.exc_value))
+    threading.excepthook = lambda found: problems.append(repr(found.exc_value))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        delays.everywhere(),
+        opened.watched(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", ResourceWarning)
+        while counts.total() < num_cases:
+            kind = KINDS[seed % len(KINDS)]
+            num_examples = min(USER_EXAMPLES, num_cases - counts.total())
+            faulthandler.dump_traceback_later(HANG_SECONDS * num_examples, exit=True)
+            opened.begin()
+            delays.begin(seed)
+            try:
+                counts[kind] += run_case(
+                    kind, seed, Path(folder, str(seed)), opened.tickets, num_examples
+                )
+                opened.require_closed()
+                assert not problems, problems
+            except BaseException as error:
+                error.add_note(f"make this case again with --cases 1 --seed {seed}")
+                raise
+            seed += 1
+    faulthandler.cancel_dump_traceback_later()
+    return {
+        "num_cases": counts.total(),
+        "cases": dict(counts),
+        "delays": delays.num,
+        "most_threads": delays.most_threads,
+        "left": opened.left | {"errors in destructors and threads": len(problems)},
+    }
+
+
+def main(arguments=None):
+    """Run the cases and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
+    options = parser.parse_args(arguments)
+    if not sys.flags.dev_mode:
+        parser.error("set PYTHONDEVMODE=1, which checks memory and shows resource warnings")
+    begin = time.perf_counter()
+    found = run_cases(options.cases, options.seed)
+    record = {
+        "command": "make threads",
+        "environment": describe_environment(),
+        **found,
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+    write_json(options.json, record)
+
+
+if __name__ == "__main__":
+    main()
