@@ -195,6 +195,17 @@ class Checkpoints:
         self._contents.tables.stop_tracking()
         remove_unneeded(self._folder)
 
+    def give_up(self) -> None:
+        """End at once, without writing what waits; complete checkpoints stay."""
+        for task in (self._full, None if self._cut is None else self._cut.task):
+            if task is not None and task.error is None:
+                # Not `fail`, which deletes files: the thread may be completing this piece.
+                task.error = CheckpointError("given up")
+        self._cut = None
+        self._writer.close()
+        self._contents.tables.stop_tracking()
+        remove_unneeded(self._folder)
+
     def describe(self) -> dict[str, Any]:
         """For a run record: what was saved since this object was made, and what it cost.
 
