@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from recsys.errors import (
 from recsys.pipeline.stalls import stage_seconds
 from recsys.train.build import build_model, choose_plan, open_source
 from recsys.train.checkpoint import load_checkpoint, newest
+from recsys.train.checkpoint.contents import TableArrays
 from recsys.train.progress import Progress
 from recsys.train.resume import resumed_config
 from recsys.train.run_checkpoints import RunCheckpoints
@@ -212,6 +214,23 @@ def test_checkpoints_change_no_number_of_a_run(small_config, tmp_path, case, eve
     assert not (tmp_path / "without" / "checkpoints").exists()
     assert record["checkpoints"]["num_saved"] >= 2
     require_same_run(config, tmp_path / "with", tmp_path / "without", has_checkpoints=False)
+
+
+def test_rows_that_are_copied_slowly_are_those_of_the_checkpoint(
+    small_config, tmp_path, stop_at, monkeypatch
+):
+    config = small_config(*SETTINGS)
+    run(config, tmp_path / "whole")
+    add_range = TableArrays.add_range
+
+    def add_slowly(arrays, builder):
+        time.sleep(0.05)  # longer than a step
+        yield from add_range(arrays, builder)
+
+    monkeypatch.setattr(TableArrays, "add_range", add_slowly)
+    run_and_resume(config, tmp_path / "run", [(7, None)], stop_at)
+
+    require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_run_that_hotline_splits_continues_within_rounding(small_config, tmp_path, stop_at):

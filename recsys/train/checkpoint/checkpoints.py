@@ -151,6 +151,9 @@ class Checkpoints:
         )
         self._settle()
         self.prepare()
+        if self._full is not None:
+            # A row that is updated after the cut is not in the delta, so it must be copied by now.
+            self._writer.wait()
         self._number += 1
         tables, number = self._contents.tables, self._number
         tables.flush()
