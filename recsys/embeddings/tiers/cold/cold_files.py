@@ -26,6 +26,7 @@ import torch
 from recsys._support.files import appearing_whole
 from recsys._support.memory import advise_random
 from recsys._support.sizes import format_bytes
+from recsys.embeddings.tiers.cold.manifest import DTYPES, VERSION, Kind, read_manifest
 from recsys.errors import ColdTierDirty, ColdTierError, ConfigError
 
 if TYPE_CHECKING:
@@ -36,28 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["COLD_TIERS", "ColdFiles", "OpenArray", "open_cold_files", "require_memory"]
 
 COLD_TIERS = ("host", "file")
-
-_VERSION = 1
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-}
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """The shape and dtype of an array, as in `arrays.json`."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> _Kind:
-        return cls(tuple(shape), str(dtype).removeprefix("torch."))
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -108,10 +87,10 @@ class ColdFiles:
         self._guard = threading.RLock()
         self._lock = _lock(self.folder)
         try:
-            wanted = {(name, "weight"): _Kind.of(*kind) for name, kind in tables.items()}
+            wanted = {(name, "weight"): Kind.of(*kind) for name, kind in tables.items()}
             found = self._read_manifest()
             self.is_new = found is None
-            self._kinds: dict[tuple[str, str], _Kind] = {}
+            self._kinds: dict[tuple[str, str], Kind] = {}
             self.numbers: dict[str, dict[str, float]] = {}
             self._is_dirty = True
             if found is None:
@@ -170,7 +149,7 @@ class ColdFiles:
         key = table, name
         with self._guard:
             self.mark_dirty()
-            self._make({key: _Kind.of(shape, dtype)})
+            self._make({key: Kind.of(shape, dtype)})
             self._write_manifest()
         return self._open[key].tensor
 
@@ -187,7 +166,7 @@ class ColdFiles:
             raise ColdTierError(
                 f"{self.folder}: {name!r} of table {table!r} is "
                 f"{_words(self._kinds[table, name])}, got "
-                f"{_words(_Kind.of(values.shape, values.dtype))}; load it into a new cold_path"
+                f"{_words(Kind.of(values.shape, values.dtype))}; load it into a new cold_path"
             )
         self.mark_dirty()
         return known.copy_(values)
@@ -265,7 +244,7 @@ class ColdFiles:
     def _path_of(self, key: tuple[str, str]) -> Path:
         return self.folder / f"{quote('.'.join(key), safe='')}.bin"
 
-    def _make(self, kinds: Mapping[tuple[str, str], _Kind]) -> None:
+    def _make(self, kinds: Mapping[tuple[str, str], Kind]) -> None:
         """Make files of zeros: all of them, or none."""
         wanted = sum(kind.num_bytes for kind in kinds.values())
         disk = os.statvfs(self.folder)
@@ -300,6 +279,11 @@ class ColdFiles:
 
     def _map(self, key: tuple[str, str]) -> None:
         path, kind = self._path_of(key), self._kinds[key]
+        if path.is_symlink():  # recsys makes none; rows would be written to any file
+            raise ColdTierError(
+                f"{path}: must be a file of this folder, is a symbolic link; copy the file here, "
+                "or choose another cold_path"
+            )
         try:
             found = path.stat().st_size
         except OSError as error:
@@ -311,7 +295,7 @@ class ColdFiles:
                 f"{path}: a {kind.dtype} array of shape {kind.shape} takes {kind.num_bytes} bytes, "
                 f"the file has {found}; {_begin_anew(self.folder)}"
             )
-        dtype = _DTYPES[kind.dtype]
+        dtype = DTYPES[kind.dtype]
         if not kind.num_bytes:
             self._open[key] = OpenArray(path, os.open(path, os.O_RDWR), torch.empty(kind.shape))
             return
@@ -329,7 +313,7 @@ class ColdFiles:
                 "delete the files there, or choose another cold_path"
             )
 
-    def _require(self, wanted: Mapping[tuple[str, str], _Kind]) -> None:
+    def _require(self, wanted: Mapping[tuple[str, str], Kind]) -> None:
         """Refuse a folder that is dirty, or has other tables."""
         known = {key: kind for key, kind in self._kinds.items() if key[1] == "weight"}
         for key in {**wanted, **known}:
@@ -363,7 +347,7 @@ class ColdFiles:
             {"table": key[0], "name": key[1], **asdict(kind)} for key, kind in self._kinds.items()
         ]
         content = {
-            "version": _VERSION,
+            "version": VERSION,
             "is_dirty": self._is_dirty,
             "arrays": arrays,
             "numbers": self.numbers,
@@ -371,26 +355,15 @@ class ColdFiles:
         with appearing_whole(self._manifest) as partial:
             partial.write_text(json.dumps(content, indent=1))
 
-    def _read_manifest(self) -> tuple[dict[Any, _Kind], dict[str, Any], bool] | None:
+    def _read_manifest(self) -> tuple[dict[Any, Kind], dict[str, Any], bool] | None:
         try:
-            content = json.loads(self._manifest.read_text())
-            version = content["version"]
-            if version == _VERSION:
-                kinds = {
-                    (each["table"], each["name"]): _Kind(tuple(each["shape"]), each["dtype"])
-                    for each in content["arrays"]
-                }
-                return kinds, content["numbers"], bool(content["is_dirty"])
+            return read_manifest(self._manifest)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ColdTierError(
                 f"{self._manifest}: cannot be read ({error}); {_begin_anew(self.folder)}"
             ) from error
-        raise ColdTierError(
-            f"{self._manifest}: version {version} is not known, {_VERSION} is; open it with the "
-            "release of recsys that made it"
-        )
 
 
 def open_cold_files(
@@ -452,7 +425,7 @@ def _lock(folder: Path) -> int:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise ColdTierError(
             f"{folder}: must be a writable folder ({error.strerror}); choose another cold_path, or "
@@ -469,7 +442,7 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def _words(kind: _Kind | None) -> str:
+def _words(kind: Kind | None) -> str:
     return "absent" if kind is None else f"{kind.dtype} of shape {kind.shape}"
 
 
