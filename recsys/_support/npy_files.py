@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from contextlib import contextmanager
-from io import BytesIO
 from math import prod
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Self
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
@@ -32,11 +32,15 @@ __all__ = [
     "read_array",
 ]
 
-_HEADERS = {
-    (1, 0): (2, np.lib.format.read_array_header_1_0),
-    (2, 0): (4, np.lib.format.read_array_header_2_0),
-}
-_MOST_HEADER_BYTES = 2**16
+_MAGIC = b"\x93NUMPY"
+# Bytes of the header's length, by the version of the format.
+_LENGTH_BYTES = {(1, 0): 2, (2, 0): 4}
+_MOST_HEADER_BYTES = 10_000
+# numpy parses a header as Python, which takes hours and all memory for some texts of a kilobyte.
+_HEADER = re.compile(
+    r"\{(?:(?:'descr':'(?P<descr>[^']{1,16})'|'fortran_order':(?P<is_fortran>True|False)"
+    r"|'shape':\((?P<shape>(?:\d{1,20}L?,)*(?:\d{1,20}L?)?)\)),?){3}\}"
+)
 _MOST_DEFLATED = 1032  # deflate expands a byte to at most this many
 _READ_BYTES = 2**20
 
@@ -98,21 +102,20 @@ def open_array(stream: IO[bytes], num_bytes: int) -> ArrayFile:
     """
     with damage_as_value_error():
         begin = stream.read(8)
-        version = np.lib.format.read_magic(BytesIO(begin))
-        if version not in _HEADERS:
+        if begin[:6] != _MAGIC or len(begin) < 8:
+            raise ValueError(f"it does not begin with {_MAGIC!r}, but with {begin!r}")
+        version = begin[6], begin[7]
+        if version not in _LENGTH_BYTES:
             raise ValueError(
                 f"the version of numpy's format must be 1.0 or 2.0, got {version[0]}.{version[1]}"
             )
-        size_of_length, read_header = _HEADERS[version]
-        length = stream.read(size_of_length)
-        num_header = int.from_bytes(length, "little")
+        size_of_length = _LENGTH_BYTES[version]
+        num_header = int.from_bytes(stream.read(size_of_length), "little")
         if num_header > _MOST_HEADER_BYTES:
             raise ValueError(f"its header has {num_header} bytes, more than {_MOST_HEADER_BYTES}")
-        shape, is_fortran, dtype = read_header(BytesIO(length + stream.read(num_header)))
+        shape, is_fortran, dtype = _parse_header(stream.read(num_header))
     if dtype.kind not in "iuf":
         raise UnfitArray(f"must hold numbers, got dtype {dtype}")
-    if min(shape, default=0) < 0:
-        raise UnfitArray(f"its shape must not be negative, got {shape}")
     found = ArrayFile(stream, shape, is_fortran, dtype)
     left = num_bytes - len(begin) - size_of_length - num_header
     if left != found.num_bytes:
@@ -121,6 +124,16 @@ def open_array(stream: IO[bytes], num_bytes: int) -> ArrayFile:
             f"{dtype}, which takes {found.num_bytes} bytes, and {max(left, 0)} follow"
         )
     return found
+
+
+def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, order and dtype in the text of a header."""
+    text = "".join(header.decode("latin-1").split()).replace('"', "'")
+    found = _HEADER.fullmatch(text)
+    if found is None or None in found.groups():
+        raise ValueError(f"its header must be of descr, fortran_order and shape, got {text[:100]}")
+    dims = [int(dim.rstrip("L")) for dim in found["shape"].split(",") if dim]
+    return tuple(dims), found["is_fortran"] == "True", np.dtype(found["descr"])
 
 
 def read_array(array: ArrayFile) -> NDArray[Any]:
@@ -157,6 +170,8 @@ class NpzFile:
     """
 
     def __init__(self, file: Path) -> None:
+        if file.exists() and not file.is_file():
+            raise ValueError("it is not a plain file")  # to open a pipe waits for a writer
         self._stream = file.open("rb")
         try:
             self._num_bytes = os.fstat(self._stream.fileno()).st_size

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from recsys.datasets.criteo.parse import explain
+from recsys.datasets.criteo.parse import MOST_BAD_LINES, explain
 from recsys.errors import DatasetFormatError, MissingDependency
 
 if TYPE_CHECKING:
@@ -175,9 +175,15 @@ class BadLines:
         """Count the lines of the next part of the file, and list its bad lines.
 
         Raises:
-            DatasetFormatError: it has a bad line, and bad lines are not skipped.
+            DatasetFormatError: it has a bad line, and bad lines are not skipped; or there are more
+                than `MOST_BAD_LINES`.
         """
         found = []
+        if self.num_bad + len(parsed.bad_lines) > MOST_BAD_LINES:
+            raise DatasetFormatError(
+                f"{self._path}: at most {MOST_BAD_LINES:,} bad lines can be skipped, got more; is "
+                "this the raw Criteo format?"
+            )
         for number, begin, end in parsed.bad_lines.tolist():
             reason = explain(text[begin:end].tobytes())
             assert reason is not None, "the kernel and explain() disagree on what a good line is"

@@ -73,7 +73,7 @@ def save_pickle(file):
     [
         (lambda file: np.save(file, np.zeros(3, np.uint8)), r"got \(3,\) uint8"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), "ends too early"),
-        (lambda file: file.write_bytes(b"text"), "magic string"),
+        (lambda file: file.write_bytes(b"text"), "does not begin with"),
         (save_pickle, "must hold numbers, got dtype object"),
     ],
 )

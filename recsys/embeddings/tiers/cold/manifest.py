@@ -52,6 +52,8 @@ def read_manifest(
         ColdTierError: another version of recsys wrote it.
         ValueError: it is damaged.
     """
+    if file.exists() and not file.is_file():
+        raise ValueError("it is not a plain file")  # to open a pipe waits for a writer
     content = parse_json(file.read_bytes())
     if not isinstance(content, dict) or "version" not in content:
         raise ValueError("it has no version")
