@@ -5,8 +5,9 @@ BIN := .venv/bin
 DATA ?=
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
+SECONDS ?= 600
 
-.PHONY: help setup train test check stress bench reference coverage tables clean
+.PHONY: help setup train test check stress fuzz bench reference coverage tables clean
 
 help:
 	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
@@ -15,6 +16,7 @@ help:
 	@echo "make test                          run the tests"
 	@echo "make check                         run ruff, check formatting, run mypy, import-linter"
 	@echo "make stress                        run the property tests with many random cases, half an hour"
+	@echo "make fuzz SECONDS=600               read damaged and hostile files, for ten minutes"
 	@echo "make bench, make reference         measure the numbers in docs/benchmarks/ (need RECSYS_DATA)"
 	@echo "make coverage                      measure the numbers in docs/synthetic.md (needs RECSYS_DATA)"
 	@echo "make tables                        make the tables in the docs from these numbers"
@@ -53,6 +55,10 @@ test: setup
 
 stress: setup
 	HYPOTHESIS_PROFILE=stress $(BIN)/python -m pytest
+
+# Damages the input of every reader, at random, for a time; case n of a reader is always the same.
+fuzz: setup
+	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) --json docs/benchmarks/fuzz.json
 
 check: setup
 	$(BIN)/ruff check .

@@ -204,7 +204,7 @@ def _check_shapes(readers: Sequence[NpyReader], columns: tuple[int, int] | None)
 def _check_sizes(table_sizes: Sequence[int] | None, num_columns: int) -> NDArray[np.int64] | None:
     if table_sizes is None:
         return None
-    are_sizes = all(isinstance(size, int) and 0 < size <= _ROWS_END for size in table_sizes)
+    are_sizes = all(0 < size <= _ROWS_END for size in table_sizes)
     if len(table_sizes) != num_columns or not are_sizes:
         raise ConfigError(
             f"table_sizes must be {num_columns} numbers in [1, {_ROWS_END}], one per sparse "

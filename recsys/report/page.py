@@ -149,7 +149,7 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
     split = cells[0]["run"]["config"]["eval"]["split"] if cells else "validation"
     for cell in cells:
         # It becomes a path below; a name such as ".." would lead out of the folder.
-        if Path(cell["name"]).name != cell["name"]:
+        if cell["name"] == ".." or Path(cell["name"]).name != cell["name"]:
             raise ConfigError(
                 f"{folder / 'ablate.json'} is damaged: a cell must be named as its folder in "
                 f"cells/, got {cell['name']!r}; run `recsys ablate` again"

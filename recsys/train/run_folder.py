@@ -274,6 +274,11 @@ def _fault(record: dict[str, Any]) -> str | None:
     for split, metrics in record["metrics"].items():
         if not (metrics is None or isinstance(metrics, dict)):
             return f"its metrics.{split} is neither a JSON object nor null"
+        if not all(map(_is_measured, (metrics or {}).values())):
+            return f"its metrics.{split} has a value that is neither a number nor null"
+    for key, value in record["throughput"].items():
+        if not _is_measured(value):
+            return f"its throughput.{key} is neither a number nor null"
     return None
 
 

@@ -90,6 +90,8 @@ def read_profile(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
 
 
 def _is_array(file: Path) -> bool:
+    if not file.is_file():
+        return False
     with file.open("rb") as stream:
         return stream.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
 

@@ -3,6 +3,7 @@ import itertools
 import json
 import math
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -294,3 +295,35 @@ def test_a_file_named_twice_is_refused(tmp_path):
         prepare_criteo_kaggle([raw, raw], tmp_path / "store", show_progress=False)
 
     assert list(tmp_path.iterdir()) == [raw]
+
+
+def test_too_many_bad_lines_are_refused_instead_of_listed(tmp_path, monkeypatch):
+    for module in ("parse", "text"):
+        monkeypatch.setattr(f"recsys.datasets.criteo.{module}.MOST_BAD_LINES", 2000)
+    (tmp_path / "raw.txt").write_bytes(b"\n" * 5000)
+
+    with pytest.raises(DatasetFormatError, match=r"raw\.txt: at most 2,000 bad lines can be skip"):
+        prepare_criteo_kaggle(
+            [tmp_path / "raw.txt"], tmp_path / "store", skip_bad_lines=True, show_progress=False
+        )
+
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.txt"]
+
+
+def test_a_zst_bomb_takes_little_memory(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    frame = zstandard.ZstdCompressor(level=1).compress(bytes(2**28))
+    (tmp_path / "raw.txt.zst").write_bytes(frame * 4)  # a GiB, in a hundred kilobytes
+    assert len(frame) < 2**16
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(DatasetFormatError, match="a line of more than 16777216 bytes"):
+            prepare_criteo_kaggle(
+                [tmp_path / "raw.txt.zst"], tmp_path / "store", show_progress=False
+            )
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 2**28
