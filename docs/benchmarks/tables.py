@@ -22,6 +22,7 @@ from tables_of_benches import (
     prepare_table,
     step_table,
 )
+from tables_of_fuzz import fuzz_table
 from tables_of_runs import (
     ablate_table,
     reached_table,
@@ -44,6 +45,7 @@ DOCUMENTS = (
     "README.md",
     "docs/benchmarks.md",
     "docs/popularity.md",
+    "docs/reliability.md",
     "docs/schedules.md",
     "docs/synthetic.md",
 )
@@ -62,6 +64,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rand_em": partial(rand_em_table, "rand_em.json"),
     "ablate_precision": partial(ablate_table, "ablate_precision.json"),
     "ablate_schedules": partial(schedules_table, "ablate_schedules.json"),
+    "fuzz": fuzz_table,
     "generator": partial(generator_table, "generator.json"),
     "lookup": partial(lookup_table, "lookup.json"),
     "models": partial(models_table, "models.json"),

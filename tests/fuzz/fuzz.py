@@ -33,7 +33,12 @@ _MOST_SHOWN = 5
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600, help="for all readers together")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=600,
+        help="of all readers together, without the time to start them",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--reader", choices=list(READERS))
     parser.add_argument("--seed", type=int, help="run one case of --reader")
@@ -41,10 +46,9 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if options.reader is not None:
         return _run_reader(READERS[options.reader], options)
-    begin, found = time.monotonic(), {}
-    for place, name in enumerate(READERS):
-        left = options.seconds - (time.monotonic() - begin)
-        found[name] = _run_in_process(name, left / (len(READERS) - place), options.first_seed)
+    found = {}
+    for name in READERS:
+        found[name] = _run_in_process(name, options.seconds / len(READERS), options.first_seed)
         print(f"{name}: {found[name]}", flush=True)
     if options.json is not None:
         write_json(

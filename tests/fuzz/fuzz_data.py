@@ -272,11 +272,9 @@ def nothing(folder):
     """A reader whose attack makes its own files."""
 
 
-_BYTES = (
-    "bytes flipped, cut, doubled, spliced; numbers; links, folders and pipes in the file's place"
-)
-_NPY = "headers, shapes, dtypes, pickles, sizes that lie; bytes"
-_JSON = "values of other types and sizes, missing keys, deep nesting; bytes, links, pipes"
+_BYTES = "bytes, numbers; links, folders, pipes"
+_NPY = "bytes, headers, shapes, dtypes, pickles, wrong sizes; links, folders, pipes"
+_JSON = "types, sizes, missing keys, deep nesting; bytes; links, folders, pipes"
 _PACKS = {
     "plain": lambda data: data,
     "gzip": gzip.compress,
@@ -293,12 +291,12 @@ DATA = (
         )
         for name, pack in _PACKS.items()
     ),
-    Reader("days of Criteo 1TB, resumed", f"{_BYTES}; {_JSON}", make_days, attack_days, ("store",)),
+    Reader("days of Criteo 1TB, resumed", _JSON, make_days, attack_days, ("store",)),
     Reader("store", f"{_JSON}; bytes of arrays", make_store, attack_store),
     Reader("classic npz", f"{_NPY}; archives, bombs", make_classic, attack_classic, ("back",)),
     Reader("TorchRec npy", _NPY, make_npy, attack_npy, ("back",)),
-    Reader("profile", f"{_NPY}; {_JSON}; bombs", make_profile, attack_profile),
-    Reader("plan", f"{_NPY}; {_JSON}; bombs", make_plan, attack_plan),
+    Reader("profile", f"{_NPY}; JSON; bombs", make_profile, attack_profile),
+    Reader("plan", f"{_NPY}; JSON; bombs", make_plan, attack_plan),
     Reader("list of hot samples", _NPY, make_hot, attack_hot),
     Reader("cold files", f"{_JSON}; bytes of arrays", make_cold, attack_cold),
 )

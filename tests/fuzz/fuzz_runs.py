@@ -1,6 +1,5 @@
 """Readers of runs: configurations, run folders, saved models, ablations, report pages."""
 
-import json
 from functools import partial
 
 from fuzz_cases import Reader, WrongOutcomeError
@@ -17,7 +16,7 @@ from fuzz_mutations import (
 
 from recsys.ablate.config import load_ablation
 from recsys.ablate.run import ablate
-from recsys.config import build_config, describe_keys, load_config
+from recsys.config import build_config, describe_keys, load_config, to_toml
 from recsys.errors import ConfigError
 from recsys.report.page import write_report
 from recsys.train import curves
@@ -132,9 +131,7 @@ def attack_ablation_report(folder, random):
 
 def make_toml(folder):
     (folder / "a.toml").write_text(ABLATION)
-    lines = [f"{key} = {json.dumps(default)}" for key, default, _ in describe_keys()]
-    kept = [line for line in lines if "dense_optimizer" not in line and "null" not in line]
-    (folder / "c.toml").write_text("\n".join(kept) + "\n")
+    (folder / "c.toml").write_text(to_toml(load_config(None, SETTINGS)))
 
 
 def _damage_text(file, random):
@@ -170,7 +167,7 @@ def attack_settings(folder, random):
     return partial(load_config, None, [setting if random.random() < 0.9 else key])
 
 
-_FILES = "values of other types and sizes, missing keys, deep nesting; bytes, links, folders, pipes"
+_FILES = "types, sizes, missing keys, deep nesting; bytes; links, folders, pipes"
 RUNS = (
     Reader(
         "run folder, saved model, export", _FILES, make_run, attack_run, ("out",), names_file=False
