@@ -201,7 +201,7 @@ def _list_of_names(keys: Sequence[str]) -> list[str]:
 
 def _require_tensors(**arguments: object) -> None:
     for name, value in arguments.items():
-        if value is not None and not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
             raise MalformedBags(
                 f"JaggedIds: {name} must be a torch.Tensor, got {type(value).__name__}; convert it "
                 "with torch.as_tensor"
@@ -230,7 +230,9 @@ class JaggedIds:
         self, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
     ) -> None:
         self._keys = _list_of_names(keys)
-        _require_tensors(values=values, offsets=offsets, weights=weights)
+        _require_tensors(values=values, offsets=offsets)
+        if weights is not None:
+            _require_tensors(weights=weights)
         self._values = values
         self._offsets = offsets
         self._is_known_one_hot = False

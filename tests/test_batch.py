@@ -165,6 +165,7 @@ OFFSETS = torch.tensor([0, 1, 2])
         (lambda: JaggedIds("ab", IDS, OFFSETS), "keys must be a list of feature names, got 'ab'"),
         (lambda: JaggedIds(["a"], [1, 2], OFFSETS), "values must be a torch.Tensor, got list"),
         (lambda: JaggedIds(["a"], IDS.numpy(), OFFSETS), "values must be a torch.Tensor, got nda"),
+        (lambda: JaggedIds(["a"], None, OFFSETS), "values must be a torch.Tensor, got NoneType"),
         (lambda: JaggedIds(["a"], IDS, OFFSETS, "x"), "weights must be a torch.Tensor, got str"),
         (lambda: JaggedIds.from_one_hot(["a"], [[1]]), "rows_FB must be a torch.Tensor, got list"),
         (lambda: JaggedIds.from_one_hot(5, IDS), "keys must be a list of feature names, got 5"),

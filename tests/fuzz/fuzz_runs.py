@@ -1,5 +1,7 @@
 """Readers of runs: configurations, run folders, saved models, ablations, report pages."""
 
+import io
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
 
 from fuzz_cases import Reader, WrongOutcomeError
@@ -84,13 +86,20 @@ def attack_run_report(folder, random):
     return partial(_report, folder / "run")
 
 
-def _report(folder):
+@contextmanager
+def _without_pixels():
+    """Drawing takes most of the time of a page, and shows no text of a record."""
     before = curves._as_png
     try:
-        curves._as_png = lambda _: b"\x89PNG"  # drawing takes most of the time, and shows no text
-        text = write_report(folder).read_text(encoding="utf-8")
+        curves._as_png = lambda _: b"\x89PNG"
+        yield
     finally:
         curves._as_png = before
+
+
+def _report(folder):
+    with _without_pixels():
+        text = write_report(folder).read_text(encoding="utf-8")
     if "<script" in text:
         raise WrongOutcomeError("text of a record is not escaped in the page")
 
@@ -117,7 +126,12 @@ def attack_ablation(folder, random):
     else:
         mutate_file(cell / "history.jsonl", random, mutate_json_lines)
     config = load_ablation(folder / "a.toml", SETTINGS)
-    return partial(ablate, config, out, show_progress=False, run_cell=_refuse)
+
+    def resume():
+        with _without_pixels(), redirect_stderr(io.StringIO()):
+            ablate(config, out, show_progress=False, run_cell=_refuse)
+
+    return resume
 
 
 def attack_ablation_report(folder, random):
