@@ -418,9 +418,12 @@ def _copy_if_different(target: Tensor, value: Tensor) -> None:
 
 
 def _num_samples(batch: Any) -> int | None:
-    """Samples of a batch that is a tensor, has labels, or contains such a value; else None."""
+    """Samples of a batch that is a tensor, has labels, or contains such a value; else None.
+
+    A tensor of three or more dimensions may have its samples in any of them.
+    """
     if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else None
+        return len(batch) if batch.dim() in (1, 2) else None
     labels = getattr(batch, "labels", None)
     if isinstance(labels, Tensor):
         return len(labels)

@@ -73,7 +73,7 @@ def raw_attack(folder, random, pack):
         packed = pack(file.read_bytes())
         if random.random() < 0.3:
             packed = mutate_bytes(packed, random)
-        elif random.random() < 0.1:
+        elif random.random() < 0.02:
             packed = pack(bytes([random.choice(b"0\n\t")]) * (16 * 2**20))  # a bomb
         file.write_bytes(packed)
     return partial(
