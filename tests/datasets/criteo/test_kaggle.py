@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from recsys.bench.prepare import prepare_with_pandas
+from recsys.datasets.criteo.flow import _next_newline
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+from recsys.datasets.criteo.parse import explain
 from recsys.datasets.store import Store
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, MissingDependency
 
@@ -327,3 +329,23 @@ def test_a_zst_bomb_takes_little_memory(tmp_path):
         tracemalloc.stop()
 
     assert peak < 2**28
+
+
+def test_a_line_of_tabs_is_explained_in_little_memory():
+    line = b"\t" * 2**22
+
+    tracemalloc.start()
+    try:
+        assert explain(line) == ("expected 40 tab-separated fields", "4194305")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize("length", [0, 5, 1022, 1023, 1024, 5000])
+def test_the_end_of_a_short_or_long_line_is_found(length):
+    text = np.frombuffer(b"0\n" + b"x" * length + b"\n1\n", np.uint8)
+
+    assert _next_newline(text, 2) == length + 2
