@@ -102,8 +102,8 @@ class AblationConfig:
             raise ConfigError(f"ablate.target_auc must be between 0 and 1, got {self.target_auc}")
         if not 1 <= self.eval_every_samples < 2**63:
             raise ConfigError(
-                "ablate.eval_every_samples must be at least 1 and less than 2**63, got "
-                f"{str(self.eval_every_samples)[:40]}"
+                "ablate.eval_every_samples must be at least 1, got "
+                f"{str(self.eval_every_samples)[:40]}, and less than 2**63"
             )
         for variation in self.variations:
             for key, value in variation.keys.items():
