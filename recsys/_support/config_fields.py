@@ -50,7 +50,7 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         is_above = value > self.least if self.excludes_least else value >= self.least
-        return is_above and value <= self.most and isfinite(value)
+        return is_above and value <= self.most and abs(value) < inf  # isfinite fails for huge ints
 
     def __str__(self) -> str:
         if isfinite(self.most):

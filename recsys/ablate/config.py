@@ -100,9 +100,10 @@ class AblationConfig:
         _all_distinct("names of variations", [variation.name for variation in self.variations])
         if self.target_auc is not None and not 0 < self.target_auc < 1:
             raise ConfigError(f"ablate.target_auc must be between 0 and 1, got {self.target_auc}")
-        if self.eval_every_samples < 1:
+        if not 1 <= self.eval_every_samples < 2**63:
             raise ConfigError(
-                f"ablate.eval_every_samples must be at least 1, got {self.eval_every_samples}"
+                "ablate.eval_every_samples must be at least 1, got "
+                f"{str(self.eval_every_samples)[:40]}, and less than 2**63"
             )
         for variation in self.variations:
             for key, value in variation.keys.items():

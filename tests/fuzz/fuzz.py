@@ -79,8 +79,9 @@ def _run_reader(reader, options):
 
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     outcomes, wrong = Counter(), 0
-    begin, seed = time.monotonic(), options.first_seed
+    seed = options.first_seed
     with good_files(reader) as good:
+        begin = time.monotonic()
         if options.seed is not None:
             sys.stderr.write(f"{run_case(reader, good, Random(options.seed))}\n")
             return 0

@@ -38,7 +38,7 @@ SETTINGS = (
 )
 ABLATION = """
 [ablate]
-seeds = [0, 1]
+seeds = [0]
 target_auc = 0.7
 eval_every_samples = 64
 [[ablate.variations]]
