@@ -403,6 +403,11 @@ class SavedTables:
         for (group, number), of_table in zip(self._places, bits, strict=True):
             self._records[group].put_back(number, of_table)
 
+    def mark_all(self) -> None:
+        """Mark every row of every table as changed, because a call of `take_changed` was ended."""
+        for record in self._records:
+            record.mark_all()
+
     @contextmanager
     def restoring(self) -> Iterator[None]:
         """A context in which rows and state are overwritten.

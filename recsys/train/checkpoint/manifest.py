@@ -40,6 +40,7 @@ __all__ = [
     "Piece",
     "changed_name",
     "dtype_name",
+    "last_number",
     "manifest_numbers",
     "newest",
     "read_manifest",
@@ -225,6 +226,13 @@ def manifest_numbers(folder: Path) -> list[int]:
         return []
     names = [path.name for path in folder.iterdir() if _MANIFEST_NAME.fullmatch(path.name)]
     return sorted(int(name.removesuffix(".json")) for name in names)
+
+
+def last_number(folder: Path) -> int:
+    """The highest number in a folder, also of pieces that no manifest names; 0 if it is empty."""
+    names = [path.name for path in folder.iterdir()]
+    pieces = [int(name[-8:]) for name in names if _PIECE_NAME.fullmatch(name)]
+    return max([0, *pieces, *manifest_numbers(folder)])
 
 
 def newest(folder: Path) -> int | None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from recsys.train.checkpoint.manifest import Manifest, Part
 
-__all__ = ["restore"]
+__all__ = ["require_same_arrays", "require_whole", "restore"]
 
 
 def restore(
@@ -59,7 +59,7 @@ def _restore(folder: Path, contents: Contents, number: int | None) -> Any:
         raise CheckpointError(
             f"checkpoint {manifest.number}: {error}; {_whole_ones(folder, manifest.number)}"
         ) from error
-    _require_same_arrays(manifest, contents)
+    require_same_arrays(manifest, contents)
     with contents.tables.restoring():
         targets = _Targets(manifest, contents)
         for piece in manifest.pieces:
@@ -104,7 +104,7 @@ def _whole_ones(folder: Path, number: int) -> str:
     return "no other checkpoint in this folder is whole; train from the start"
 
 
-def _require_same_arrays(manifest: Manifest, contents: Contents) -> None:
+def require_same_arrays(manifest: Manifest, contents: Contents) -> None:
     """Check that the arrays of the model are those of the checkpoint.
 
     Raises:
