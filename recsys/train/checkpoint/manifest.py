@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
+    "MOST_ROW_BYTES",
     "Array",
     "Block",
     "Manifest",
@@ -51,6 +52,7 @@ __all__ = [
 _FORMAT, _VERSION = "recsys-checkpoint", 1
 _MAX_MANIFEST_BYTES = 256 * 2**20
 MAX_BLOCK_BYTES = 2**30
+MOST_ROW_BYTES = MAX_BLOCK_BYTES - 2**26  # a block has a header, too
 _PIECE_NAME = re.compile(r"(full|delta)-[0-9]{8}")
 _BLOCK_NAME = re.compile(r"block-[0-9]{5}\.safetensors")
 _MANIFEST_NAME = re.compile(r"[0-9]{8}\.json")

@@ -60,6 +60,7 @@ def _restore(folder: Path, contents: Contents, number: int | None) -> Any:
             f"checkpoint {manifest.number}: {error}; {_whole_ones(folder, manifest.number)}"
         ) from error
     require_same_arrays(manifest, contents)
+    contents.require_tree(manifest.state)
     with contents.tables.restoring():
         targets = _Targets(manifest, contents)
         for piece in manifest.pieces:
