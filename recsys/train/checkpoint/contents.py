@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from recsys.embeddings.lookup.device_tables import AbstractTables
 from recsys.embeddings.saved_tables import SavedTables
@@ -307,7 +307,7 @@ def _array_of(tensor: Tensor, name: str) -> Array:
         CheckpointError: a checkpoint cannot hold it.
     """
     fault = ""
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         fault = "has no shape yet; run the model once before"
     elif tensor.is_meta:
         fault = "is on the 'meta' device and has no values; give it memory before"
