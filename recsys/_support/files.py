@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "alone_in",
+    "alone_with",
     "appearing_whole",
     "flush_to_disk",
     "lock_unless_read",
@@ -154,6 +155,49 @@ def alone_in(folder: Path, command: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def alone_with(file: Path, command: str) -> Iterator[None]:
+    """Hold an exclusive lock on a file that is made for it, and removed at the end.
+
+    Args:
+        file: Its path.
+        command: What uses its folder, for the message.
+
+    Raises:
+        ConfigError: another process, or another `with` block, holds the lock.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(descriptor, file):
+                break
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(
+                f"another {command} is at work in {file.parent}; close it, or choose another folder"
+            ) from None
+        os.close(descriptor)  # another process has removed the file
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    """Whether an open file still has a path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.lstat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

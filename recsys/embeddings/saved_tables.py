@@ -206,7 +206,7 @@ class SavedTable:
             WeightsError: the table's optimizer has no such array.
         """
         with DisableTorchFunctionSubclass():  # internal read of the table
-            self._require_state(name, tuple(shape), dtype)
+            self.require_state(name, tuple(shape), dtype)
             state, files = self._updater.optimizer.state[self.weight], self._files()
             own_name = "" if files is None else self._group.name_in_files(self._number)
             found: Tensor | None = state.get(name)
@@ -220,6 +220,25 @@ class SavedTable:
                 found = empty_rows(*shape, dtype=dtype, device=self.weight.device).zero_()
             state[name] = found
             return found
+
+    def require_state(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Check the description of a state array before it is made.
+
+        Raises:
+            WeightsError: the table's optimizer has no such array.
+        """
+        columns = {
+            known: torch.Size(of_row).numel()
+            for known, of_row in self._group.state_columns().items()
+        }
+        wanted = compute_dtype(self.weight.dtype)
+        found = shape[:1], torch.Size(shape[1:]).numel(), dtype
+        if name not in columns or found != ((self.num_rows,), columns[name], wanted):
+            raise WeightsError(
+                f"table {self.key!r}: its optimizer has state arrays {sorted(columns)} of "
+                f"{self.num_rows} rows of {sorted(columns.values())} numbers in {wanted}, got "
+                f"{name!r} of shape {shape} in {dtype}; load the state of the same optimizer"
+            )
 
     def _clear(self, array: Tensor) -> None:
         """Set an array to zeros."""
@@ -275,25 +294,6 @@ class SavedTable:
             raise WeightsError(
                 f"{place} has rows of shape {tuple(array.shape[1:])} in {array.dtype}, got "
                 f"{tuple(values.shape[1:])} in {values.dtype}; load rows of the same table"
-            )
-
-    def _require_state(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Check the description of a state array before it is made.
-
-        Raises:
-            WeightsError: the table's optimizer has no such array.
-        """
-        columns = {
-            known: torch.Size(of_row).numel()
-            for known, of_row in self._group.state_columns().items()
-        }
-        wanted = compute_dtype(self.weight.dtype)
-        found = shape[:1], torch.Size(shape[1:]).numel(), dtype
-        if name not in columns or found != ((self.num_rows,), columns[name], wanted):
-            raise WeightsError(
-                f"table {self.key!r}: its optimizer has state arrays {sorted(columns)} of "
-                f"{self.num_rows} rows of {sorted(columns.values())} numbers in {wanted}, got "
-                f"{name!r} of shape {shape} in {dtype}; load the state of the same optimizer"
             )
 
 
@@ -402,6 +402,11 @@ class SavedTables:
         """
         for (group, number), of_table in zip(self._places, bits, strict=True):
             self._records[group].put_back(number, of_table)
+
+    def mark_all(self) -> None:
+        """Mark every row of every table as changed, because a call of `take_changed` was ended."""
+        for record in self._records:
+            record.mark_all()
 
     @contextmanager
     def restoring(self) -> Iterator[None]:

@@ -15,17 +15,16 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from recsys._support.files import appearing_whole, read_together, require_new
 from recsys.errors import CheckpointError
-from recsys.train.checkpoint.blocks import read_block, safetensors_header
+from recsys.train.checkpoint.blocks import read_block, read_header, safetensors_header
 from recsys.train.checkpoint.manifest import DTYPES, changed_name, read_manifest
-from recsys.train.checkpoint.merge import delta_rows, read_header
+from recsys.train.checkpoint.merge import delta_rows
 from recsys.train.checkpoint.restore import require_whole
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from recsys.train.checkpoint.blocks import Stored
     from recsys.train.checkpoint.manifest import Manifest
 
 __all__ = ["apply_deltas", "export_checkpoint", "export_delta"]
@@ -118,21 +118,25 @@ def apply_deltas(full: str | Path, deltas: Sequence[str | Path], file: str | Pat
         each.require_fits(whole)
         last = each
     require_new(file)
+    num_bytes = sum(each.num_bytes for each in whole.tensors.values())
     metadata = {key: last.metadata[key] for key in ("checkpoint", "checkpoint_id")}
     with appearing_whole(file) as partial:
         with partial.open("wb") as target, whole.path.open("rb") as source:
             header = safetensors_header(
                 {
-                    name: (each["dtype"], tuple(each["shape"]), _num_bytes(each))
+                    name: (each.dtype, each.shape, each.num_bytes)
                     for name, each in whole.tensors.items()
                 },
                 metadata,
             )
             target.write(header)
-            source.seek(whole.data_begin)
+            moved = len(header) + num_bytes - whole.path.stat().st_size
+            source.seek(whole.path.stat().st_size - num_bytes)
             shutil.copyfileobj(source, target, 4 * 2**20)
+            if target.tell() != len(header) + num_bytes:
+                raise CheckpointError(f"{whole.path}: was changed while it was read")
         for each in opened:
-            each.write_into(partial, len(header), whole)
+            each.write_into(partial, moved, whole)
     return file
 
 
@@ -142,14 +146,12 @@ class _Exported(NamedTuple):
     Attributes:
         path: Its path.
         metadata: The texts in its header.
-        tensors: Dtype, shape and place of each tensor, in the order of their data.
-        data_begin: Where the data begin.
+        tensors: The tensors, in the order of their data.
     """
 
     path: Path
     metadata: dict[str, str]
-    tensors: dict[str, Any]
-    data_begin: int
+    tensors: dict[str, Stored]
 
     @classmethod
     def open(cls, path: Path) -> _Exported:
@@ -158,24 +160,15 @@ class _Exported(NamedTuple):
         Raises:
             CheckpointError: it was not written by this module, or it is damaged.
         """
-        try:
-            with safe_open(path, "pt") as opened:  # checks the header and the length
-                metadata = opened.metadata() or {}
-        except FileNotFoundError:
-            raise
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path}: is not a complete safetensors file ({error}); export it again"
-            ) from error
+        if path.exists() and not path.is_file():
+            raise CheckpointError(f"{path}: must be a file")
+        tensors, metadata = read_header(path)
         if not {"checkpoint", "checkpoint_id"} <= metadata.keys():
             raise CheckpointError(
                 f"{path}: does not say of which checkpoint it is; write it by `recsys export RUN "
                 "--to safetensors --checkpoint NUMBER`"
             )
-        tensors, begin = read_header(path, path.stat().st_size)
-        tensors.pop("__metadata__", None)
-        in_order = sorted(tensors.items(), key=lambda item: item[1]["data_offsets"])
-        return cls(path, metadata, dict(in_order), begin)
+        return cls(path, metadata, tensors)
 
     @property
     def checkpoint(self) -> tuple[str, str]:
@@ -213,17 +206,22 @@ class _Exported(NamedTuple):
             if target is None:
                 fault = "which the whole model does not have"
             elif is_rows:
-                fits = each["dtype"] == "I64" and len(each["shape"]) == 1
+                fits = each.dtype == "I64" and len(each.shape) == 1
                 fault = "" if fits else "whose row numbers must be (M,) int64"
             else:
-                wanted = target["shape"] if rows is None else rows["shape"] + target["shape"][1:]
-                fits = (each["dtype"], each["shape"]) == (target["dtype"], wanted)
-                fault = "" if fits else f"which must be {target['dtype']} {wanted}"
+                wanted = target.shape if rows is None else rows.shape + target.shape[1:]
+                fits = (each.dtype, each.shape) == (target.dtype, wanted)
+                fault = "" if fits else f"which must be {target.dtype} {wanted}"
             if fault:
                 raise CheckpointError(f"{self.path}: has {name}, {fault}; is it of another model?")
 
-    def write_into(self, file: Path, data_begin: int, whole: _Exported) -> None:
+    def write_into(self, file: Path, moved: int, whole: _Exported) -> None:
         """Write this delta's rows and tensors into a copy of the whole model.
+
+        Args:
+            file: The copy.
+            moved: Bytes by which its header is longer than that of the whole model.
+            whole: The whole model.
 
         Raises:
             CheckpointError: a row number is not a row of its table.
@@ -231,21 +229,17 @@ class _Exported(NamedTuple):
         for name, each in self.tensors.items():
             if name not in whole.tensors:
                 continue
-            values = self._map(name)
-            target_each = whole.tensors[name]
-            if not _num_bytes(target_each):
+            values, target_each = self._map(name), whole.tensors[name]
+            place = target_each.begin + moved
+            if not target_each.num_bytes:
                 continue
-            num_rows = target_each["shape"][0] if target_each["shape"] else 1
+            num_rows = target_each.shape[0] if target_each.shape else 1
             target = np.memmap(
-                file,
-                np.uint8,
-                "r+",
-                data_begin + target_each["data_offsets"][0],
-                (num_rows, _num_bytes(target_each) // num_rows),
+                file, np.uint8, "r+", place, (num_rows, target_each.num_bytes // num_rows)
             )
             if name + _ROWS not in self.tensors:
                 target[:] = values.reshape(target.shape)
-            elif each["shape"][0]:
+            elif each.shape[0]:
                 rows = self._map(name + _ROWS).view("<i8")
                 if rows.min() < 0 or rows.max() >= num_rows:
                     raise CheckpointError(
@@ -260,15 +254,9 @@ class _Exported(NamedTuple):
 
     def _map(self, name: str) -> NDArray[np.uint8]:
         each = self.tensors[name]
-        if not _num_bytes(each):
+        if not each.num_bytes:
             return np.empty(0, np.uint8)
-        begin = self.data_begin + each["data_offsets"][0]
-        return np.memmap(self.path, np.uint8, "r", begin, (_num_bytes(each),))
-
-
-def _num_bytes(tensor: Mapping[str, Any]) -> int:
-    begin, end = tensor["data_offsets"]
-    return int(end - begin)
+        return np.memmap(self.path, np.uint8, "r", each.begin, (each.num_bytes,))
 
 
 def _write(
@@ -287,6 +275,10 @@ def _write(
         for key in manifest.tables
     }
     kinds: dict[str, tuple[str, tuple[int, ...], int]] = {}
+    keys = {name.removeprefix("model/") for name in manifest.arrays if name.startswith("model/")}
+    taken = keys & {"__metadata__", *(key + _ROWS for key in chosen)}
+    if taken:
+        raise CheckpointError(f"{folder}: a tensor named {min(taken)!r} cannot be exported")
     tables = {f"model/{key}": key for key in manifest.tables}
     for key, rows in chosen.items():
         if rows is not None:
@@ -326,23 +318,31 @@ def _rows_of(
     folder: Path, manifest: Manifest, name: str, *, is_table: bool
 ) -> Iterator[tuple[int, Tensor]]:
     """The rows of an array in order, range by range: the first row, and the rows."""
-    deltas = [piece for piece in manifest.pieces if not piece.is_full]
     # Whole arrays are in the last delta; a merge without deltas has them in the full piece.
-    pieces = manifest.pieces[:1] if is_table or not deltas else deltas[-1:]
-    changes = delta_rows(folder, deltas, name.removeprefix("model/")) if is_table else []
+    pieces = manifest.pieces[:1] if is_table else manifest.pieces[-1:]
+    changes = delta_rows(folder, manifest, name.removeprefix("model/")) if is_table else []
+    num_done = 0
     for piece in pieces:
         for block in piece.blocks:
             for part in block.parts:
-                if part.array == name and not part.rows:
+                if part.array == name:
+                    if part.begin != num_done:
+                        break
                     values = read_block(folder, piece, block, manifest.arrays)[name]
                     for delta in changes:
                         delta.write_to({name: values}, part.begin, part.end)
                     yield part.begin, values
+                    num_done = part.end
+    if num_done != manifest.arrays[name].num_rows:
+        raise CheckpointError(
+            f"{folder / pieces[0].folder}: rows of {name} must be in order, and those after "
+            f"{num_done} are missing"
+        )
 
 
 def _is_changed(folder: Path, manifest: Manifest, key: str, since: int) -> NDArray[np.bool_]:
     """Which rows of a table changed after a checkpoint, (E,)."""
-    full, *deltas = manifest.pieces
+    full = manifest.pieces[0]
     name = changed_name(key)
     # Without a record of changes, every row counts as changed when the piece was written.
     num_rows = manifest.arrays[manifest.tables[key][0]].num_rows
@@ -352,6 +352,6 @@ def _is_changed(folder: Path, manifest: Manifest, key: str, since: int) -> NDArr
             if part.array == name:
                 numbers = read_block(folder, full, block, manifest.arrays)[name]
                 is_changed[part.begin : part.end] = (numbers > since).numpy()
-    for delta in delta_rows(folder, [piece for piece in deltas if piece.number > since], key):
+    for delta in delta_rows(folder, manifest, key, after=since):
         is_changed[delta.rows()] = True
     return is_changed

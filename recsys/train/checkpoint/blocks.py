@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from typing import TYPE_CHECKING, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +18,14 @@ from safetensors.torch import load as load_safetensors
 
 from recsys._support.files import flush_to_disk
 from recsys.errors import CheckpointError
-from recsys.train.checkpoint.manifest import DTYPES, Block, Part, Piece, dtype_name
+from recsys.train.checkpoint.manifest import (
+    DTYPES,
+    Block,
+    Part,
+    Piece,
+    dtype_name,
+    require_own,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,14 +41,17 @@ __all__ = [
     "BlockBuilder",
     "PieceWriter",
     "Rows",
+    "Stored",
     "check_block",
     "read_block",
+    "read_header",
     "row_ranges",
     "write_safetensors",
 ]
 
 BLOCK_BYTES = 16 * 2**20
 _READ_BYTES = 4 * 2**20
+_MAX_HEADER_BYTES, _MOST_DIMENSIONS = 100 * 2**20, 64
 
 
 class Rows(NamedTuple):
@@ -183,6 +194,77 @@ def safetensors_header(
     return len(text).to_bytes(8, "little") + text
 
 
+class Stored(NamedTuple):
+    """A tensor in a safetensors file.
+
+    Attributes:
+        dtype: A key of `DTYPES`.
+        shape: Its shape.
+        begin: Where its bytes begin in the file.
+        num_bytes: Their number.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Read and check the header of a safetensors file.
+
+    Returns:
+        The tensors by name, in the order of their data, and the texts of the metadata.
+
+    Raises:
+        CheckpointError: the file is damaged or cut off.
+        OSError: it cannot be read.
+    """
+    num_bytes = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            begin = 8 + int.from_bytes(file.read(8), "little")
+            if begin > min(num_bytes, _MAX_HEADER_BYTES):
+                raise ValueError(f"its header has {begin} bytes")  # noqa: TRY301
+            content = json.loads(file.read(begin - 8), object_pairs_hook=_without_twins)
+        metadata = content.pop("__metadata__", {})
+        if not all(isinstance(each, str) for each in metadata.values()):
+            raise TypeError("its metadata must be texts")  # noqa: TRY301
+        tensors = {name: _stored(each, begin) for name, each in content.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: is not a complete safetensors file ({str(error)[:200]})"
+        ) from error
+    in_order = sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].num_bytes))
+    end = begin
+    for name, each in in_order:
+        if each.begin != end:
+            raise CheckpointError(f"{path}: is damaged: {name!r} begins at {each.begin}, not {end}")
+        end += each.num_bytes
+    if end != num_bytes:
+        raise CheckpointError(f"{path}: must have {end} bytes, has {num_bytes}; copy it again")
+    return dict(in_order), metadata
+
+
+def _stored(entry: dict[str, Any], data_begin: int) -> Stored:
+    (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
+    if any(type(each) is not int or each < 0 for each in (begin, end, *shape)):
+        raise ValueError("its header has wrong numbers")
+    if (
+        end - begin != prod(shape) * DTYPES[entry["dtype"]].itemsize
+        or len(shape) > _MOST_DIMENSIONS
+    ):
+        raise ValueError("a tensor has another size than its shape")
+    return Stored(entry["dtype"], shape, data_begin + begin, end - begin)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("its header has a name twice")
+    return found
+
+
 def check_block(folder: Path, piece: Piece, block: Block) -> None:
     """Check the length and the checksum of a block file.
 
@@ -192,7 +274,7 @@ def check_block(folder: Path, piece: Piece, block: Block) -> None:
     path = folder / piece.folder / block.file
     crc32 = 0
     try:
-        _require_plain(folder, path, block)
+        _require_length(folder, path, block)
         with path.open("rb") as file:
             while content := file.read(_READ_BYTES):
                 crc32 = zlib.crc32(content, crc32)
@@ -222,7 +304,7 @@ def read_block(
     """
     path = folder / piece.folder / block.file
     try:
-        _require_plain(folder, path, block)
+        _require_length(folder, path, block)
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
@@ -236,13 +318,12 @@ def read_block(
     return tensors
 
 
-def _require_plain(folder: Path, path: Path, block: Block) -> None:
+def _require_length(folder: Path, path: Path, block: Block) -> None:
     """Check the length of a file before it is read, and that no link leads out of the folder."""
+    require_own(folder, path)
     found = path.stat().st_size
     if found != block.num_bytes:
         raise CheckpointError(f"{path}: must have {block.num_bytes} bytes, has {found}")
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise CheckpointError(f"{path}: leads out of {folder}; a checkpoint has no links")
 
 
 def _require_parts(

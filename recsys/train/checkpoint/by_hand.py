@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.checkpoints import Checkpoints
+from recsys.train.checkpoint.contents import errors_of_state
 from recsys.train.checkpoint.restore import restore
 
 if TYPE_CHECKING:
@@ -93,6 +98,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: there is none, it is damaged (then the message names one that is whole), or
             it is of another model.
+        ConfigError: the state of `pipeline` or `loader` is that of another one.
     """
     found = restore(Path(folder), model, _listed(optimizers), number)
     given = {"pipeline": pipeline, "loader": loader}
@@ -100,17 +106,48 @@ def load_checkpoint(
         if target is not None and found[name] is None:
             raise CheckpointError(f"{folder}: the checkpoint was saved without {name}=")
     of_schedulers = _listed(schedulers)
+    if not isinstance(found["schedulers"], list):
+        raise CheckpointError(f"{folder}: the schedulers of the checkpoint are damaged")
     if of_schedulers and len(of_schedulers) != len(found["schedulers"]):
         raise CheckpointError(
             f"{folder}: the checkpoint has {len(found['schedulers'])} schedulers, and "
             f"{len(of_schedulers)} were given; give as many"
         )
-    for name, target in given.items():
-        if target is not None:
-            target.load_state_dict(found[name])
-    for scheduler, each in zip(of_schedulers, found["schedulers"], strict=False):
-        scheduler.load_state_dict(each)
+    with errors_of_state():
+        for name, target in given.items():
+            if target is not None:
+                target.load_state_dict(found[name])
+        for scheduler, each in zip(of_schedulers, found["schedulers"], strict=False):
+            _load_scheduler(scheduler, each)
     return found["state"]
+
+
+def _load_scheduler(scheduler: Any, state: Any) -> None:
+    """Load the state of a scheduler.
+
+    Most of torch's take any state as their attributes, so a damaged one would be noticed much
+    later.
+
+    Raises:
+        TypeError, AttributeError: it is not a state of such a scheduler.
+    """
+    own = scheduler.state_dict()
+    for key, value in state.items():
+        if callable(getattr(type(scheduler), key, None)) or not _are_alike(own.get(key), value):
+            raise TypeError(f"{type(scheduler).__name__}: {key} cannot be {str(value)[:50]}")
+        if isinstance(own.get(key), Counter):  # such as the milestones of `MultiStepLR`
+            state[key] = Counter(value)
+    scheduler.load_state_dict(state)
+
+
+def _are_alike(own: Any, saved: Any) -> bool:
+    """Whether both are numbers, or texts, and so on; either may be None."""
+    kinds: tuple[Any, ...] = Number, str, dict, (list, tuple), Tensor
+    return (
+        own is None
+        or saved is None
+        or any(isinstance(own, kind) and isinstance(saved, kind) for kind in kinds)
+    )
 
 
 def _listed(value: Any) -> list[Any]:

@@ -13,14 +13,19 @@ from __future__ import annotations
 
 import secrets
 import warnings
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
-from recsys.errors import AlreadyExists, CheckpointError
+from recsys._support.files import alone_with
+from recsys.errors import AlreadyExists, CheckpointError, ConfigError
 from recsys.train.checkpoint.blocks import BLOCK_BYTES, BlockBuilder
 from recsys.train.checkpoint.contents import Contents, add_arrays
-from recsys.train.checkpoint.manifest import Manifest, manifest_numbers, newest, read_manifest
+from recsys.train.checkpoint.manifest import Manifest, last_number, newest, read_manifest
+from recsys.train.checkpoint.restore import require_same_arrays
 from recsys.train.checkpoint.writer import (
     BackgroundWriter,
     PieceTask,
@@ -38,9 +43,13 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from recsys.train.checkpoint.contents import TableArrays
     from recsys.train.checkpoint.manifest import Array, Piece
 
 __all__ = ["Checkpoints"]
+
+# Errors that do not end the training. Others are faults of the program.
+_EXPECTED = OSError, CheckpointError, MemoryError
 
 
 class Checkpoints:
@@ -48,7 +57,8 @@ class Checkpoints:
 
     From `prepare` to `close`, rows may be changed by updates only, or by torch operations on the
     tables' `weight`; `ChangedRows` lists the other writes. A failure to write, such as a full disk,
-    does not end the training: it warns, and the next `save` tries again.
+    does not end the training: it warns, and the next `save` tries again. One object at a time may
+    write to a folder. An object that is dropped without `close` is closed, but does not warn.
 
     Args:
         folder: The folder of checkpoints; made if it does not exist.
@@ -59,7 +69,8 @@ class Checkpoints:
             only rows updated since are written.
 
     Raises:
-        CheckpointError: `after` is not a complete checkpoint.
+        CheckpointError: `after` is not a complete checkpoint, or it is of another model.
+        ConfigError: another object writes to `folder`.
         AlreadyExists: `folder` holds something else.
     """
 
@@ -74,35 +85,48 @@ class Checkpoints:
     ) -> None:
         self._folder = Path(folder)
         _require_own(self._folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._contents = Contents(model, optimizers)
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._writer = BackgroundWriter(self._folder, buffer_bytes)
-        number = newest(self._folder) if after is None else after
-        self._last = None if number is None else read_manifest(self._folder, number)
-        self._number = max([0, *manifest_numbers(self._folder)])
         self._full: PieceTask | None = None
         self._pieces: tuple[Piece, ...] = ()
+        self._arrays: dict[str, Array] = {}
         self._cut: _Cut | None = None
         self._counts = {"num_saved": 0, "num_failed": 0, "written_bytes": 0}
         self._seconds = 0.0
-        remove_unneeded(self._folder)
-        if after is not None:
-            assert self._last is not None
-            self._pieces = self._last.pieces
-            self._contents.tables.track()
+        with ExitStack() as stack:
+            stack.enter_context(alone_with(self._folder / "LOCK", "Checkpoints"))
+            newest_number = newest(self._folder)
+            number = newest_number if after is None else after
+            self._last = None if number is None else read_manifest(self._folder, number)
+            self._number = last_number(self._folder)
+            if after is None or after == newest_number:  # else it is deleted, maybe
+                remove_unneeded(self._folder)
+            if after is not None:
+                assert self._last is not None
+                require_same_arrays(self._last, self._contents)
+                self._pieces, self._arrays = self._last.pieces, dict(self._last.arrays)
+                self._contents.tables.track()
+            lock = stack.pop_all()
+        # Runs also when the last reference is dropped, and when the interpreter exits.
+        self._release = finalize(self, _release, self._writer, self._contents, lock)
 
     def prepare(self) -> None:
         """Start to copy every row in the background, unless there is a full piece already.
 
         Returns at once. The first `save` waits until the copy is complete.
         """
+        self._require_open()
         if self._pieces or self._full is not None:
             return
         self._contents.tables.track()
         number = self._number + 1
-        full = self._full = PieceTask(self._folder, f"full-{number:08}", number)
+        full = PieceTask(self._folder, f"full-{number:08}", number)
+        self._writer.unfinished.add(full.name)
+        self._full = full
         tables = self._contents.table_arrays()
-        num_bytes = sum(array.num_bytes for each in tables for array in each.arrays().values())
+        self._arrays = {name: array for each in tables for name, array in each.arrays().items()}
+        num_bytes = sum(array.num_bytes for array in self._arrays.values())
 
         def copy() -> None:
             full.run(lambda _: require_space(self._folder, num_bytes))
@@ -112,7 +136,7 @@ class Checkpoints:
                     for _ in each.add_range(builder):
                         if full.error is not None:
                             return
-            except OSError as error:  # a table in files cannot be read
+            except Exception as error:  # such as a table in files that cannot be read
                 full.fail(error)
             builder.flush()
             full.finish()
@@ -139,7 +163,9 @@ class Checkpoints:
 
         Raises:
             CheckpointError: a value cannot be saved.
+            ConfigError: this object is closed, or the dtype or the size of a table has changed.
         """
+        self._require_open()
         begin = perf_counter()
         small = self._contents.small(  # raises before anything is taken
             {
@@ -154,22 +180,29 @@ class Checkpoints:
         if self._full is not None:
             # A row that is updated after the cut is not in the delta, so it must be copied by now.
             self._writer.wait()
-        self._number += 1
-        tables, number = self._contents.tables, self._number
+        tables = self._contents.tables
         tables.flush()
+        of_tables = self._contents.table_arrays()
+        self._require_same_rows(of_tables)
+        self._number += 1
+        number = self._number
         task = PieceTask(self._folder, f"delta-{number:08}", number)
-        cut = self._cut = _Cut(task, tables.take_changed())
+        self._writer.unfinished.add(task.name)
+        # From here on, an error or Ctrl-C leaves a cut that `_settle` takes back.
+        cut = self._cut = _Cut(task)
+        cut.bits = bits = tables.take_changed()
         builder = BlockBuilder(lambda rows: self._writer.put(lambda: task.write(rows)))
         arrays: dict[str, Array] = add_arrays(builder, small.arrays)
         builder.flush()  # later checkpoints need only the blocks with rows of tables
         names = {}
-        for each, bits in zip(self._contents.table_arrays(), cut.bits, strict=True):
+        for each, of_table in zip(of_tables, bits, strict=True):
             arrays |= each.arrays()
             names[each.table.key] = tuple(each.names.values())
-            each.add_rows(builder, bits)
+            each.add_rows(builder, of_table)
         builder.flush()
         tree = small.tree
         self._writer.put(lambda: self._commit(cut, number, arrays, names, tree))
+        cut.is_queued = True
         self._seconds += perf_counter() - begin
 
     def wait(self, *, strict: bool = False) -> int | None:
@@ -192,11 +225,15 @@ class Checkpoints:
         self._writer.finish_merge()
 
     def close(self) -> None:
-        """Write what waits, and stop recording updated rows."""
+        """Write what waits, and stop recording updated rows. Another call does nothing."""
+        if not self._release.alive:
+            return
         self._writer.close()
-        self._settle()
-        self._contents.tables.stop_tracking()
-        remove_unneeded(self._folder)
+        try:
+            self._settle()
+        finally:
+            remove_unneeded(self._folder)
+            self._release()
 
     def give_up(self) -> None:
         """End at once, without writing what waits; complete checkpoints stay."""
@@ -206,8 +243,8 @@ class Checkpoints:
                 task.error = CheckpointError("given up")
         self._cut = None
         self._writer.close()
-        self._contents.tables.stop_tracking()
         remove_unneeded(self._folder)
+        self._release()
 
     def describe(self) -> dict[str, Any]:
         """For a run record: what was saved since this object was made, and what it cost.
@@ -233,7 +270,10 @@ class Checkpoints:
         """In the writing thread: complete a checkpoint whose blocks were written."""
         cut.task.finish()
         full, last = self._full, self._last
-        if full is not None and full.error is not None:
+        if full is not None and full.piece is None:
+            if full.error is None:  # Ctrl-C ended `prepare`
+                full.fail(CheckpointError("the copy of every row was not made"))
+            assert full.error is not None
             cut.task.fail(full.error)
         if cut.task.error is not None:
             return
@@ -260,36 +300,54 @@ class Checkpoints:
                 (*pieces, cut.task.piece),
                 tree,
             )
-            commit(self._folder, manifest, self._writer.merged)
-        except (OSError, CheckpointError) as error:
+            commit(self._folder, manifest)
+        except Exception as error:  # the thread goes on, and training is told
             cut.task.fail(error)
             return
         cut.manifest = manifest
+        self._writer.unfinished.difference_update(piece.folder for piece in manifest.pieces)
+        remove_unneeded(self._folder, self._writer.unfinished)
         if wants_merge(manifest):
             self._writer.start_merge(manifest)
 
     def _settle(self, *, strict: bool = False) -> None:
-        """Wait until the last `save` is written, and take over its result."""
+        """Wait until the last `save` is written, and take over its result.
+
+        Ctrl-C may end this at any place; then the next call does it again.
+        """
         if self._writer.merge_error is not None:
-            error, self._writer.merge_error = self._writer.merge_error, None
-            _warn("older checkpoints could not be merged", error)
-        cut, self._cut = self._cut, None
+            merge_error, self._writer.merge_error = self._writer.merge_error, None
+            if not isinstance(merge_error, _EXPECTED):
+                raise merge_error
+            _warn("older checkpoints could not be merged", merge_error)
+        cut = self._cut
         if cut is None:
             return
         self._writer.wait()
-        if self._writer.fault is not None:
-            raise self._writer.fault
         if cut.manifest is not None:
             self._last, self._pieces, self._full = cut.manifest, cut.manifest.pieces, None
+            self._arrays = dict(cut.manifest.arrays)
             self._counts["num_saved"] += 1
             self._counts["written_bytes"] += cut.manifest.pieces[-1].num_bytes
+            self._cut = None
             return
-        self._counts["num_failed"] += 1
-        self._contents.tables.put_back(cut.bits)
+        if cut.task.error is None:  # an error or Ctrl-C ended `save`
+            error = self._writer.fault or CheckpointError("the checkpoint was not finished")
+            self._writer.run(partial(cut.task.fail, error))
+        if cut.bits is None:
+            self._contents.tables.mark_all()
+        else:
+            self._contents.tables.put_back(cut.bits)
         if self._full is not None and self._full.error is not None:
+            self._writer.unfinished.discard(self._full.name)
             self._full = None  # `prepare` copies every row again
+        self._writer.unfinished.discard(cut.task.name)
+        self._counts["num_failed"] += 1
+        self._cut = None
+        if not cut.is_queued:  # `save` has raised its error
+            return
         assert cut.task.error is not None
-        if strict:
+        if strict or not isinstance(cut.task.error, _EXPECTED):
             raise cut.task.error
         complete = "there is no complete one"
         if self._last is not None:
@@ -297,16 +355,52 @@ class Checkpoints:
         what = f"a checkpoint could not be written to {self._folder}, and training goes on"
         _warn(f"{what}; {complete}", cut.task.error)
 
+    def _require_open(self) -> None:
+        if not self._release.alive:
+            raise ConfigError(
+                f"{self._folder}: this object is closed and cannot save; make another `Checkpoints`"
+            )
+
+    def _require_same_rows(self, tables: Sequence[TableArrays]) -> None:
+        """Check that rows of this checkpoint fit the rows that earlier pieces have."""
+        for each in tables:
+            for name, array in each.arrays().items():
+                known = self._arrays.get(name, array)
+                if array != known:
+                    raise ConfigError(
+                        f"{name}: is {array.dtype} {array.shape}, and was {known.dtype} "
+                        f"{known.shape} in the checkpoint before; begin a new folder of checkpoints"
+                    )
+
+
+def _release(writer: BackgroundWriter, contents: Contents, lock: ExitStack) -> None:
+    """End the thread, the record of updated rows, and the lock on the folder."""
+    writer.close()
+    contents.tables.stop_tracking()
+    lock.close()
+
 
 def _warn(what: str, error: Exception) -> None:
-    warnings.warn(f"{what} ({error}); free some space, or check the disk", stacklevel=4)
+    warnings.warn(
+        f"{what} ({str(error) or type(error).__name__}); free some space, or check the disk",
+        stacklevel=4,
+    )
 
 
 class _Cut:
-    """A checkpoint while it is written."""
+    """A checkpoint while it is written.
 
-    def __init__(self, task: PieceTask, bits: Sequence[NDArray[np.uint64]]) -> None:
-        self.task, self.bits = task, bits
+    Attributes:
+        task: Writes its delta.
+        bits: The rows in it; None until they are taken.
+        is_queued: Whether all that belongs to it is queued.
+        manifest: The complete checkpoint.
+    """
+
+    def __init__(self, task: PieceTask) -> None:
+        self.task = task
+        self.bits: Sequence[NDArray[np.uint64]] | None = None
+        self.is_queued = False
         self.manifest: Manifest | None = None
 
 
@@ -321,7 +415,7 @@ def _require_own(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name]
     own = ("full-", "delta-")
     if names and not any(
-        name == "LAST" or name.endswith((".json", ".partial")) or name.startswith(own)
+        name in ("LAST", "LOCK") or name.endswith((".json", ".partial")) or name.startswith(own)
         for name in names
     ):
         raise AlreadyExists(

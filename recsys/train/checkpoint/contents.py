@@ -9,24 +9,30 @@ Names of arrays: `model/KEY`, `optimizers/NUMBER/...`, `table-state/KEY/NAME`, `
 
 from __future__ import annotations
 
-import random
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from recsys.embeddings.lookup.device_tables import AbstractTables
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.update.changed_rows import rows_of
-from recsys.errors import CheckpointError
+from recsys.errors import CheckpointError, RecsysError
 from recsys.train.checkpoint.blocks import row_ranges
-from recsys.train.checkpoint.manifest import Array, Part, dtype_name
+from recsys.train.checkpoint.manifest import MOST_ROW_BYTES, Array, Part, dtype_name
+from recsys.train.checkpoint.optimizer_states import check_optimizer_state
+from recsys.train.checkpoint.random_states import (
+    check_random_states,
+    random_states,
+    set_random_states,
+)
 from recsys.train.checkpoint.tree import from_tree, to_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -34,7 +40,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.saved_tables import SavedTable
     from recsys.train.checkpoint.blocks import BlockBuilder
 
-__all__ = ["Contents", "Small", "TableArrays", "add_arrays"]
+__all__ = ["Contents", "Small", "TableArrays", "add_arrays", "errors_of_state"]
 
 _LISTED_WORDS = 2**14  # a million rows: their numbers take 8 MiB
 
@@ -138,6 +144,10 @@ class Contents:
             known = of_tables.get(id(tensor))
             if known is not None:
                 return known
+            name = name.encode("ascii", "backslashreplace").decode()  # as safetensors can hold it
+            while name in arrays:  # {"a/b": ...} and {"a": {"b": ...}} have one name
+                name += "~"
+            _array_of(tensor, name)  # raises before anything is taken
             arrays[name] = tensor.detach()
             return name
 
@@ -146,13 +156,14 @@ class Contents:
                 {"kind": type(each).__name__, "state": each.state_dict()}
                 for each in self._optimizers
             ],
-            "random": _random_states(),
+            "random": random_states(),
             "state": state,
         }
         encoded = {key: to_tree(each, key, refer) for key, each in tree.items()}
         encoded["extra"] = {}
         for key, value in self._model_state().items():
-            if isinstance(value, torch.Tensor):
+            if _is_tensor(key, value):
+                _array_of(value, f"model/{key}")
                 arrays[f"model/{key}"] = value
             else:
                 encoded["extra"][key] = to_tree(value, f"extra/{key}", refer)
@@ -161,7 +172,7 @@ class Contents:
     def model_tensors(self) -> dict[str, Tensor]:
         """The tensors of the model besides the tables, by their names in the checkpoint."""
         state = self._model_state().items()
-        return {f"model/{key}": value for key, value in state if isinstance(value, torch.Tensor)}
+        return {f"model/{key}": value for key, value in state if _is_tensor(key, value)}
 
     def restore_tree(self, tree: Any, array: Callable[[str], Tensor]) -> dict[str, Any]:
         """Restore optimizers and random states; the arrays of the model are restored already.
@@ -176,26 +187,42 @@ class Contents:
         Raises:
             CheckpointError: the tree is damaged, or of other optimizers.
         """
-        try:
-            self._require_same_kinds([each["kind"] for each in tree["optimizers"]])
-            for optimizer, each in zip(self._optimizers, tree["optimizers"], strict=True):
-                optimizer.load_state_dict(from_tree(each["state"], array))
+        with errors_of_state():
+            optimizers = [from_tree(each["state"], array) for each in tree["optimizers"]]
             extra = {key: from_tree(each, array) for key, each in tree["extra"].items()}
+            generators = from_tree(tree["random"], array)
+            state: dict[str, Any] = from_tree(tree["state"], array)
+            tables = {id(table.weight) for table in self.tables.tables}
+            for optimizer, each in zip(self._optimizers, optimizers, strict=True):
+                check_optimizer_state(optimizer, each, tables)
+            check_random_states(generators)
+            for optimizer, each in zip(self._optimizers, optimizers, strict=True):
+                optimizer.load_state_dict(each)
             if extra:
                 self._model.load_state_dict(extra, strict=False)
-            _set_random_states(from_tree(tree["random"], array))
-            state: dict[str, Any] = from_tree(tree["state"], array)
-            for key in ("pipeline", "loader", "schedulers", "state"):
-                state[key]
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-            raise CheckpointError(
-                f"the state of the checkpoint does not fit these objects "
-                f"({type(error).__name__}: {error}); build them as for the run that was saved"
-            ) from error
+            set_random_states(generators)
         return state
 
-    def _require_same_kinds(self, saved: Any) -> None:
+    def require_tree(self, tree: Any) -> None:
+        """Check what can be checked of a tree before anything is restored.
+
+        Raises:
+            CheckpointError: the tree is damaged, or of other optimizers or another model.
+        """
+        with errors_of_state():
+            saved = [each["kind"] for each in tree["optimizers"]]
+            extra = sorted(tree["extra"])
+            for key in ("pipeline", "loader", "schedulers", "state"):
+                tree["state"][key]
         own = [type(each).__name__ for each in self._optimizers]
+        own_extra = sorted(
+            key for key, value in self._model_state().items() if not _is_tensor(key, value)
+        )
+        if extra != own_extra:
+            raise CheckpointError(
+                f"the checkpoint has {extra[:5]} of modules with a state of their own, and this "
+                f"model has {own_extra[:5]}; build the model as for the run that was saved"
+            )
         if saved != own:
             raise CheckpointError(
                 f"the checkpoint has optimizers {saved}, and {own} were given; give the same kinds "
@@ -224,6 +251,33 @@ class Contents:
         }
 
 
+@contextmanager
+def errors_of_state() -> Iterator[None]:
+    """Name the error of a state that an object refuses.
+
+    Raises:
+        CheckpointError: instead of an error of another class.
+    """
+    try:
+        yield
+    except RecsysError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        IndexError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise CheckpointError(
+            f"the state of the checkpoint does not fit these objects "
+            f"({type(error).__name__}: {str(error)[:200]}); build them as for the run that was "
+            "saved"
+        ) from error
+
+
 def add_arrays(builder: BlockBuilder, arrays: Mapping[str, Tensor]) -> dict[str, Array]:
     """Add copies of whole arrays, in ranges of rows.
 
@@ -240,37 +294,36 @@ def add_arrays(builder: BlockBuilder, arrays: Mapping[str, Tensor]) -> dict[str,
     return described
 
 
+def _is_tensor(key: str, value: Any) -> bool:
+    """Whether an entry of a model's state is a tensor that can be restored in place."""
+    # `get_extra_state` may return a new tensor each time.
+    return isinstance(value, torch.Tensor) and not key.endswith("_extra_state")
+
+
 def _array_of(tensor: Tensor, name: str) -> Array:
-    if tensor.layout is not torch.strided:
-        raise CheckpointError(f"{name}: must be a dense tensor, got {tensor.layout}; convert it")
-    return Array(dtype_name(tensor.dtype, name), tuple(tensor.shape))
+    """Describe a tensor.
+
+    Raises:
+        CheckpointError: a checkpoint cannot hold it.
+    """
+    fault = ""
+    if is_lazy(tensor):
+        fault = "has no shape yet; run the model once before"
+    elif tensor.is_meta:
+        fault = "is on the 'meta' device and has no values; give it memory before"
+    elif tensor.layout is not torch.strided or tensor.is_quantized:
+        fault = f"must be a dense tensor, got {tensor.layout} in {tensor.dtype}; convert it"
+    if fault:
+        raise CheckpointError(f"{name}: {fault}")
+    array = Array(dtype_name(tensor.dtype, name), tuple(tensor.shape))
+    if array.row_bytes > MOST_ROW_BYTES:
+        raise CheckpointError(
+            f"{name}: a row may have {MOST_ROW_BYTES} bytes, got {array.row_bytes}; reshape it, "
+            "so that its first dimension is longer"
+        )
+    return array
 
 
 def _tiers_of(model: nn.Module) -> list[Any]:
     modules = [module for module in model.modules() if isinstance(module, AbstractTables)]
     return list(dict.fromkeys(tiers for module in modules for tiers in module.tiers()))
-
-
-def _random_states() -> dict[str, Any]:
-    """The states of the random generators that a training loop may use."""
-    legacy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
-    legacy["state"]["key"] = legacy["state"]["key"].tolist()
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": legacy,
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
-    return states
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    legacy = states["numpy"]
-    legacy["state"]["key"] = np.array(legacy["state"]["key"], np.uint32)
-    np.random.set_state(legacy)  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        with suppress(IndexError):  # saved on a machine with more devices
-            torch.cuda.set_rng_state_all(states["cuda"])

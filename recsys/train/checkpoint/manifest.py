@@ -19,7 +19,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
+    "MOST_ROW_BYTES",
     "Array",
     "Block",
     "Manifest",
@@ -40,16 +43,19 @@ __all__ = [
     "Piece",
     "changed_name",
     "dtype_name",
+    "last_number",
     "manifest_numbers",
     "newest",
     "read_manifest",
+    "require_own",
     "set_newest",
     "write_manifest",
 ]
 
 _FORMAT, _VERSION = "recsys-checkpoint", 1
-_MAX_MANIFEST_BYTES = 256 * 2**20
+_MAX_MANIFEST_BYTES, _MOST_DIMENSIONS = 256 * 2**20, 64
 MAX_BLOCK_BYTES = 2**30
+MOST_ROW_BYTES = MAX_BLOCK_BYTES - 2**26  # a block has a header, too
 _PIECE_NAME = re.compile(r"(full|delta)-[0-9]{8}")
 _BLOCK_NAME = re.compile(r"block-[0-9]{5}\.safetensors")
 _MANIFEST_NAME = re.compile(r"[0-9]{8}\.json")
@@ -227,6 +233,13 @@ def manifest_numbers(folder: Path) -> list[int]:
     return sorted(int(name.removesuffix(".json")) for name in names)
 
 
+def last_number(folder: Path) -> int:
+    """The highest number in a folder, also of pieces that no manifest names; 0 if it is empty."""
+    names = [path.name for path in folder.iterdir()]
+    pieces = [int(name[-8:]) for name in names if _PIECE_NAME.fullmatch(name)]
+    return max([0, *pieces, *manifest_numbers(folder)])
+
+
 def newest(folder: Path) -> int | None:
     """Number of the newest complete checkpoint in a folder; None if there is none.
 
@@ -235,6 +248,7 @@ def newest(folder: Path) -> int | None:
     """
     file = folder / "LAST"
     try:
+        require_own(folder, file)
         with file.open("rb") as opened:
             name = opened.read(100).decode("ascii", "replace").strip()
     except FileNotFoundError:
@@ -256,7 +270,12 @@ def set_newest(folder: Path, manifest: Manifest) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write a manifest atomically."""
+    """Write a manifest atomically.
+
+    Raises:
+        CheckpointError: it is too large to be read again.
+        OSError: the disk is full, or cannot be written.
+    """
     content = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -285,8 +304,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         ],
         "state": manifest.state,
     }
+    text = json.dumps(content, allow_nan=False)
+    if len(text) > _MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"{folder / manifest.name}: a manifest may have {_MAX_MANIFEST_BYTES} bytes, and this "
+            f"one would have {len(text)}; save large lists of numbers as tensors"
+        )
     with appearing_whole(folder / manifest.name) as partial:
-        partial.write_text(json.dumps(content, allow_nan=False))
+        partial.write_text(text)
 
 
 def read_manifest(folder: Path, number: int | None = None) -> Manifest:
@@ -307,6 +332,7 @@ def read_manifest(folder: Path, number: int | None = None) -> Manifest:
         )
     file = folder / f"{number:08}.json"
     try:
+        require_own(folder, file)
         num_bytes = file.stat().st_size
         if num_bytes > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it has {num_bytes} bytes, and at most {_MAX_MANIFEST_BYTES} are")  # noqa: TRY301
@@ -318,12 +344,27 @@ def read_manifest(folder: Path, number: int | None = None) -> Manifest:
         raise CheckpointError(
             f"{file}: there is no checkpoint {number}; {_others(folder, number)}"
         ) from None
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: is not a manifest that this version of recsys can read "
-            f"({type(error).__name__}: {error}); {_others(folder, number)}"
+            f"({type(error).__name__}: {str(error)[:500]}); {_others(folder, number)}"
         ) from error
     return found
+
+
+def require_own(folder: Path, file: Path) -> None:
+    """Check that a path is an ordinary file, and that no link leads out of the folder.
+
+    Raises:
+        CheckpointError: it is not.
+        FileNotFoundError: there is no such file.
+    """
+    if not S_ISREG(file.stat().st_mode):
+        raise CheckpointError(f"{file}: must be a file; copy the checkpoint again")
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(f"{file}: leads out of {folder}; a checkpoint has no links")
 
 
 def _others(folder: Path, number: int | None) -> str:
@@ -343,36 +384,82 @@ def _parse(content: Any) -> Manifest:
     for key, wanted in (("format", _FORMAT), ("version", _VERSION)):
         if content[key] != wanted:
             raise ValueError(f"{key} must be {wanted!r}, got {content[key]!r}")
-    arrays = {}
-    for name, (dtype, shape) in content["arrays"].items():
-        if dtype not in DTYPES:
-            raise ValueError(f"array {name!r}: dtype {dtype!r} is unknown")
-        arrays[name] = Array(dtype, tuple(_count(each, "a dimension") for each in shape))
-        if arrays[name].num_bytes > 2**62:
-            raise ValueError(f"array {name!r}: shape {shape} is impossible")
-    tables = {key: tuple(map(_text, names)) for key, names in content["tables"].items()}
+    arrays = {
+        _text(name): _parse_array(name, *description)
+        for name, description in content["arrays"].items()
+    }
+    tables = {_text(key): tuple(map(_text, names)) for key, names in content["tables"].items()}
+    keys = {name: key for key, names in tables.items() for name in names}
     for key, names in tables.items():
-        if not names or any(arrays[name].num_rows != arrays[names[0]].num_rows for name in names):
-            raise ValueError(f"table {key!r}: its arrays {names} must have equally many rows")
-    pieces = tuple(_parse_piece(each, arrays) for each in content["pieces"])
-    if not pieces or not pieces[0].is_full:
-        raise ValueError("the first piece must be a full one")
-    before = tuple((_count(number, "a number"), _id(name)) for number, name in content["before"])
+        _require_table(key, names, arrays)
     number = _count(content["number"], "number")
     if not 1 <= number < 10**8:
         raise ValueError(f"number must lie in [1, 10**8), got {number}")
+    kinds = [_text(each["folder"])[:4] for each in content["pieces"]]
+    if not kinds or kinds != ["full"] + ["delt"] * (len(kinds) - 1):
+        raise ValueError("the first piece must be a full one, and no other")
+    pieces = tuple(_parse_piece(each, arrays, keys) for each in content["pieces"])
+    if len({piece.folder for piece in pieces}) < len(pieces):
+        raise ValueError("a piece may be named once")
+    if any(piece.number > number for piece in pieces):
+        raise ValueError("a piece must not be of a later checkpoint")
+    before = tuple((_count(number, "a number"), _id(name)) for number, name in content["before"])
+    numbers = [0, *(each for each, _ in before), number]
+    if any(first >= second for first, second in pairwise(numbers)):
+        raise ValueError("the checkpoints before must have rising numbers")
     return Manifest(number, _id(content["id"]), before, arrays, tables, pieces, content["state"])
 
 
-def _parse_piece(content: Any, arrays: Mapping[str, Array]) -> Piece:
-    folder = _text(content["folder"])
-    if not _PIECE_NAME.fullmatch(folder):
-        raise ValueError(f"a piece's folder must be like delta-00000012, got {folder!r}")
-    blocks = tuple(_parse_block(each, arrays) for each in content["blocks"])
-    return Piece(folder, _count(content["number"], "a piece's number"), blocks)
+def _parse_array(name: str, dtype: Any, shape: Any) -> Array:
+    if dtype not in DTYPES:
+        raise ValueError(f"array {name!r}: dtype {dtype!r} is unknown")
+    found = Array(dtype, tuple(_count(each, "a dimension") for each in shape[:_MOST_DIMENSIONS]))
+    # No dimension of 0 may hide large ones.
+    if len(shape) > _MOST_DIMENSIONS or prod(max(1, each) for each in found.shape) > 2**59:
+        raise ValueError(f"array {name!r}: shape {str(shape)[:100]} is impossible")
+    return found
 
 
-def _parse_block(content: Any, arrays: Mapping[str, Array]) -> Block:
+def _require_table(key: str, names: tuple[str, ...], arrays: Mapping[str, Array]) -> None:
+    """Check the arrays of a table.
+
+    State of rows that were never updated is in no file, so its size is checked against the weight.
+
+    Raises:
+        ValueError, KeyError: they cannot belong to one table.
+    """
+    prefix = f"table-state/{key}/"
+    is_named = names[:1] == (f"model/{key}",) and len(set(names)) == len(names)
+    for name in names[1:]:
+        is_named &= name.startswith(prefix) and "/" not in name.removeprefix(prefix)
+    if not is_named:
+        raise ValueError(f"table {key!r}: arrays {names} are not its own")
+    weight = arrays[names[0]]
+    for name in names:
+        array = arrays[name]
+        is_sound = len(array.shape) in (1, 2) and array.num_rows == weight.num_rows
+        if not is_sound or not 0 < prod(array.shape[1:]) <= prod(weight.shape[1:]):
+            raise ValueError(f"array {name!r}: cannot have shape {array.shape}")
+    changed = arrays.get(changed_name(key))
+    if changed not in (None, Array("I32", (weight.num_rows,))):
+        raise ValueError(f"array {changed_name(key)!r}: must have an I32 number for each row")
+
+
+def _parse_piece(content: Any, arrays: Mapping[str, Array], keys: Mapping[str, str]) -> Piece:
+    folder, number = _text(content["folder"]), _count(content["number"], "a piece's number")
+    if not _PIECE_NAME.fullmatch(folder) or int(folder[-8:]) != number:
+        raise ValueError(
+            f"a piece's folder must be like delta-00000012, with its number, got {folder!r}"
+        )
+    of_rows = {} if folder.startswith("full") else keys
+    blocks = tuple(_parse_block(each, arrays, of_rows) for each in content["blocks"])
+    if len({block.file for block in blocks}) < len(blocks):
+        raise ValueError(f"{folder}: a block may be named once")
+    return Piece(folder, number, blocks)
+
+
+def _parse_block(content: Any, arrays: Mapping[str, Array], of_rows: Mapping[str, str]) -> Block:
+    """Parse a block; arrays of `of_rows` must be in it by row numbers, and others in ranges."""
     file = _text(content["file"])
     if not _BLOCK_NAME.fullmatch(file):
         raise ValueError(f"a block must be like block-00012.safetensors, got {file!r}")
@@ -381,11 +468,15 @@ def _parse_block(content: Any, arrays: Mapping[str, Array]) -> Block:
         part = Part(_text(name), _count(begin, "begin"), _count(end, "end"), _text(rows))
         if not part.begin <= part.end <= arrays[part.array].num_rows:
             raise ValueError(f"{file}: rows [{begin}, {end}) are not rows of {name!r}")
+        if rows != (f"rows/{of_rows[name]}" if name in of_rows else ""):
+            raise ValueError(f"{file}: {name!r} cannot have row numbers {rows!r}")
         parts.append(part)
-    num_bytes = _count(content["num_bytes"], "num_bytes")
+    if len({part.array for part in parts}) < len(parts):
+        raise ValueError(f"{file}: a block may have an array once")
+    num_bytes, crc32 = _count(content["num_bytes"], "num_bytes"), _count(content["crc32"], "crc32")
     if num_bytes > MAX_BLOCK_BYTES:
         raise ValueError(f"{file}: a block has at most {MAX_BLOCK_BYTES} bytes, got {num_bytes}")
-    return Block(file, num_bytes, _count(content["crc32"], "crc32"), tuple(parts))
+    return Block(file, num_bytes, crc32, tuple(parts))
 
 
 def _count(value: Any, what: str) -> int:
@@ -397,6 +488,7 @@ def _count(value: Any, what: str) -> int:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"a name must be text, got {value!r}")
+    value.encode()  # raises for half of a surrogate pair
     return value
 
 

@@ -9,13 +9,13 @@ row of a table was last updated. `recsys export --since` reads it.
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from recsys.train.checkpoint.blocks import BlockBuilder, check_block, read_block
+from recsys.errors import CheckpointError
+from recsys.train.checkpoint.blocks import BlockBuilder, check_block, read_block, read_header
 from recsys.train.checkpoint.manifest import DTYPES, Array, Part, changed_name
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from recsys.train.checkpoint.blocks import PieceWriter
     from recsys.train.checkpoint.manifest import Block, Manifest, Piece
 
-__all__ = ["DeltaRows", "delta_rows", "merge", "merged_arrays", "read_header"]
+__all__ = ["DeltaRows", "delta_rows", "merge", "merged_arrays"]
 
 
 def merged_arrays(manifest: Manifest) -> dict[str, Array]:
@@ -58,6 +58,8 @@ def merge(folder: Path, manifest: Manifest, writer: PieceWriter) -> Generator[No
             check_block(folder, piece, block)
             yield
     builder = BlockBuilder(writer.write)
+    names_of_tables = {name for names in manifest.tables.values() for name in names}
+    num_left = sum(part.array in names_of_tables for block in base.blocks for part in block.parts)
     tables = {names[0]: key for key, names in manifest.tables.items()}
     of_table: tuple[str, list[DeltaRows]] = "", []
     for block in base.blocks:
@@ -67,17 +69,27 @@ def merge(folder: Path, manifest: Manifest, writer: PieceWriter) -> Generator[No
                 continue
             key = tables[part.array]
             if of_table[0] != key:
-                of_table = key, delta_rows(folder, deltas, key)
-            found = _rows_of_base(manifest, key, part, tensors, base.number)
+                of_table = key, delta_rows(folder, manifest, key)
+            of_part = {
+                each.array: tensors[each.array]
+                for each in block.parts
+                if (each.begin, each.end) == (part.begin, part.end)
+            }
+            num_left -= len(of_part.keys() & names_of_tables)
+            found = _rows_of_base(manifest, key, part, of_part, base.number)
             for delta in of_table[1]:
                 delta.write_to(found, part.begin, part.end)
             builder.add(found, [Part(name, part.begin, part.end) for name in found])
             yield
-    of_tables = {name for names in manifest.tables.values() for name in names}
+    if num_left:
+        raise CheckpointError(
+            f"{folder / base.folder}: {num_left} parts of tables are in other blocks than the rows "
+            "that they belong to, and cannot be merged"
+        )
     for block in deltas[-1].blocks if deltas else ():
         tensors = read_block(folder, deltas[-1], block, manifest.arrays)
         for part in block.parts:
-            if part.array not in of_tables:
+            if part.array not in names_of_tables:
                 builder.add({part.array: tensors[part.array]}, [part])
         yield
     builder.flush()
@@ -105,19 +117,46 @@ def _rows_of_base(
 class DeltaRows:
     """The rows of one table in one block of a delta; nothing is read before it is needed."""
 
-    def __init__(self, folder: Path, piece: Piece, block: Block, parts: Sequence[Part]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        piece: Piece,
+        block: Block,
+        parts: Sequence[Part],
+        arrays: Mapping[str, Array],
+    ) -> None:
         self._path = folder / piece.folder / block.file
         self._number = piece.number
-        self._header, self._data = read_header(self._path, block.num_bytes)
+        self._header, _ = read_header(self._path)
         self._parts = parts
         self._key = parts[0].rows.removeprefix("rows/")
         self._rows: NDArray[np.int64] | None = None
+        rows = self._header.get(parts[0].rows)
+        if rows is None or rows.dtype != "I64" or len(rows.shape) != 1:
+            raise CheckpointError(f"{self._path}: {parts[0].rows} must be row numbers, (M,) int64")
+        for part in parts:
+            array, found = arrays[part.array], self._header.get(part.array)
+            wanted = array.dtype, (*rows.shape, *array.shape[1:])
+            if found is None or (found.dtype, found.shape) != wanted:
+                raise CheckpointError(f"{self._path}: {part.array} must be {wanted}")
+            if (part.begin, part.end) != (parts[0].begin, parts[0].end):
+                raise CheckpointError(
+                    f"{self._path}: {part.array} must be of the rows of its table"
+                )
 
     def rows(self) -> NDArray[np.int64]:
         """Row numbers, (M,) ascending."""
         if self._rows is None:
-            content = self._read(self._parts[0].rows, 0, None)
-            self._rows = np.frombuffer(content, np.dtype("<i8"))
+            part = self._parts[0]
+            content = self._read(part.rows, 0, self._header[part.rows].shape[0])
+            rows = np.frombuffer(content, np.dtype("<i8"))
+            is_rising = bool((rows[1:] > rows[:-1]).all())
+            if len(rows) and not (is_rising and part.begin <= rows[0] and rows[-1] < part.end):
+                raise CheckpointError(
+                    f"{self._path}: {part.rows} must be ascending rows in "
+                    f"[{part.begin}, {part.end})"
+                )
+            self._rows = rows
         return self._rows
 
     def write_to(self, tensors: Mapping[str, Tensor], begin: int, end: int) -> None:
@@ -147,32 +186,34 @@ class DeltaRows:
         if changed is not None:
             changed[places] = self._number
 
-    def _read(self, name: str, first: int, last: int | None) -> bytes:
-        """Rows [first, last) of a tensor; all rows for None."""
+    def _read(self, name: str, first: int, last: int) -> bytes:
+        """Rows [first, last) of a tensor."""
         entry = self._header[name]
-        begin, end = entry["data_offsets"]
-        num_rows = entry["shape"][0]
-        row_bytes = (end - begin) // max(1, num_rows)
-        last = num_rows if last is None else last
+        row_bytes = entry.num_bytes // max(1, entry.shape[0])
         with self._path.open("rb") as file:
-            file.seek(self._data + begin + first * row_bytes)
-            return file.read((last - first) * row_bytes)
+            file.seek(entry.begin + first * row_bytes)
+            content = file.read((last - first) * row_bytes)
+        if len(content) < (last - first) * row_bytes:
+            raise CheckpointError(f"{self._path}: was cut off while it was read")
+        return content
 
 
-def delta_rows(folder: Path, deltas: Sequence[Piece], key: str) -> list[DeltaRows]:
-    """The blocks of some deltas that have rows of a table, oldest first."""
+def delta_rows(folder: Path, manifest: Manifest, key: str, after: int = 0) -> list[DeltaRows]:
+    """The blocks of deltas that have rows of a table, oldest first.
+
+    Args:
+        folder: The folder of checkpoints.
+        manifest: The checkpoint.
+        key: Key of the table.
+        after: Deltas of this checkpoint, and of those before it, are left out.
+
+    Raises:
+        CheckpointError: a block does not hold what the manifest says.
+    """
     found = []
-    for piece in deltas:
-        for block in piece.blocks:
+    for piece in manifest.pieces[1:]:
+        for block in piece.blocks if piece.number > after else ():
             parts = [part for part in block.parts if part.rows == f"rows/{key}"]
             if parts:
-                found.append(DeltaRows(folder, piece, block, parts))
+                found.append(DeltaRows(folder, piece, block, parts, manifest.arrays))
     return found
-
-
-def read_header(path: Path, num_bytes: int) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file that was checked before, and where its data begin."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        assert length < num_bytes
-        return json.loads(file.read(length)), 8 + length

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.files import read_together
-from recsys.errors import CheckpointError
+from recsys.errors import CheckpointError, WeightsError
 from recsys.train.checkpoint.blocks import check_block, read_block
 from recsys.train.checkpoint.contents import Contents, TableArrays
 from recsys.train.checkpoint.manifest import DTYPES, manifest_numbers, read_manifest
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from recsys.train.checkpoint.manifest import Manifest, Part
 
-__all__ = ["restore"]
+__all__ = ["require_same_arrays", "require_whole", "restore"]
 
 
 def restore(
@@ -59,7 +59,8 @@ def _restore(folder: Path, contents: Contents, number: int | None) -> Any:
         raise CheckpointError(
             f"checkpoint {manifest.number}: {error}; {_whole_ones(folder, manifest.number)}"
         ) from error
-    _require_same_arrays(manifest, contents)
+    require_same_arrays(manifest, contents)
+    contents.require_tree(manifest.state)
     with contents.tables.restoring():
         targets = _Targets(manifest, contents)
         for piece in manifest.pieces:
@@ -104,7 +105,7 @@ def _whole_ones(folder: Path, number: int) -> str:
     return "no other checkpoint in this folder is whole; train from the start"
 
 
-def _require_same_arrays(manifest: Manifest, contents: Contents) -> None:
+def require_same_arrays(manifest: Manifest, contents: Contents) -> None:
     """Check that the arrays of the model are those of the checkpoint.
 
     Raises:
@@ -133,6 +134,14 @@ def _require_same_arrays(manifest: Manifest, contents: Contents) -> None:
             f"{'in this model only' if key in own else 'in the checkpoint only'}; accelerate the "
             "model as for the run that was saved"
         )
+    for table in contents.tables.tables:
+        for name in manifest.tables[table.key][1:]:
+            array = manifest.arrays[name]
+            own_name = name.rpartition("/")[2]
+            try:
+                table.require_state(own_name, array.shape, DTYPES[array.dtype])
+            except WeightsError as error:
+                raise CheckpointError(f"checkpoint {manifest.number}: {error}") from error
 
 
 class _Targets:
@@ -143,7 +152,12 @@ class _Targets:
     """
 
     def __init__(self, manifest: Manifest, contents: Contents) -> None:
-        self._arrays = manifest.arrays
+        # Numbers of last changes are for exports; they are not read.
+        self._arrays = {
+            name: array
+            for name, array in manifest.arrays.items()
+            if not name.startswith("changed/")
+        }
         self._tables: dict[str, tuple[TableArrays, str]] = {}
         self._tensors = contents.model_tensors()
         for table in contents.tables.tables:
@@ -160,6 +174,8 @@ class _Targets:
 
     def write(self, part: Part, tensors: Mapping[str, Tensor]) -> None:
         """Write the rows of one part."""
+        if part.array not in self._arrays:
+            return
         values = tensors[part.array]
         if part.array in self._tables:
             arrays, own = self._tables[part.array]

@@ -23,32 +23,51 @@ __all__ = ["from_tree", "to_tree"]
 
 # An object of a tree with one of these keys stands for a value that JSON does not have.
 _ARRAY, _TUPLE, _PAIRS, _FLOAT = "$array", "$tuple", "$pairs", "$float"
+_MOST_LEVELS, _MOST_BITS = 100, 10_000  # JSON readers refuse much more
 
 
-def to_tree(value: Any, name: str, refer: Callable[[str, Tensor], str]) -> Any:
+def to_tree(value: Any, name: str, refer: Callable[[str, Tensor], str], num_levels: int = 0) -> Any:
     """Convert nested state to JSON values.
 
     Args:
         value: The state.
         name: Its name: of tensors in it, and for errors.
-        refer: Returns the name of the array that holds a tensor; its first argument is a new name.
+        refer: Returns the name of the array that holds a tensor; its first argument is a name for
+            a new one.
+        num_levels: Lists and dictionaries around it.
 
     Raises:
-        CheckpointError: a value has another type.
+        CheckpointError: a value has another type, or is nested too deeply.
     """
+    if num_levels > _MOST_LEVELS:
+        raise CheckpointError(
+            f"{name[:100]}...: a checkpoint holds at most {_MOST_LEVELS} lists in each other; "
+            "flatten them"
+        )
     if isinstance(value, torch.Tensor):
         return {_ARRAY: refer(name, value)}
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise CheckpointError(
+            f"{name}: a whole number may have {_MOST_BITS} bits, got {value.bit_length()}; save it "
+            "as text"
+        )
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return value if isfinite(value) else {_FLOAT: str(value)}
     if isinstance(value, list | tuple):
-        items = [to_tree(each, f"{name}/{place}", refer) for place, each in enumerate(value)]
+        items = [
+            to_tree(each, f"{name}/{place}", refer, num_levels + 1)
+            for place, each in enumerate(value)
+        ]
         return items if isinstance(value, list) else {_TUPLE: items}
     if isinstance(value, dict):
-        pairs = [(key, to_tree(each, f"{name}/{key}", refer)) for key, each in value.items()]
+        pairs = [
+            (key, to_tree(each, f"{name}/{key}", refer, num_levels + 1))
+            for key, each in value.items()
+        ]
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
             return dict(pairs)
         if all(isinstance(key, str | int) for key, _ in pairs):
@@ -86,7 +105,7 @@ def from_tree(tree: Any, array: Callable[[str], Tensor]) -> Any:
             return tuple(from_tree(each, array) for each in content)
         if mark == _PAIRS and isinstance(content, list) and all(map(_is_pair, content)):
             return {key: from_tree(each, array) for key, each in content}
-    raise CheckpointError(f"the state of the checkpoint is damaged: {str(tree)[:100]!r}")
+    raise CheckpointError(f"the state of the checkpoint is damaged: it has {sorted(tree)[:5]}")
 
 
 def _is_pair(value: Any) -> bool:

@@ -35,7 +35,7 @@ from recsys.train.checkpoint.manifest import (
 from recsys.train.checkpoint.merge import merge, merged_arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable
     from pathlib import Path
 
     from recsys.train.checkpoint.blocks import Rows
@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 _MOST_DELTAS = 64
+_CHECK_SECONDS = 1.0  # how often a waiting thread checks that the other one is alive
 
 
 class PieceTask:
@@ -80,7 +81,7 @@ class PieceTask:
             if self._writer is None:
                 self._writer = PieceWriter(self._folder, self.name, self._number)
             step(self._writer)
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # the thread goes on, and training is told
             self.fail(error)
 
     def write(self, rows: Rows) -> None:
@@ -96,9 +97,11 @@ class PieceTask:
         self.run(finish)
 
     def fail(self, error: Exception) -> None:
-        """End the piece, and remove its files."""
+        """End the piece, and remove the files that it has written."""
         self.error = error
-        shutil.rmtree(self._folder / self.name, ignore_errors=True)
+        # Without a writer, a folder of this name is not its own.
+        if self._writer is not None and not _is_named(self._folder, self.name):
+            shutil.rmtree(self._folder / self.name, ignore_errors=True)
 
 
 class BackgroundWriter:
@@ -112,7 +115,7 @@ class BackgroundWriter:
         merge_error: The error of the last merge, if it failed.
         fault: The error of a task that must not have raised one.
         most_blocks: The most blocks that have waited at a time.
-        merged: Name of the piece that a merge is writing; "" if none is.
+        unfinished: Names of pieces that no manifest has yet; their files stay.
     """
 
     def __init__(self, folder: Path, buffer_bytes: int) -> None:
@@ -125,11 +128,14 @@ class BackgroundWriter:
         )
         self._merging: Generator[None] | None = None
         self._thread: threading.Thread | None = None
-        self.most_blocks, self.merged = 0, ""
+        self._is_closed = False
+        self.most_blocks = 0
+        self.unfinished: set[str] = set()
 
     def put(self, task: Callable[[], None]) -> None:
         """Queue a task; waits while the queue is full. A task must not raise."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
+            self._is_closed = False
             self._thread = threading.Thread(
                 target=self._run, name="recsys-checkpoints", daemon=True
             )
@@ -137,32 +143,52 @@ class BackgroundWriter:
         self._tasks.put(task)
         self.most_blocks = max(self.most_blocks, self._tasks.qsize())
 
+    def run(self, task: Callable[[], None]) -> None:
+        """Run a task after all that are queued, and wait for it; without a thread, run it here."""
+        thread, done = self._thread, threading.Event()
+
+        def run() -> None:
+            try:
+                task()
+            finally:
+                done.set()
+
+        if thread is None:
+            run()
+            return
+        self.put(run)
+        # A call of `close` that Ctrl-C has ended may end the thread before it comes to this task.
+        while not done.wait(_CHECK_SECONDS) and thread.is_alive():
+            pass
+
     def wait(self) -> None:
         """Wait until all tasks have run; a merge may still go on."""
-        done = threading.Event()
-        if self._thread is not None:
-            self.put(done.set)
-            done.wait()
+        self.run(lambda: None)
 
     def finish_merge(self) -> None:
         """Wait until no merge is under way."""
-        done = threading.Event()
 
         def merge() -> None:
             while self._merging is not None:
                 self._continue_merge()
-            done.set()
 
-        if self._thread is not None:
-            self.put(merge)
-            done.wait()
+        self.run(merge)
 
     def close(self) -> None:
         """Run the remaining tasks, give up a merge, and end the thread."""
-        if self._thread is not None:
-            self._tasks.put(None)
-            self._thread.join()
-            self._thread = None
+        thread = self._thread
+        if thread is None:
+            return
+        if thread is threading.current_thread():  # a task had the last reference to `Checkpoints`
+            self._is_closed = True
+            return
+        # An earlier call that Ctrl-C has ended may have ended the thread.
+        while thread.is_alive() and not self._is_closed:
+            with suppress(queue.Full):
+                self._tasks.put(None, timeout=_CHECK_SECONDS)
+                self._is_closed = True
+        thread.join()
+        self._thread, self._is_closed = None, False
 
     def start_merge(self, manifest: Manifest) -> None:
         """In the thread: merge the pieces of a checkpoint whenever there is no task."""
@@ -173,10 +199,12 @@ class BackgroundWriter:
         lower_thread_priority()
         while True:
             try:
-                task = self._tasks.get(block=self._merging is None)
+                task = self._tasks.get(block=self._merging is None and not self._is_closed)
             except queue.Empty:
-                self._continue_merge()
-                continue
+                if not self._is_closed:
+                    self._continue_merge()
+                    continue
+                task = None
             if task is None:
                 if self._merging is not None:
                     self._merging.close()
@@ -194,24 +222,30 @@ class BackgroundWriter:
             next(self._merging)
         except StopIteration:
             self._merging = None
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # the thread goes on, and the next `save` warns
             self._merging, self.merge_error = None, error
 
     def _merge(self, manifest: Manifest) -> Generator[None]:
-        name = self.merged = f"full-{manifest.number:08}"
-        path = self._folder / name
+        name = f"full-{manifest.number:08}"
+        require_space(self._folder, sum(each.num_bytes for each in manifest.arrays.values()))
+        writer = PieceWriter(self._folder, name, manifest.number)
+        self.unfinished.add(name)
         try:
-            require_space(self._folder, sum(each.num_bytes for each in manifest.arrays.values()))
-            writer = PieceWriter(self._folder, name, manifest.number)
             yield from merge(self._folder, manifest, writer)
             piece = writer.finish()
+            self._use_merged(manifest, piece)
         except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
+            self.unfinished.discard(name)
+            # A manifest that names it may have been written before the error.
+            if not _is_named(self._folder, name):
+                shutil.rmtree(writer.path, ignore_errors=True)
             raise
-        finally:
-            self.merged = ""
+        self.unfinished.discard(name)
+        remove_unneeded(self._folder, self.unfinished)
+
+    def _use_merged(self, manifest: Manifest, piece: Piece) -> None:
+        """Let the merged checkpoint, and newer ones, begin with the merged piece."""
         replaced = {each.folder for each in manifest.pieces}
-        # Newer checkpoints, and this one, now begin with the merged piece.
         for number in reversed(manifest_numbers(self._folder)):
             if number < manifest.number:
                 continue
@@ -225,40 +259,56 @@ class BackgroundWriter:
             }
             arrays = {**other.arrays, **numbers}
             write_manifest(self._folder, replace(other, pieces=(first, *rest), arrays=arrays))
-        remove_unneeded(self._folder)
 
 
 def wants_merge(manifest: Manifest) -> bool:
     """Whether the deltas of a checkpoint are so large that a merge saves space and time."""
-    full, *deltas = manifest.pieces
+    # Only rows of tables count: the dense part is in every delta, and a merge does not save it.
+    full, *deltas = (each.rows_of_tables(manifest.tables) for each in manifest.pieces)
+    if full.number == manifest.number:  # the merged piece would have the name of the full one
+        return False
     most = max(full.num_bytes, BLOCK_BYTES)  # small tables are not merged at every checkpoint
     return sum(each.num_bytes for each in deltas) > most or len(deltas) > _MOST_DELTAS
 
 
-def commit(folder: Path, manifest: Manifest, unfinished: str = "") -> None:
+def commit(folder: Path, manifest: Manifest) -> None:
     """Write a manifest whose pieces are on the disk, and name it as the newest.
 
     Args:
         folder: The folder of checkpoints.
         manifest: The checkpoint.
-        unfinished: Name of a piece that is being written; its files stay.
 
     Raises:
         OSError: the disk is full, or cannot be written.
     """
-    write_manifest(folder, manifest)
-    set_newest(folder, manifest)
-    remove_unneeded(folder, unfinished)
+    try:
+        write_manifest(folder, manifest)
+        set_newest(folder, manifest)
+    except BaseException:
+        # `LAST` may name the checkpoint already, if only flushing it has failed.
+        with suppress(OSError, CheckpointError):
+            if newest(folder) != manifest.number:
+                (folder / manifest.name).unlink(missing_ok=True)
+        raise
 
 
-def remove_unneeded(folder: Path, unfinished: str = "") -> None:
+def _is_named(folder: Path, name: str) -> bool:
+    """Whether a manifest in a folder names a piece, or cannot be read."""
+    try:
+        manifests = [read_manifest(folder, number) for number in manifest_numbers(folder)]
+    except (OSError, CheckpointError):
+        return True
+    return any(piece.folder == name for each in manifests for piece in each.pieces)
+
+
+def remove_unneeded(folder: Path, unfinished: Iterable[str] = ()) -> None:
     """Delete everything that neither the newest checkpoint nor the one before it needs.
 
     Files that cannot be deleted stay, and all stay while another process reads the folder.
 
     Args:
         folder: The folder of checkpoints.
-        unfinished: Name of a piece that is being written; its files stay.
+        unfinished: Names of pieces that are being written; their files stay.
     """
     with suppress(OSError, CheckpointError), lock_unless_read(folder) as is_locked:
         if not is_locked:  # the next checkpoint deletes them
@@ -271,13 +321,13 @@ def remove_unneeded(folder: Path, unfinished: str = "") -> None:
                 before = read_manifest(folder, number)
                 kept += [before] if before.id == name else []
         numbers = {each.number for each in kept}
-        needed = {piece.folder for each in kept for piece in each.pieces}
+        needed = {piece.folder for each in kept for piece in each.pieces}.union(unfinished)
         for number in manifest_numbers(folder):
             if number not in numbers:
                 (folder / f"{number:08}.json").unlink(missing_ok=True)
         for path in folder.iterdir():
             is_piece = path.is_dir() and path.name.startswith(("full-", "delta-"))
-            if is_piece and path.name not in needed | {unfinished}:
+            if is_piece and path.name not in needed:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name.endswith(".partial"):
                 path.unlink(missing_ok=True)

@@ -1,0 +1,310 @@
+"""What a checkpoint holds besides tables: unusual models, optimizers and states."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from recsys.errors import CheckpointError
+from recsys.train.checkpoint import load_checkpoint, save_checkpoint
+from recsys.train.checkpoint.optimizer_states import check_optimizer_state
+from recsys.train.checkpoint.random_states import (
+    check_random_states,
+    random_states,
+    set_random_states,
+)
+
+
+class WithExtraState(nn.Module):
+    """Returns a new tensor as its state each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("none", None)
+        self.register_buffer("not_saved", torch.zeros(1), persistent=False)
+        self.counts = torch.zeros(2)
+
+    def get_extra_state(self):
+        return {"counts": self.counts.clone()} if self.counts.sum() > 100 else self.counts.clone()
+
+    def set_extra_state(self, state):
+        self.counts = state["counts"] if isinstance(state, dict) else state
+
+
+@pytest.mark.parametrize("value", [7.0, 70.0])
+def test_extra_state_is_restored(tmp_path, value):
+    model = WithExtraState()
+    model.counts += value
+    model.not_saved += 1
+    save_checkpoint(tmp_path, model=model)
+
+    again = WithExtraState()
+    load_checkpoint(tmp_path, model=again)
+
+    assert torch.equal(again.counts, model.counts)
+    assert not again.not_saved
+    other = nn.Module()
+    other.weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(CheckpointError, match=r"has \['_extra_state'\] of modules"):
+        load_checkpoint(tmp_path, model=other)
+
+
+def test_tied_weights_are_restored_as_one(tmp_path):
+    def make():
+        first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+        second.weight = first.weight
+        return nn.Sequential(first, second)
+
+    model = make()
+    save_checkpoint(tmp_path, model=model)
+    again = make()
+    load_checkpoint(tmp_path, model=again)
+
+    assert torch.equal(again[0].weight, model[0].weight)
+    assert again[1].weight is again[0].weight
+
+
+def test_tensors_whose_names_would_be_equal_are_kept_apart(tmp_path):
+    state = {
+        "a/b": torch.tensor([1.0]),
+        "a": {"b": torch.tensor([2.0])},
+        "\ud800": torch.tensor([3.0]),
+        "n": {0: torch.tensor([4.0]), "0": torch.tensor([5.0])},
+    }
+    save_checkpoint(tmp_path, model=nn.Linear(1, 1), state=state)
+
+    found = load_checkpoint(tmp_path, model=nn.Linear(1, 1))
+
+    assert repr(found) == repr(state)
+
+
+def nested(levels):
+    return [nested(levels - 1)] if levels else 3
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (nested(200), "at most 100 lists in each other"),
+        ([10**5000], "may have 10000 bits, got 16610"),
+        (torch.zeros(2, dtype=torch.complex64), "got torch.complex64; convert it"),
+        (torch.zeros(2).to(torch.float8_e5m2), "got torch.float8_e5m2; convert it"),
+        (torch.zeros(2).to_sparse(), "must be a dense tensor, got torch.sparse_coo"),
+        (torch.zeros(2, device="meta"), "has no values"),
+        ({1.5: 2}, "got dict"),
+        (1j, "got complex"),
+    ],
+)
+def test_a_value_that_cannot_be_saved_is_refused_by_its_name(tmp_path, value, words):
+    with pytest.raises(CheckpointError, match=f"state/state.*{words}"):
+        save_checkpoint(tmp_path, model=nn.Linear(1, 1), state=value)
+
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_list_in_itself_is_refused(tmp_path):
+    value = []
+    value.append(value)
+
+    with pytest.raises(CheckpointError, match="at most 100 lists"):
+        save_checkpoint(tmp_path, model=nn.Linear(1, 1), state=value)
+
+
+def test_a_model_without_all_its_values_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"model/weight: has no shape yet"):
+        save_checkpoint(tmp_path, model=nn.LazyLinear(3))
+    with pytest.raises(CheckpointError, match=r"model/weight: is on the 'meta' device"):
+        save_checkpoint(tmp_path, model=nn.Linear(3, 3, device="meta"))
+
+
+def test_a_row_that_no_block_holds_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.train.checkpoint.contents.MOST_ROW_BYTES", 16)
+    save_checkpoint(tmp_path, model=nn.Linear(4, 3))
+
+    with pytest.raises(CheckpointError, match="a row may have 16 bytes, got 20; reshape it"):
+        save_checkpoint(tmp_path, model=nn.Linear(5, 3))
+
+
+def make_optimizers(model):
+    return [
+        torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), amsgrad=True),
+        torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3),
+        torch.optim.Adadelta(model.parameters()),
+        torch.optim.ASGD(model.parameters()),
+        torch.optim.Adafactor(model.parameters()),
+        torch.optim.Rprop(model.parameters()),
+    ]
+
+
+def train(model, optimizers):
+    def closure():
+        model.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    for optimizer in optimizers:
+        optimizer.step(closure)
+
+
+def test_optimizers_of_torch_go_on_bit_for_bit(tmp_path):
+    model = nn.Linear(4, 3)
+    optimizers = make_optimizers(model)
+    train(model, optimizers)
+    save_checkpoint(tmp_path, model=model, optimizers=optimizers)
+    train(model, optimizers)
+
+    again = nn.Linear(4, 3)
+    of_again = make_optimizers(again)
+    load_checkpoint(tmp_path, model=again, optimizers=of_again)
+    train(again, of_again)
+
+    assert torch.equal(again.weight, model.weight)
+    assert isinstance(of_again[0].param_groups[0]["lr"], torch.Tensor)
+
+
+SCHEDULERS = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: SCHEDULERS.MultiStepLR(optimizer, [1, 3]),
+        lambda optimizer: SCHEDULERS.OneCycleLR(optimizer, 0.1, total_steps=10),
+        lambda optimizer: SCHEDULERS.CosineAnnealingWarmRestarts(optimizer, 3),
+        lambda optimizer: SCHEDULERS.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lambda optimizer: SCHEDULERS.CyclicLR(optimizer, 0.1, 0.2, step_size_up=3),
+        lambda optimizer: SCHEDULERS.SequentialLR(
+            optimizer,
+            [SCHEDULERS.ConstantLR(optimizer), SCHEDULERS.ExponentialLR(optimizer, 0.9)],
+            [2],
+        ),
+        lambda optimizer: SCHEDULERS.ChainedScheduler(
+            [SCHEDULERS.ConstantLR(optimizer), SCHEDULERS.ExponentialLR(optimizer, 0.9)]
+        ),
+    ],
+)
+def test_schedulers_of_torch_go_on(tmp_path, make):
+    rates = []
+    for is_again in (False, True):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = make(optimizer)
+        if is_again:
+            load_checkpoint(tmp_path, model=model, optimizers=optimizer, schedulers=scheduler)
+        else:
+            optimizer.step()
+            scheduler.step()
+            save_checkpoint(tmp_path, model=model, optimizers=optimizer, schedulers=scheduler)
+        rates.append([])
+        for _ in range(5):
+            optimizer.step()
+            scheduler.step()
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+
+    assert rates[0] == rates[1]
+    if isinstance(scheduler, SCHEDULERS.MultiStepLR):
+        assert list(scheduler.milestones.elements()) == [1, 3]
+
+
+def test_the_best_loss_of_a_scheduler_is_infinite_at_first(tmp_path):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    scheduler = SCHEDULERS.ReduceLROnPlateau(optimizer)
+    save_checkpoint(tmp_path, model=nn.Linear(1, 1), schedulers=scheduler)
+    scheduler.step(3.0)
+
+    load_checkpoint(tmp_path, model=nn.Linear(1, 1), schedulers=scheduler)
+
+    assert scheduler.best == math.inf
+
+
+def test_a_grad_scaler_in_the_state(tmp_path):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    save_checkpoint(tmp_path, model=nn.Linear(1, 1), state={"scaler": scaler.state_dict()})
+    again = torch.amp.GradScaler("cpu")
+
+    again.load_state_dict(load_checkpoint(tmp_path, model=nn.Linear(1, 1))["scaler"])
+
+    assert again.get_scale() == 8.0
+
+
+def damaged_random_states():
+    def change(*path, value):
+        def apply(states):
+            for key in path[:-1]:
+                states = states[key]
+            states[path[-1]] = value
+
+        return apply
+
+    return [
+        change("numpy", "state", "pos", value=10**6),  # numpy would read out of bounds
+        change("numpy", "state", "pos", value=-1),
+        change("numpy", "state", "key", value=[1] * 10),
+        change("numpy", "state", "key", value=[-1] * 624),
+        change("numpy", "has_gauss", value=5),
+        change("numpy", "gauss", value="text"),
+        change("numpy", "bit_generator", value="PCG64"),
+        change("python", value=(3, (1,) * 624 + (700,), None)),
+        change("python", value=(2, (1,) * 625, None)),
+        change("python", value=(3, (1,) * 625, "text")),
+        change("torch", value=torch.zeros(5056, dtype=torch.uint8)),
+        change("torch", value=torch.full((5056,), 255, dtype=torch.uint8)),
+        change("torch", value=torch.zeros(10, dtype=torch.uint8)),
+        change("torch", value=torch.zeros(5056)),
+    ]
+
+
+@pytest.mark.parametrize("damage", damaged_random_states())
+def test_a_damaged_random_state_is_refused(damage):
+    states = random_states()
+    damage(states)
+
+    def check_and_set():
+        check_random_states(states)
+        set_random_states(states)
+
+    with pytest.raises((ValueError, TypeError, RuntimeError)):
+        check_and_set()
+
+
+def test_random_states_at_every_place_are_accepted():
+    for _ in range(1300):
+        torch.rand(1)
+        random.random()
+        np.random.rand()  # noqa: NPY002
+        check_random_states(random_states())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state["state"][0].update(exp_avg=torch.zeros(1)),  # a fused kernel overruns
+        lambda state: state["state"][0].update(exp_avg_sq=torch.zeros(12)),
+        lambda state: state["state"][0].update(exp_avg=3.0),
+        lambda state: state["state"].update({9: {}}),
+        lambda state: state["param_groups"].clear(),
+        lambda state: state["param_groups"][0].update(lr="fast"),
+        lambda state: state["param_groups"][0].update(betas=(0.9,)),
+        lambda state: state["param_groups"][0].update(betas=(0.9, "x")),
+        lambda state: state["param_groups"][0].update(params=[0]),
+        lambda state: state["param_groups"][0].update(more=[]),
+        lambda state: state.pop("state"),
+    ],
+)
+def test_a_damaged_state_of_an_optimizer_is_refused(change):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, [optimizer])
+    state = optimizer.state_dict()
+    check_optimizer_state(optimizer, state, ())
+    change(state)
+
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        check_optimizer_state(optimizer, state, ())
