@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from recsys._support.files import alone_with
+from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.errors import AlreadyExists, CheckpointError, ConfigError
 from recsys.train.checkpoint.blocks import BLOCK_BYTES, BlockBuilder
 from recsys.train.checkpoint.contents import Contents, add_arrays
@@ -132,10 +133,12 @@ class Checkpoints:
             full.run(lambda _: require_space(self._folder, num_bytes))
             builder = BlockBuilder(full.write)
             try:
-                for each in tables:
-                    for _ in each.add_range(builder):
-                        if full.error is not None:
-                            return
+                # In this thread, a read of a table must never write rows in slots back to it.
+                with DisableTorchFunctionSubclass():
+                    for each in tables:
+                        for _ in each.add_range(builder):
+                            if full.error is not None:
+                                return
             except Exception as error:  # such as a table in files that cannot be read
                 full.fail(error)
             builder.flush()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.embeddings.lookup.device_tables import AbstractTables
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.update.changed_rows import rows_of
@@ -84,7 +85,8 @@ class TableArrays(NamedTuple):
     def arrays(self) -> dict[str, Array]:
         """The arrays by their names in the checkpoint."""
         state = {"weight": self.table.weight, **self.table.state()}
-        return {name: _array_of(state[own], name) for own, name in self.names.items()}
+        with DisableTorchFunctionSubclass():  # internal read of the table
+            return {name: _array_of(state[own], name) for own, name in self.names.items()}
 
     def _row_bytes(self) -> int:
         return sum(each.row_bytes for each in self.arrays().values())

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import runpy
 import shutil
+import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from recsys.embeddings.tiers.table_tiers import Tiers
 from recsys.errors import AlreadyExists, CheckpointError
 from recsys.train.checkpoint import Checkpoints, load_checkpoint, newest, save_checkpoint
 from recsys.train.checkpoint.blocks import PieceWriter
@@ -122,6 +124,29 @@ def test_rows_that_change_during_the_first_copy_are_right(tier, tmp_path, monkey
     load(again, tmp_path / "saved")
 
     require_equal(again.numbers(), training.numbers())
+
+
+@pytest.mark.parametrize("kind", ["host", "file"])
+def test_only_the_training_thread_writes_rows_back(kind, tmp_path, monkeypatch):
+    threads = []
+    for name in ("flush", "expose"):
+        function = getattr(Tiers, name)
+
+        def call(tiers, *args, function=function):
+            threads.append(threading.current_thread().name)
+            return function(tiers, *args)
+
+        monkeypatch.setattr(Tiers, name, call)
+    training = make_training(kind, tmp_path / "cold")
+    checkpoints = saved(training, tmp_path / "saved")
+    train(training, range(3))
+    checkpoints.prepare()
+    for number in range(3, 6):
+        training.step(number)
+        checkpoints.save()
+    checkpoints.close()
+
+    assert set(threads) == {"MainThread"}
 
 
 def test_a_torch_operation_on_a_table_is_saved(tier, tmp_path):
