@@ -57,9 +57,21 @@ class TableArrays(NamedTuple):
     names: Mapping[str, str]
 
     def add_range(self, builder: BlockBuilder) -> Iterator[None]:
-        """Add every row; yields after each range of rows."""
+        """Add every row; yields after each range of rows.
+
+        Raises:
+            CheckpointError: the table's state was removed meanwhile.
+        """
         for begin, end in row_ranges(self.table.num_rows, self._row_bytes()):
-            tensors = {name: self.table.read(own, begin, end) for own, name in self.names.items()}
+            try:
+                tensors = {
+                    name: self.table.read(own, begin, end) for own, name in self.names.items()
+                }
+            except KeyError as error:
+                raise CheckpointError(
+                    f"table {self.table.key!r}: {error} was removed from its state while every row "
+                    "was copied; the next checkpoint copies them again"
+                ) from error
             builder.add(tensors, [Part(name, begin, end) for name in tensors])
             yield
 
