@@ -5,8 +5,9 @@ BIN := .venv/bin
 DATA ?=
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
+SECONDS ?= 600
 
-.PHONY: help setup train test check stress crash threads bench reference coverage tables clean
+.PHONY: help setup train test check stress crash threads fuzz bench reference coverage tables clean
 
 help:
 	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
@@ -17,6 +18,7 @@ help:
 	@echo "make stress                        run the property tests with many random cases, half an hour"
 	@echo "make threads                       run 500 cases under random delays, count what they leave open"
 	@echo "make crash                         kill runs 200 times, and compare their models, 15 minutes"
+	@echo "make fuzz SECONDS=600               read damaged and hostile files, for ten minutes"
 	@echo "make bench, make reference         measure the numbers in docs/benchmarks/ (need RECSYS_DATA)"
 	@echo "make coverage                      measure the numbers in docs/synthetic.md (needs RECSYS_DATA)"
 	@echo "make tables                        make the tables in the docs from these numbers"
@@ -61,6 +63,10 @@ stress: setup
 
 crash: setup
 	$(BIN)/python tests/train/crash.py --json docs/benchmarks/crash.json
+
+# Damages the input of every reader, at random, for a time; case n of a reader is always the same.
+fuzz: setup
+	PYTHONPATH=. $(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) --json docs/benchmarks/fuzz.json
 
 check: setup
 	$(BIN)/ruff check .

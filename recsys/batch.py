@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from recsys.errors import MissingDependency
+from recsys.errors import MalformedBags, MissingDependency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -193,6 +193,21 @@ def _places_of_bags(offsets: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
     return places, chosen.to(offsets.dtype)
 
 
+def _list_of_names(keys: Sequence[str]) -> list[str]:
+    if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
+        raise MalformedBags(f"JaggedIds: keys must be a list of feature names, got {keys!r}")
+    return list(keys)
+
+
+def _require_tensors(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            raise MalformedBags(
+                f"JaggedIds: {name} must be a torch.Tensor, got {type(value).__name__}; convert it "
+                "with torch.as_tensor"
+            )
+
+
 class JaggedIds:
     """Rows to look up, for F features and B samples.
 
@@ -207,38 +222,42 @@ class JaggedIds:
         point.
 
     Raises:
-        ValueError: shapes or dtypes are wrong, or (on the CPU) offsets do not ascend from 0 to N.
+        MalformedBags: shapes or dtypes are wrong, or (on the CPU) offsets do not ascend from 0
+            to N.
     """
 
     def __init__(
         self, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
     ) -> None:
-        self._keys = list(keys)
+        self._keys = _list_of_names(keys)
+        _require_tensors(values=values, offsets=offsets)
+        if weights is not None:
+            _require_tensors(weights=weights)
         self._values = values
         self._offsets = offsets
         self._is_known_one_hot = False
         self._weights = weights
         if not self._keys:
-            raise ValueError("JaggedIds: keys must name at least one feature, got none")
+            raise MalformedBags("JaggedIds: keys must name at least one feature, got none")
         if len(set(self._keys)) != len(self._keys):
-            raise ValueError(f"JaggedIds: keys must be distinct, got {self._keys}")
+            raise MalformedBags(f"JaggedIds: keys must be distinct, got {self._keys}")
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
+            raise MalformedBags(
                 "JaggedIds: values must be (N,) int32 or int64, "
                 f"got {tuple(values.shape)} {values.dtype}"
             )
         if offsets.dim() != 1 or offsets.dtype != values.dtype:
-            raise ValueError(
+            raise MalformedBags(
                 f"JaggedIds: offsets must be (F * B + 1,) {values.dtype} like values, "
                 f"got {tuple(offsets.shape)} {offsets.dtype}"
             )
         if len(offsets) < 1 or (len(offsets) - 1) % len(self._keys):
-            raise ValueError(
+            raise MalformedBags(
                 f"JaggedIds: offsets must have F * B + 1 entries with F = {len(self._keys)}, "
                 f"got {len(offsets)}"
             )
         if weights is not None and weights.shape != values.shape:
-            raise ValueError(
+            raise MalformedBags(
                 f"JaggedIds: weights must have one entry per lookup, {tuple(values.shape)}, "
                 f"got {tuple(weights.shape)}"
             )
@@ -246,13 +265,13 @@ class JaggedIds:
         if offsets.device.type == "cpu":
             first, last = int(offsets[0]), int(offsets[-1])
             if first != 0 or last != len(values):
-                raise ValueError(
+                raise MalformedBags(
                     f"JaggedIds: offsets must start at 0 and end at N = {len(values)}, "
                     f"got {first} and {last}"
                 )
             if bool((offsets[1:] < offsets[:-1]).any()):
                 bag = int((offsets[1:] < offsets[:-1]).nonzero()[0])
-                raise ValueError(
+                raise MalformedBags(
                     f"JaggedIds: offsets must not decrease, got {int(offsets[bag])} then "
                     f"{int(offsets[bag + 1])} at feature {self._keys[bag // self.stride()]!r}, "
                     f"sample {bag % self.stride()}"
@@ -263,10 +282,12 @@ class JaggedIds:
         """One lookup per feature and sample.
 
         Shape:
-            rows_FB (F, B) int32 or int64, else ValueError; not copied if contiguous.
+            rows_FB (F, B) int32 or int64, else MalformedBags; not copied if contiguous.
         """
+        _list_of_names(keys)
+        _require_tensors(rows_FB=rows_FB)
         if rows_FB.dim() != 2 or rows_FB.shape[0] != len(keys):
-            raise ValueError(
+            raise MalformedBags(
                 f"JaggedIds: one-hot rows must be (F, B) with F = {len(keys)}, "
                 f"got {tuple(rows_FB.shape)}"
             )
@@ -462,11 +483,28 @@ class Batch:
 
     Shape:
         dense_features (B, I) float32; labels (B,) float32.
+
+    Raises:
+        MalformedBags: the three parts have different numbers of samples.
     """
 
     dense_features: Tensor
     sparse_features: JaggedIds
     labels: Tensor
+
+    def __post_init__(self) -> None:
+        features: object = self.sparse_features
+        if not isinstance(features, JaggedIds):
+            return  # TorchRec's know their own rules
+        num_samples = features.stride()
+        for name in ("dense_features", "labels"):
+            value = getattr(self, name)
+            if not isinstance(value, torch.Tensor) or value.shape[:1] != (num_samples,):
+                shown = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
+                raise MalformedBags(
+                    f"Batch: {name} must be a tensor of {num_samples} samples, as sparse_features "
+                    f"has, got {shown}"
+                )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The batch on `device`."""

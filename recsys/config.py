@@ -17,7 +17,6 @@ Later sources win: defaults, then a TOML file, then `key=value` settings. `to_to
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import cos, pi
@@ -28,6 +27,7 @@ import tomli_w
 from recsys._support.config_fields import build, check_fields, walk_keys
 from recsys._support.config_fields import key as _key
 from recsys._support.sizes import parse_bytes
+from recsys._support.untrusted import parse_toml
 from recsys.config_checkpoint import CheckpointConfig
 from recsys.config_schedule import ScheduleConfig
 from recsys.datasets.synthetic.config import SyntheticConfig
@@ -61,6 +61,7 @@ OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam
 _DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
 _ADAMS = ("adam", "partial_rowwise_adam")
 SYNTHETIC_PREFIX = "synthetic:"
+_MOST_TABLES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,8 +288,8 @@ def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[st
     tree: dict[str, Any] = {}
     if file is not None:
         try:
-            tree = tomllib.loads(file.read_text())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            tree = parse_toml(file.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ConfigError(f"{file} is not TOML: {error}") from error
         except OSError as error:
             raise ConfigError(f"configuration {file} cannot be read: {error.strerror}") from error
@@ -339,9 +340,13 @@ def put_key(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in nested keys.
 
     Raises:
-        ConfigError: a part before the last dot is a value, not a table.
+        ConfigError: a part before the last dot is a value, not a table, or there are many dots.
     """
     *tables, last = key.split(".")
+    if len(tables) > _MOST_TABLES:
+        raise ConfigError(
+            f"key {key[:40]}... must be in at most {_MOST_TABLES} tables, got {len(tables)}"
+        )
     for table in tables:
         tree = tree.setdefault(table, {})
         if not isinstance(tree, dict):
@@ -351,6 +356,7 @@ def put_key(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _parse_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        tree = parse_toml(f"value = {text}")
+    except ValueError:
         return text
+    return tree["value"] if list(tree) == ["value"] else text  # text may have several lines

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.batch import Batch, JaggedIds, PooledEmbeddings
+from recsys.errors import MalformedBags
 
 BAGS = st.lists(
     st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=2, max_size=2), max_size=4
@@ -150,3 +151,34 @@ def test_samples_are_chosen_in_any_order():
     nothing = ids.select(torch.empty(0, dtype=torch.int64))
     assert nothing.stride() == 0
     assert len(nothing.values()) == 0
+
+
+IDS = torch.tensor([1, 2])
+OFFSETS = torch.tensor([0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: JaggedIds(None, IDS, OFFSETS), "keys must be a list of feature names, got None"),
+        (lambda: JaggedIds([5], IDS, OFFSETS), "keys must be a list of feature names"),
+        (lambda: JaggedIds("ab", IDS, OFFSETS), "keys must be a list of feature names, got 'ab'"),
+        (lambda: JaggedIds(["a"], [1, 2], OFFSETS), "values must be a torch.Tensor, got list"),
+        (lambda: JaggedIds(["a"], IDS.numpy(), OFFSETS), "values must be a torch.Tensor, got nda"),
+        (lambda: JaggedIds(["a"], None, OFFSETS), "values must be a torch.Tensor, got NoneType"),
+        (lambda: JaggedIds(["a"], IDS, OFFSETS, "x"), "weights must be a torch.Tensor, got str"),
+        (lambda: JaggedIds.from_one_hot(["a"], [[1]]), "rows_FB must be a torch.Tensor, got list"),
+        (lambda: JaggedIds.from_one_hot(5, IDS), "keys must be a list of feature names, got 5"),
+        (
+            lambda: Batch(torch.ones(3, 1), JaggedIds(["a"], IDS, OFFSETS), torch.ones(2)),
+            r"dense_features must be a tensor of 2 samples, as sparse_features has, got \(3, 1\)",
+        ),
+        (
+            lambda: Batch(torch.ones(2, 1), JaggedIds(["a"], IDS, OFFSETS), None),
+            "labels must be a tensor of 2 samples",
+        ),
+    ],
+)
+def test_arguments_of_other_types_or_sizes_are_refused_by_name(make, message):
+    with pytest.raises(MalformedBags, match=message):
+        make()

@@ -165,6 +165,13 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
         ("synthetic.split=last", "synthetic.split must be one of 'chronological', 'random'"),
         ("seed", "a setting must be key=value, got 'seed'"),
         ("seed.x=1", "seed must be of type int, got {'x': 1}"),
+        ("seed=" + "9" * 5000, "seed must be of type int, got '999"),
+        ("optimizer.lr=" + "9" * 400, "optimizer.lr must be less than 2**63, and not below"),
+        ("model.dense_arch=[" + "9" * 400 + "]", "model.dense_arch must be less than 2**63"),
+        ("seed=" + "[" * 9000, "seed must be of type int, got '[[["),
+        ("seed=1\nepochs=2", "seed must be of type int, got '1\\nepochs=2'"),
+        ("a" + ".a" * 5000 + "=1", "must be in at most 16 tables, got 5000"),
+        ("budget=" + "9" * 400 + "GiB", "budget must be at most 9223372036854775807 bytes"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(setting, message):
@@ -257,3 +264,10 @@ def test_a_schedule_that_is_none_is_refused(setting, message):
 def test_a_depth_without_looking_ahead_is_refused():
     with pytest.raises(ConfigError, match=r"schedule\.depth means nothing with name 'sequential'"):
         load_config(None, ["schedule.name=sequential", "schedule.depth=3"])
+
+
+def test_a_configuration_nested_deeply_is_refused(tmp_path):
+    (tmp_path / "c.toml").write_text("x = " + "[" * 9000)
+
+    with pytest.raises(ConfigError, match=r"c\.toml is not TOML: it is nested more than 64 levels"):
+        load_config(tmp_path / "c.toml")

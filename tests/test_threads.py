@@ -39,6 +39,15 @@ def test_cases_under_random_delays_leave_nothing_open(tmp_path):
     assert not any(found["left"].values())
 
 
+def test_the_kept_record_is_of_500_cases_that_left_nothing_open(pytestconfig):
+    folder = pytestconfig.rootpath / "docs" / "benchmarks"
+    found = json.loads((folder / "threads.json").read_text())
+
+    assert found["num_cases"] == sum(found["cases"].values()) == 500
+    assert {"threads", "files", "slots"} <= set(found["left"])
+    assert not any(found["left"].values())
+
+
 @pytest.fixture
 def opened(monkeypatch):
     """Watches what this process has open; waits only shortly for threads to end."""

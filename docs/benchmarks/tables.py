@@ -22,6 +22,7 @@ from tables_of_benches import (
     prepare_table,
     step_table,
 )
+from tables_of_fuzz import fuzz_table
 from tables_of_reliability import checkpoints_table, crash_table, threads_table
 from tables_of_runs import (
     ablate_table,
@@ -67,6 +68,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rand_em": partial(rand_em_table, "rand_em.json"),
     "ablate_precision": partial(ablate_table, "ablate_precision.json"),
     "ablate_schedules": partial(schedules_table, "ablate_schedules.json"),
+    "fuzz": fuzz_table,
     "generator": partial(generator_table, "generator.json"),
     "lookup": partial(lookup_table, "lookup.json"),
     "models": partial(models_table, "models.json"),

@@ -50,7 +50,7 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         is_above = value > self.least if self.excludes_least else value >= self.least
-        return is_above and value <= self.most and isfinite(value)
+        return is_above and value <= self.most and abs(value) < inf  # isfinite fails for huge ints
 
     def __str__(self) -> str:
         if isfinite(self.most):
@@ -147,6 +147,11 @@ def _table_of(kind: Any) -> type | None:
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
     """Check the type of a value; integers become floats or text, and lists tuples, if needed."""
+    for number in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(number, int) and not -(2**63) <= number < 2**63:
+            raise ConfigError(
+                f"{name} must be less than 2**63, and not below -2**63, got {str(number)[:40]}"
+            )
     if kind in (float, str) and type(value) is int:  # text: `budget=135050380`, in bytes
         return kind(value)
     if kind == tuple[int, ...]:

@@ -40,7 +40,9 @@ def appearing_whole(file: Path) -> Iterator[Path]:
         A temporary path in the same folder, to write to. Close the file before the block ends.
     """
     partial = file.with_name(f"{file.name}.partial")
-    partial.unlink(missing_ok=True)  # a link of this name may lead elsewhere
+    # One that a killed process left. In a stranger's folder it may be a link to another file, which
+    # writing to it would overwrite.
+    partial.unlink(missing_ok=True)
     try:
         yield partial
         flush_to_disk(partial)

@@ -20,6 +20,7 @@ __all__ = [
     "cpu_vendor",
     "describe_environment",
     "lower_thread_priority",
+    "memory_bytes",
     "num_cores",
     "peak_memory_bytes",
     "set_num_threads",
@@ -90,7 +91,7 @@ def describe_environment() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "num_cores": num_cores(),
         "num_threads": torch.get_num_threads(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "platform": platform.platform(),
     }
@@ -103,7 +104,8 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _memory_bytes() -> int | None:
+def memory_bytes() -> int | None:
+    """Bytes of this machine's memory; None if the system does not report them."""
     if not hasattr(os, "sysconf"):  # Windows
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

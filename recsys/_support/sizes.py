@@ -10,7 +10,8 @@ from recsys.errors import ConfigError
 __all__ = ["format_bytes", "parse_bytes"]
 
 _UNITS: Final = ("", "Ki", "Mi", "Gi", "Ti")
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:(K|M|G|T)(i?))?B?", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:(K|M|G|T)(i?))?B?", re.IGNORECASE | re.ASCII)
+_MOST: Final = 2**63 - 1
 
 
 def parse_bytes(size: str | int, name: str = "size") -> int:
@@ -21,18 +22,26 @@ def parse_bytes(size: str | int, name: str = "size") -> int:
         name: Name of the setting, for messages.
 
     Raises:
-        ConfigError: the size is negative, or the text is not a size.
+        ConfigError: the size is negative or above 2**63 - 1, or is neither a number of bytes nor
+            text.
     """
-    if isinstance(size, int):
+    if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise ConfigError(f"{name} must be at least 0 bytes, got {size}")
+        if size > _MOST:
+            raise ConfigError(f"{name} must be at most {_MOST} bytes, got more; is it in bytes?")
         return size
-    found = _SIZE.fullmatch(size.strip())
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if not found:
         raise ConfigError(f"{name} must be a number of bytes such as 256MiB or 2GiB, got {size!r}")
     number, prefix, binary = found.groups()
     power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
-    return int(float(number) * (1024 if binary else 1000) ** power)
+    num_bytes = float(number) * (1024 if binary else 1000) ** power
+    if num_bytes > _MOST:
+        raise ConfigError(
+            f"{name} must be at most {_MOST} bytes, got {number[:40]!r} {prefix or ''}"
+        )
+    return int(num_bytes)
 
 
 def format_bytes(num_bytes: float) -> str:

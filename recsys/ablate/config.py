@@ -19,9 +19,11 @@ Variations or grid may be left out, but not both. All other keys are those of `r
 from __future__ import annotations
 
 import re
+from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from recsys.config import build_config, put_key, read_tree
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AblationConfig", "Cell", "Variation", "load_ablation"]
 
+_MOST_VARIATIONS = 10_000
 _KEYS = ("seeds", "target_auc", "target_split", "eval_every_samples", "variations", "grid")
 _TARGET_KEYS = {"eval.every_steps": "eval_every_samples", "eval.split": "target_split"}
 
@@ -97,9 +100,10 @@ class AblationConfig:
         _all_distinct("names of variations", [variation.name for variation in self.variations])
         if self.target_auc is not None and not 0 < self.target_auc < 1:
             raise ConfigError(f"ablate.target_auc must be between 0 and 1, got {self.target_auc}")
-        if self.eval_every_samples < 1:
+        if not 1 <= self.eval_every_samples < 2**63:
             raise ConfigError(
-                f"ablate.eval_every_samples must be at least 1, got {self.eval_every_samples}"
+                "ablate.eval_every_samples must be at least 1, got "
+                f"{str(self.eval_every_samples)[:40]}, and less than 2**63"
             )
         for variation in self.variations:
             for key, value in variation.keys.items():
@@ -234,6 +238,12 @@ def _variations(table: Mapping[str, Any]) -> tuple[Variation, ...]:
             "ablate needs [[ablate.variations]] or [ablate.grid]; for the base configuration "
             'alone, write one variation with nothing but name = "base"'
         )
+    num_cells = max(len(named), 1) * prod(map(len, grid.values()))
+    if num_cells > _MOST_VARIATIONS:
+        raise ConfigError(
+            f"ablate must have at most {_MOST_VARIATIONS} variations, got {num_cells} combinations "
+            "of [[ablate.variations]] and [ablate.grid]; shorten the lists of the grid"
+        )
     found = []
     for variation in named or [Variation(name="", keys={})]:
         for values in product(*grid.values()):
@@ -280,6 +290,6 @@ def _as_file_name(name: str) -> str:
 
 
 def _all_distinct(what: str, values: Sequence[Any]) -> None:
-    for value in values:
-        if values.count(value) > 1:
+    for value, count in Counter(values).items():
+        if count > 1:
             raise ConfigError(f"{what} must be distinct, got {value!r} twice")

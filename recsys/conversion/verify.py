@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from recsys._support.untrusted import is_int
 from recsys.conversion.accelerate import accelerate
 from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -182,9 +184,12 @@ def verify(
     Raises:
         BudgetTooSmall: the rows of a batch do not fit.
         NonFiniteGradient: a gradient of rows contains nan or inf, which plain PyTorch would accept.
+        ConfigError: `steps` is not at least 1, or `budget` is not a size.
         ValueError: there are no batches, or `recsys.accelerate` refuses the model or the optimizer,
             or a parameter has an optimizer from `apply_optimizer_in_backward`, which copies lack.
     """
+    if not is_int(steps, 1):
+        raise ConfigError(f"verify: steps must be an integer of at least 1, got {steps!r}")
     _refuse_optimizers_in_backward(model)
     devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
     samples: list[int | None] = []
@@ -413,9 +418,12 @@ def _copy_if_different(target: Tensor, value: Tensor) -> None:
 
 
 def _num_samples(batch: Any) -> int | None:
-    """Samples of a batch that is a tensor, has labels, or contains such a value; else None."""
+    """Samples of a batch that is a tensor, has labels, or contains such a value; else None.
+
+    A tensor of three or more dimensions may have its samples in any of them.
+    """
     if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else None
+        return len(batch) if batch.dim() in (1, 2) else None
     labels = getattr(batch, "labels", None)
     if isinstance(labels, Tensor):
         return len(labels)

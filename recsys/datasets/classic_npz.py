@@ -17,13 +17,15 @@ References:
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile, ZipFile, ZipInfo
+from zipfile import ZipFile, ZipInfo
 
 import numpy as np
 
 from recsys._support.files import appearing_whole, require_files, require_new
+from recsys._support.npy_files import NpzFile
 from recsys.datasets.interchange.npy_blocks import (
     NpyReader,
     in_blocks,
@@ -111,12 +113,12 @@ def read_classic_npz(file: str | Path, store: str | Path) -> Path:
     require_files("npz", [file])
     with ExitStack() as stack:
         try:
-            archive = stack.enter_context(ZipFile(file))
-        except BadZipFile as error:
+            archive = stack.enter_context(NpzFile(file))
+        except ValueError as error:
             raise DatasetFormatError(
                 f"{file}: is not an npz file ({error}); fetch it again"
             ) from error
-        missing = sorted({f"{name}.npy" for name in _ARRAYS} - set(archive.namelist()))
+        missing = [f"{name}.npy" for name in sorted(set(_ARRAYS) - set(archive.names))]
         require(
             str(file),
             not missing,
@@ -125,14 +127,11 @@ def read_classic_npz(file: str | Path, store: str | Path) -> Path:
         )
         writer = stack.enter_context(StoreWriter(store))
         rows, integers, labels, counts = (
-            NpyReader(
-                f"{file}: {name}",
-                stack.enter_context(archive.open(f"{name}.npy")),
-                writer.path.parent,
-            )
+            NpyReader(f"{file}: {name}", partial(archive.open_array, name), writer.path.parent)
             for name in _ARRAYS
         )
         require(counts.name, len(counts.shape) == 1, "must be (F,)", counts.shape)
+        require(counts.name, counts.shape != (0,), "must have at least one table", counts.shape)
         require(labels.name, len(labels.shape) == 1, "must be (N,)", labels.shape)
         (num_samples,), (num_tables,) = labels.shape, counts.shape
         require(labels.name, num_samples > 0, "must have at least one sample", labels.shape)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recsys._support.files import appearing_whole, require_files, require_new
+from recsys._support.npy_files import open_array
 from recsys.datasets.interchange.npy_blocks import (
     NpyReader,
     in_blocks,
@@ -139,7 +140,13 @@ def read_torchrec_npy(
         for files in triplets:
             with ExitStack() as stack:
                 readers = [
-                    NpyReader(str(file), stack.enter_context(file.open("rb")), writer.path.parent)
+                    NpyReader(
+                        str(file),
+                        partial(
+                            open_array, stack.enter_context(file.open("rb")), file.stat().st_size
+                        ),
+                        writer.path.parent,
+                    )
                     for file in files
                 ]
                 columns = _check_shapes(readers, columns)
@@ -181,6 +188,7 @@ def _check_shapes(readers: Sequence[NpyReader], columns: tuple[int, int] | None)
         require(reader.name, len(reader.shape) == 2, "must be (N, columns)", reader.shape)
     num_samples = dense.shape[0]
     require(dense.name, num_samples > 0, "must have at least one sample", dense.shape)
+    require(sparse.name, sparse.shape[1] > 0, "must have at least one column", sparse.shape)
     for reader in (sparse, labels):
         is_right = reader.shape[:1] == (num_samples,)
         require(reader.name, is_right, f"must have {num_samples} samples as dense", reader.shape)
@@ -196,13 +204,13 @@ def _check_shapes(readers: Sequence[NpyReader], columns: tuple[int, int] | None)
 def _check_sizes(table_sizes: Sequence[int] | None, num_columns: int) -> NDArray[np.int64] | None:
     if table_sizes is None:
         return None
-    sizes = np.array(table_sizes, np.int64)
-    if len(sizes) != num_columns or not ((sizes > 0) & (sizes <= _ROWS_END)).all():
+    are_sizes = all(0 < size <= _ROWS_END for size in table_sizes)
+    if len(table_sizes) != num_columns or not are_sizes:
         raise ConfigError(
             f"table_sizes must be {num_columns} numbers in [1, {_ROWS_END}], one per sparse "
             f"column, got {list(table_sizes)}"
         )
-    return sizes
+    return np.array(table_sizes, np.int64)
 
 
 def _rows(
@@ -222,7 +230,8 @@ def _rows(
 
 
 def _finite(name: str, block: NDArray[Any], first_sample: int) -> NDArray[np.float32]:
-    features = block.astype(np.float32)
+    with np.errstate(over="ignore"):  # a number beyond float32 becomes infinite: refused below
+        features = block.astype(np.float32)
     is_good = np.isfinite(features)
     if not is_good.all():
         sample, column = (int(place[0]) for place in np.nonzero(~is_good))

@@ -37,13 +37,13 @@ __all__ = ["from_classic", "to_classic"]
 
 _TABLE = "sparse_arch.embedding_bag_collection.embedding_bags.t_{}.weight"
 _RECSYS_KEY = re.compile(
-    r"sparse_arch\.embedding_bag_collection\.embedding_bags\.t_(?P<table>.+)\.weight"
+    r"(?a)sparse_arch\.embedding_bag_collection\.embedding_bags\.t_(?P<table>.+)\.weight"
     r"|dense_arch\.model\._mlp\.(?P<bottom>\d+)\._linear\.(?:weight|bias)"
     r"|over_arch\.model\.0\._mlp\.(?P<top>\d+)\._linear\.(?:weight|bias)"
     r"|over_arch\.model\.1\.(?:weight|bias)"
 )
 _CLASSIC_KEY = re.compile(
-    r"emb_l\.(?P<table>\d+)\.weight"
+    r"(?a)emb_l\.(?P<table>\d+)\.weight"
     r"|bot_l\.(?P<bottom>\d+)\.(?:weight|bias)|top_l\.(?P<top>\d+)\.(?:weight|bias)"
 )
 
@@ -94,7 +94,7 @@ def from_classic(
     """
     found = _count(state_dict, _CLASSIC_KEY, "a DLRM_Net's")
     for name, layers in (("bot_l", found["bottom"]), ("top_l", found["top"])):
-        odd = [layer for layer in layers if int(layer) % 2]
+        odd = [layer for layer in layers if layer[-1] in "13579"]
         if odd:
             raise WeightsError(
                 f"state dict: layers of {name} must have even numbers (activations have the odd), "

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import appearing_whole
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, RecsysError
 from recsys.pipeline.stalls import stage_seconds, stage_title
 from recsys.pipeline.suggestions import Suggestion
 from recsys.report.ablation_table import column_title, format_evaluations, format_number
@@ -59,9 +60,11 @@ def write_report(folder: Path) -> Path:
         ConfigError: the folder is neither, has no record yet, or has a damaged record.
     """
     if (folder / "ablate.json").is_file():
-        page = _ablation_page(folder, read_json(folder / "ablate.json"))
+        with _reporting_damage(folder / "ablate.json"):
+            page = _ablation_page(folder, read_json(folder / "ablate.json"))
     elif (folder / "run.json").is_file():
-        page = _run_page(RunFolder.open(folder), read_json(folder / "run.json"))
+        with _reporting_damage(folder / "run.json"):
+            page = _run_page(RunFolder.open(folder), RunFolder(folder).read_record())
     else:
         raise ConfigError(
             f"{folder} has neither a run.json nor an ablate.json; name the folder of a run or of "
@@ -69,8 +72,23 @@ def write_report(folder: Path) -> Path:
         )
     out = folder / "report.html"
     with appearing_whole(out) as partial:
-        partial.write_text(page, encoding="utf-8")
+        # A record may hold half of a surrogate pair, which UTF-8 cannot.
+        partial.write_text(page, encoding="utf-8", errors="backslashreplace")
     return out
+
+
+@contextmanager
+def _reporting_damage(file: Path) -> Iterator[None]:
+    """Raise `ConfigError` for whatever a record of other keys or types makes of this module."""
+    try:
+        yield
+    except (RecsysError, OSError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{file} is damaged: no page can be made of it ({type(error).__name__}: {error}); run "
+            "the command that made it again"
+        ) from error
 
 
 @cache
@@ -130,6 +148,13 @@ def _stages(stalls: Mapping[str, Any]) -> list[tuple[float, str, str]]:
 def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
     config, cells = record["config"], record["cells"]
     split = cells[0]["run"]["config"]["eval"]["split"] if cells else "validation"
+    for cell in cells:
+        # It becomes a path below; a name such as ".." would lead out of the folder.
+        if cell["name"] == ".." or Path(cell["name"]).name != cell["name"]:
+            raise ConfigError(
+                f"{folder / 'ablate.json'} is damaged: a cell must be named as its folder in "
+                f"cells/, got {cell['name']!r}; run `recsys ablate` again"
+            )
     histories = [
         (cell["variation"], RunFolder(folder / "cells" / cell["name"]).read_history())
         for cell in cells

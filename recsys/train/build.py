@@ -113,11 +113,11 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
 
     Raises:
         BudgetTooSmall: FAE has no room for the rows of a mini-batch.
-        ConfigError: FAE has neither a budget nor a plan.
+        ConfigError: FAE has neither a budget nor a plan, or the file does not exist.
         ProfileError: the file is not a plan.
     """
     if config.plan:
-        return HotPlan.load(config.plan)
+        return _load_plan(config.plan)
     if config.schedule.name != "fae":
         return None
     if not config.budget:
@@ -136,6 +136,22 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
         ranking="global_topk",
         window_lookups=config.batch_size,
     )
+
+
+def _load_plan(file: str) -> HotPlan:
+    """Load the plan of a configuration.
+
+    Raises:
+        ConfigError: there is no such file.
+        ProfileError: it is not a plan.
+    """
+    try:
+        return HotPlan.load(file)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"plan: there is no file {file}; make it with `recsys profile` and `recsys plan`, or "
+            "leave the key out"
+        ) from error
 
 
 def build_loader(
@@ -216,7 +232,7 @@ def build_model(
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device 'cuda': torch sees no CUDA device; use device 'cpu'")
     if plan is None and config.plan:
-        plan = HotPlan.load(config.plan)
+        plan = _load_plan(config.plan)
     torch.manual_seed(config.seed)
     device = torch.device(config.device)
     tables = table_configs(source.table_sizes, config.model.embedding_dim)

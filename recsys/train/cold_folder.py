@@ -47,9 +47,9 @@ def cold_folder(config: TrainConfig, run_dir: Path) -> Iterator[str]:
 def remove_left_rows(
     config: TrainConfig, before: TrainConfig, run_dir: Path, tables: Collection[str]
 ) -> None:
-    """Remove the rows in files that a run left behind: a checkpoint has them, or they are new.
+    """Remove the row files that an interrupted run left: its checkpoint has the rows.
 
-    The folder `cold_path` itself is removed if it was the run's before, and holds nothing else.
+    The folder `cold_path` is removed if it was the run's before, and holds nothing else.
 
     Args:
         config: The configuration to continue with.

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
 
 from recsys._support.files import appearing_whole, require_new
 from recsys.errors import ConfigError
@@ -60,7 +59,7 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
         if to == "safetensors":
             shutil.copyfile(folder.model_file, partial)
             return file
-        state = load_file(folder.model_file)
+        state = folder.load_state()
         if to == "classic":
             torch.save(_classic_checkpoint(state, record), partial)
         else:

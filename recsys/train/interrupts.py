@@ -47,7 +47,7 @@ def interrupts(*, has_checkpoints: bool) -> Iterator[threading.Event]:
         yield interrupted
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -108,17 +108,27 @@ class RunCheckpoints:
             self._made.wait()
 
     def close(self) -> None:
-        """Wait until the last checkpoint is written, and end. Removes a first one that failed."""
+        """Wait until the last checkpoint is written, and end."""
         if self._made is None:
+            return
+        if not self._has_saved:  # the first one is prepared, but was not due yet
+            self.give_up()
             return
         self._made.wait()
         self._described = self._made.describe()
         self._made.close()
+
+    def give_up(self) -> None:
+        """End at once: a checkpoint that is not written yet is dropped."""
+        if self._made is None:
+            return
+        self._described = self._made.describe()
+        self._made.give_up()
         if newest(self._folder) is None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def describe(self) -> dict[str, Any] | None:
-        """For a run record, after `close`: what was written; None if nothing was."""
+        """For a run record, after the end: what was written; None if nothing was prepared."""
         return self._described
 
     def _make(self, after: int | None) -> Checkpoints:

@@ -19,7 +19,7 @@ import json
 import math
 import os
 import warnings
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +28,25 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from recsys._support.files import appearing_whole
+from recsys._support.untrusted import is_count, is_finite_number, parse_json
 from recsys.config import TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
 
 __all__ = ["RunFolder", "read_json", "write_json"]
 
+# The dtypes that a model may have, under their names in the file.
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+}
 # Keys that every record has, however its run ended, each with its inner keys.
 _RECORD_KEYS: dict[str, tuple[str, ...]] = {
     "config": (),
@@ -151,7 +162,7 @@ class RunFolder:
         An incomplete last line, which a killed run leaves, is dropped.
 
         Raises:
-            ConfigError: another line is damaged.
+            ConfigError: another line is damaged, or is neither a report nor an evaluation.
         """
         if not self.history_file.is_file():
             return []
@@ -163,6 +174,12 @@ class RunFolder:
         ]
         with suppress(ConfigError):  # the rest is empty if the last line is complete
             entries.append(_parse_object(rest, "the rest", ""))
+        for number, entry in enumerate(entries, 1):
+            fault = _fault_of_entry(entry)
+            if fault is not None:
+                raise ConfigError(
+                    f"{self.history_file} line {number} is damaged: {fault}; remove the line"
+                )
         return entries
 
     def write_record(self, record: dict[str, Any]) -> None:
@@ -212,6 +229,26 @@ class RunFolder:
                 "train with save_model = true and to the end"
             )
 
+    def load_state(self) -> dict[str, Tensor]:
+        """The saved state_dict; its tensors are mapped from the file.
+
+        Raises:
+            ConfigError: there is no saved model, or the file is damaged.
+        """
+        with self._open_model() as saved:
+            return {key: saved.get_tensor(key) for key in saved.keys()}  # noqa: SIM118  # no mapping
+
+    @contextmanager
+    def _open_model(self) -> Iterator[Any]:
+        self.require_model()
+        try:
+            with safe_open(self.model_file, "pt") as saved:
+                yield saved
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{self.model_file} is damaged ({error}); remove {self.path} and train again"
+            ) from error
+
     def load_model(self, model: nn.Module) -> None:
         """Read the saved state_dict into a model of the same shape, one tensor at a time.
 
@@ -223,13 +260,16 @@ class RunFolder:
             model: A model built from the run's configuration. Mapped tensors are read-only.
 
         Raises:
-            ConfigError: there is no saved model, or its keys or shapes differ from the model's.
+            ConfigError: there is no saved model, it is damaged, or its keys, shapes or dtypes
+                differ from the model's.
         """
-        self.require_model()
         state = model.state_dict()
-        with safe_open(self.model_file, "pt") as saved:
-            found = {key: saved.get_slice(key).get_shape() for key in saved.keys()}  # noqa: SIM118  # no mapping
-            expected = {key: list(value.shape) for key, value in state.items()}
+        with self._open_model() as saved:
+            found = {key: _shape_of(saved.get_slice(key)) for key in saved.keys()}  # noqa: SIM118  # no mapping
+            expected = {
+                key: f"{_DTYPE_NAMES[value.dtype]} {list(value.shape)}"
+                for key, value in state.items()
+            }
             if found != expected:
                 key = min(key for key in found | expected if found.get(key) != expected.get(key))
                 raise ConfigError(
@@ -242,6 +282,10 @@ class RunFolder:
             with torch.no_grad():
                 for key in state.keys() - mapped.keys():
                     state[key].copy_(saved.get_tensor(key))
+
+
+def _shape_of(saved: Any) -> str:
+    return f"{saved.get_dtype()} {saved.get_shape()}"
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -274,16 +318,43 @@ def _fault(record: dict[str, Any]) -> str | None:
     for split, metrics in record["metrics"].items():
         if not (metrics is None or isinstance(metrics, dict)):
             return f"its metrics.{split} is neither a JSON object nor null"
+        if not all(map(_is_measured, (metrics or {}).values())):
+            return f"its metrics.{split} has a value that is neither a number nor null"
+    for key, value in record["throughput"].items():
+        if not _is_measured(value):
+            return f"its throughput.{key} is neither a number nor null"
     return None
+
+
+def _fault_of_entry(entry: dict[str, Any]) -> str | None:
+    """What is wrong with an entry of the history, in words; None for a good one."""
+    if not is_count(entry.get("num_samples")) or not _is_measured(entry.get("train_seconds", 0)):
+        return "it has no num_samples, or its train_seconds are not a number"
+    if not all(_is_measured(entry.get(key)) for key in ("train_loss", "train_auc")):
+        return "its train_loss or train_auc is not a number"
+    for split in ("test", "validation"):
+        metrics = entry.get(split)
+        if metrics is not None and not (
+            isinstance(metrics, dict)
+            and all(key in metrics and _is_measured(metrics[key]) for key in ("auc", "logloss"))
+        ):
+            return f"its {split} is not an evaluation"
+    return None
+
+
+def _is_measured(value: Any) -> bool:
+    return value is None or is_finite_number(value)
 
 
 def _parse_object(text: str, place: str, remedy: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise ConfigError(f"{place} is damaged, it is not JSON ({error}); {remedy}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{place} is damaged, it is not a JSON object but {text!r}; {remedy}")
+        raise ConfigError(
+            f"{place} is damaged, it is not a JSON object but {text[:200]!r}; {remedy}"
+        )
     return value
 
 

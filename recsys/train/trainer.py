@@ -210,6 +210,8 @@ def _train(
     except KeyboardInterrupt:
         metrics[config.eval.split] = metrics[config.eval.split] or progress.last_evaluation
         record["status"] = "interrupted"
+        if checkpoints is not None:
+            checkpoints.give_up()
         raise
     except TrainingDiverged:
         metrics |= dict.fromkeys(metrics)  # drop the metrics from before it diverged

@@ -80,3 +80,16 @@ def test_the_manifest_of_rows_in_files_is_on_the_disk_before_it_has_its_name(tmp
     assert calls == flushed_around(tmp_path / "rows" / "arrays.json")
     assert json.loads((tmp_path / "rows" / "arrays.json").read_text())["is_dirty"]
     files.discard()
+
+
+def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(tmp_path):
+    """A stranger's folder may hold one that leads to a file of the user."""
+    (tmp_path / "own").write_text("own")
+    (tmp_path / "file.partial").symlink_to(tmp_path / "own")
+
+    with appearing_whole(tmp_path / "file") as partial:
+        partial.write_text("new")
+
+    assert (tmp_path / "own").read_text() == "own"
+    assert (tmp_path / "file").read_text() == "new"
+    assert not (tmp_path / "file").is_symlink()

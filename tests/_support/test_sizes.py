@@ -25,10 +25,16 @@ def test_sizes_are_read_as_people_write_them(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1 XB", "1e9", "2 GiB 3"])
+@pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1 XB", "1e9", "2 GiB 3", True, 1.5, None])
 def test_what_is_no_size_is_refused_by_name(text):
     with pytest.raises(ConfigError, match="budget must be a number of bytes such as 256MiB"):
         parse_bytes(text, "budget")
+
+
+@pytest.mark.parametrize("size", [2**63, "9" * 30, "9" * 500 + "GiB", "9000000TiB"])
+def test_a_size_that_does_not_fit_64_bits_is_refused(size):
+    with pytest.raises(ConfigError, match="budget must be at most 9223372036854775807 bytes"):
+        parse_bytes(size, "budget")
 
 
 def test_a_negative_number_is_no_size():

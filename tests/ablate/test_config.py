@@ -198,3 +198,17 @@ def test_the_example_is_three_providers_by_two_recipes_by_five_seeds(pytestconfi
         for seed in range(5)
     }
     assert (config.target_auc, config.target_split) == (0.7, "test")
+
+
+def test_a_grid_of_more_cells_than_can_be_trained_is_refused(ablation):
+    grid = "".join(f'"a{key}" = {list(range(30))}\n' for key in range(30))
+
+    with pytest.raises(ConfigError, match="ablate must have at most 10000 variations, got 2058911"):
+        ablation(f"[ablate]\nseeds = [0]\n[ablate.grid]\n{grid}")
+
+
+def test_an_interval_beyond_64_bits_is_refused(ablation):
+    text = f"[ablate]\nseeds = [0]\ntarget_auc = 0.7\neval_every_samples = {10**400}\n"
+
+    with pytest.raises(ConfigError, match=r"eval_every_samples must be .* less than 2\*\*63"):
+        ablation(f"{text}{TWO_VARIATIONS}")

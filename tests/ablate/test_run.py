@@ -1,5 +1,6 @@
 import json
 import shutil
+import signal
 from statistics import mean, stdev
 
 import pytest
@@ -10,6 +11,7 @@ from recsys.ablate.run import ablate, seconds_to_auc
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.errors import AlreadyExists, ConfigError, StoreError
 from recsys.report.ablation_table import format_ablation
+from recsys.train.progress import Progress
 from recsys.train.trainer import train
 
 TWO_VARIATIONS = """
@@ -29,9 +31,9 @@ def run_here(tmp_path):
     def run(config, run_cell=train):
         ran = []
 
-        def count_and_run(config, run_dir, *, show_progress):
+        def count_and_run(config, run_dir, **options):
             ran.append(run_dir.name)
-            return run_cell(config, run_dir, show_progress=show_progress)
+            return run_cell(config, run_dir, **options)
 
         record = ablate(config, tmp_path / "out", show_progress=False, run_cell=count_and_run)
         return record, ran
@@ -84,6 +86,47 @@ def test_running_again_repeats_no_finished_cell_and_redoes_the_others(
     said = capsys.readouterr().err
     for folder in (half_written, interrupted):
         assert f"{folder} was not finished: it is removed and run again" in said
+
+
+@pytest.mark.parametrize("change", ["", "other configuration", "damaged", "no checkpoint"])
+def test_a_cell_that_was_stopped_continues_from_its_checkpoint_if_it_can(
+    ablation, run_here, tmp_path, capsys, monkeypatch, change
+):
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    text = f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}"
+    config = ablation(text, "checkpoint.every_steps=4")
+    expected, _ = run_here(config)
+    cell = tmp_path / "out" / "cells" / "adagrad-seed0"
+    shutil.rmtree(cell)
+    add = Progress.add
+
+    def add_and_stop(progress, *step):
+        add(progress, *step)
+        if progress.num_steps == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "add", add_and_stop)
+        assert run_here(config)[0]["status"] == "unfinished"
+    if change == "other configuration":
+        config = ablation(text, "checkpoint.every_steps=5")
+    elif change == "damaged":
+        next(cell.glob("checkpoints/full-*/*.safetensors")).write_bytes(b"")
+    elif change == "no checkpoint":
+        shutil.rmtree(cell / "checkpoints")
+    if change == "other configuration":
+        shutil.rmtree(tmp_path / "out" / "cells" / "sgd-seed0")
+
+    record, _ = run_here(config)
+
+    assert record["status"] == "finished"
+    found, wanted = (each["cells"][1]["run"] for each in (record, expected))
+    assert found["metrics"] == wanted["metrics"]
+    assert found["resumed"] == ([] if change else [{"step": 6, "checkpoint": 2}])
+    said = capsys.readouterr().err
+    assert ("it continues from its checkpoint" in said) == (change in ("", "damaged"))
+    assert (f"{cell} was not finished: it is removed and run again" in said) == bool(change)
+    assert not (cell / "checkpoints").exists()
 
 
 def test_a_finished_cell_with_another_configuration_is_refused_by_name(

@@ -261,6 +261,38 @@ def test_help_of_a_key_says_its_group_its_meaning_what_it_accepts_and_its_defaul
     assert "lr_schedule.decay how rates fall (one of none, linear, cosine; default none)" in found
 
 
+def test_a_run_is_resumed_without_naming_its_data_again(tmp_path, small_settings, capsys):
+    folder, data = tmp_path / "run", "synthetic:criteo-kaggle"
+    settings = [*small_settings, "--set", "checkpoint.every_steps=5"]
+
+    assert run_cli("train", data, *settings, "--run", folder, "--resume") == 0
+    assert f"{folder} is new: training starts from" in capsys.readouterr().err
+    assert run_cli("train", "--run", folder, "--resume") == 0
+    assert "is finished; to train more, set epochs above 1" in capsys.readouterr().err
+    assert run_cli("train", "--run", folder, "--resume", "--set", "epochs=2") == 0
+    record = json.loads((folder / "run.json").read_text())
+    assert record["throughput"]["num_steps"] == 30
+    assert record["resumed"] == [{"step": 15, "checkpoint": 3}]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "data is missing; name a store, or synthetic:criteo-kaggle"),
+        (["--resume"], "--resume continues the run in a folder; name it by --run DIR"),
+        (["data", "--checkpoint", "3"], "--checkpoint N is for a run to continue; add --resume"),
+        (["--resume", "--run", "nowhere"], "nowhere has no run to continue; name the data"),
+    ],
+)
+def test_what_resuming_needs_is_said(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+
+    assert run_cli("train", *options) == 2
+
+    assert f"recsys train: {message}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_ctrl_c_ends_cleanly_with_what_was_measured(tmp_path, small_settings):
     folder = tmp_path / "run"

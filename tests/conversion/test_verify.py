@@ -11,7 +11,7 @@ import recsys
 from recsys.conversion.verify import Difference
 from recsys.embeddings import SGD
 from recsys.embeddings.kernels.choice import NUMBA
-from recsys.errors import NonFiniteGradient
+from recsys.errors import ConfigError, NonFiniteGradient
 
 
 class Model(nn.Module):
@@ -340,3 +340,17 @@ def test_lazy_adam_differs_from_adam_and_the_report_says_why():
     assert not report.ok
     assert any("by the rule of torch.optim.SparseAdam" in note for note in report.notes)
     assert same.ok
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, 2**70])
+def test_steps_that_are_no_number_of_steps_are_refused(steps):
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4))
+
+    with pytest.raises(ConfigError, match="verify: steps must be an integer of at least 1, got"):
+        recsys.verify(
+            model,
+            [torch.arange(6).reshape(3, 2)],
+            loss=lambda each, ids: each(ids).sum(),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            steps=steps,
+        )

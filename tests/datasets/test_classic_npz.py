@@ -1,6 +1,7 @@
 import io
 import itertools
 import math
+import os
 import zipfile
 
 import numpy as np
@@ -223,3 +224,27 @@ def test_an_array_that_ends_early_or_late_is_refused(store, tmp_path, change, wh
 
     with pytest.raises(DatasetFormatError, match=rf"X_cat: ends too {when}: its header says \(45,"):
         read_classic_npz(tmp_path / "bad.npz", tmp_path / "back")
+
+
+def test_a_sample_larger_than_a_block_and_tables_that_are_none_are_refused(store, tmp_path):
+    for name, change, message in (
+        ("counts", {"counts": np.zeros(0, np.int32)}, r"counts: must have at least one table"),
+        (
+            "wide",
+            {"X_int": np.zeros((45, 2**23 + 1), np.int64)},
+            r"X_int: a sample must have at most 67108864 bytes, got 67108872",
+        ),
+    ):
+        np.savez_compressed(tmp_path / f"{name}.npz", **(classic_arrays(store) | change))
+
+        with pytest.raises(DatasetFormatError, match=message):
+            read_classic_npz(tmp_path / f"{name}.npz", tmp_path / "back")
+
+        assert not (tmp_path / "back").exists()
+
+
+def test_an_archive_with_a_pipe_in_its_place_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.npz")
+
+    with pytest.raises(FileNotFoundError, match=r"npz input .*pipe\.npz must be a file"):
+        read_classic_npz(tmp_path / "pipe.npz", tmp_path / "back")

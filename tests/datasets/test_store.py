@@ -6,7 +6,7 @@ import pytest
 
 from recsys.datasets.source import classic_splits
 from recsys.datasets.store import Store, StoreWriter
-from recsys.errors import StoreError
+from recsys.errors import IdOutOfRange, StoreError
 
 
 @pytest.fixture
@@ -214,3 +214,89 @@ def test_the_classic_split_halves_the_last_of_seven_parts(num_samples, sizes):
 
     assert [len(splits[name]) for name in ("train", "test", "validation")] == sizes
     assert [*splits["train"], *splits["test"], *splits["validation"]] == list(range(num_samples))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_samples", -1),
+        ("num_samples", "21"),
+        ("num_samples", True),
+        ("num_samples", 21.0),
+        ("num_samples", 2**70),
+        ("splits", {"train": [0, 17]}),
+        ("splits", {"train": [0, 17], "test": [17, 20], "validation": [20, 22]}),
+        ("splits", {"train": [17, 0], "test": [17, 20], "validation": [20, 21]}),
+        ("splits", [0, 17]),
+        ("dense_names", 2),
+        ("dense_names", ["int_0", 5]),
+        ("num_embeddings", {}),
+        ("num_embeddings", {"cat_0": 0, "cat_1": 5, "cat_2": 10}),
+        ("num_embeddings", {"cat_0": 2**40, "cat_1": 5, "cat_2": 5}),
+        ("num_embeddings", ["cat_0"]),
+        ("num_embeddings", {"\ud800": 5, "cat_1": 5, "cat_2": 5}),
+        ("sources", [5]),
+        ("sources", [{"sha256": 5}]),
+        ("convention", 5),
+        ("max_ind_range", "x"),
+        ("version", True),
+        ("dense_transform", []),
+        ("dtypes", []),
+    ],
+)
+def test_a_value_of_another_type_or_range_is_refused_by_name(store, key, value):
+    meta = json.loads((store.path / "meta.json").read_text()) | {key: value}
+    (store.path / "meta.json").write_text(json.dumps(meta))
+
+    with pytest.raises(StoreError, match=rf"meta\.json: {key} must be .*; prepare the store again"):
+        Store(store.path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "\xff", '{"a":' * 100 + "0" + "}" * 100])
+def test_a_meta_file_that_cannot_be_parsed_is_refused(store, text):
+    (store.path / "meta.json").write_text(text, encoding="latin-1")
+
+    with pytest.raises(StoreError, match=r"meta\.json is not JSON .*; prepare the store again"):
+        Store(store.path)
+
+
+def change_array(store, name, place, value):
+    array = np.memmap(store.path / f"{name}.bin", store.meta["dtypes"][name], mode="r+")
+    array[place] = value
+    array.flush()
+    return Store(store.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "message"),
+    [
+        ("labels", 9, 3, r"store .*, sample 9: label must be 0 or 1, got 3: the store is damaged"),
+        ("labels", 9, -1, "sample 9: label must be 0 or 1, got -1"),
+        ("dense", 2 * 9 + 1, -5, "sample 9: feature 'int_1' must be at least 0, got -5"),
+    ],
+)
+def test_a_bad_value_names_its_sample_in_the_store(store, name, place, value, message):
+    damaged = change_array(store, name, place, value)
+
+    with pytest.raises(StoreError, match=message):
+        damaged.read(np.array([3, 9, 4]))
+
+    assert damaged.read(np.array([3, 4])).labels.shape == (2,)
+
+
+@pytest.mark.parametrize("row", [5, -1, 2**31 - 1, -(2**31)])
+def test_a_bad_row_names_its_sample_in_the_store(store, row):
+    damaged = change_array(store, "sparse", 3 * 9 + 2, row)
+
+    with pytest.raises(
+        IdOutOfRange, match=rf"store .*, sample 9, feature 'cat_2': row {row} is not in \[0, 5\)"
+    ):
+        damaged.read(np.array([3, 9, 4]))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_dense_feature_that_is_not_finite_is_refused(foreign_store, value):
+    damaged = change_array(foreign_store, "dense", 1, value)
+
+    with pytest.raises(StoreError, match="sample 1: feature 'int_0' must be a finite number"):
+        damaged.read(np.array([1]))

@@ -255,3 +255,65 @@ def test_a_page_has_what_other_settings_would_save_and_the_timeline_of_a_run_tha
     del record["stalls"]["predicted"], record["stalls"]["binding"]
     file.write_text(json.dumps(record))
     assert "would save" not in write_report(tmp_path / "run").read_text()
+
+
+HOSTILE = "<script>alert(1)</script>\"'{{ 7 * 7 }}"
+
+
+def hostile(value):
+    """A record with markup in every text, as a value and in a further key of every object."""
+    if isinstance(value, dict):
+        return {key: hostile(inner) for key, inner in value.items()} | {HOSTILE: HOSTILE}
+    if isinstance(value, list):
+        return [hostile(inner) for inner in value]
+    return HOSTILE if isinstance(value, str) and value != "finished" else value
+
+
+def test_no_text_of_a_record_is_read_as_markup(tmp_path, small_config):
+    train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+    file = tmp_path / "run" / "run.json"
+    record = json.loads(file.read_text())
+    for key in ("environment", "data", "config"):
+        record[key] = hostile(record[key])
+    file.write_text(json.dumps(record))
+
+    page = Page(write_report(tmp_path / "run"))
+
+    check_self_contained(page)
+    assert HOSTILE in "".join(page.text)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: record.pop("stalls"),
+        lambda record: record.update(stalls=[]),
+        lambda record: record.update(peak_memory_bytes="x"),
+        lambda record: record["config"].update(eval=5),
+        lambda record: record["throughput"].update(train_seconds={}),
+    ],
+)
+def test_a_damaged_record_is_refused_and_no_page_is_left(tmp_path, small_config, damage):
+    train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+    file = tmp_path / "run" / "run.json"
+    record = json.loads(file.read_text())
+    damage(record)
+    file.write_text(json.dumps(record))
+
+    with pytest.raises(ConfigError, match=r"run\.json is damaged: .* again"):
+        write_report(tmp_path / "run")
+
+    assert not list((tmp_path / "run").glob("report*"))
+
+
+@pytest.mark.parametrize("name", ["..", "../..", "/etc", "a/b"])
+def test_a_cell_named_by_a_path_is_refused(tmp_path, ablation, name):
+    text = "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'sgd'\n"
+    ablate(ablation(text), tmp_path / "out", show_progress=False, run_cell=train)
+    file = tmp_path / "out" / "ablate.json"
+    record = json.loads(file.read_text())
+    record["cells"][0]["name"] = name
+    file.write_text(json.dumps(record))
+
+    with pytest.raises(ConfigError, match=r"ablate\.json is damaged: a cell must be named as its"):
+        write_report(tmp_path / "out")

@@ -3,7 +3,7 @@ import pytest
 from recsys.config import load_config
 from recsys.datasets.criteo.days import prepare_criteo_1tb
 from recsys.errors import ConfigError
-from recsys.train.build import open_source
+from recsys.train.build import choose_plan, open_source
 
 
 def test_a_last_day_too_short_to_halve_is_what_is_said_to_be_wrong(raw_line, tmp_path):
@@ -20,3 +20,10 @@ def test_a_last_day_too_short_to_halve_is_what_is_said_to_be_wrong(raw_line, tmp
         "test has 1, validation has 0; a store of several days needs 2 samples or more in its last "
         "day and one before it, any other data 14 or more"
     )
+
+
+def test_a_plan_that_does_not_exist_names_the_key(small_config):
+    config = small_config("plan=nosuch.npz", "budget=1MiB")
+
+    with pytest.raises(ConfigError, match=r"plan: there is no file nosuch\.npz; make it with"):
+        choose_plan(config, open_source(config))

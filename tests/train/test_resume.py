@@ -1,145 +1,34 @@
 """A run that was stopped and continued is the uninterrupted run, to the last bit."""
 
 import json
-import os
+import runpy
 import signal
-from dataclasses import replace
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from recsys.train.build import build_model, choose_plan, open_source
-from recsys.train.checkpoint import load_checkpoint
-from recsys.train.progress import Progress
-from recsys.train.trainer import train
+from recsys.pipeline.stalls import stage_seconds
+from recsys.train.checkpoint.contents import TableArrays
 
-TIMES = ("train_seconds", "samples_per_second")
-# 15 steps an epoch; a report every step, so each checkpoint is between two reports or at one.
-SETTINGS = (
-    "synthetic.table_sizes=[900, 700, 1, 800]",
-    "batch_size=128",
-    "epochs=2",
-    "optimizer.name=adagrad",
-    "checkpoint.every_steps=4",
-    "checkpoint.every_seconds=0",
-    "num_threads=1",
-)
-TIERED = ("budget=24KiB", "batch_size=64")
-
-
-class Killed(BaseException):
-    """As a kill: no code of the run expects it."""
-
-
-@pytest.fixture
-def stop_at(monkeypatch):
-    """Stops runs after these steps, each in turn; a signal, or `Killed` for None."""
-
-    def plan(*stops):
-        add, left = Progress.add, list(stops)
-
-        def add_and_stop(progress, *step):
-            add(progress, *step)
-            if left and progress.num_steps == left[0][0]:
-                what = left.pop(0)[1]
-                if what is None:
-                    raise Killed
-                signal.raise_signal(what)
-
-        monkeypatch.setattr(Progress, "add", add_and_stop)
-
-    return plan
-
-
-@pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(monkeypatch):
-    """Flushing takes most of the time of short runs; no test here cuts the power."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
-def run(config, folder, **options):
-    return train(config, folder, show_progress=False, **options)
-
-
-def run_and_resume(config, folder, stops, stop_at, *changed):
-    """Until it is finished, with one of the other configurations after each stop, if there are."""
-    stop_at(*stops)
-    configs = [config, *changed] if changed else [config] * (1 + len(stops))
-    for number, each in enumerate(configs):
-        try:
-            record = run(each, folder, resume=number > 0)
-        except Killed:
-            continue
-    assert record["status"] == "finished"
-    return record
-
-
-def history(folder):
-    lines = (folder / "history.jsonl").read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if key not in TIMES}
-        for line in lines
-    ]
-
-
-def last_state(config, folder):
-    """The optimizers' state and the run's, in the last checkpoint."""
-    config = replace(config, cold_tier="host", cold_path="")
-    source = open_source(config)
-    model, optimizers = build_model(config, source, choose_plan(config, source))
-    state = load_checkpoint(folder / "checkpoints", model=model.model, optimizers=optimizers)
-    return [optimizer.state_dict() for optimizer in optimizers], state
-
-
-def require_same(found, expected, place=""):
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), place
-        for key, value in expected.items():
-            require_same(found[key], value, f"{place}.{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), place
-        for number, value in enumerate(expected):
-            require_same(found[number], value, f"{place}.{number}")
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected), place
-    else:
-        assert found == expected, place
-
-
-def require_same_run(config, found, expected, *, has_checkpoints=True):
-    require_same(load_file(found / "model.safetensors"), load_file(expected / "model.safetensors"))
-    assert history(found) == history(expected)
-    if not has_checkpoints:
-        return
-    (optimizers, state), (expected_optimizers, expected_state) = (
-        last_state(config, folder) for folder in (found, expected)
-    )
-    require_same(optimizers, expected_optimizers)
-    for each in (state, expected_state):
-        each["progress"].pop("reported_seconds")
-    require_same(state["loader"], expected_state["loader"])
-    require_same(state["progress"], expected_state["progress"])
-
-
-CASES = {
-    "resident": (),
-    "sequential": (*TIERED, "schedule.name=sequential"),
-    "lookahead": (*TIERED, "schedule.depth=4"),
-    "file": (*TIERED, "cold_tier=file"),
-    "rates": ("lr_schedule.warmup_steps=9", "lr_schedule.decay=cosine", "eval.every_steps=5"),
-    "adam": (*TIERED, "optimizer.name=adam", "optimizer.lr=0.01"),
-    "rowwise": (*TIERED, "optimizer.name=rowwise_adagrad"),
-    "permuted": ("schedule.permute_within_batch=true", "seed=3"),
-    "torch": ("embeddings=torch",),
-}
+SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
+CASES = SHARED["CASES"]
+SETTINGS = SHARED["SETTINGS"]
+TIERED = SHARED["TIERED"]
+history = SHARED["history"]
+no_waiting_for_the_disk = SHARED["no_waiting_for_the_disk"]
+require_same_run = SHARED["require_same_run"]
+run = SHARED["run"]
+run_and_resume = SHARED["run_and_resume"]
+stop_at = SHARED["stop_at"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_uninterrupted_one(small_config, tmp_path, stop_at, case):
     config = small_config(*SETTINGS, *CASES[case])
-    num_steps = 2 * -(-1800 // config.batch_size)
-    run(config, tmp_path / "whole")
+    num_steps = run(config, tmp_path / "whole")["throughput"]["num_steps"]
 
     stops = [(7, None), (13, signal.SIGINT), (num_steps // 2 + 6, None), (num_steps - 1, None)]
     record = run_and_resume(config, tmp_path / "run", stops, stop_at)
@@ -151,3 +40,102 @@ def test_a_resumed_run_is_the_uninterrupted_one(small_config, tmp_path, stop_at,
         (num_steps // 2 + 6) // 4 * 4,
         (num_steps - 1) // 4 * 4,
     ]
+
+
+CHANGES = {
+    "another budget": (TIERED, ("budget=32KiB",)),
+    "no budget": (TIERED, ("budget=",)),
+    "a budget": (("batch_size=64",), ("budget=24KiB",)),
+    "rows in files": (TIERED, ("cold_tier=file",)),
+    "rows in memory": ((*TIERED, "cold_tier=file"), ("cold_tier=host",)),
+    "another schedule": (TIERED, ("schedule.name=sequential",)),
+    "another depth": (TIERED, ("schedule.depth=4",)),
+    "checkpoints by time": (TIERED, ("checkpoint.every_seconds=0.02", "checkpoint.every_steps=0")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_where_rows_lie_and_when_they_are_fetched_may_change(
+    small_config, tmp_path, stop_at, change
+):
+    before, changed = CHANGES[change]
+    config = small_config(*SETTINGS, *before)
+    other = small_config(*SETTINGS, *before, *changed)
+    run(config, tmp_path / "whole")
+
+    stops = [(13, signal.SIGTERM), (40, None)]
+    run_and_resume(config, tmp_path / "run", stops, stop_at, other, config)
+
+    require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("every", ["every_steps=3", "every_seconds=0.01", "every_seconds=0"])
+@pytest.mark.parametrize("case", ["resident", "lookahead"])
+def test_checkpoints_change_no_number_of_a_run(small_config, tmp_path, case, every):
+    config = small_config(*SETTINGS, *CASES[case], "checkpoint.every_steps=0")
+    with_checkpoints = small_config(*SETTINGS, *CASES[case], f"checkpoint.{every}")
+
+    run(config, tmp_path / "without")
+    record = run(with_checkpoints, tmp_path / "with")
+
+    assert not (tmp_path / "without" / "checkpoints").exists()
+    assert record["checkpoints"]["num_saved"] >= 2
+    require_same_run(config, tmp_path / "with", tmp_path / "without", has_checkpoints=False)
+
+
+def test_rows_that_are_copied_slowly_are_those_of_the_checkpoint(
+    small_config, tmp_path, stop_at, monkeypatch
+):
+    config = small_config(*SETTINGS)
+    run(config, tmp_path / "whole")
+    add_range = TableArrays.add_range
+
+    def add_slowly(arrays, builder):
+        time.sleep(0.05)  # longer than a step
+        yield from add_range(arrays, builder)
+
+    monkeypatch.setattr(TableArrays, "add_range", add_slowly)
+    run_and_resume(config, tmp_path / "run", [(7, None)], stop_at)
+
+    require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_that_hotline_splits_continues_within_rounding(small_config, tmp_path, stop_at):
+    settings = (*TIERED, "schedule.name=hotline", "schedule.learning_share=0.1")
+    config = small_config(*SETTINGS, *settings)
+    whole = run(config, tmp_path / "whole")
+
+    stops = [(13, signal.SIGINT), (40, None)]
+    record = run_and_resume(config, tmp_path / "run", stops, stop_at)
+
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    for key, found in load_file(tmp_path / "run" / "model.safetensors").items():
+        torch.testing.assert_close(found, expected[key], rtol=1e-3, atol=1e-4)
+    lines, expected_lines = history(tmp_path / "run"), history(tmp_path / "whole")
+    assert [each["step"] for each in lines] == [each["step"] for each in expected_lines]
+    assert record["schedule"]["learning_steps"] == whole["schedule"]["learning_steps"]
+    assert record["schedule"]["num_promoted"] >= whole["schedule"]["num_promoted"] / 2
+    assert 0 < record["schedule"]["split_step_share"] <= 1
+
+
+def test_the_record_of_a_resumed_run_covers_the_whole_run(small_config, tmp_path, stop_at):
+    config = small_config(*SETTINGS, *TIERED)
+    whole = run(config, tmp_path / "whole")
+
+    record = run_and_resume(config, tmp_path / "run", [(13, signal.SIGINT)], stop_at)
+
+    assert record["resumed"] == [{"step": 13, "checkpoint": 4}]
+    assert whole["resumed"] == []
+    assert record["checkpoints"]["num_saved"] > 0
+    assert record["throughput"]["num_samples"] == whole["throughput"]["num_samples"] == 3600
+    stages = stage_seconds(record["stalls"])
+    del stages["evaluate"]
+    assert sum(stages.values()) == pytest.approx(record["throughput"]["train_seconds"])
+    assert stages["checkpoint"] > 0
+    lines = (tmp_path / "run" / "history.jsonl").read_text().splitlines()
+    seconds = [json.loads(line)["train_seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+    assert record["tiers"]["lookup_hit_rate"] == pytest.approx(
+        whole["tiers"]["lookup_hit_rate"], abs=0.05
+    )
+    assert record["tiers"]["fetched_bytes"] >= whole["tiers"]["fetched_bytes"]

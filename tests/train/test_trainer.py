@@ -572,9 +572,9 @@ def test_a_folder_that_is_no_run_cannot_be_evaluated(tmp_path):
 def test_numbers_json_cannot_say_become_null(small_config, tmp_path):
     folder = RunFolder.create(tmp_path / "run", small_config())
 
-    folder.append_history({"a": [float("nan"), 1.0], "b": {"c": float("inf")}})
+    folder.append_history({"num_samples": 1, "a": [float("nan"), 1.0], "b": {"c": float("inf")}})
 
-    assert folder.read_history() == [{"a": [None, 1.0], "b": {"c": None}}]
+    assert folder.read_history() == [{"num_samples": 1, "a": [None, 1.0], "b": {"c": None}}]
 
 
 def test_a_history_that_was_cut_off_lacks_its_last_line_and_a_damaged_line_is_named(
@@ -582,16 +582,16 @@ def test_a_history_that_was_cut_off_lacks_its_last_line_and_a_damaged_line_is_na
 ):
     folder = RunFolder.create(tmp_path / "run", small_config())
     for step in range(3):
-        folder.append_history({"step": step})
+        folder.append_history({"num_samples": step})
     whole = folder.history_file.read_text()
 
     folder.history_file.write_text(whole[:-4])
-    assert folder.read_history() == [{"step": 0}, {"step": 1}]
+    assert folder.read_history() == [{"num_samples": 0}, {"num_samples": 1}]
 
     folder.history_file.write_text(whole.removesuffix("\n"))
-    assert folder.read_history() == [{"step": 0}, {"step": 1}, {"step": 2}]
+    assert folder.read_history() == [{"num_samples": 0}, {"num_samples": 1}, {"num_samples": 2}]
 
-    folder.history_file.write_text(whole.replace('{"step": 1}', '{"step": '))
+    folder.history_file.write_text(whole.replace('{"num_samples": 1}', '{"num_samples": '))
     with pytest.raises(ConfigError, match=r"history\.jsonl line 2 is damaged, it is not JSON"):
         folder.read_history()
 

@@ -93,6 +93,35 @@ def test_ctrl_c_at_a_terminal_ends_the_cell_behind_its_step_and_tabulates_the_ot
     assert (folder / "report.html").is_file()
 
 
+def test_sigterm_ends_a_cell_with_a_checkpoint_from_which_it_continues(start_ablation):
+    process, config, folder = start_ablation(35_000)
+    _, long = (folder / "cells" / cell.name for cell in config.cells())
+
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    was_half_way = json.loads((long / "run.json").read_text())["status"] == "interrupted"
+    has_checkpoint = (long / "checkpoints" / "LAST").exists()
+    resumed = []
+
+    def train_here(config, run_dir, *, resume=False, show_progress):
+        resumed.append(resume)
+        return train(config, run_dir, resume=resume, show_progress=show_progress)
+
+    record = ablate(config, folder, show_progress=False, run_cell=train_here)
+
+    assert "Traceback" not in said
+    if was_half_way:  # always, unless the machine stood still until the cell was done
+        assert process.returncode == 130
+        assert "ending after this step and a checkpoint" in said
+        assert has_checkpoint
+        assert resumed == [True]
+        assert len(record["cells"][1]["run"]["resumed"]) == 1
+    assert record["status"] == "finished"
+    assert record["cells"][1]["run"]["throughput"]["num_samples"] == 30_000
+    assert not (long / "checkpoints").exists()
+
+
 def test_an_error_of_the_process_is_raised_here(small_config, tmp_path):
     config = small_config("synthetic.num_samples=8")
 

@@ -36,6 +36,7 @@ import numpy as np
 from tqdm import tqdm
 
 from recsys._support.files import alone_in, require_files
+from recsys._support.untrusted import is_count, is_text
 from recsys.datasets.criteo.flow import (
     CATEGORY_NAMES,
     INTEGER_NAMES,
@@ -59,6 +60,7 @@ __all__ = ["prepare_criteo_1tb"]
 _VERSION = 1
 _COMMAND = "recsys prepare criteo-1tb"
 _SOURCE_KEYS = ("name", "num_bytes", "sha256", "num_samples")
+_COUNT_KEYS = ("num_bytes", "num_samples", "num_bad_lines", "changed_ns")
 
 
 def prepare_criteo_1tb(
@@ -267,6 +269,8 @@ def _check_resumable(
             f"{folder.path}: version must be {_VERSION} for this version of recsys, got "
             f"{committed.get('version')!r}; resume with the version that began it, {or_remove}"
         )
+    if not _are_days(committed.get("days")) or "max_ind_range" not in committed:
+        raise folder.damaged(f"{folder.path}: the record of the days prepared so far lacks a key")
     days: list[dict[str, Any]] = committed["days"]
     if max_ind_range != committed["max_ind_range"]:
         raise ConfigError(
@@ -288,6 +292,16 @@ def _check_resumable(
     for day, path in zip(days, paths, strict=False):
         _check_unchanged(day, path, or_remove)
     return days
+
+
+def _are_days(days: Any) -> bool:
+    """Whether the entries of a record have the keys that `_read_day` writes."""
+    return isinstance(days, list) and all(
+        isinstance(day, dict)
+        and all(is_count(day.get(key)) for key in _COUNT_KEYS)
+        and all(is_text(day.get(key)) for key in ("name", "sha256"))
+        for day in days
+    )
 
 
 def _check_unchanged(day: dict[str, Any], path: Path, or_remove: str) -> None:

@@ -190,8 +190,7 @@ class CriteoFlow:
         cuts = [0]
         for part in range(1, self._num_threads + 1):
             cut = max(cuts[-1], len(text) * part // self._num_threads - 1)
-            while text[cut] != _NEWLINE:
-                cut += 1
+            cut = _next_newline(text, cut)
             cuts.append(cut + 1)
             if cut + 1 == len(text):
                 break
@@ -228,6 +227,15 @@ class CriteoFlow:
             # Floats are computed at the file's end; until then the store holds the integers' bits.
             dense = part.integers.view(np.float32) if is_float else part.integers
             self._writer.append(part.labels, dense, part.categories.view(np.int32).T)
+
+
+def _next_newline(text: NDArray[np.uint8], begin: int) -> int:
+    """The place of the first newline from `begin` on; the text ends in one."""
+    for size in (1024, len(text)):  # most lines are short
+        places = np.flatnonzero(text[begin : begin + size] == _NEWLINE)
+        if len(places):
+            break
+    return begin + int(places[0])
 
 
 def progress_bar(paths: Sequence[Path], *, num_bytes_before: int = 0, show: bool) -> tqdm[None]:

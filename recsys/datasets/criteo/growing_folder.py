@@ -17,6 +17,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import appearing_whole, flush_to_disk
+from recsys._support.untrusted import is_count, is_text, parse_json
 from recsys.errors import AlreadyExists, StoreError
 
 if TYPE_CHECKING:
@@ -104,6 +105,10 @@ class GrowingFolder:
         """
         content = self._read_record() if self.has_commit else {"about": None, "num_bytes": {}}
         num_bytes: dict[str, int] = content["num_bytes"]
+        for path in self.path.rglob("*"):
+            # recsys makes no links. Appending to one would write to a file of another folder.
+            if path.is_symlink():
+                raise self.damaged(f"{path} must not be a symbolic link, is one")
         for name, committed in num_bytes.items():
             file = self.path / name
             found = file.stat().st_size if file.is_file() else 0
@@ -145,12 +150,20 @@ class GrowingFolder:
 
     def _read_record(self) -> dict[str, Any]:
         try:
-            content: dict[str, Any] = dict(json.loads(self._record.read_text()))
+            content: dict[str, Any] = dict(parse_json(self._record.read_bytes()))
             expected = content.pop("sha256")
         except (ValueError, TypeError, KeyError) as error:
             raise self.damaged(f"{self._record} is not a commit record ({error!r})") from error
         if expected != _sum(content):
             raise self.damaged(f"{self._record} was changed: its sha256 differs")
+        num_bytes = content.get("num_bytes")
+        if (
+            not isinstance(content.get("about"), dict)
+            or not isinstance(num_bytes, dict)
+            or not all(map(is_text, num_bytes))
+            or not all(map(is_count, num_bytes.values()))
+        ):
+            raise self.damaged(f"{self._record} lacks the notes or the length of a file")
         return content
 
 

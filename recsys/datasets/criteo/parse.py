@@ -25,7 +25,14 @@ from recsys._support.jit import kernel
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["NUM_CATEGORIES", "NUM_INTEGERS", "ParsedLines", "explain", "parse_lines"]
+__all__ = [
+    "MOST_BAD_LINES",
+    "NUM_CATEGORIES",
+    "NUM_INTEGERS",
+    "ParsedLines",
+    "explain",
+    "parse_lines",
+]
 
 NUM_INTEGERS = 13
 NUM_CATEGORIES = 26
@@ -33,6 +40,8 @@ NUM_FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
 
 # A good line has at least this many bytes: a label, 39 tabs, an end.
 MIN_LINE_BYTES = NUM_FIELDS + 1
+# A data set with more bad lines is refused: a list of them could be many times larger than itself.
+MOST_BAD_LINES = 100_000
 
 _TAB, _NEWLINE, _RETURN, _MINUS, _ZERO, _ONE, _NINE = (ord(char) for char in "\t\n\r-019")
 _NOT_HEX = 16
@@ -71,7 +80,7 @@ def parse_lines(
         text: Bytes; `text[end - 1]` is a newline.
         begin: The first byte of the first line.
         end: The byte after the last line's newline.
-        stop_at_bad_line: Stop after the first bad line.
+        stop_at_bad_line: Stop after the first bad line; otherwise after `MOST_BAD_LINES`.
         keep_negatives: Keep negative integers; by default they become 0.
     """
     assert begin == end or text[end - 1] == _NEWLINE, "the last line must end in a newline"
@@ -96,7 +105,7 @@ def parse_lines(
             keep_negatives,
         )
         bad_lines.append(found[:num_bad].copy())
-        if num_bad and stop_at_bad_line:
+        if (num_bad and stop_at_bad_line) or sum(map(len, bad_lines)) > MOST_BAD_LINES:
             break
     return ParsedLines(
         labels[:num_good],
@@ -114,9 +123,10 @@ def explain(line: bytes) -> tuple[str, str] | None:
         line: One line, with or without its newline.
     """
     line = line.removesuffix(b"\n").removesuffix(b"\r")
+    num_fields = line.count(b"\t") + 1  # a line may be 16 MiB of tabs
+    if num_fields != NUM_FIELDS:
+        return f"expected {NUM_FIELDS} tab-separated fields", str(num_fields)
     fields = line.split(b"\t")
-    if len(fields) != NUM_FIELDS:
-        return f"expected {NUM_FIELDS} tab-separated fields", str(len(fields))
     if fields[0] not in (b"0", b"1"):
         return "field 1 (label) must be 0 or 1", _show(fields[0])
     for column, field in enumerate(fields[1 : 1 + NUM_INTEGERS]):

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from recsys.datasets.criteo.parse import explain
+from recsys.datasets.criteo.parse import MOST_BAD_LINES, explain
 from recsys.errors import DatasetFormatError, MissingDependency
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ BLOCK_BYTES = 16 * 2**20
 
 _GZIP, _ZST = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _ZST_READ_BYTES = 128 * 2**10  # of compressed data per read
+# zstandard returns all text of the bytes that it is given. Four bytes can be 128 KiB of one letter,
+# so these are 64 MiB at most.
+_ZST_PIECE_BYTES = 2 * 2**10
 
 
 class RawFile:
@@ -119,19 +122,25 @@ class _ZstText:
         self._new_frame = zstandard.ZstdDecompressor().decompressobj
         self._frame = self._new_frame()
         self._is_inside = False
+        self._left = memoryview(b"")  # read, but not decompressed yet
 
     def read(self, size: int) -> bytes:
         """Read about `size` bytes of text; none at the end of the file."""
         parts, num_bytes = [], 0
-        while num_bytes < size and (raw := self._raw.read(_ZST_READ_BYTES)):
-            while raw:
+        while num_bytes < size:
+            if not self._left:
+                self._left = memoryview(self._raw.read(_ZST_READ_BYTES))
+            if not self._left:
+                break
+            piece, self._left = self._left[:_ZST_PIECE_BYTES], self._left[_ZST_PIECE_BYTES:]
+            while piece:
                 try:
-                    parts.append(self._frame.decompress(raw))
+                    parts.append(self._frame.decompress(piece))
                 except self._zstandard.ZstdError as error:
                     raise EOFError(str(error)) from error
                 num_bytes += len(parts[-1])
                 self._is_inside = not self._frame.eof
-                raw = b"" if self._is_inside else self._frame.unused_data
+                piece = memoryview(b"" if self._is_inside else self._frame.unused_data)
                 if self._frame.eof:
                     self._frame = self._new_frame()
         if not num_bytes and self._is_inside:
@@ -166,9 +175,15 @@ class BadLines:
         """Count the lines of the next part of the file, and list its bad lines.
 
         Raises:
-            DatasetFormatError: it has a bad line, and bad lines are not skipped.
+            DatasetFormatError: it has a bad line, and bad lines are not skipped; or there are more
+                than `MOST_BAD_LINES`.
         """
         found = []
+        if self.num_bad + len(parsed.bad_lines) > MOST_BAD_LINES:
+            raise DatasetFormatError(
+                f"{self._path}: at most {MOST_BAD_LINES:,} bad lines can be skipped, got more; is "
+                "this the raw Criteo format?"
+            )
         for number, begin, end in parsed.bad_lines.tolist():
             reason = explain(text[begin:end].tobytes())
             assert reason is not None, "the kernel and explain() disagree on what a good line is"

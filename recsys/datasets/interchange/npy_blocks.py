@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import zlib
 from contextlib import contextmanager
+from math import prod
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any
-from zipfile import BadZipFile
 
 import numpy as np
 
+from recsys._support.npy_files import UnfitArray, damage_as_value_error
 from recsys.errors import DatasetFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from numpy.typing import ArrayLike, NDArray
+
+    from recsys._support.npy_files import ArrayFile
 
 __all__ = [
     "NpyReader",
@@ -36,12 +38,14 @@ __all__ = [
 
 # Samples per block: some megabytes of any array.
 BLOCK_SAMPLES = 65_536
+_BLOCK_BYTES = 64 * 2**20
 
 
-def in_blocks(samples: range) -> Iterator[range]:
-    """Divide a range of samples into blocks of `BLOCK_SAMPLES`."""
-    for start in range(samples.start, samples.stop, BLOCK_SAMPLES):
-        yield range(start, min(start + BLOCK_SAMPLES, samples.stop))
+def in_blocks(samples: range, num_samples: int | None = None) -> Iterator[range]:
+    """Divide a range of samples into blocks of `num_samples`, by default `BLOCK_SAMPLES`."""
+    size = num_samples or BLOCK_SAMPLES
+    for start in range(samples.start, samples.stop, size):
+        yield range(start, min(start + size, samples.stop))
 
 
 def write_header(file: IO[bytes], shape: tuple[int, ...], dtype: str) -> None:
@@ -55,7 +59,7 @@ class NpyReader:
 
     Args:
         name: Its name in messages: the file and, in an archive, the array.
-        stream: Positioned at the array's header. The caller closes it.
+        open_array: Opens the array; see `recsys._support.npy_files`. The caller closes it.
         scratch: A folder for temporary files.
 
     Attributes:
@@ -63,69 +67,79 @@ class NpyReader:
         shape: The array's shape.
 
     Raises:
-        DatasetFormatError: it is not an array of numbers in numpy's format.
+        DatasetFormatError: it is not an array of numbers in numpy's format, or is shorter or longer
+            than its header says.
     """
 
-    def __init__(self, name: str, stream: IO[bytes], scratch: Path) -> None:
+    def __init__(self, name: str, open_array: Callable[[], ArrayFile], scratch: Path) -> None:
         self.name = name
-        self._stream = stream
         self._scratch = scratch
         with self._reporting_damage():
-            version = np.lib.format.read_magic(stream)
-            read_header = {
-                (1, 0): np.lib.format.read_array_header_1_0,
-                (2, 0): np.lib.format.read_array_header_2_0,
-            }.get(version)
-            if read_header is None:
-                raise DatasetFormatError(
-                    f"{name}: the version of numpy's format must be 1.0 or 2.0, got {version}; "
-                    "save it again with numpy"
-                )
-            self.shape, self._is_fortran, self._dtype = read_header(stream)
-        if self._dtype.kind not in "iuf":
-            raise DatasetFormatError(f"{name}: must hold numbers, got dtype {self._dtype}")
+            self._array = open_array()
+        self.shape = self._array.shape
 
-    def blocks(self) -> Iterator[NDArray[Any]]:
-        """The array in blocks of `BLOCK_SAMPLES`; the last one may be smaller.
+    @property
+    def samples_per_block(self) -> int:
+        """Samples that are read at once: `BLOCK_SAMPLES`, or fewer if a sample is large.
 
         Raises:
-            DatasetFormatError: it is damaged, or shorter or longer than its header says.
+            DatasetFormatError: one sample is larger than a block may be.
         """
-        blocks = list(in_blocks(range(self.shape[0])))
-        if self._is_fortran and len(self.shape) > 1:
+        sample_bytes = prod(self.shape[1:]) * self._array.dtype.itemsize
+        if sample_bytes > _BLOCK_BYTES:
+            raise DatasetFormatError(
+                f"{self.name}: a sample must have at most {_BLOCK_BYTES} bytes, got {sample_bytes} "
+                f"with shape {self.shape}; is this an array of samples?"
+            )
+        return min(BLOCK_SAMPLES, _BLOCK_BYTES // max(sample_bytes, 1))
+
+    def blocks(self, num_samples: int | None = None) -> Iterator[NDArray[Any]]:
+        """The array in blocks; the last one may be smaller.
+
+        Args:
+            num_samples: Samples per block; by default `samples_per_block`.
+
+        Raises:
+            DatasetFormatError: it is damaged.
+        """
+        array = self._array
+        blocks = in_blocks(range(self.shape[0]), num_samples or self.samples_per_block)
+        if array.is_fortran and len(self.shape) > 1 and array.num_bytes:
             with TemporaryFile(dir=self._scratch) as file:
                 with self._reporting_damage():
-                    shutil.copyfileobj(self._stream, file, 2**20)
-                self._require_bytes(file.tell(), self.shape[0])
+                    shutil.copyfileobj(array.stream, file, 2**20)
+                self._require_bytes(file.tell(), array.num_bytes)
                 file.flush()
-                whole = np.memmap(file, self._dtype, mode="r", shape=self.shape, order="F")
+                whole = np.memmap(file, array.dtype, mode="r", shape=self.shape, order="F")
                 for block in blocks:
                     yield np.ascontiguousarray(whole[block.start : block.stop])
             return
         for block in blocks:
             shape = (len(block), *self.shape[1:])
+            num_bytes = prod(shape) * array.dtype.itemsize
             with self._reporting_damage():
-                data = self._stream.read(int(np.prod(shape)) * self._dtype.itemsize)
-                if block is blocks[-1]:
-                    data += self._stream.read(1)  # nothing may follow
-            self._require_bytes(len(data), shape[0])
-            yield np.frombuffer(data, self._dtype).reshape(shape)
+                data = array.stream.read(num_bytes)
+                if block.stop == self.shape[0]:
+                    data += array.stream.read(1)  # nothing may follow; also checks the checksum
+            self._require_bytes(len(data), num_bytes)
+            yield np.frombuffer(data, array.dtype).reshape(shape)
 
-    def _require_bytes(self, found: int, num_samples: int) -> None:
-        expected = num_samples * int(np.prod(self.shape[1:])) * self._dtype.itemsize
+    def _require_bytes(self, found: int, expected: int) -> None:
+        """Check that a file did not change after it was opened."""
         if found != expected:
             raise DatasetFormatError(
                 f"{self.name}: ends too {'early' if found < expected else 'late'}: its header says "
-                f"{self.shape} of {self._dtype}; fetch it again"
+                f"{self.shape} of {self._array.dtype}; fetch it again"
             )
 
     @contextmanager
     def _reporting_damage(self) -> Iterator[None]:
         try:
-            yield
-        except DatasetFormatError:
-            raise
-        except (ValueError, EOFError, BadZipFile, zlib.error) as error:
+            with damage_as_value_error():
+                yield
+        except UnfitArray as error:
+            raise DatasetFormatError(f"{self.name}: {error}; fetch it again") from error
+        except ValueError as error:
             raise DatasetFormatError(
                 f"{self.name}: is not a complete array in numpy's format ({error}); fetch it again"
             ) from error
@@ -160,7 +174,8 @@ def whole_numbers(
     Raises:
         DatasetFormatError: a number is not; the message names the first one.
     """
-    is_good = (block >= 0) & (block < limits)  # NaN is neither
+    with np.errstate(over="ignore"):  # a limit beyond a 16-bit float is infinite there
+        is_good = (block >= 0) & (block < limits)  # NaN is neither
     if block.dtype.kind == "f":
         is_good &= np.floor(block) == block
     if not is_good.all():

@@ -54,9 +54,10 @@ def append_samples(
     Raises:
         DatasetFormatError: an array is damaged, or has an invalid value.
     """
-    first_sample = 0
+    first_sample, arrays = 0, (labels, dense, sparse)
+    size = min(each.samples_per_block for each in arrays)
     for label_block, dense_block, sparse_block in zip(
-        labels.blocks(), dense.blocks(), sparse.blocks(), strict=True
+        *(each.blocks(size) for each in arrays), strict=True
     ):
         writer.append(
             whole_numbers(labels.name, label_block.reshape(-1), first_sample, 2, label_rule).astype(

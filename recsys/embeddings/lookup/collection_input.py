@@ -69,14 +69,16 @@ def require_weights(features: Features, is_deferred: bool) -> Tensor:
         is_deferred: As for `require_bags`.
 
     Raises:
-        ValueError: there are no weights, or one is nan.
+        MalformedBags: there are no weights, or one is nan.
     """
     weights = features.weights_or_none()
     if weights is None:
-        raise ValueError("is_weighted=True needs one weight per lookup, and the features have none")
+        raise MalformedBags(
+            "is_weighted=True needs one weight per lookup, and the features have none"
+        )
     if not is_deferred and weights.isnan().any():
         value = int(weights.isnan().nonzero()[0])
-        raise ValueError(
+        raise MalformedBags(
             f"{place_of(features, value)}: the weight of id {int(features.values()[value])} "
             "is nan; every lookup needs a number"
         )

@@ -23,12 +23,13 @@ other lookups, without counting again. Letters: R rows of all tables.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 import torch
 
 from recsys._support.sizes import format_bytes, parse_bytes
+from recsys._support.untrusted import is_count, is_finite_number, is_int, is_text
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.popularity.profile_file import read_profile, write_profile
 from recsys.embeddings.table import DATA_TYPES, TableConfig, data_type_of
@@ -36,7 +37,7 @@ from recsys.embeddings.tiers.slots import floor_bytes, map_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall, ConfigError, ProfileError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -51,7 +52,16 @@ RANKINGS = ("lookups_per_byte", "global_topk", "per_table_threshold")
 _SMALL_SHARE = 1 / 1024
 _PRINTED = (0.25, 0.5, 1.0, 2.0, 4.0)
 _DATA_TYPES = DATA_TYPES | {"fp64": torch.float64}  # only in models; `TableConfig` refuses it
-_ARGUMENTS = ("budget_bytes", "ranking", "window_lookups", "small_share")
+# The arguments of a plan, in the order of the constructor, and what each must be in a file.
+_RULES: dict[str, Callable[[Any], bool]] = {
+    "budget_bytes": is_count,
+    "ranking": is_text,
+    "window_lookups": is_count,
+    "small_share": is_finite_number,
+}
+_ARGUMENTS = tuple(_RULES)
+# What a file may hold: more than any model has, and far from where 64-bit products overflow.
+_MOST_DIM, _MOST_SLOT_BYTES = 2**20, 2**26
 
 
 class PlannedTable(NamedTuple):
@@ -68,6 +78,37 @@ class PlannedTable(NamedTuple):
     data_type: str
     num_features: int
     slot_bytes: int
+
+
+def _argument(plan: Mapping[str, Any], key: str) -> Any:
+    """An argument of a plan from its file.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if not _RULES[key](plan[key]):
+        raise ConfigError(f"{key} must not be {plan[key]!r}")
+    return plan[key]
+
+
+def _planned_table(tables: Any, name: str) -> PlannedTable:
+    """A table of a plan from its file.
+
+    Raises:
+        ConfigError: the file does not describe it.
+    """
+    found = tables.get(name) if isinstance(tables, dict) else None
+    if isinstance(found, list) and len(found) == len(PlannedTable._fields):
+        dim, data_type, num_features, num_bytes = found
+        if (
+            is_int(dim, 1, _MOST_DIM)
+            and isinstance(data_type, str)
+            and data_type in _DATA_TYPES
+            and is_count(num_features, 1)
+            and is_int(num_bytes, dim, _MOST_SLOT_BYTES)
+        ):
+            return PlannedTable(dim, data_type, num_features, num_bytes)
+    raise ConfigError(f"table {name!r} must be a dim, a data type, features and bytes per slot")
 
 
 def plan_hot_rows(
@@ -310,10 +351,11 @@ class HotPlan:
                 "`recsys plan`"
             )
         try:
-            tables = {name: PlannedTable(*plan["tables"][name]) for name in about["tables"]}
+            tables = {name: _planned_table(plan["tables"], name) for name in about["tables"]}
+            arguments = [_argument(plan, key) for key in _ARGUMENTS]
             profile = PopularityProfile.from_about(about, counts)
-            return cls(profile, tables, *(plan[key] for key in _ARGUMENTS))
-        except (TypeError, KeyError, ConfigError, BudgetTooSmall) as error:
+            return cls(profile, tables, *arguments)
+        except (ConfigError, BudgetTooSmall) as error:
             raise ProfileError(
                 f"{file}: its plan is invalid ({error}); plan again with `recsys plan`"
             ) from error

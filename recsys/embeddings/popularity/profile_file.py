@@ -9,16 +9,19 @@ The archive has a checksum for each array, so truncated and damaged files are de
 from __future__ import annotations
 
 import json
-import zlib
-from typing import IO, TYPE_CHECKING, Any
-from zipfile import BadZipFile
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from recsys._support.files import appearing_whole
+from recsys._support.machine import memory_bytes
+from recsys._support.npy_files import NpzFile, read_array
+from recsys._support.sizes import format_bytes
+from recsys._support.untrusted import is_count, is_finite_number, is_text, parse_json
 from recsys.errors import ProfileError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -28,16 +31,16 @@ __all__ = ["read_profile", "write_profile"]
 _FORMAT = "recsys-profile"
 _VERSION = 1
 _COUNT_DTYPES = (np.dtype(np.uint32), np.dtype(np.int64))
-# The errors of numpy and zipfile for files that they cannot read.
-_READ_ERRORS = (BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError)
-_KEYS: dict[str, tuple[type, ...]] = {
-    "tables": (dict,),
-    "features": (dict,),
-    "rate": (int, float),
-    "seed": (int,),
-    "num_samples": (int,),
-    "num_samples_seen": (int,),
-    "num_decays": (int,),
+_MOST_META_BYTES = 16 * 2**20
+# What each key of `meta` must hold.
+_KEYS: dict[str, Callable[[Any], bool]] = {
+    "tables": lambda value: isinstance(value, dict),
+    "features": lambda value: isinstance(value, dict),
+    "rate": lambda value: is_finite_number(value) and 0 < value <= 1,
+    "seed": lambda value: type(value) is int,
+    "num_samples": is_count,
+    "num_samples_seen": is_count,
+    "num_decays": is_count,
 }
 
 
@@ -58,70 +61,106 @@ def write_profile(file: Path, about: dict[str, Any], counts: NDArray[Any]) -> No
 def read_profile(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
     """Read a file of `write_profile`: `about` and the counts.
 
+    The sizes of both arrays are checked before they are read, and the counts must fit in memory.
+
     Raises:
         FileNotFoundError: it does not exist.
         ProfileError: it is damaged, not a profile, or of a version that this library cannot read.
     """
-    with file.open("rb") as stream:
-        try:
-            meta, counts = _read_arrays(stream)
-        except _NotAProfile as error:
-            raise ProfileError(
-                f"{file} is not a profile ({error}); make one with `recsys profile STORE --out "
-                f"{file}`"
-            ) from error
-        except _READ_ERRORS as error:
-            raise ProfileError(
-                f"{file} cannot be read as a profile ({error}): it is damaged or another file; "
-                f"make it again with `recsys profile STORE --out {file}`"
-            ) from error
-    _check(file, meta, counts)
+    if file.is_dir():
+        raise ProfileError(
+            f"{file} is a folder, not a profile; if it is a store, count its lookups with "
+            f"`recsys profile {file} --out PROFILE.npz`, and name that file"
+        )
+    try:
+        with NpzFile(file) as archive:
+            meta = _read_meta(file, archive)
+            num_rows = _check_meta(file, meta)
+            counts = _read_counts(file, archive, num_rows)
+    except ProfileError:
+        raise
+    except ValueError as error:
+        if _is_array(file):
+            raise _no_profile(file, "it is a single array") from error
+        raise ProfileError(
+            f"{file} cannot be read as a profile ({error}): it is damaged or another file; make it "
+            f"again with `recsys profile STORE --out {file}`"
+        ) from error
     return meta, counts
 
 
-class _NotAProfile(Exception):
-    """A readable array or archive that is not a profile."""
+def _is_array(file: Path) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
 
 
-def _read_arrays(stream: IO[bytes]) -> tuple[dict[str, Any], NDArray[Any]]:
-    archive = np.load(stream, allow_pickle=False)
-    if not hasattr(archive, "files"):
-        raise _NotAProfile("it is a single array")
-    missing = [name for name in ("meta", "counts") if name not in archive.files]
-    if missing:
-        raise _NotAProfile(f"it has no array {missing[0]!r}")
-    text = archive["meta"]
+def _read_meta(file: Path, archive: NpzFile) -> dict[str, Any]:
+    for name in ("meta", "counts"):
+        if name not in archive.names:
+            raise _no_profile(file, f"it has no array {name!r}")
+    text = archive.open_array("meta")
     if text.dtype != np.uint8:
-        raise _NotAProfile("its array 'meta' is not text")
-    meta: Any = json.loads(text.tobytes().decode())
+        raise _no_profile(file, "its array 'meta' is not text")
+    if text.num_bytes > _MOST_META_BYTES:
+        raise _no_profile(file, f"its array 'meta' has {text.num_bytes} bytes")
+    meta = parse_json(read_array(text).tobytes())
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
-        raise _NotAProfile(f"its array 'meta' does not name the format {_FORMAT}")
-    # Other versions may keep their counts in another way.
-    is_known = meta.get("version") == _VERSION
-    return meta, archive["counts"] if is_known else np.empty(0)
+        raise _no_profile(file, f"its array 'meta' does not name the format {_FORMAT}")
+    return meta
 
 
-def _check(file: Path, meta: dict[str, Any], counts: NDArray[Any]) -> None:
+def _no_profile(file: Path, fault: str) -> ProfileError:
+    return ProfileError(
+        f"{file} is not a profile ({fault}); make one with `recsys profile STORE --out {file}`"
+    )
+
+
+def _check_meta(file: Path, meta: dict[str, Any]) -> int:
+    """Check everything except the counts; returns the number of rows of all tables."""
     if meta.get("version") != _VERSION:
         raise ProfileError(
             f"{file}: a profile's version must be {_VERSION} for this version of recsys, got "
             f"{meta.get('version')!r}; count again, or use the recsys that wrote it"
         )
-    wrong = [key for key, kinds in _KEYS.items() if not isinstance(meta.get(key), kinds)]
+    wrong = [key for key, holds in _KEYS.items() if not holds(meta.get(key))]
     if wrong:
-        raise ProfileError(f"{file}: {wrong[0]} is missing or of another type; count again")
+        raise ProfileError(
+            f"{file}: {wrong[0]} is missing or of another type, or out of range; count again"
+        )
     tables, features = meta["tables"], meta["features"]
-    if list(features) != list(tables) or not all(
-        isinstance(size, int) and size > 0 for size in tables.values()
+    if (
+        not tables
+        or list(features) != list(tables)
+        or not all(is_text(name) and is_count(size, 1) for name, size in tables.items())
+        or not all(
+            isinstance(own, list) and own and all(map(is_text, own)) for own in features.values()
+        )
     ):
         raise ProfileError(
             f"{file}: every table must have features and at least one row, got sizes {tables} and "
             f"features {features}; count again"
         )
-    if counts.dtype not in _COUNT_DTYPES or counts.shape != (sum(tables.values()),):
+    return sum(tables.values())
+
+
+def _read_counts(file: Path, archive: NpzFile, num_rows: int) -> NDArray[Any]:
+    found = archive.open_array("counts")
+    if found.dtype not in _COUNT_DTYPES or found.shape != (num_rows,):
         raise ProfileError(
-            f"{file}: counts must be ({sum(tables.values())},) uint32 or int64 for its tables, got "
-            f"{counts.shape} {counts.dtype}; count again"
+            f"{file}: counts must be ({num_rows},) uint32 or int64 for its tables, got "
+            f"{found.shape} {found.dtype}; count again"
         )
-    if counts.dtype == np.int64 and len(counts) and counts.min() < 0:
+    memory = memory_bytes()
+    if memory is not None and found.num_bytes > memory:
+        raise ProfileError(
+            f"{file}: its counts take {format_bytes(found.num_bytes)}, and this machine has "
+            f"{format_bytes(memory)}; use a machine with more memory, or profile fewer tables"
+        )
+    counts = read_array(found)
+    if counts.dtype == np.int64 and counts.min() < 0:
         raise ProfileError(f"{file}: counts must not be negative, got {counts.min()}; count again")
+    if counts.sum(dtype=np.float64) >= 2**62:
+        raise ProfileError(f"{file}: counts must sum to less than 2**62, got more; count again")
+    return counts

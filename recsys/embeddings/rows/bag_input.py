@@ -84,7 +84,7 @@ class BagInput(NamedTuple):
         """Check that no weight is nan.
 
         Raises:
-            ValueError: a weight is nan.
+            MalformedBags: a weight is nan.
         """
         if self.weights is None:
             return
@@ -92,7 +92,7 @@ class BagInput(NamedTuple):
         is_half = weights.dtype in (torch.float16, torch.bfloat16)  # numba supports neither
         position = int(_first_nan((weights.float() if is_half else weights).numpy()))
         if position >= 0:
-            raise ValueError(
+            raise MalformedBags(
                 f"sample {self._sample(position)}: per_sample_weights must be numbers, got nan at "
                 f"position {position} (id {int(self.values[position])}); check the code that "
                 "computes it"

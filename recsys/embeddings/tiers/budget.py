@@ -79,6 +79,13 @@ def divide_budget(
     floor = floor_bytes(
         num_rows, [(count, space.slot_bytes) for count, space in zip(least, spaces, strict=True)]
     )
+    if budget_bytes < floor and max(least) == 1:
+        per_row = ", ".join(f"{space.slot_bytes} (embedding_dim {space.dim})" for space in spaces)
+        raise BudgetTooSmall(
+            f"budget: the row map of {num_rows} rows and one row take {floor} bytes, and the "
+            f"budget is {budget_bytes}; each distinct row that a mini-batch looks up takes "
+            f"{per_row} bytes more, so raise it to {floor} plus the bytes of these rows"
+        )
     if budget_bytes < floor:
         rows = ", ".join(
             f"{count} of embedding_dim {space.dim}"

@@ -380,13 +380,7 @@ class Residency:
         return self.hot.pin_popular(self._most_pinned(share, num_left))
 
     def pin_as_popular(self, rows: NDArray[np.int64], share: float, num_left: int) -> None:
-        """Pin rows that were popular when a state was saved, as far as they fit.
-
-        Args:
-            rows: Distinct rows, counted over all tables, the most popular first.
-            share: As for `pin_popular`.
-            num_left: As for `pin_popular`.
-        """
+        """Pin `rows`, as far as they fit; see `pin_popular` and `Slots.pin_as_popular`."""
         self._collect()
         self.hot.pin_as_popular(rows, self._most_pinned(share, num_left))
 

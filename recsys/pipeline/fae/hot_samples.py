@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recsys._support.files import appearing_whole
+from recsys._support.npy_files import open_array, read_array
 from recsys.embeddings.kernels.cpu.counting import worst_levels
 from recsys.embeddings.popularity.lookup_blocks import blocks_of_source, samples_of
 from recsys.embeddings.popularity.row_counts import RowCounts
@@ -37,7 +38,8 @@ def hot_samples(
         plan: Says which rows are pinned; features of the source look up its tables.
         source: Where samples come from.
         samples: A contiguous range of samples.
-        folder: Where the file is kept; None keeps none. A folder that cannot be written warns.
+        folder: Where the file is kept; None keeps none. A folder that cannot be written warns, and
+            so does a damaged file, which is replaced.
 
     Shape:
         result (N,), one value for each sample.
@@ -51,9 +53,9 @@ def hot_samples(
         return find_hot_samples(plan, source, samples)
     file = Path(folder) / f"hot_samples-{_digest(plan, source, samples)}.npy"
     if file.is_file():
-        packed = np.load(file, allow_pickle=False)
-        if packed.dtype == np.uint8 and len(packed) == -(-len(samples) // 8):
-            return np.unpackbits(packed, count=len(samples)).astype(np.bool_)
+        kept = _read(file, len(samples))
+        if kept is not None:
+            return kept
     found = find_hot_samples(plan, source, samples)
     try:
         with appearing_whole(file) as partial, partial.open("wb") as opened:
@@ -65,6 +67,23 @@ def hot_samples(
             stacklevel=2,
         )
     return found
+
+
+def _read(file: Path, num_samples: int) -> NDArray[np.bool_] | None:
+    """The hot samples in a file of `hot_samples`; None, with a warning, if it is damaged."""
+    shape = (-(-num_samples // 8),)
+    try:
+        with file.open("rb") as stream:
+            array = open_array(stream, file.stat().st_size)
+            fault = f"it must hold {shape} uint8, got {array.shape} {array.dtype}"
+            if array.dtype == np.uint8 and array.shape == shape:
+                return np.unpackbits(read_array(array), count=num_samples).astype(np.bool_)
+    except (ValueError, OSError) as error:
+        fault = str(error)
+    warnings.warn(
+        f"{file}: the list of hot samples is damaged ({fault}); it is made again", stacklevel=3
+    )
+    return None
 
 
 def find_hot_samples(plan: HotPlan, source: SampleSource, samples: range) -> NDArray[np.bool_]:

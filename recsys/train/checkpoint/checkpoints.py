@@ -177,6 +177,9 @@ class Checkpoints:
         )
         self._settle()
         self.prepare()
+        if self._full is not None:
+            # A row that is updated after the cut is not in the delta, so it must be copied by now.
+            self._writer.wait()
         tables = self._contents.tables
         tables.flush()
         of_tables = self._contents.table_arrays()
@@ -231,6 +234,17 @@ class Checkpoints:
         finally:
             remove_unneeded(self._folder)
             self._release()
+
+    def give_up(self) -> None:
+        """End at once, without writing what waits; complete checkpoints stay."""
+        for task in (self._full, None if self._cut is None else self._cut.task):
+            if task is not None and task.error is None:
+                # Not `fail`, which deletes files: the thread may be completing this piece.
+                task.error = CheckpointError("given up")
+        self._cut = None
+        self._writer.close()
+        remove_unneeded(self._folder)
+        self._release()
 
     def describe(self) -> dict[str, Any]:
         """For a run record: what was saved since this object was made, and what it cost.

@@ -1,3 +1,4 @@
+import hashlib
 import json
 
 import pytest
@@ -136,4 +137,35 @@ def test_a_file_that_lost_what_was_committed_is_named(folder, name, change):
     with pytest.raises(
         StoreError, match=rf"{name} must have at least 3 bytes, has [01]: .*damaged"
     ):
+        folder.roll_back()
+
+
+def test_a_link_is_refused_and_the_file_it_leads_to_is_kept(folder, tmp_path_factory):
+    own = tmp_path_factory.mktemp("own") / "file"
+    own.write_text("one of the user's files")
+    (folder.path / "one").unlink()
+    (folder.path / "one").symlink_to(own)
+
+    with pytest.raises(StoreError, match="one must not be a symbolic link"):
+        folder.roll_back()
+
+    assert own.read_text() == "one of the user's files"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"about": {}, "num_bytes": {"one": "3"}},
+        {"about": {}, "num_bytes": {"one": -3}},
+        {"about": {}, "num_bytes": []},
+        {"about": [], "num_bytes": {}},
+        {"num_bytes": {}},
+    ],
+)
+def test_a_record_with_a_right_sum_and_wrong_types_is_refused(folder, content):
+    text = json.dumps(content, sort_keys=True)
+    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder.path / "committed.json").write_text(json.dumps(content))
+
+    with pytest.raises(StoreError, match=r"lacks the notes or the length of a file: .* damaged"):
         folder.roll_back()

@@ -3,12 +3,15 @@ import itertools
 import json
 import math
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from recsys.bench.prepare import prepare_with_pandas
+from recsys.datasets.criteo.flow import _next_newline
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+from recsys.datasets.criteo.parse import explain
 from recsys.datasets.store import Store
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, MissingDependency
 
@@ -294,3 +297,55 @@ def test_a_file_named_twice_is_refused(tmp_path):
         prepare_criteo_kaggle([raw, raw], tmp_path / "store", show_progress=False)
 
     assert list(tmp_path.iterdir()) == [raw]
+
+
+def test_too_many_bad_lines_are_refused_instead_of_listed(tmp_path, monkeypatch):
+    for module in ("parse", "text"):
+        monkeypatch.setattr(f"recsys.datasets.criteo.{module}.MOST_BAD_LINES", 2000)
+    (tmp_path / "raw.txt").write_bytes(b"\n" * 5000)
+
+    with pytest.raises(DatasetFormatError, match=r"raw\.txt: at most 2,000 bad lines can be skip"):
+        prepare_criteo_kaggle(
+            [tmp_path / "raw.txt"], tmp_path / "store", skip_bad_lines=True, show_progress=False
+        )
+
+    assert [path.name for path in tmp_path.iterdir()] == ["raw.txt"]
+
+
+def test_a_zst_bomb_takes_little_memory(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    frame = zstandard.ZstdCompressor(level=1).compress(bytes(2**28))
+    (tmp_path / "raw.txt.zst").write_bytes(frame * 4)  # a GiB, in a hundred kilobytes
+    assert len(frame) < 2**16
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(DatasetFormatError, match="a line of more than 16777216 bytes"):
+            prepare_criteo_kaggle(
+                [tmp_path / "raw.txt.zst"], tmp_path / "store", show_progress=False
+            )
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 2**28
+
+
+def test_a_line_of_tabs_is_explained_in_little_memory():
+    line = b"\t" * 2**22
+
+    tracemalloc.start()
+    try:
+        assert explain(line) == ("expected 40 tab-separated fields", "4194305")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize("length", [0, 5, 1022, 1023, 1024, 5000])
+def test_the_end_of_a_short_or_long_line_is_found(length):
+    text = np.frombuffer(b"0\n" + b"x" * length + b"\n1\n", np.uint8)
+
+    assert _next_newline(text, 2) == length + 2

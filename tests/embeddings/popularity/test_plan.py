@@ -352,6 +352,13 @@ def test_a_profile_is_no_plan(tmp_path):
         (lambda plan: plan.update(budget_bytes=1), "its plan is invalid .*must be at least"),
         (lambda plan: plan["tables"].pop("a"), "its plan is invalid"),
         (lambda plan: plan.update(tables={"a": [1], "b": [2]}), "its plan is invalid"),
+        (lambda plan: plan.update(tables=5), "its plan is invalid"),
+        (lambda plan: plan["tables"]["a"].__setitem__(0, -4), "table 'a' must be a dim"),
+        (lambda plan: plan["tables"]["a"].__setitem__(1, []), "table 'a' must be a dim"),
+        (lambda plan: plan["tables"]["a"].__setitem__(3, 2**62), "table 'a' must be a dim"),
+        (lambda plan: plan.update(ranking=[]), "its plan is invalid .*ranking must not be"),
+        (lambda plan: plan.update(window_lookups=0), "its plan is invalid"),
+        (lambda plan: plan.update(small_share=float("nan")), "its plan is invalid"),
     ],
 )
 def test_a_damaged_plan_is_refused(tmp_path, change, message):

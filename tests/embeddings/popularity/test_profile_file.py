@@ -1,4 +1,5 @@
 import json
+import os
 
 import numpy as np
 import pytest
@@ -136,6 +137,13 @@ def save_array(file):
         (lambda f: write_meta(f, version=2), "version must be 1 .*, got 2; count again"),
         (lambda f: write_meta(f, rate=None), "rate is missing or of another type"),
         (lambda f: write_meta(f, seed="x"), "seed is missing or of another type"),
+        (lambda f: write_meta(f, rate=float("nan")), "rate is missing or of another type, or out"),
+        (lambda f: write_meta(f, rate=0), "rate is missing or of another type, or out of range"),
+        (lambda f: write_meta(f, num_samples=-1), "num_samples is missing"),
+        (lambda f: write_meta(f, features={"a": 5}), "every table must have features"),
+        (lambda f: write_meta(f, features={"a": []}), "every table must have features"),
+        (lambda f: write_meta(f, tables={}, features={}), "every table must have features"),
+        (lambda f: write_meta(f, more="x" * 2**24), "its array 'meta' has"),
         (lambda f: write_meta(f, tables={"a": 3}), r"counts must be \(3,\) uint32 or int64"),
         (lambda f: write_meta(f, tables={"a": 0}), "and at least one row"),
         (lambda f: write_meta(f, tables={"b": 2}), "every table must have features"),
@@ -160,3 +168,30 @@ def test_an_archive_with_a_pickle_is_refused_unread(tmp_path):
 def test_a_file_that_is_not_there_is_said_to_be_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.npz"):
         PopularityProfile.load(tmp_path / "nowhere.npz")
+
+
+def test_a_folder_and_a_pipe_are_no_profiles(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+
+    with pytest.raises(ProfileError, match=r"is a folder, not a profile; if it is a store, count"):
+        PopularityProfile.load(tmp_path)
+    with pytest.raises(ProfileError, match=r"pipe cannot be read as a profile .*not a plain file"):
+        PopularityProfile.load(tmp_path / "pipe")
+
+
+def test_counts_that_do_not_fit_in_memory_are_refused(profile, tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.embeddings.popularity.profile_file.memory_bytes", lambda: 100)
+    profile.save(tmp_path / "profile.npz")
+
+    with pytest.raises(ProfileError, match=r"its counts take 7\.82 KiB, and this machine has 100"):
+        PopularityProfile.load(tmp_path / "profile.npz")
+
+
+@pytest.mark.parametrize("counts", [np.array([2**62, 2**62]), np.array([-1, 0])])
+def test_counts_that_overflow_or_are_negative_are_refused(tmp_path, counts):
+    write_meta(tmp_path / "f.npz")
+    with np.load(tmp_path / "f.npz") as arrays:
+        np.savez(tmp_path / "g.npz", meta=arrays["meta"], counts=counts)
+
+    with pytest.raises(ProfileError, match=r"counts must (sum to less than|not be negative)"):
+        PopularityProfile.load(tmp_path / "g.npz")

@@ -96,3 +96,12 @@ def test_what_one_mini_batch_needed_is_not_kept_from_the_next_one():
     with pytest.raises(BudgetTooSmall, match="300 of embedding_dim 4, 1 of embedding_dim 8"):
         look_up(300, 1)
     look_up(40, 5)
+
+
+def test_a_budget_below_one_row_says_what_each_row_of_a_mini_batch_takes():
+    with pytest.raises(
+        BudgetTooSmall,
+        match=r"row map of 30 rows and one row take 144 bytes, .* looks up takes 24 "
+        r"\(embedding_dim 4\) bytes more, so raise it to 144 plus the bytes of these rows",
+    ):
+        divide_budget(10, [space(30, 4)], [1])

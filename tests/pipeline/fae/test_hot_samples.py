@@ -63,13 +63,28 @@ def test_another_plan_or_other_samples_have_a_file_of_their_own(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_file_of_another_length_is_found_anew(tmp_path):
+def save_pickle(file):
+    with file.open("wb") as stream:
+        np.save(stream, np.array([{}], object), allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (lambda file: np.save(file, np.zeros(3, np.uint8)), r"got \(3,\) uint8"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "ends too early"),
+        (lambda file: file.write_bytes(b"text"), "does not begin with"),
+        (save_pickle, "must hold numbers, got dtype object"),
+    ],
+)
+def test_a_damaged_file_warns_and_is_made_again(tmp_path, damage, fault):
     plan = plan_of()
     found = hot_samples(plan, SOURCE, PART, tmp_path)
     [file] = tmp_path.iterdir()
-    np.save(file, np.zeros(3, np.uint8))
+    damage(file)
 
-    assert np.array_equal(hot_samples(plan, SOURCE, PART, tmp_path), found)
+    with pytest.warns(UserWarning, match=rf"hot_samples-\w+\.npy: .* is damaged .*{fault}"):
+        assert np.array_equal(hot_samples(plan, SOURCE, PART, tmp_path), found)
     assert np.array_equal(np.unpackbits(np.load(file), count=len(PART)), found)
 
 

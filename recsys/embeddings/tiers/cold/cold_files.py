@@ -26,6 +26,7 @@ import torch
 from recsys._support.files import appearing_whole
 from recsys._support.memory import advise_random
 from recsys._support.sizes import format_bytes
+from recsys.embeddings.tiers.cold.manifest import DTYPES, VERSION, Kind, read_manifest
 from recsys.errors import ColdTierDirty, ColdTierError, ConfigError
 
 if TYPE_CHECKING:
@@ -43,28 +44,6 @@ __all__ = [
 ]
 
 COLD_TIERS = ("host", "file")
-
-_VERSION = 1
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-}
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """The shape and dtype of an array, as in `arrays.json`."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> _Kind:
-        return cls(tuple(shape), str(dtype).removeprefix("torch."))
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * _DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -115,10 +94,10 @@ class ColdFiles:
         self._guard = threading.RLock()
         self._lock = lock_folder(self.folder)
         try:
-            wanted = {(name, "weight"): _Kind.of(*kind) for name, kind in tables.items()}
+            wanted = {(name, "weight"): Kind.of(*kind) for name, kind in tables.items()}
             found = self._read_manifest()
             self.is_new = found is None
-            self._kinds: dict[tuple[str, str], _Kind] = {}
+            self._kinds: dict[tuple[str, str], Kind] = {}
             self.numbers: dict[str, dict[str, float]] = {}
             self._is_dirty = True
             if found is None:
@@ -177,7 +156,7 @@ class ColdFiles:
         key = table, name
         with self._guard:
             self.mark_dirty()
-            self._make({key: _Kind.of(shape, dtype)})
+            self._make({key: Kind.of(shape, dtype)})
             self._write_manifest()
         return self._open[key].tensor
 
@@ -194,7 +173,7 @@ class ColdFiles:
             raise ColdTierError(
                 f"{self.folder}: {name!r} of table {table!r} is "
                 f"{_words(self._kinds[table, name])}, got "
-                f"{_words(_Kind.of(values.shape, values.dtype))}; load it into a new cold_path"
+                f"{_words(Kind.of(values.shape, values.dtype))}; load it into a new cold_path"
             )
         self.mark_dirty()
         return known.copy_(values)
@@ -272,7 +251,7 @@ class ColdFiles:
     def _path_of(self, key: tuple[str, str]) -> Path:
         return self.folder / f"{quote('.'.join(key), safe='')}.bin"
 
-    def _make(self, kinds: Mapping[tuple[str, str], _Kind]) -> None:
+    def _make(self, kinds: Mapping[tuple[str, str], Kind]) -> None:
         """Make files of zeros: all of them, or none."""
         wanted = sum(kind.num_bytes for kind in kinds.values())
         disk = os.statvfs(self.folder)
@@ -307,6 +286,11 @@ class ColdFiles:
 
     def _map(self, key: tuple[str, str]) -> None:
         path, kind = self._path_of(key), self._kinds[key]
+        if path.is_symlink():  # recsys makes none; rows would be written to any file
+            raise ColdTierError(
+                f"{path}: must be a file of this folder, is a symbolic link; copy the file here, "
+                "or choose another cold_path"
+            )
         try:
             found = path.stat().st_size
         except OSError as error:
@@ -322,7 +306,7 @@ class ColdFiles:
         if before is not None:  # a state array that is made again; no transfer uses the old one
             os.close(before.descriptor)
             self._by_address.pop(before.tensor.data_ptr(), None)
-        dtype = _DTYPES[kind.dtype]
+        dtype = DTYPES[kind.dtype]
         if not kind.num_bytes:
             self._open[key] = OpenArray(path, os.open(path, os.O_RDWR), torch.empty(kind.shape))
             return
@@ -340,7 +324,7 @@ class ColdFiles:
                 "delete the files there, or choose another cold_path"
             )
 
-    def _require(self, wanted: Mapping[tuple[str, str], _Kind]) -> None:
+    def _require(self, wanted: Mapping[tuple[str, str], Kind]) -> None:
         """Refuse a folder that is dirty, or has other tables."""
         known = {key: kind for key, kind in self._kinds.items() if key[1] == "weight"}
         for key in {**wanted, **known}:
@@ -374,7 +358,7 @@ class ColdFiles:
             {"table": key[0], "name": key[1], **asdict(kind)} for key, kind in self._kinds.items()
         ]
         content = {
-            "version": _VERSION,
+            "version": VERSION,
             "is_dirty": self._is_dirty,
             "arrays": arrays,
             "numbers": self.numbers,
@@ -382,26 +366,15 @@ class ColdFiles:
         with appearing_whole(self._manifest) as partial:
             partial.write_text(json.dumps(content, indent=1))
 
-    def _read_manifest(self) -> tuple[dict[Any, _Kind], dict[str, Any], bool] | None:
+    def _read_manifest(self) -> tuple[dict[Any, Kind], dict[str, Any], bool] | None:
         try:
-            content = json.loads(self._manifest.read_text())
-            version = content["version"]
-            if version == _VERSION:
-                kinds = {
-                    (each["table"], each["name"]): _Kind(tuple(each["shape"]), each["dtype"])
-                    for each in content["arrays"]
-                }
-                return kinds, content["numbers"], bool(content["is_dirty"])
+            return read_manifest(self._manifest)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise ColdTierError(
                 f"{self._manifest}: cannot be read ({error}); {_begin_anew(self.folder)}"
             ) from error
-        raise ColdTierError(
-            f"{self._manifest}: version {version} is not known, {_VERSION} is; open it with the "
-            "release of recsys that made it"
-        )
 
 
 def open_cold_files(
@@ -463,7 +436,7 @@ def lock_folder(folder: Path) -> int:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise ColdTierError(
             f"{folder}: must be a writable folder ({error.strerror}); choose another cold_path, or "
@@ -480,7 +453,7 @@ def lock_folder(folder: Path) -> int:
     return descriptor
 
 
-def _words(kind: _Kind | None) -> str:
+def _words(kind: Kind | None) -> str:
     return "absent" if kind is None else f"{kind.dtype} of shape {kind.shape}"
 
 

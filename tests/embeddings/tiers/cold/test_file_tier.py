@@ -624,3 +624,72 @@ def test_state_that_is_begun_anew_waits_for_transfers_under_way(tmp_path, monkey
     pooled.sum().backward()
 
     assert under_way == [0]
+
+
+def change_manifest(change):
+    def damage(rows):
+        content = json.loads((rows / "arrays.json").read_text())
+        change(content)
+        (rows / "arrays.json").write_text(json.dumps(content))
+
+    return damage
+
+
+def replace_by(make):
+    def damage(rows):
+        (rows / "arrays.json").unlink()
+        make(rows / "arrays.json")
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change_manifest(lambda content: content.update(arrays=5)), "an array must have a table"),
+        (
+            change_manifest(lambda content: content["arrays"].append({})),
+            "an array must have a table",
+        ),
+        (
+            change_manifest(lambda content: content["arrays"][0].update(shape=[-1, 4])),
+            "an array must have a table",
+        ),
+        (
+            change_manifest(lambda content: content["arrays"][0].update(dtype=["float32"])),
+            "an array must have a table",
+        ),
+        (
+            change_manifest(lambda content: content["arrays"].append(content["arrays"][0])),
+            "twice",
+        ),
+        (
+            change_manifest(lambda content: content["arrays"][-1].update(shape=[3, 4])),
+            "must have an entry for each of its rows",
+        ),
+        (change_manifest(lambda content: content.update(numbers={"a": 5})), "its numbers are not"),
+        (change_manifest(lambda content: content.update(is_dirty="no")), "whether it is dirty"),
+        (lambda rows: (rows / "arrays.json").write_text("[" * 90_000), "cannot be read .*nested"),
+        (replace_by(os.mkfifo), "not a plain file"),
+    ],
+)
+def test_a_manifest_of_other_types_is_refused(damage, message, tmp_path):
+    damaged(tmp_path, damage)
+
+    with pytest.raises(ColdTierError, match=rf"arrays\.json: .*{message}"):
+        in_files(Adagrad(lr=0.1), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["goods.weight.bin", "lock"])
+def test_a_link_out_of_the_folder_is_refused_and_not_written_to(name, tmp_path):
+    def link(rows):
+        (rows / name).rename(tmp_path / "own")
+        (rows / name).symlink_to(tmp_path / "own")
+
+    damaged(tmp_path, link)
+    before = (tmp_path / "own").read_bytes()
+
+    with pytest.raises(ColdTierError, match=r"is a symbolic link|must be a writable folder"):
+        in_files(Adagrad(lr=0.1), tmp_path)
+
+    assert (tmp_path / "own").read_bytes() == before

@@ -1,0 +1,134 @@
+"""Runs one case: damages an input, reads it, and checks what became of it.
+
+A case is right if the reader succeeds, or raises a class of `recsys.errors` or an error of the
+system that names the file; in bounded time and memory; and leaves no file under its final name.
+"""
+
+import shutil
+import signal
+import tempfile
+import tracemalloc
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fuzz_mutations import copy_folder
+
+from recsys.errors import ConfigError, RecsysError
+
+SECONDS_PER_CASE = 10
+# Text is read in blocks of 16 MiB, and other files in blocks of 64 MiB.
+MOST_BYTES, MOST_BYTES_PER_BYTE = 256 * 2**20, 64
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One entry point.
+
+    Attributes:
+        name: As in the table of the docs.
+        faults: What `attack` may do, in words.
+        make: Writes good files to a folder, once.
+        attack: Damages a copy of that folder, or makes bad arguments, as a `Random` decides.
+            Returns the call to be tried.
+        outputs: Names in the folder that must not exist after an error.
+        names_file: Whether errors must name the folder.
+        allowed: Further classes of errors: those of Python, for arguments of Python functions.
+    """
+
+    name: str
+    faults: str
+    make: object
+    attack: object
+    outputs: tuple = ()
+    names_file: bool = True
+    allowed: tuple = ()
+
+
+class WrongOutcomeError(AssertionError):
+    """A case that is not right."""
+
+
+class TimeIsUp(BaseException):  # no reader may catch it
+    """A reader hangs."""
+
+
+@contextmanager
+def good_files(reader):
+    """A folder with the good files of a reader."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        good = Path(folder, "good")
+        good.mkdir()
+        reader.make(good)
+        yield good
+
+
+def run_case(reader, good, random):
+    """Run one case; returns the name of its outcome: "read", or the class of the error.
+
+    Raises:
+        WrongOutcomeError: the case is not right.
+    """
+    folder = copy_folder(good, good.with_name("case"))
+    try:
+        call = reader.attack(folder, random)
+        size = sum(path.lstat().st_size for path in folder.rglob("*"))
+        before = {path.name for path in folder.iterdir()}
+        with bounded(size):
+            outcome = _outcome(reader, folder, call)
+        if outcome != "read":
+            left = {path.name for path in folder.iterdir()} - before
+            _require(not left & set(reader.outputs), f"{outcome}, but {sorted(left)} were written")
+            _require(not [each for each in left if each.startswith(".")], f"{outcome} left {left}")
+        return outcome
+    finally:
+        shutil.rmtree(folder)
+
+
+def _outcome(reader, folder, call):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", UserWarning)  # how recsys says that it makes something anew
+        try:
+            call()
+        except (RecsysError, OSError) as error:
+            message = str(error)
+            is_of_arguments = isinstance(error, ConfigError)
+            if (reader.names_file and not is_of_arguments) or not isinstance(error, RecsysError):
+                _require(str(folder) in message, f"{type(error).__name__} names no file: {message}")
+            _require(len(message) < 20_000, f"{type(error).__name__} of {len(message)} characters")
+            return type(error).__name__
+        except reader.allowed as error:
+            _require(len(str(error)) > 10, f"{type(error).__name__} says nothing: {error}")
+            return type(error).__name__
+        except Exception as error:
+            kind = type(error).__name__
+            raise WrongOutcomeError(f"{reader.name}: raised {kind}: {error}"[:2000]) from error
+    return "read"
+
+
+@contextmanager
+def bounded(num_bytes):
+    """Raise if the block takes too long, or too much memory for input of this size."""
+
+    def on_alarm(*_):
+        raise TimeIsUp(f"a case took more than {SECONDS_PER_CASE} s")
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_CASE)
+    tracemalloc.start()
+    try:
+        yield
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    most = MOST_BYTES + MOST_BYTES_PER_BYTE * num_bytes
+    _require(peak <= most, f"{peak} bytes of memory for {num_bytes} bytes of input")
+
+
+def _require(holds, message):
+    if not holds:
+        raise WrongOutcomeError(message)

@@ -1,0 +1,304 @@
+"""Readers of data: raw text, arrays of other programs, stores, profiles, plans, cold files."""
+
+import gzip
+import hashlib
+import io
+import json
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import zstandard
+from fuzz_cases import Reader
+from fuzz_mutations import (
+    mutate_bytes,
+    mutate_file,
+    mutate_json,
+    mutate_npy,
+    mutate_npz,
+    mutate_tree,
+)
+
+from recsys.datasets import Store
+from recsys.datasets.classic_npz import read_classic_npz, write_classic_npz
+from recsys.datasets.criteo.days import prepare_criteo_1tb
+from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+from recsys.datasets.torchrec_npy import read_torchrec_npy, write_torchrec_npy
+from recsys.embeddings import HotColdEmbeddingBag, PopularityProfile, RowWiseAdagrad, plan_hot_rows
+from recsys.embeddings.popularity.plan import HotPlan
+from recsys.errors import ProfileError
+from recsys.pipeline.fae.hot_samples import hot_samples
+from recsys.train.build import table_configs
+
+NUM_SAMPLES = 42
+
+
+def raw_text(num_samples=NUM_SAMPLES, seed=0):
+    """Good lines in Criteo's format."""
+    rng = np.random.default_rng(seed)
+    lines = []
+    for sample in range(num_samples):
+        integers = [str(each) for each in rng.integers(0, 50, 13)]
+        integers[2] = ""
+        categories = [f"{each:08x}" for each in rng.integers(0, 9, 26)]
+        lines.append("\t".join([str(sample % 2), *integers, *categories]))
+    return ("\n".join(lines) + "\n").encode()
+
+
+def make_store(folder, name="store", **arguments):
+    (folder / "raw.txt").write_bytes(raw_text())
+    prepare_criteo_kaggle(
+        [folder / "raw.txt"], folder / name, num_threads=1, show_progress=False, **arguments
+    )
+    (folder / "raw.txt").unlink()
+    return Store(folder / name)
+
+
+def read_store(path):
+    """Everything that other parts do with a store."""
+    store = Store(path)
+    store.read(np.arange(store.num_samples))
+    store.describe(), store.fingerprint, repr(store)
+    PopularityProfile.count(store)
+    for part in store.splits.values():
+        store.read(np.array(part, np.int64))
+
+
+def raw_attack(folder, random, pack):
+    file = folder / "raw.txt"
+    file.write_bytes(raw_text())
+    mutate_file(file, random, mutate_bytes)
+    if file.is_file() and not file.is_symlink():
+        packed = pack(file.read_bytes())
+        if random.random() < 0.3:
+            packed = mutate_bytes(packed, random)
+        elif random.random() < 0.02:
+            packed = pack(bytes([random.choice(b"0\n\t")]) * (16 * 2**20))  # a bomb
+        file.write_bytes(packed)
+    return partial(
+        prepare_criteo_kaggle,
+        [file],
+        folder / "store",
+        convention=random.choice(["classic", "torchrec"]),
+        skip_bad_lines=random.random() < 0.5,
+        num_threads=random.choice([1, 2]),
+        show_progress=False,
+    )
+
+
+def make_days(folder):
+    for day in range(2):
+        (folder / f"day_{day}").write_bytes(raw_text(10, seed=day))
+    (folder / "day_1.good").write_bytes((folder / "day_1").read_bytes())
+    (folder / "day_1").write_text("bad\n")
+    days = [folder / "day_0", folder / "day_1"]
+    with suppress(ValueError):
+        prepare_criteo_1tb(days, folder / "store", num_threads=1, show_progress=False)
+    (folder / "day_1.good").rename(folder / "day_1")
+
+
+def attack_days(folder, random):
+    unfinished = folder / "store.unfinished"
+    kind = random.randint(0, 3)
+    if kind == 0:
+        mutate_file(folder / f"day_{random.randint(0, 1)}", random, mutate_bytes)
+    elif kind == 1:
+        content = json.loads((unfinished / "committed.json").read_text())
+        del content["sha256"]
+        content = mutate_tree(content, random)
+        if isinstance(content, dict):  # one who damages it on purpose computes the sum, too
+            text = json.dumps(content, sort_keys=True)
+            content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        (unfinished / "committed.json").write_text(json.dumps(content))
+    else:
+        files = sorted(path for path in unfinished.rglob("*") if path.is_file())
+        file = random.choice(files)
+        mutate_file(file, random, mutate_json if file.suffix == ".json" else mutate_bytes)
+    return partial(
+        prepare_criteo_1tb,
+        [folder / "day_0", folder / "day_1"],
+        folder / "store",
+        skip_bad_lines=random.random() < 0.5,
+        max_ind_range=random.choice([None, None, 3]),
+        num_threads=1,
+        show_progress=False,
+    )
+
+
+def attack_store(folder, random):
+    file = random.choice(["meta.json"] * 4 + ["labels.bin", "dense.bin", "sparse.bin", "ids.bin"])
+    mutate = mutate_json if file == "meta.json" else mutate_bytes
+    mutate_file(folder / "store" / file, random, mutate)
+    return partial(read_store, folder / "store")
+
+
+def make_classic(folder):
+    write_classic_npz(make_store(folder), folder / "processed.npz")
+
+
+def attack_classic(folder, random):
+    mutate_file(folder / "processed.npz", random, mutate_npz)
+    return partial(read_classic_npz, folder / "processed.npz", folder / "back")
+
+
+def make_npy(folder):
+    write_torchrec_npy(make_store(folder, convention="torchrec"), folder, "day")
+
+
+def attack_npy(folder, random):
+    name = random.choice(["dense", "sparse", "labels"])
+    mutate_file(folder / f"day_{name}.npy", random, mutate_npy)
+    sizes = random.choice([None, None, [5] * 26, [5], [-1] * 26, [2**63] * 26])
+    return partial(read_torchrec_npy, folder, ["day"], folder / "back", table_sizes=sizes)
+
+
+def make_profile(folder):
+    store = make_store(folder)
+    PopularityProfile.count(store, rate=0.9, seed=3).save(folder / "profile.npz")
+
+
+def mutate_profile(data, random):
+    """A profile's archive, or its text alone."""
+
+    def mutate_member(member, random):
+        if b"recsys-profile" not in member or random.random() < 0.3:
+            return mutate_npy(member, random)
+        text = mutate_json(np.load(io.BytesIO(member)).tobytes(), random)
+        stream = io.BytesIO()
+        np.save(stream, np.frombuffer(text, np.uint8))
+        return stream.getvalue()
+
+    return mutate_npz(data, random, mutate_member)
+
+
+def attack_profile(folder, random):
+    mutate_file(folder / "profile.npz", random, mutate_profile)
+
+    def use():
+        profile = PopularityProfile.load(folder / "profile.npz")
+        repr(profile)
+        profile.ranked_rows(5)
+        if profile.num_lookups:
+            profile.coverage(3)
+        profile.decay(0.5)
+        profile.merge(profile)
+        with suppress(ProfileError):  # the profile may have features of other names
+            profile.for_tables(table_configs(profile.table_sizes, 4))
+        profile.save(folder / "again.npz")
+
+    return use
+
+
+def make_plan(folder):
+    store = make_store(folder)
+    profile = PopularityProfile.count(store)
+    tables = table_configs(profile.table_sizes, 4)
+    plan_hot_rows(profile, tables, "6KB", RowWiseAdagrad(lr=0.1), window_lookups=2).save(
+        folder / "plan.npz"
+    )
+
+
+def attack_plan(folder, random):
+    mutate_file(folder / "plan.npz", random, mutate_profile)
+
+    def use():
+        plan = HotPlan.load(folder / "plan.npz")
+        str(plan), plan.pinned_by_table(), plan.everything_bytes
+        if plan.profile.num_lookups:
+            plan.coverage()
+        plan.retarget(plan.floor_bytes)
+
+    return use
+
+
+def make_hot(folder):
+    store = make_store(folder)
+    hot_samples(_plan_of(store), store, range(NUM_SAMPLES), folder / "store")
+
+
+def _plan_of(store):
+    profile = PopularityProfile.count(store)
+    tables = [
+        SimpleNamespace(
+            name=name, num_embeddings=size, embedding_dim=4, feature_names=(name,), data_type="fp32"
+        )
+        for name, size in profile.table_sizes.items()
+    ]
+    return plan_hot_rows(profile, tables, "9KB", window_lookups=2)
+
+
+def attack_hot(folder, random):
+    [file] = (folder / "store").glob("hot_samples-*")
+    mutate_file(file, random, mutate_npy)
+    store = Store(folder / "store")
+    return partial(hot_samples, _plan_of(store), store, range(NUM_SAMPLES), folder / "store")
+
+
+def _bag(folder, **initial):
+    return HotColdEmbeddingBag(
+        20,
+        4,
+        mode="sum",
+        budget=20 * 4 + 12 * 40,
+        optimizer=RowWiseAdagrad(lr=0.1),
+        cold_tier="file",
+        cold_path=folder / "rows",
+        **initial,
+    )
+
+
+def make_cold(folder):
+    bag = _bag(folder)
+    for start in (0, 5, 10):
+        bag(torch.arange(start, start + 8).reshape(4, 2)).sum().backward()
+    bag.sync()
+    del bag
+
+
+def attack_cold(folder, random):
+    files = sorted((folder / "rows").iterdir())
+    file = random.choice([*files, *[folder / "rows" / "arrays.json"] * 4])
+    mutate_file(file, random, mutate_json if file.suffix == ".json" else mutate_bytes)
+
+    def use():
+        bag = _bag(folder)
+        bag(torch.arange(8).reshape(4, 2)).sum().backward()
+        bag.weight.sum()
+
+    return use
+
+
+def nothing(folder):
+    """A reader whose attack makes its own files."""
+
+
+_BYTES = "bytes, numbers; links, folders, pipes"
+_NPY = "bytes, headers, shapes, dtypes, pickles, wrong sizes; links, folders, pipes"
+_JSON = "types, sizes, missing keys, deep nesting; bytes; links, folders, pipes"
+_PACKS = {
+    "plain": lambda data: data,
+    "gzip": gzip.compress,
+    "zst": lambda data: zstandard.ZstdCompressor().compress(data),
+}
+DATA = (
+    *(
+        Reader(
+            f"raw Criteo text, {name}",
+            _BYTES + ("; bombs" if name != "plain" else ""),
+            nothing,
+            partial(raw_attack, pack=pack),
+            ("store",),
+        )
+        for name, pack in _PACKS.items()
+    ),
+    Reader("days of Criteo 1TB, resumed", _JSON, make_days, attack_days, ("store",)),
+    Reader("store", f"{_JSON}; bytes of arrays", make_store, attack_store),
+    Reader("classic npz", f"{_NPY}; archives, bombs", make_classic, attack_classic, ("back",)),
+    Reader("TorchRec npy", _NPY, make_npy, attack_npy, ("back",)),
+    Reader("profile", f"{_NPY}; JSON; bombs", make_profile, attack_profile),
+    Reader("plan", f"{_NPY}; JSON; bombs", make_plan, attack_plan),
+    Reader("list of hot samples", _NPY, make_hot, attack_hot),
+    Reader("cold files", f"{_JSON}; bytes of arrays", make_cold, attack_cold),
+)

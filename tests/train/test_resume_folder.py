@@ -1,0 +1,360 @@
+"""What a run to resume is found with: its folder, configuration, data, rows, signals."""
+
+import gc
+import json
+import runpy
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recsys.config import ScheduleConfig
+from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+from recsys.errors import (
+    AlreadyExists,
+    CheckpointError,
+    ColdTierError,
+    ConfigError,
+    TrainingDiverged,
+)
+from recsys.train.checkpoint import newest
+from recsys.train.progress import Progress
+from recsys.train.resume import resumed_config
+from recsys.train.run_checkpoints import RunCheckpoints
+from recsys.train.run_folder import RunFolder
+
+SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
+CASES = SHARED["CASES"]
+SETTINGS = SHARED["SETTINGS"]
+TIERED = SHARED["TIERED"]
+Killed = SHARED["Killed"]
+history = SHARED["history"]
+no_waiting_for_the_disk = SHARED["no_waiting_for_the_disk"]
+require_same = SHARED["require_same"]
+require_same_run = SHARED["require_same_run"]
+run = SHARED["run"]
+run_and_resume = SHARED["run_and_resume"]
+stop_at = SHARED["stop_at"]
+
+
+def test_a_finished_run_continues_with_more_epochs(small_config, tmp_path, capsys):
+    config = small_config(*SETTINGS, *TIERED)
+    run(config, tmp_path / "whole")
+    run(replace(config, epochs=1), tmp_path / "run")
+    before = (tmp_path / "run" / "run.json").read_bytes()
+
+    again = run(replace(config, epochs=1), tmp_path / "run", resume=True)
+
+    assert again == json.loads(before)
+    assert "is finished; to train more, set epochs above 1" in capsys.readouterr().err
+    assert (tmp_path / "run" / "run.json").read_bytes() == before
+    record = run(config, tmp_path / "run", resume=True)
+    assert record["resumed"] == [{"step": 29, "checkpoint": 8}]
+    require_same(
+        load_file(tmp_path / "run" / "model.safetensors"),
+        load_file(tmp_path / "whole" / "model.safetensors"),
+    )
+
+
+def test_a_run_killed_in_its_last_evaluation_ends_with_it(
+    small_config, tmp_path, stop_at, monkeypatch
+):
+    config = small_config(*SETTINGS)
+    run(config, tmp_path / "whole")
+
+    def kill(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save_model", kill)
+        with pytest.raises(Killed):
+            run(config, tmp_path / "run")
+    record = run(config, tmp_path / "run", resume=True)
+
+    assert record["status"] == "finished"
+    assert record["throughput"]["num_steps"] == 30
+    require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+def test_without_a_complete_checkpoint_a_run_starts_from_the_first_sample(
+    small_config, tmp_path, stop_at, capsys
+):
+    config = small_config(*SETTINGS, "checkpoint.every_steps=20")
+    run(config, tmp_path / "whole")
+
+    run_and_resume(config, tmp_path / "run", [(13, None)], stop_at)
+
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'run'} has no complete checkpoint: training starts from the" in said
+    require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_new_folder_may_be_resumed(small_config, tmp_path, capsys):
+    record = run(small_config(*SETTINGS), tmp_path / "run", resume=True)
+
+    assert record["status"] == "finished"
+    assert "is new: training starts from the first sample" in capsys.readouterr().err
+
+
+def test_the_model_of_a_finished_run_without_checkpoints_is_kept(small_config, tmp_path):
+    config = small_config(*SETTINGS, "checkpoint.every_steps=0", "epochs=1")
+    run(config, tmp_path / "run")
+    before = (tmp_path / "run" / "model.safetensors").read_bytes()
+
+    with pytest.raises(AlreadyExists, match="is finished and has no checkpoint to continue from"):
+        run(replace(config, epochs=2), tmp_path / "run", resume=True)
+
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == before
+
+
+def test_a_run_told_to_writes_no_checkpoint_at_ctrl_c(small_config, tmp_path, stop_at, capfd):
+    stop_at((5, signal.SIGINT))
+
+    record = run(small_config(*SETTINGS, "checkpoint.every_steps=0"), tmp_path / "run")
+
+    assert record["status"] == "interrupted"
+    assert record["checkpoints"] is None
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert "ending after this step; press Ctrl-C" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("batch_size=64", "batch_size 64: it was trained with 128"),
+        ("seed=1", "seed 1: it was trained with 0"),
+        ("optimizer.lr=0.2", "optimizer.lr 0.2: it was trained with 0.1"),
+        ("model.over_arch=[4, 1]", r"model.over_arch \(4, 1\): it was trained with \(8, 1\)"),
+        ("lr_schedule.warmup_steps=3", "lr_schedule.warmup_steps 3: it was trained with 0"),
+        ("schedule.permute_within_batch=true", "schedule.permute_within_batch True: it was"),
+        ("synthetic.seed=2", "synthetic.seed 2: it was trained with 0"),
+        ("epochs=1", "epochs 1: it was trained with 2; epochs may only become more"),
+        ("schedule.name=fae", "schedule.name 'fae': it was trained with ''"),
+    ],
+)
+def test_what_decides_the_numbers_of_a_run_may_not_change(
+    small_config, tmp_path, stop_at, setting, message
+):
+    stop_at((5, None))
+    with pytest.raises(Killed):
+        run(small_config(*SETTINGS), tmp_path / "run")
+
+    with pytest.raises(ConfigError, match=f"run cannot continue with {message}"):
+        run(small_config(*SETTINGS, setting), tmp_path / "run", resume=True)
+
+
+def test_the_budget_of_faes_schedule_may_not_change(small_config, tmp_path, stop_at):
+    settings = (*SETTINGS, *CASES["fae"])
+    stop_at((5, None))
+    with pytest.raises(Killed):
+        run(small_config(*settings), tmp_path / "run")
+
+    with pytest.raises(
+        ConfigError, match=r"with budget '24KiB': .* '20KiB' and schedule.name 'fae'"
+    ):
+        run(small_config(*settings, "budget=24KiB"), tmp_path / "run", resume=True)
+
+
+def test_data_may_move_but_not_change(small_config, raw_line, tmp_path, stop_at):
+    def prepare(name, num_lines):
+        lines = (raw_line(str(line % 3 // 2), [str(line % 5)] * 13) for line in range(num_lines))
+        (tmp_path / "raw.txt").write_text("\n".join(lines))
+        prepare_criteo_kaggle([tmp_path / "raw.txt"], tmp_path / name, show_progress=False)
+
+    prepare("store", 700)
+    prepare("other", 701)
+    config = small_config("batch_size=64", "checkpoint.every_steps=2", f"data={tmp_path / 'store'}")
+    stop_at((5, None))
+    with pytest.raises(Killed):
+        run(config, tmp_path / "run")
+    (tmp_path / "store").rename(tmp_path / "moved")
+
+    with pytest.raises(ConfigError, match="was trained on other data: the fingerprint was"):
+        run(replace(config, data=str(tmp_path / "other")), tmp_path / "run", resume=True)
+    record = run(replace(config, data=str(tmp_path / "moved")), tmp_path / "run", resume=True)
+
+    assert record["resumed"] == [{"step": 4, "checkpoint": 2}]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_used(
+    small_config, tmp_path, stop_at
+):
+    config = small_config(*SETTINGS)
+    run(config, tmp_path / "whole")
+    stop_at((13, None))
+    with pytest.raises(Killed):
+        run(config, tmp_path / "run")
+    block = next((tmp_path / "run" / "checkpoints" / "delta-00000003").iterdir())
+    content = bytearray(block.read_bytes())
+    content[-1] ^= 1
+    block.write_bytes(content)
+    files = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.json*")}
+
+    with pytest.raises(CheckpointError, match=r"checkpoint 3: .*checkpoint 2 is whole"):
+        run(config, tmp_path / "run", resume=True)
+    assert {path: path.read_bytes() for path in files} == files
+    record = run(config, tmp_path / "run", resume=True, checkpoint=2)
+
+    assert record["resumed"] == [{"step": 8, "checkpoint": 2}]
+    require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("is_crashed", [True, False])
+def test_rows_in_files_that_a_run_left_are_replaced(small_config, tmp_path, stop_at, is_crashed):
+    rows = tmp_path / "rows"
+    config = small_config(*SETTINGS, *TIERED, "cold_tier=file", f"cold_path={rows}")
+    run(config, tmp_path / "whole")
+    shutil.rmtree(rows)
+    stop_at((13, None))
+    with pytest.raises(Killed):
+        run(config, tmp_path / "run")
+    gc.collect()  # a process that was killed has no files open
+    if is_crashed:
+        manifest = json.loads((rows / "arrays.json").read_text())
+        (rows / "arrays.json").write_text(json.dumps(manifest | {"is_dirty": True}))
+    else:
+        (rows / "arrays.json").unlink()
+
+    run(config, tmp_path / "run", resume=True)
+
+    require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "t_cat_7.weight.bin", "folder"])
+def test_other_files_among_the_rows_are_not_deleted(small_config, tmp_path, stop_at, name):
+    rows = tmp_path / "rows"
+    config = small_config(*SETTINGS, *TIERED, "cold_tier=file", f"cold_path={rows}")
+    stop_at((5, None))
+    with pytest.raises(Killed):
+        run(config, tmp_path / "run")
+    if name == "folder":
+        (rows / name).mkdir()
+    else:
+        (rows / name).write_text("mine")
+    before = sorted(rows.iterdir())
+
+    with pytest.raises(ColdTierError, match=f"{name} is not a file of the tables of this run"):
+        run(config, tmp_path / "run", resume=True)
+
+    assert sorted(rows.iterdir()) == before
+
+
+def test_the_folder_of_rows_that_a_kill_left_is_removed(small_config, tmp_path, stop_at):
+    config = small_config(*SETTINGS, *TIERED, "cold_tier=file")
+    stop_at((5, None))
+    with pytest.raises(Killed):
+        run(config, tmp_path / "run")
+    (tmp_path / "run.cold").mkdir()
+    (tmp_path / "run.cold" / "arrays.json").write_text("half")
+
+    assert run(config, tmp_path / "run", resume=True)["status"] == "finished"
+
+    assert not (tmp_path / "run.cold").exists()
+
+
+def test_one_process_at_a_time_trains_in_a_folder(small_config, tmp_path, monkeypatch):
+    config = small_config(*SETTINGS)
+    found = []
+    add = Progress.add
+
+    def add_and_resume(progress, *step):
+        add(progress, *step)
+        if progress.num_steps == 2:
+            with pytest.raises(ConfigError, match="another `recsys train` is at work in") as caught:
+                run(config, tmp_path / "run", resume=True)
+            found.append(caught)
+
+    monkeypatch.setattr(Progress, "add", add_and_resume)
+    run(config, tmp_path / "run")
+
+    assert len(found) == 1
+
+
+def test_a_second_ctrl_c_while_a_checkpoint_is_written_ends_at_once(
+    small_config, tmp_path, stop_at, monkeypatch
+):
+    config = small_config(*SETTINGS)
+    run(config, tmp_path / "whole")
+    wait = RunCheckpoints.wait
+
+    def interrupt_and_wait(checkpoints):
+        signal.raise_signal(signal.SIGINT)
+        wait(checkpoints)
+
+    stop_at((13, signal.SIGINT))
+    with monkeypatch.context() as patch:
+        patch.setattr(RunCheckpoints, "wait", interrupt_and_wait)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, tmp_path / "run")
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "interrupted"
+
+    run(config, tmp_path / "run", resume=True)
+
+    require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+def test_several_sigterms_end_a_run_as_one_does(small_config, tmp_path, stop_at):
+    stop_at((5, signal.SIGTERM), (5, signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+
+    record = run(small_config(*SETTINGS), tmp_path / "run")
+
+    assert record["status"] == "interrupted"
+    assert record["throughput"]["num_steps"] == 5
+    assert newest(tmp_path / "run" / "checkpoints") == 2
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_loss_that_is_not_finite_gets_no_checkpoint(small_config, tmp_path, monkeypatch):
+    add = Progress.add
+
+    def add_nan(progress, loss, *more):
+        add(progress, loss * (torch.nan if progress.num_steps == 11 else 1), *more)
+
+    monkeypatch.setattr(Progress, "add", add_nan)
+    config = small_config(*SETTINGS, "batch_size=4")  # nine steps a report
+
+    with pytest.raises(TrainingDiverged, match="by step 12 the loss is not finite"):
+        run(config, tmp_path / "run")
+
+    assert newest(tmp_path / "run" / "checkpoints") == 2
+
+
+def test_history_that_a_power_failure_has_shortened_is_warned_of(small_config, tmp_path, stop_at):
+    config = small_config(*SETTINGS)
+    stop_at((13, None))
+    with pytest.raises(Killed):
+        run(config, tmp_path / "run")
+    file = tmp_path / "run" / "history.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:3]) + lines[3][:9])
+
+    with pytest.warns(UserWarning, match="the curves of the run have a gap"):
+        run(config, tmp_path / "run", resume=True)
+
+    assert file.read_bytes().splitlines(keepends=True)[:3] == lines[:3]
+    assert json.loads(file.read_bytes().splitlines()[3])["step"] == 13
+
+
+def test_the_stored_configuration_is_the_base_and_settings_change_it(small_config, tmp_path):
+    config = small_config("budget=1MiB", "cold_tier=file", "cold_path=rows", "schedule.depth=4")
+    RunFolder.create(tmp_path / "run", config)
+    (tmp_path / "more.toml").write_text("[checkpoint]\nevery_steps = 7\n")
+
+    def resumed(*settings, data=None, file=None):
+        return resumed_config(tmp_path / "run", file, settings, data)
+
+    assert resumed() == config
+    assert resumed(file=tmp_path / "more.toml").checkpoint.every_steps == 7
+    assert resumed("schedule.name=sequential").schedule == ScheduleConfig(name="sequential")
+    assert resumed("cold_tier=host") == replace(config, cold_tier="host", cold_path="")
+    assert resumed("epochs=3", data="elsewhere") == replace(config, epochs=3, data="elsewhere")
+    with pytest.raises(ConfigError, match=r"budjet; did you mean budget\?"):
+        resumed("budjet=1MiB")
+    with pytest.raises(ConfigError, match="has no run to continue; name the data to start one"):
+        resumed_config(tmp_path / "new", None, (), None)

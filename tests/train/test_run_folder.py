@@ -1,0 +1,98 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from recsys.errors import ConfigError
+from recsys.train.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    found = RunFolder(tmp_path)
+    found.append_history({"num_samples": 8, "train_seconds": 0.5, "train_loss": 0.7})
+    found.append_history({"num_samples": 8, "validation": {"auc": 0.5, "logloss": 0.7}})
+    found.write_record(RECORD)
+    return found
+
+
+RECORD = {
+    "status": "finished",
+    "config": {},
+    "environment": {},
+    "data": {"name": "store", "num_samples": 8, "table_sizes": {}},
+    "metrics": {"test": {"auc": 0.5}, "validation": None},
+    "throughput": {
+        "samples_per_second": None,
+        "num_samples": 8,
+        "num_steps": 1,
+        "train_seconds": 0.5,
+    },
+}
+
+
+def test_a_history_and_a_record_are_read_as_written(folder):
+    assert [entry["num_samples"] for entry in folder.read_history()] == [8, 8]
+    assert folder.read_record() == RECORD
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 90_000, r"line 3 is damaged, it is not JSON \(it is nested more than 64"),
+        ("[]", "line 3 is damaged, it is not a JSON object"),
+        ("{}", "line 3 is damaged: it has no num_samples"),
+        ('{"num_samples": -1}', "line 3 is damaged: it has no num_samples"),
+        ('{"num_samples": 1e999}', "line 3 is damaged: it has no num_samples"),
+        ('{"num_samples": 1, "train_seconds": "1"}', "its train_seconds are not a number"),
+        ('{"num_samples": 1, "train_loss": []}', "its train_loss or train_auc is not a number"),
+        ('{"num_samples": 1, "test": 5}', "its test is not an evaluation"),
+        ('{"num_samples": 1, "test": {"auc": 0.5}}', "its test is not an evaluation"),
+        ('{"num_samples": 1, "test": {"auc": {}, "logloss": 1}}', "its test is not an evaluation"),
+    ],
+)
+def test_a_line_of_the_history_of_another_type_is_named(folder, line, message):
+    with folder.history_file.open("a") as file:
+        file.write(f"{line}\n")
+
+    with pytest.raises(ConfigError, match=rf"history\.jsonl .*{message}.*; remove the line"):
+        folder.read_history()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metrics": {"test": {"auc": "0.5"}, "validation": None}}, "metrics.test has a value"),
+        ({"throughput": {**RECORD["throughput"], "num_steps": []}}, "throughput.num_steps is nei"),
+        ({"data": []}, "its data is not a JSON object"),
+        ({"status": 5}, "it has no status"),
+    ],
+)
+def test_a_record_of_other_types_is_refused(folder, change, message):
+    folder.record_file.write_text(json.dumps(RECORD | change))
+
+    with pytest.raises(ConfigError, match=rf"run\.json is damaged: .*{message}"):
+        folder.read_record()
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "header"])
+def test_a_damaged_model_is_refused_by_name(folder, damage):
+    model = torch.nn.Linear(2, 1)
+    save_file(model.state_dict(), folder.model_file)
+    data = folder.model_file.read_bytes()
+    folder.model_file.write_bytes(
+        {"empty": b"", "cut": data[:-1], "header": b"\xff" * 8 + data[8:]}[damage]
+    )
+
+    for read in (folder.load_state, lambda: folder.load_model(model)):
+        with pytest.raises(ConfigError, match=r"model\.safetensors is damaged .*train again"):
+            read()
+
+
+def test_a_model_of_another_dtype_is_refused(folder):
+    model = torch.nn.Linear(2, 1)
+    save_file(model.double().state_dict(), folder.model_file)
+
+    with pytest.raises(ConfigError, match=r"bias is F64 \[1\] in the file and F32"):
+        folder.load_model(torch.nn.Linear(2, 1))
