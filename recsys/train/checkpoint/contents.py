@@ -58,11 +58,23 @@ class TableArrays(NamedTuple):
     names: Mapping[str, str]
 
     def add_range(self, builder: BlockBuilder) -> Iterator[None]:
-        """Add every row; yields after each range of rows."""
-        for begin, end in row_ranges(self.table.num_rows, self._row_bytes()):
-            tensors = {name: self.table.read(own, begin, end) for own, name in self.names.items()}
-            builder.add(tensors, [Part(name, begin, end) for name in tensors])
-            yield
+        """Add every row; yields after each range of rows.
+
+        Raises:
+            CheckpointError: the table's state was removed meanwhile.
+        """
+        try:
+            for begin, end in row_ranges(self.table.num_rows, self._row_bytes()):
+                tensors = {
+                    name: self.table.read(own, begin, end) for own, name in self.names.items()
+                }
+                builder.add(tensors, [Part(name, begin, end) for name in tensors])
+                yield
+        except KeyError as error:
+            raise CheckpointError(
+                f"table {self.table.key!r}: {error} was removed from its state while every row was "
+                "copied; the next checkpoint copies them again"
+            ) from error
 
     def add_rows(self, builder: BlockBuilder, bits: NDArray[np.uint64]) -> None:
         """Add some rows with their numbers.
@@ -303,7 +315,10 @@ def _is_tensor(key: str, value: Any) -> bool:
 
 
 def _array_of(tensor: Tensor, name: str) -> Array:
-    """Describe a tensor.
+    """Describe a tensor; reads none of its numbers.
+
+    The writing thread calls it, too. So it may use only attributes that a table in two tiers gives
+    without writing rows back.
 
     Raises:
         CheckpointError: a checkpoint cannot hold it.
@@ -313,7 +328,7 @@ def _array_of(tensor: Tensor, name: str) -> Array:
         fault = "has no shape yet; run the model once before"
     elif tensor.is_meta:
         fault = "is on the 'meta' device and has no values; give it memory before"
-    elif tensor.layout is not torch.strided or tensor.is_quantized:
+    elif tensor.layout is not torch.strided:
         fault = f"must be a dense tensor, got {tensor.layout} in {tensor.dtype}; convert it"
     if fault:
         raise CheckpointError(f"{name}: {fault}")

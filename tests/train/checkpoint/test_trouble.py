@@ -386,3 +386,54 @@ def test_a_checkpoint_of_another_model_cannot_be_continued(tmp_path):
     with pytest.raises(CheckpointError, match="is of another model"):
         saved(training, tmp_path, after=1)
     require_only_needed_files(tmp_path)
+
+
+def test_state_that_is_removed_while_every_row_is_copied(tmp_path, monkeypatch):
+    training = make_training()
+    training.step(0)
+    is_cleared = threading.Event()
+    write = PieceWriter.write
+
+    def wait(self, rows):
+        is_cleared.wait(20)
+        write(self, rows)
+
+    monkeypatch.setattr("recsys.train.checkpoint.blocks.BLOCK_BYTES", 500)
+    monkeypatch.setattr(PieceWriter, "write", wait)
+    checkpoints = saved(training, tmp_path)
+    checkpoints.prepare()
+    fresh = make_training().optimizers[1].state_dict()
+    training.optimizers[1].load_state_dict(fresh)
+    is_cleared.set()
+    checkpoints.save()
+    with pytest.warns(UserWarning, match="'momentum1' was removed from its state while every row"):
+        assert checkpoints.wait() is None
+    training.step(1)
+    checkpoints.save()
+    checkpoints.close()
+
+    require_restores(training, tmp_path)
+    require_only_needed_files(tmp_path)
+
+
+@pytest.mark.parametrize("tier", ["host", "file"])
+def test_the_writing_thread_writes_no_rows_of_slots_back(tier, tmp_path, monkeypatch):
+    training = make_training(tier, tmp_path / "cold")
+    [tiers] = training.model.tables.tiers()
+    threads, expose = set(), type(tiers).expose
+
+    def record(self, *args):
+        threads.add(threading.current_thread())
+        expose(self, *args)
+
+    monkeypatch.setattr(type(tiers), "expose", record)
+    checkpoints = saved(training, tmp_path / "saved")
+    training.step(0)
+    checkpoints.prepare()
+    for number in range(1, 4):
+        checkpoints.save()
+        checkpoints.wait()
+        training.step(number)
+    checkpoints.close()
+
+    assert threads <= {threading.main_thread()}
