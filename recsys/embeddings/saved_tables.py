@@ -69,6 +69,7 @@ class SavedTable:
     Attributes:
         key: As given.
         weight: The Parameter.
+        optimizer: Has the state.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class SavedTable:
     ) -> None:
         self.key, self.weight = key, group.group.tables[number]
         self._updater, self._group, self._number = updater, group, number
+        self.optimizer = updater.optimizer
         self._threads = threads
 
     @property

@@ -42,7 +42,8 @@ def save_checkpoint(
     Args:
         folder: The folder of checkpoints; made if it does not exist.
         model: The model.
-        optimizers: Its optimizers.
+        optimizers: Its optimizers. Those that recsys modules have made for their rows need not be
+            among them.
         pipeline: A `TrainPipeline`, for its schedule.
         loader: A loader with `state_dict`, for its position.
         schedulers: Learning-rate schedulers, one or several.

@@ -19,6 +19,7 @@ from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.embeddings.lookup.device_tables import AbstractTables
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.embeddings.update.changed_rows import rows_of
+from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.errors import CheckpointError, RecsysError
 from recsys.train.checkpoint.blocks import row_ranges
 from recsys.train.checkpoint.manifest import MOST_ROW_BYTES, Array, Part, dtype_name
@@ -121,15 +122,19 @@ class Contents:
 
     Args:
         model: The model.
-        optimizers: Its optimizers, always in the same order.
+        optimizers: Its optimizers, always in the same order. Those that recsys modules have made
+            for their rows need not be among them.
 
     Attributes:
         tables: The tables that recsys updates.
+
+    Raises:
+        CheckpointError: an optimizer that the caller made updates rows, and is not given.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._model, self._optimizers = model, list(optimizers)
         self.tables = SavedTables(model)
+        self._model, self._optimizers = model, _with_row_optimizers(optimizers, self.tables)
 
     def table_arrays(self) -> list[TableArrays]:
         """The arrays that each table has now; a table that was never updated has no state."""
@@ -290,6 +295,22 @@ def errors_of_state() -> Iterator[None]:
             f"({type(error).__name__}: {str(error)[:200]}); build them as for the run that was "
             "saved"
         ) from error
+
+
+def _with_row_optimizers(optimizers: Sequence[Optimizer], tables: SavedTables) -> list[Optimizer]:
+    """The given optimizers, and those that recsys modules have made for their rows."""
+    found = list(optimizers)
+    for table in tables.tables:
+        optimizer = table.optimizer
+        if any(each is optimizer for each in found):
+            continue
+        if not isinstance(optimizer, FusedOptimizer):
+            raise CheckpointError(
+                f"table {table.key!r} is updated in the step of a {type(optimizer).__name__} that "
+                "is not among optimizers=; give it, too"
+            )
+        found.append(optimizer)
+    return found
 
 
 def add_arrays(builder: BlockBuilder, arrays: Mapping[str, Tensor]) -> dict[str, Array]:

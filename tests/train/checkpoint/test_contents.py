@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import recsys
+from recsys.embeddings import Adam, HotColdEmbeddingBag
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint import load_checkpoint, save_checkpoint
 from recsys.train.checkpoint.optimizer_states import check_optimizer_state
@@ -308,3 +310,31 @@ def test_a_damaged_state_of_an_optimizer_is_refused(change):
 
     with pytest.raises((ValueError, TypeError, KeyError)):
         check_optimizer_state(optimizer, state, ())
+
+
+def test_the_row_optimizer_of_a_module_need_not_be_given(tmp_path):
+    def make():
+        return HotColdEmbeddingBag(20, 4, mode="sum", optimizer=Adam(lr=0.1))
+
+    def step(bag):
+        bag(torch.tensor([[1, 2], [2, 3]])).square().sum().backward()
+
+    bag, again = make(), make()
+    step(bag)
+    save_checkpoint(tmp_path, model=bag)
+    step(bag)
+    load_checkpoint(tmp_path, model=again)
+    step(again)
+
+    assert torch.equal(again.weight, bag.weight)
+    load_checkpoint(tmp_path, model=again, optimizers=again.row_optimizer)
+
+
+def test_a_torch_optimizer_that_updates_rows_must_be_given(tmp_path):
+    model = nn.Sequential(nn.EmbeddingBag(20, 4, mode="sum", sparse=True), nn.Linear(4, 1))
+    rows = torch.optim.Adagrad(model[0].parameters())
+    recsys.accelerate(model, optimizer=rows)
+
+    with pytest.raises(CheckpointError, match=r"0\.weight' is updated in the step of a Adagrad"):
+        save_checkpoint(tmp_path, model=model)
+    save_checkpoint(tmp_path, model=model, optimizers=[rows])
