@@ -225,6 +225,8 @@ def test_a_resumed_training_continues_the_deltas(tier, tmp_path):
 
     manifest = read_manifest(tmp_path / "saved")
     assert [piece.folder[:4] for piece in manifest.pieces] == ["full", "delt", "delt"]
+    parts = [part for block in manifest.pieces[-1].blocks for part in block.parts if part.rows]
+    assert max(part.end for part in parts) <= 10  # only rows updated since
     third = make_training(seed=2)
     load(third, tmp_path / "saved")
     require_equal(third.numbers(), again.numbers())
