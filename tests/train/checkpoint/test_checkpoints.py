@@ -400,6 +400,20 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         load(training, tmp_path)
 
 
+def test_only_files_of_checkpoints_are_deleted(tmp_path):
+    training, others = make_training(), ["delta-1", "film.partial", "full-images", "notes.json"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    with pytest.raises(AlreadyExists, match="it has delta-1"):
+        saved(training, tmp_path)
+
+    (tmp_path / "LAST.partial").touch()
+    (tmp_path / "full-00000001").mkdir()
+    saved(training, tmp_path).close()
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == others
+
+
 def test_a_read_only_folder_is_an_error_of_the_system(tmp_path, monkeypatch):
     training = make_training()
     folder = tmp_path / "file" / "saved"
