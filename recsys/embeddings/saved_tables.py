@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SavedTable", "SavedTables"]
 
-_WEIGHT = "weight"
 _CLEARED_BYTES = 16 * 2**20  # zeros are written to files in blocks of this size
 
 
@@ -81,9 +80,8 @@ class SavedTable:
         threads: ThreadPoolExecutor,
     ) -> None:
         self.key, self.weight = key, group.group.tables[number]
-        self._updater, self._group, self._number = updater, group, number
         self.optimizer = updater.optimizer
-        self._threads = threads
+        self._updater, self._group, self._number, self._threads = updater, group, number, threads
 
     @property
     def num_rows(self) -> int:
@@ -135,8 +133,7 @@ class SavedTable:
             array = self._array(name)
             opened = self._file_of(array)
             if opened is None:
-                numbers = torch.from_numpy(rows).to(array.device)
-                return array.detach().index_select(0, numbers).cpu()
+                return array.detach().index_select(0, torch.from_numpy(rows).to(array.device)).cpu()
             found = torch.empty((len(rows), *array.shape[1:]), dtype=array.dtype, device="cpu")
             self._move(opened, rows, found, is_fetch=True)
             return found
@@ -254,7 +251,7 @@ class SavedTable:
             write_range(opened, begin, _bytes_of(array.new_zeros(size, *array.shape[1:])))
 
     def _array(self, name: str) -> Tensor:
-        found: Tensor = self.weight if name == _WEIGHT else self.state()[name]
+        found: Tensor = self.weight if name == "weight" else self.state()[name]
         return found
 
     def _files(self) -> ColdFiles | None:
@@ -422,6 +419,7 @@ class SavedTables:
             ConflictingWrite: lookups hold slots.
             TiersFailed: a transfer has failed.
         """
+        were_exposed = [each.tiers is not None and each.tiers.is_exposed for each in self._groups]
         with DisableTorchFunctionSubclass():  # internal write to tables
             for group in self._groups:
                 group.forget()
@@ -430,6 +428,11 @@ class SavedTables:
         yield
         for updater in self._updaters:
             updater.reload_state()
+        with DisableTorchFunctionSubclass():  # internal read of tables
+            for group, was_exposed in zip(self._groups, were_exposed, strict=True):
+                if group.tiers is not None:  # no later lookup marks every row as changed
+                    group.tiers.reload_if_tables_changed(group.space())
+                    group.tiers.is_exposed = was_exposed
 
     def _require_records(self) -> None:
         """Check that the record is complete.

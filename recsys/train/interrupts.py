@@ -19,7 +19,8 @@ def interrupts(*, has_checkpoints: bool) -> Iterator[threading.Event]:
     """A context in which the first Ctrl-C, or SIGTERM, sets an event; a notice tells the user.
 
     A second Ctrl-C interrupts as usual. Further SIGTERMs change nothing: a supervisor that sends
-    several must not end the process before its checkpoint is written.
+    several must not end the process before its checkpoint is written. A signal that the process
+    ignores, such as Ctrl-C in a job that a script runs in the background, stays ignored.
 
     Args:
         has_checkpoints: Whether the run then writes a checkpoint, for the notice.
@@ -42,12 +43,19 @@ def interrupts(*, has_checkpoints: bool) -> Iterator[threading.Event]:
             # Not print: the signal may have interrupted one.
             os.write(2, notice)
 
-    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    found = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {
+        number: handler or signal.SIG_DFL  # None: not set from Python
+        for number, handler in found.items()
+        if handler != signal.SIG_IGN
+    }
     try:
+        for number in before:
+            signal.signal(number, on_signal)
         yield interrupted
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: not set from Python
+            signal.signal(number, handler)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from recsys.config_checkpoint import CheckpointConfig
+from recsys.errors import RecsysError
 from recsys.train.checkpoint import Checkpoints, newest
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class RunCheckpoints:
         self._config, self._folder = config, folder
         self._model, self._optimizers = model, optimizers
         self._made: Checkpoints | None = None
+        self._has_failed = False  # to make the folder, since the last checkpoint was due
         self._has_saved = after is not None
         self._since = perf_counter()
         self._described: dict[str, Any] | None = None
@@ -83,23 +85,27 @@ class RunCheckpoints:
         """
         every_steps, every_seconds = self._config.every_steps, self._config.every_seconds
         seconds, steps = perf_counter() - self._since, step % every_steps if every_steps else 0
-        if self._made is None and (
-            0 < every_steps <= 2 * steps or 0 < every_seconds <= 2 * seconds
-        ):
-            self._made = self._make(None)
-            self._made.prepare()
+        is_near = 0 < every_steps <= 2 * steps or 0 < every_seconds <= 2 * seconds
+        if self._made is None and is_near and not self._has_failed:
+            self._begin()
+            if self._made is not None:
+                self._made.prepare()
         return 0 < every_seconds <= seconds or (every_steps > 0 and steps == 0)
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Save a checkpoint; returns when its rows are copied.
 
+        If the folder cannot be made, this warns, and training goes on.
+
         Args:
             state: The state of everything but the model and its optimizers.
         """
         if self._made is None:
-            self._made = self._make(None)
-        self._made.save(state=state)
-        self._has_saved = True
+            self._begin()
+        if self._made is not None:
+            self._made.save(state=state)
+            self._has_saved = True
+        self._has_failed = False
         self.start()
 
     def wait(self) -> None:
@@ -130,6 +136,20 @@ class RunCheckpoints:
     def describe(self) -> dict[str, Any] | None:
         """For a run record, after the end: what was written; None if nothing was prepared."""
         return self._described
+
+    def _begin(self) -> None:
+        """Make the folder; a failure warns, and the next checkpoint tries again."""
+        try:
+            self._made = self._make(None)
+        except RecsysError:
+            raise
+        except OSError as error:
+            self._has_failed = True
+            warnings.warn(
+                f"no checkpoint can be written to {self._folder}, and training goes on ({error}); "
+                "free some space, or check the disk",
+                stacklevel=3,
+            )
 
     def _make(self, after: int | None) -> Checkpoints:
         return Checkpoints(

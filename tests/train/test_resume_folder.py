@@ -1,7 +1,9 @@
 """What a run to resume is found with: its folder, configuration, data, rows, signals."""
 
+import errno
 import gc
 import json
+import os
 import runpy
 import shutil
 import signal
@@ -296,6 +298,25 @@ def test_a_second_ctrl_c_while_a_checkpoint_is_written_ends_at_once(
     run(config, tmp_path / "run", resume=True)
 
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_folder_that_cannot_be_made_does_not_end_the_run(small_config, tmp_path, monkeypatch):
+    mkdir, failures = Path.mkdir, [1, 2]
+
+    def fail_twice(path, *args, **kwargs):
+        if path.name == "checkpoints" and failures:
+            failures.pop()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        mkdir(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", fail_twice)
+
+    with pytest.warns(UserWarning, match="no checkpoint can be written to .*checkpoints, and"):
+        record = run(small_config(*SETTINGS), tmp_path / "run")
+
+    assert record["status"] == "finished"
+    assert record["checkpoints"]["num_saved"] == 7  # all but the one of step 4
+    assert newest(tmp_path / "run" / "checkpoints") == 7
 
 
 def test_several_sigterms_end_a_run_as_one_does(small_config, tmp_path, stop_at):

@@ -25,7 +25,14 @@ from recsys._support.torch_compat import DisableTorchFunctionSubclass
 from recsys.errors import AlreadyExists, CheckpointError, ConfigError
 from recsys.train.checkpoint.blocks import BLOCK_BYTES, BlockBuilder
 from recsys.train.checkpoint.contents import Contents, add_arrays
-from recsys.train.checkpoint.manifest import Manifest, last_number, newest, read_manifest
+from recsys.train.checkpoint.manifest import (
+    OWN_FILE_NAME,
+    PIECE_NAME,
+    Manifest,
+    last_number,
+    newest,
+    read_manifest,
+)
 from recsys.train.checkpoint.restore import require_same_arrays
 from recsys.train.checkpoint.writer import (
     BackgroundWriter,
@@ -416,11 +423,7 @@ def _require_own(folder: Path) -> None:
     if not folder.exists():
         return
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name]
-    own = ("full-", "delta-")
-    if names and not any(
-        name in ("LAST", "LOCK") or name.endswith((".json", ".partial")) or name.startswith(own)
-        for name in names
-    ):
+    if names and not any(OWN_FILE_NAME.fullmatch(n) or PIECE_NAME.fullmatch(n) for n in names):
         raise AlreadyExists(
             f"{folder} is not a folder of checkpoints: it has {names[0]}; choose another"
         )

@@ -189,9 +189,16 @@ class Contents:
         return Small(arrays, encoded)
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """The tensors of the model besides the tables, by their names in the checkpoint."""
+        """The tensors of the model besides the tables, by their names in the checkpoint.
+
+        Raises:
+            CheckpointError: a tensor has no values that could be overwritten.
+        """
         state = self._model_state().items()
-        return {f"model/{key}": value for key, value in state if _is_tensor(key, value)}
+        found = {f"model/{key}": value for key, value in state if _is_tensor(key, value)}
+        for name, value in found.items():
+            _array_of(value, name)
+        return found
 
     def restore_tree(self, tree: Any, array: Callable[[str], Tensor]) -> dict[str, Any]:
         """Restore optimizers and random states; the arrays of the model are restored already.
@@ -209,6 +216,7 @@ class Contents:
         with errors_of_state():
             optimizers = [from_tree(each["state"], array) for each in tree["optimizers"]]
             extra = {key: from_tree(each, array) for key, each in tree["extra"].items()}
+            extra |= {key: array(f"model/{key}") for key in self._made_keys()}
             generators = from_tree(tree["random"], array)
             state: dict[str, Any] = from_tree(tree["state"], array)
             tables = {id(table.weight) for table in self.tables.tables}
@@ -258,6 +266,22 @@ class Contents:
         parameters = self._model.named_parameters(remove_duplicate=False)
         keys = {key for key, parameter in parameters if id(parameter) in tables}
         return {key: value for key, value in state.items() if key not in keys}
+
+    def _made_keys(self) -> list[str]:
+        """Keys of tensors that the model makes for its state dict.
+
+        Writing to such a tensor changes no value of the model; `load_state_dict` does.
+        """
+        with DisableTorchFunctionSubclass():  # internal read of tables
+            own = {
+                each.untyped_storage().data_ptr()
+                for each in (*self._model.parameters(), *self._model.buffers())
+            }
+        return [
+            key
+            for key, value in self._model_state().items()
+            if _is_tensor(key, value) and value.untyped_storage().data_ptr() not in own
+        ]
 
     def _names_of_states(self) -> dict[int, str]:
         """The names of the tables' state arrays, by the `id` of the array."""

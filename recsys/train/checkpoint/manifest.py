@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "MOST_ROW_BYTES",
+    "OWN_FILE_NAME",
+    "PIECE_NAME",
     "Array",
     "Block",
     "Manifest",
@@ -56,9 +58,10 @@ _FORMAT, _VERSION = "recsys-checkpoint", 1
 _MAX_MANIFEST_BYTES, _MOST_DIMENSIONS = 256 * 2**20, 64
 MAX_BLOCK_BYTES = 2**30
 MOST_ROW_BYTES = MAX_BLOCK_BYTES - 2**26  # a block has a header, too
-_PIECE_NAME = re.compile(r"(full|delta)-[0-9]{8}")
+PIECE_NAME = re.compile(r"(full|delta)-[0-9]{8}")
 _BLOCK_NAME = re.compile(r"block-[0-9]{5}\.safetensors")
 _MANIFEST_NAME = re.compile(r"[0-9]{8}\.json")
+OWN_FILE_NAME = re.compile(r"LOCK|(LAST|[0-9]{8}\.json)(\.partial)?")
 _ID = re.compile(r"[0-9a-f]{16}")
 
 # By the names that safetensors gives them.
@@ -236,7 +239,7 @@ def manifest_numbers(folder: Path) -> list[int]:
 def last_number(folder: Path) -> int:
     """The highest number in a folder, also of pieces that no manifest names; 0 if it is empty."""
     names = [path.name for path in folder.iterdir()]
-    pieces = [int(name[-8:]) for name in names if _PIECE_NAME.fullmatch(name)]
+    pieces = [int(name[-8:]) for name in names if PIECE_NAME.fullmatch(name)]
     return max([0, *pieces, *manifest_numbers(folder)])
 
 
@@ -251,9 +254,7 @@ def newest(folder: Path) -> int | None:
         require_own(folder, file)
         with file.open("rb") as opened:
             name = opened.read(100).decode("ascii", "replace").strip()
-    except FileNotFoundError:
-        return None
-    except NotADirectoryError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     if not _MANIFEST_NAME.fullmatch(name):
         raise CheckpointError(
@@ -447,7 +448,7 @@ def _require_table(key: str, names: tuple[str, ...], arrays: Mapping[str, Array]
 
 def _parse_piece(content: Any, arrays: Mapping[str, Array], keys: Mapping[str, str]) -> Piece:
     folder, number = _text(content["folder"]), _count(content["number"], "a piece's number")
-    if not _PIECE_NAME.fullmatch(folder) or int(folder[-8:]) != number:
+    if not PIECE_NAME.fullmatch(folder) or int(folder[-8:]) != number:
         raise ValueError(
             f"a piece's folder must be like delta-00000012, with its number, got {folder!r}"
         )

@@ -26,6 +26,8 @@ from recsys._support.sizes import format_bytes
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import BLOCK_BYTES, PieceWriter
 from recsys.train.checkpoint.manifest import (
+    OWN_FILE_NAME,
+    PIECE_NAME,
     manifest_numbers,
     newest,
     read_manifest,
@@ -326,10 +328,9 @@ def remove_unneeded(folder: Path, unfinished: Iterable[str] = ()) -> None:
             if number not in numbers:
                 (folder / f"{number:08}.json").unlink(missing_ok=True)
         for path in folder.iterdir():
-            is_piece = path.is_dir() and path.name.startswith(("full-", "delta-"))
-            if is_piece and path.name not in needed:
+            if PIECE_NAME.fullmatch(path.name) and path.name not in needed:
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.name.endswith(".partial"):
+            elif OWN_FILE_NAME.fullmatch(path.name) and path.name.endswith(".partial"):
                 path.unlink(missing_ok=True)
 
 

@@ -225,6 +225,8 @@ def test_a_resumed_training_continues_the_deltas(tier, tmp_path):
 
     manifest = read_manifest(tmp_path / "saved")
     assert [piece.folder[:4] for piece in manifest.pieces] == ["full", "delt", "delt"]
+    parts = [part for block in manifest.pieces[-1].blocks for part in block.parts if part.rows]
+    assert max(part.end for part in parts) <= 10  # only rows updated since
     third = make_training(seed=2)
     load(third, tmp_path / "saved")
     require_equal(third.numbers(), again.numbers())
@@ -396,6 +398,20 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
         saved(training, tmp_path)
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         load(training, tmp_path)
+
+
+def test_only_files_of_checkpoints_are_deleted(tmp_path):
+    training, others = make_training(), ["delta-1", "film.partial", "full-images", "notes.json"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    with pytest.raises(AlreadyExists, match="it has delta-1"):
+        saved(training, tmp_path)
+
+    (tmp_path / "LAST.partial").touch()
+    (tmp_path / "full-00000001").mkdir()
+    saved(training, tmp_path).close()
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == others
 
 
 def test_a_read_only_folder_is_an_error_of_the_system(tmp_path, monkeypatch):

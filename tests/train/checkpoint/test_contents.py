@@ -57,6 +57,45 @@ def test_extra_state_is_restored(tmp_path, value):
         load_checkpoint(tmp_path, model=other)
 
 
+class WithMadeState(nn.Linear):
+    """A layer with a number that only its state dict has as a tensor."""
+
+    scale = 1.0
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.tensor(self.scale)
+
+    def _load_from_state_dict(self, state_dict, prefix, *more):
+        self.scale = float(state_dict.pop(prefix + "scale"))
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+
+def test_tensors_that_a_state_dict_makes_are_restored(tmp_path):
+    model = nn.Sequential(WithMadeState(3, 3))
+    model[0].scale = 7.0
+    save_checkpoint(tmp_path, model=model)
+
+    again = nn.Sequential(WithMadeState(3, 3))
+    load_checkpoint(tmp_path, model=again)
+
+    assert again[0].scale == 7.0
+    assert torch.equal(again[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Linear(3, 3, device="meta"), "is on the 'meta' device"),
+        (lambda: nn.LazyLinear(3), "has no shape yet"),
+    ],
+)
+def test_a_model_without_values_is_not_loaded(tmp_path, make, words):
+    save_checkpoint(tmp_path, model=nn.Linear(3, 3))
+    with pytest.raises(CheckpointError, match=f"model/weight: {words}"):
+        load_checkpoint(tmp_path, model=make())
+
+
 def test_tied_weights_are_restored_as_one(tmp_path):
     def make():
         first, second = nn.Linear(3, 3), nn.Linear(3, 3)
