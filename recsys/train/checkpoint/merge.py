@@ -70,10 +70,11 @@ def merge(folder: Path, manifest: Manifest, writer: PieceWriter) -> Generator[No
             key = tables[part.array]
             if of_table[0] != key:
                 of_table = key, delta_rows(folder, manifest, key)
+            names = {*manifest.tables[key], changed_name(key)}
             of_part = {
                 each.array: tensors[each.array]
                 for each in block.parts
-                if (each.begin, each.end) == (part.begin, part.end)
+                if each.array in names and (each.begin, each.end) == (part.begin, part.end)
             }
             num_left -= len(of_part.keys() & names_of_tables)
             found = _rows_of_base(manifest, key, part, of_part, base.number)

@@ -436,3 +436,19 @@ def test_the_writing_thread_writes_no_rows_of_slots_back(tier, tmp_path, monkeyp
     checkpoints.close()
 
     assert threads <= {threading.main_thread()}
+
+
+def test_tables_of_the_same_size_are_merged(tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.train.checkpoint.writer._MOST_DELTAS", 1)
+    monkeypatch.setitem(TRAININGS.make_training.__globals__, "SIZES", (40, 40, 40))
+    training = make_training()
+    checkpoints = saved(training, tmp_path)
+    for number in range(3):
+        training.step(number)
+        checkpoints.save()
+        checkpoints.wait(strict=True)
+        checkpoints.finish_merge()
+    checkpoints.close()
+
+    assert read_manifest(tmp_path).pieces[0].number > 1
+    require_restores(training, tmp_path)
