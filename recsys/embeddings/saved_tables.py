@@ -7,9 +7,7 @@
     restoring       a context in which rows and state are overwritten by `write` and `scatter`
 
 Tables in files are read and written by the system's file calls. Reading them through the memory map
-would make the whole table count as memory of the process.
-
-Letters: E rows of a table, D columns of the rows or of their state, M rows.
+would make the whole table count as memory of the process. Letters: E rows of a table, M rows.
 """
 
 from __future__ import annotations
