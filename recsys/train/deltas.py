@@ -80,10 +80,14 @@ def export_delta(folder: Path, file: str | Path, since: int) -> Path:
         manifest = read_manifest(folder)
         ids = dict(manifest.before)
         if since not in ids:
-            known = ", ".join(map(str, ids)) or "none"
+            if since == manifest.number:
+                raise CheckpointError(
+                    f"{folder}: checkpoint {since} is the newest, so nothing has changed since; "
+                    "export again after the next checkpoint"
+                )
             raise CheckpointError(
                 f"{folder}: checkpoint {manifest.number} does not continue from checkpoint "
-                f"{since}; the ones before it are {known}"
+                f"{since}; it continues from {_ranges(list(ids)) or 'none'}"
             )
         metadata = {
             "since": str(since),
@@ -111,6 +115,11 @@ def apply_deltas(full: str | Path, deltas: Sequence[str | Path], file: str | Pat
     """
     file = Path(file)
     whole = _Exported.open(Path(full))
+    if "since" in whole.metadata:
+        raise CheckpointError(
+            f"{whole.path}: is a delta, not a whole model; give the model of checkpoint "
+            f"{whole.metadata['since']} before it"
+        )
     opened = [_Exported.open(Path(delta)) for delta in deltas]
     last = whole
     for each in opened:
@@ -189,8 +198,8 @@ class _Exported(NamedTuple):
             raise CheckpointError(
                 f"{self.path}: continues from checkpoint {number}"
                 f"{' of another training' if is_other else ''}, and {other.path} is checkpoint "
-                f"{other.metadata['checkpoint']}; a delta between them is missing, or one is given "
-                "twice: give each delta once, in order"
+                f"{other.metadata['checkpoint']}; a delta between them is missing, one is given "
+                "twice, or they are of two trainings: give each delta once, in order"
             )
 
     def require_fits(self, whole: _Exported) -> None:
@@ -257,6 +266,17 @@ class _Exported(NamedTuple):
         if not each.num_bytes:
             return np.empty(0, np.uint8)
         return np.memmap(self.path, np.uint8, "r", each.begin, (each.num_bytes,))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text, such as "1-7, 9"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in ranges)
 
 
 def _write(

@@ -76,6 +76,7 @@ class Progress:
             desc="train",
             unit_scale=True,
             disable=not show,
+            delay=1e-9,  # drawn by `__enter__`: an error may come first
             mininterval=0.1 if sys.stderr.isatty() else 10,  # fewer lines in a log file
             # The rate of tqdm would include evaluations; the postfix has one without them.
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} samples [{elapsed}<{remaining}{postfix}]",
@@ -211,6 +212,8 @@ class Progress:
         }
 
     def __enter__(self) -> Self:
+        self._bar.delay = 0
+        self._bar.refresh()
         return self
 
     def __exit__(

@@ -85,7 +85,8 @@ class RunFolder:
         folder = cls(Path(path))
         if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
             raise AlreadyExists(
-                f"run folder {folder.path} is not empty; remove it or choose another with --run"
+                f"run folder {folder.path} is not empty; remove it or choose another with --run, "
+                "or continue its run with --resume"
             )
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.write_config(config)
@@ -152,9 +153,16 @@ class RunFolder:
             os.truncate(self.history_file, num_bytes)
 
     def append_history(self, entry: dict[str, Any]) -> None:
-        """Add one line to the history."""
-        with self.history_file.open("a") as file:
-            file.write(json.dumps(_without_nan(entry)) + "\n")
+        """Add one line to the history.
+
+        Raises:
+            OSError: the disk is full, or the folder no longer exists.
+        """
+        try:
+            with self.history_file.open("a") as file:
+                file.write(json.dumps(_without_nan(entry)) + "\n")
+        except OSError as error:  # one of `write` does not name the file
+            raise OSError(error.errno, error.strerror, str(self.history_file)) from error
 
     def read_history(self) -> list[dict[str, Any]]:
         """All lines of the history, oldest first.

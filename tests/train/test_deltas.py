@@ -140,13 +140,6 @@ def test_a_delta_of_another_training_is_refused(run, tmp_path):
         apply_deltas(run.full, [delta], tmp_path / "applied")
 
 
-def test_a_checkpoint_that_was_not_before_is_refused(run, tmp_path):
-    with pytest.raises(
-        CheckpointError, match=r"5 does not continue from checkpoint 9; .* 1, 2, 3, 4"
-    ):
-        export_delta(run.folder, tmp_path / "delta", 9)
-
-
 def test_a_training_that_went_back_has_other_ids(run, tmp_path):
     """Checkpoints 4 and 5 are given up, and the run goes on from 4."""
     again = make_training(seed=1)
@@ -217,3 +210,20 @@ def test_a_server_needs_no_library_to_apply_a_delta(run):
     table[rows] = tensor("tables.embedding_bags.t0.weight", "<f4")
 
     assert torch.equal(torch.from_numpy(table), run.models[2]["tables.embedding_bags.t0.weight"])
+
+
+def test_a_delta_in_the_place_of_the_whole_model_is_refused(run, tmp_path):
+    with pytest.raises(CheckpointError, match=r"delta2: is a delta.*model of checkpoint 1 before"):
+        apply_deltas(run.deltas[2], [run.deltas[3]], tmp_path / "applied")
+
+
+@pytest.mark.parametrize(
+    ("since", "message"),
+    [
+        (5, "checkpoint 5 is the newest, so nothing has changed since"),
+        (9, "does not continue from checkpoint 9; it continues from 1-4$"),
+    ],
+)
+def test_a_delta_since_a_checkpoint_that_is_not_before_is_refused(run, tmp_path, since, message):
+    with pytest.raises(CheckpointError, match=message):
+        export_delta(run.folder, tmp_path / "delta", since)

@@ -96,3 +96,12 @@ def test_a_malformed_state_is_refused_by_name(make, key, value):
         progress.load_state_dict(saved.state_dict() | {key: value})
 
     assert progress.num_steps == 0
+
+
+def test_the_bar_is_drawn_when_training_starts(tmp_path, small_config, capsys):
+    folder = RunFolder.create(tmp_path / "run", small_config())
+    progress = Progress(folder, StageClock(), 30, "validation", show=True)
+
+    assert capsys.readouterr().err == ""
+    with progress:
+        assert "0.00/30.0 samples" in capsys.readouterr().err

@@ -373,7 +373,7 @@ def _others(folder: Path, number: int | None) -> str:
     others = [str(each) for each in manifest_numbers(folder) if each != number]
     if not others:
         return "there is no other one; train from the start, or copy one here from elsewhere"
-    return f"load another by its number, {' or '.join(others)}"
+    return f"load another by its number, {' or '.join(others)} (--checkpoint {others[-1]})"
 
 
 def _parse(content: Any) -> Manifest:

@@ -101,7 +101,9 @@ def _whole_ones(folder: Path, number: int) -> str:
                 require_whole(folder, read_manifest(folder, other))
             except CheckpointError:
                 continue
-            return f"checkpoint {other} is whole: load that one by its number"
+            return (
+                f"checkpoint {other} is whole: load that one by its number (--checkpoint {other})"
+            )
     return "no other checkpoint in this folder is whole; train from the start"
 
 
