@@ -185,10 +185,12 @@ def alone_with(file: Path, command: str) -> Iterator[None]:
                 f"another {command} is at work in {file.parent}; close it, or choose another folder"
             ) from None
         os.close(descriptor)  # another process has removed the file
+    owner = os.getpid()
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)
+        if os.getpid() == owner:  # not a forked process, which ends earlier
+            file.unlink(missing_ok=True)
         os.close(descriptor)
 
 

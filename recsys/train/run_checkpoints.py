@@ -87,9 +87,9 @@ class RunCheckpoints:
         seconds, steps = perf_counter() - self._since, step % every_steps if every_steps else 0
         is_near = 0 < every_steps <= 2 * steps or 0 < every_seconds <= 2 * seconds
         if self._made is None and is_near and not self._has_failed:
-            self._begin()
-            if self._made is not None:
-                self._made.prepare()
+            made = self._begin()
+            if made is not None:
+                made.prepare()
         return 0 < every_seconds <= seconds or (every_steps > 0 and steps == 0)
 
     def save(self, state: Mapping[str, Any]) -> None:
@@ -100,10 +100,9 @@ class RunCheckpoints:
         Args:
             state: The state of everything but the model and its optimizers.
         """
-        if self._made is None:
-            self._begin()
-        if self._made is not None:
-            self._made.save(state=state)
+        made = self._made or self._begin()
+        if made is not None:
+            made.save(state=state)
             self._has_saved = True
         self._has_failed = False
         self.start()
@@ -137,7 +136,7 @@ class RunCheckpoints:
         """For a run record, after the end: what was written; None if nothing was prepared."""
         return self._described
 
-    def _begin(self) -> None:
+    def _begin(self) -> Checkpoints | None:
         """Make the folder; a failure warns, and the next checkpoint tries again."""
         try:
             self._made = self._make(None)
@@ -150,6 +149,7 @@ class RunCheckpoints:
                 "free some space, or check the disk",
                 stacklevel=3,
             )
+        return self._made
 
     def _make(self, after: int | None) -> Checkpoints:
         return Checkpoints(

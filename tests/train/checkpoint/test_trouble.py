@@ -322,6 +322,20 @@ def test_two_objects_do_not_write_to_one_folder(tmp_path):
     save_checkpoint(tmp_path, model=training.model, optimizers=training.optimizers)
 
 
+def test_a_forked_process_that_ends_leaves_the_lock(tmp_path):
+    training = make_training()
+    checkpoints = Checkpoints(tmp_path, model=training.model, optimizers=training.optimizers)
+    child = os.fork()
+    if not child:
+        checkpoints._release()  # as the interpreter does when it exits
+        os._exit(0)
+    os.waitpid(child, 0)
+
+    assert (tmp_path / "LOCK").exists()
+    checkpoints.close()
+    assert not (tmp_path / "LOCK").exists()
+
+
 def test_a_closed_object_saves_no_more(tmp_path):
     training = make_training()
     checkpoints = saved(training, tmp_path)
