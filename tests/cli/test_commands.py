@@ -369,7 +369,7 @@ def test_a_run_is_exported_as_a_whole_and_as_deltas_that_apply(tmp_path, small_s
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     capsys.readouterr()
     assert main([*export, "--since", str(last), "--out", str(tmp_path / "none")]) == 2
-    assert "does not continue from checkpoint" in capsys.readouterr().err
+    assert f"checkpoint {last} is the newest, so nothing has changed" in capsys.readouterr().err
     assert main([*export, "--to", "classic", "--checkpoint", "1", "--out", files[0]]) == 2
     assert "goes with --to safetensors only" in capsys.readouterr().err
     assert main([*export, "--to", "safetensors", "--checkpoint", "x", "--out", files[0]]) == 2

@@ -26,4 +26,4 @@ def test_a_run_that_is_killed_five_times_ends_with_the_model_of_an_unkilled_one(
     assert run["difference"] == 0
     assert run["is_history_equal"]
     assert run["kills"] == 5
-    assert run["after_first_checkpoint"] >= 1  # kills before the first checkpoint are random
+    assert run["after_first_checkpoint"] >= 4
