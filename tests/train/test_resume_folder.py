@@ -24,6 +24,7 @@ from recsys.errors import (
     TrainingDiverged,
 )
 from recsys.train.checkpoint import newest
+from recsys.train.checkpoint.manifest import read_manifest
 from recsys.train.progress import Progress
 from recsys.train.resume import resumed_config
 from recsys.train.run_checkpoints import RunCheckpoints
@@ -298,6 +299,24 @@ def test_a_second_ctrl_c_while_a_checkpoint_is_written_ends_at_once(
     run(config, tmp_path / "run", resume=True)
 
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+def test_the_first_checkpoint_of_a_resumed_run_has_only_updated_rows(
+    small_config, tmp_path, stop_at
+):
+    config = small_config(*SETTINGS, *TIERED)
+    stop_at((6, signal.SIGINT), (7, signal.SIGINT))
+    run(config, tmp_path / "run")
+    run(config, tmp_path / "run", resume=True)
+
+    manifest = read_manifest(tmp_path / "run" / "checkpoints")
+    rows = sum(
+        load_file(tmp_path / "run" / "checkpoints" / piece.folder / block.file)[name].numel()
+        for piece in manifest.pieces[-1:]
+        for block in piece.blocks
+        for name in {part.rows for part in block.parts if part.rows}
+    )
+    assert 0 < rows <= 4 * 64  # one mini-batch
 
 
 def test_a_folder_that_cannot_be_made_does_not_end_the_run(small_config, tmp_path, monkeypatch):
