@@ -365,6 +365,22 @@ def test_a_loss_that_is_not_finite_gets_no_checkpoint(small_config, tmp_path, mo
     assert newest(tmp_path / "run" / "checkpoints") == 2
 
 
+def test_ctrl_c_while_a_failed_run_ends_leaves_its_record(small_config, tmp_path, monkeypatch):
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    def fail(*_args, **_kwargs):
+        raise OSError("the data cannot be read")
+
+    monkeypatch.setattr("recsys.train.trainer.evaluate_split", fail)
+    monkeypatch.setattr(RunCheckpoints, "close", interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(small_config(*SETTINGS), tmp_path / "run")
+
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
 def test_history_that_a_power_failure_has_shortened_is_warned_of(small_config, tmp_path, stop_at):
     config = small_config(*SETTINGS)
     stop_at((13, None))
