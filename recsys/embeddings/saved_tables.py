@@ -417,7 +417,6 @@ class SavedTables:
             ConflictingWrite: lookups hold slots.
             TiersFailed: a transfer has failed.
         """
-        were_exposed = [each.tiers is not None and each.tiers.is_exposed for each in self._groups]
         with DisableTorchFunctionSubclass():  # internal write to tables
             for group in self._groups:
                 group.forget()
@@ -427,10 +426,9 @@ class SavedTables:
         for updater in self._updaters:
             updater.reload_state()
         with DisableTorchFunctionSubclass():  # internal read of tables
-            for group, was_exposed in zip(self._groups, were_exposed, strict=True):
+            for group in self._groups:
                 if group.tiers is not None:  # no later lookup marks every row as changed
                     group.tiers.reload_if_tables_changed(group.space())
-                    group.tiers.is_exposed = was_exposed
 
     def _require_records(self) -> None:
         """Check that the record is complete.

@@ -218,21 +218,23 @@ def _train(
         record["status"] = "diverged"
         raise
     finally:
-        if checkpoints is not None and record["status"] in ("failed", "diverged"):
-            checkpoints.close()
-        record |= {
-            "throughput": progress.throughput(),
-            "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
-            "schedule": describe_schedule(pipeline, loader),
-            "tiers": describe_tiers(model),
-            "skipped": None,
-            "checkpoints": None if checkpoints is None else checkpoints.describe(),
-            "resumed": state.resumed,
-            "peak_memory_bytes": progress.peak_memory_bytes,
-        }
-        if timeline is not None:
-            timeline.write(folder.timeline_file)
-        folder.write_record(record)
+        try:
+            if checkpoints is not None and record["status"] in ("failed", "diverged"):
+                checkpoints.close()
+        finally:
+            record |= {
+                "throughput": progress.throughput(),
+                "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
+                "schedule": describe_schedule(pipeline, loader),
+                "tiers": describe_tiers(model),
+                "skipped": None,
+                "checkpoints": None if checkpoints is None else checkpoints.describe(),
+                "resumed": state.resumed,
+                "peak_memory_bytes": progress.peak_memory_bytes,
+            }
+            if timeline is not None:
+                timeline.write(folder.timeline_file)
+            folder.write_record(record)
     plot_curves(folder)
     if timeline is not None:
         plot_timeline(folder, timeline)

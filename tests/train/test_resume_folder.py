@@ -24,6 +24,7 @@ from recsys.errors import (
     TrainingDiverged,
 )
 from recsys.train.checkpoint import newest
+from recsys.train.checkpoint.manifest import read_manifest
 from recsys.train.progress import Progress
 from recsys.train.resume import resumed_config
 from recsys.train.run_checkpoints import RunCheckpoints
@@ -300,6 +301,24 @@ def test_a_second_ctrl_c_while_a_checkpoint_is_written_ends_at_once(
     require_same_run(config, tmp_path / "run", tmp_path / "whole")
 
 
+def test_the_first_checkpoint_of_a_resumed_run_has_only_updated_rows(
+    small_config, tmp_path, stop_at
+):
+    config = small_config(*SETTINGS, *TIERED)
+    stop_at((6, signal.SIGINT), (7, signal.SIGINT))
+    run(config, tmp_path / "run")
+    run(config, tmp_path / "run", resume=True)
+
+    manifest = read_manifest(tmp_path / "run" / "checkpoints")
+    rows = sum(
+        load_file(tmp_path / "run" / "checkpoints" / piece.folder / block.file)[name].numel()
+        for piece in manifest.pieces[-1:]
+        for block in piece.blocks
+        for name in {part.rows for part in block.parts if part.rows}
+    )
+    assert 0 < rows <= 4 * 64  # one mini-batch
+
+
 def test_a_folder_that_cannot_be_made_does_not_end_the_run(small_config, tmp_path, monkeypatch):
     mkdir, failures = Path.mkdir, [1, 2]
 
@@ -344,6 +363,22 @@ def test_a_loss_that_is_not_finite_gets_no_checkpoint(small_config, tmp_path, mo
         run(config, tmp_path / "run")
 
     assert newest(tmp_path / "run" / "checkpoints") == 2
+
+
+def test_ctrl_c_while_a_failed_run_ends_leaves_its_record(small_config, tmp_path, monkeypatch):
+    def interrupt(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    def fail(*_args, **_kwargs):
+        raise OSError("the data cannot be read")
+
+    monkeypatch.setattr("recsys.train.trainer.evaluate_split", fail)
+    monkeypatch.setattr(RunCheckpoints, "close", interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(small_config(*SETTINGS), tmp_path / "run")
+
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
 def test_history_that_a_power_failure_has_shortened_is_warned_of(small_config, tmp_path, stop_at):
