@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from recsys.errors import CheckpointError
-from recsys.train.checkpoint.checkpoints import Checkpoints
+from recsys.train.checkpoint.checkpoints import Checkpoints, listed
 from recsys.train.checkpoint.contents import errors_of_state
 from recsys.train.checkpoint.restore import restore
 
@@ -55,13 +55,12 @@ def save_checkpoint(
     Raises:
         AlreadyExists: `folder` holds something else.
         CheckpointError: a value cannot be saved.
+        ConfigError: `loader` or another argument has no `state_dict`.
         OSError: the disk is full, or cannot be written.
     """
-    checkpoints = Checkpoints(folder, model=model, optimizers=_listed(optimizers))
+    checkpoints = Checkpoints(folder, model=model, optimizers=optimizers)
     try:
-        checkpoints.save(
-            pipeline=pipeline, loader=loader, schedulers=_listed(schedulers), state=state
-        )
+        checkpoints.save(pipeline=pipeline, loader=loader, schedulers=schedulers, state=state)
         number = checkpoints.wait(strict=True)
         assert number is not None
         return number
@@ -101,12 +100,12 @@ def load_checkpoint(
             it is of another model.
         ConfigError: the state of `pipeline` or `loader` is that of another one.
     """
-    found = restore(Path(folder), model, _listed(optimizers), number)
+    found = restore(Path(folder), model, listed(optimizers), number)
     given = {"pipeline": pipeline, "loader": loader}
     for name, target in given.items():
         if target is not None and found[name] is None:
             raise CheckpointError(f"{folder}: the checkpoint was saved without {name}=")
-    of_schedulers = _listed(schedulers)
+    of_schedulers = listed(schedulers)
     if not isinstance(found["schedulers"], list):
         raise CheckpointError(f"{folder}: the schedulers of the checkpoint are damaged")
     if of_schedulers and len(of_schedulers) != len(found["schedulers"]):
@@ -149,7 +148,3 @@ def _are_alike(own: Any, saved: Any) -> bool:
         or saved is None
         or any(isinstance(own, kind) and isinstance(saved, kind) for kind in kinds)
     )
-
-
-def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]

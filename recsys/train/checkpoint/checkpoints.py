@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from recsys.train.checkpoint.contents import TableArrays
     from recsys.train.checkpoint.manifest import Array, Piece
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "listed"]
 
 # Errors that do not end the training. Others are faults of the program.
 _EXPECTED = OSError, CheckpointError, MemoryError
@@ -87,13 +87,13 @@ class Checkpoints:
         folder: str | Path,
         *,
         model: nn.Module,
-        optimizers: Sequence[Optimizer] = (),
+        optimizers: Optimizer | Sequence[Optimizer] = (),
         buffer_bytes: int = 128 * 2**20,
         after: int | None = None,
     ) -> None:
         self._folder = Path(folder)
         _require_own(self._folder)
-        self._contents = Contents(model, optimizers)
+        self._contents = Contents(model, listed(optimizers))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._writer = BackgroundWriter(self._folder, buffer_bytes)
         self._full: PieceTask | None = None
@@ -158,7 +158,7 @@ class Checkpoints:
         *,
         pipeline: Any = None,
         loader: Any = None,
-        schedulers: Sequence[Any] = (),
+        schedulers: Any = (),
         state: Any = None,
     ) -> None:
         """Save a checkpoint: call it between two steps.
@@ -168,20 +168,21 @@ class Checkpoints:
         Args:
             pipeline: As for `save_checkpoint`, like the arguments after it.
             loader: A loader with `state_dict`, for its position.
-            schedulers: Learning-rate schedulers.
+            schedulers: Learning-rate schedulers, one or several.
             state: Anything else.
 
         Raises:
             CheckpointError: a value cannot be saved.
-            ConfigError: this object is closed, or the dtype or the size of a table has changed.
+            ConfigError: this object is closed, `loader` or another argument has no `state_dict`, or
+                the dtype or the size of a table has changed.
         """
         self._require_open()
         begin = perf_counter()
         small = self._contents.small(  # raises before anything is taken
             {
-                "pipeline": None if pipeline is None else pipeline.state_dict(),
-                "loader": None if loader is None else loader.state_dict(),
-                "schedulers": [each.state_dict() for each in schedulers],
+                "pipeline": _state_of("pipeline", pipeline),
+                "loader": _state_of("loader", loader),
+                "schedulers": [_state_of("schedulers", each) for each in listed(schedulers)],
                 "state": state,
             }
         )
@@ -427,3 +428,20 @@ def _require_own(folder: Path) -> None:
         raise AlreadyExists(
             f"{folder} is not a folder of checkpoints: it has {names[0]}; choose another"
         )
+
+
+def _state_of(argument: str, value: Any) -> Any:
+    """The `state_dict` of an argument; None for None."""
+    if value is None:
+        return None
+    if not hasattr(value, "state_dict"):
+        raise ConfigError(
+            f"{argument} must have state_dict and load_state_dict, got {type(value).__name__}; "
+            "save what it needs as state"
+        )
+    return value.state_dict()
+
+
+def listed(value: Any) -> list[Any]:
+    """One value or several, as a list."""
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -12,8 +12,8 @@ from torch import nn
 
 import recsys
 from recsys.embeddings import Adam, HotColdEmbeddingBag
-from recsys.errors import CheckpointError
-from recsys.train.checkpoint import load_checkpoint, save_checkpoint
+from recsys.errors import CheckpointError, ConfigError
+from recsys.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from recsys.train.checkpoint.optimizer_states import check_optimizer_state
 from recsys.train.checkpoint.random_states import (
     check_random_states,
@@ -377,3 +377,26 @@ def test_a_torch_optimizer_that_updates_rows_must_be_given(tmp_path):
     with pytest.raises(CheckpointError, match=r"0\.weight' is updated in the step of a Adagrad"):
         save_checkpoint(tmp_path, model=model)
     save_checkpoint(tmp_path, model=model, optimizers=[rows])
+
+
+def test_a_loader_without_a_position_is_refused_by_name(tmp_path):
+    loader = torch.utils.data.DataLoader([1])
+
+    with pytest.raises(ConfigError, match=r"loader must have state_dict .* got DataLoader"):
+        save_checkpoint(tmp_path, model=torch.nn.Linear(1, 1), loader=loader)
+
+
+def test_one_optimizer_and_one_scheduler_need_no_list(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = SCHEDULERS.StepLR(optimizer, 1)
+    checkpoints = Checkpoints(tmp_path, model=model, optimizers=optimizer)
+    optimizer.step()
+    scheduler.step()
+    checkpoints.save(schedulers=scheduler)
+    checkpoints.close()
+    scheduler.step()
+
+    load_checkpoint(tmp_path, model=model, optimizers=optimizer, schedulers=scheduler)
+
+    assert scheduler.last_epoch == 1
