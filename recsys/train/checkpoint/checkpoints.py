@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from weakref import finalize
 
 from recsys._support.files import alone_with
@@ -61,7 +61,7 @@ _EXPECTED = OSError, CheckpointError, MemoryError
 
 
 class Checkpoints:
-    """Saves a model, its optimizers and a state in a folder.
+    """Saves a model, its optimizers and a state in a folder; a context manager that closes it.
 
     From `prepare` to `close`, rows may be changed by updates only, or by torch operations on the
     tables' `weight`; `ChangedRows` lists the other writes. A failure to write, such as a full disk,
@@ -245,6 +245,12 @@ class Checkpoints:
         finally:
             remove_unneeded(self._folder)
             self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def give_up(self) -> None:
         """End at once, without writing what waits; complete checkpoints stay."""

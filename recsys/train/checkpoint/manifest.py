@@ -255,7 +255,8 @@ def newest(folder: Path) -> int | None:
         with file.open("rb") as opened:
             name = opened.read(100).decode("ascii", "replace").strip()
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        # A manifest is written after its blocks, so the checkpoint of each that exists is complete.
+        return max(manifest_numbers(folder), default=None)
     if not _MANIFEST_NAME.fullmatch(name):
         raise CheckpointError(
             f"{file}: must be the name of a manifest such as 00000012.json, got {name!r}; "

@@ -40,7 +40,6 @@ def make_manifest(number: int = 2) -> Manifest:
 def test_a_manifest_comes_back_equal(tmp_path):
     write_manifest(tmp_path, make_manifest())
 
-    assert newest(tmp_path) is None
     set_newest(tmp_path, make_manifest())
 
     assert newest(tmp_path) == 2
@@ -133,3 +132,11 @@ def test_nesting_without_end_is_refused(tmp_path):
 
     with pytest.raises(CheckpointError, match="RecursionError"):
         read_manifest(tmp_path, 2)
+
+
+def test_without_last_the_manifest_with_the_highest_number_is_the_newest(tmp_path):
+    assert newest(tmp_path) is None
+    for number in (9, 11, 10):
+        write_manifest(tmp_path, make_manifest(number))
+
+    assert newest(tmp_path) == 11
