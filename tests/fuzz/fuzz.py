@@ -8,6 +8,7 @@ limited. Case n of a reader is always the same.
 """
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from recsys.train.run_folder import write_json
 READERS = {reader.name: reader for reader in (*DATA, *RUNS, *VALUES)}
 _MEMORY_BYTES = 12 * 2**30  # of addresses: libraries reserve some that they never use
 _MOST_SHOWN = 5
+_CASES_PER_COLLECTION = 10
 
 
 def main(arguments=None):
@@ -94,6 +96,8 @@ def _run_reader(reader, options):
                 if wrong <= _MOST_SHOWN:
                     traceback.print_exception(error)
             seed += 1
+            if not seed % _CASES_PER_COLLECTION:
+                gc.collect()  # modules in cycles keep threads and mapped files
     result = {
         "num_cases": seed - options.first_seed,
         "seconds": round(time.monotonic() - begin, 1),
