@@ -45,6 +45,7 @@ from recsys.batch import Batch, JaggedIds
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.read_ahead import ReadAhead
 from recsys.embeddings.optimizer import Adagrad
+from recsys.embeddings.tiers.cold import file_store
 from recsys.embeddings.tiers.cold.file_store import FileStore
 from recsys.embeddings.tiers.residency import Residency
 from recsys.embeddings.tiers.transfers import TransferQueue
@@ -99,17 +100,17 @@ class Delays:
                 (Window, "pop"),
             ):
                 patch.setattr(owner, name, self._around(getattr(owner, name)))
-            run, start = TransferQueue._run, FileStore._start
+            run, start = TransferQueue._run, file_store._start
 
             def run_slowly(queue, *moves):
                 moves = [self._around(move) for move in moves]
                 run(queue, moves.pop())  # `run` deletes its reference, so this must be the only one
 
-            def start_slowly(store, move, share):
-                return start(store, self._around(move), share)
+            def start_slowly(threads, move, share):
+                return start(threads, self._around(move), share)
 
             patch.setattr(TransferQueue, "_run", run_slowly)
-            patch.setattr(FileStore, "_start", start_slowly)
+            patch.setattr(file_store, "_start", start_slowly)
             yield
 
     def _around(self, function):
