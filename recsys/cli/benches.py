@@ -235,7 +235,7 @@ def _bench_checkpoints(options: argparse.Namespace) -> int:
     rows = bench_checkpoints(
         folder=options.folder,
         num_rounds=2 if options.quick else 20,
-        steps_per_turn=20 if options.quick else 800,
+        steps_per_turn=20 if options.quick else 1150,
         table_sizes=[1000] * 26 if options.quick else (),
         file_tier_bytes=10**7 if options.quick else FILE_TIER_BYTES,
     )

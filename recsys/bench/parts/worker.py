@@ -6,13 +6,15 @@
     leaves the `with` block  ------->    ends; it also ends when its owner dies
 
 For benchmarks whose providers take turns but must not share memory, allocator or threads. A worker
-must be idle between calls, so every turn ends with `settle` or `end_turn`.
+must be idle between calls, so every turn ends with `settle` or `end_turn`; or its owner calls
+`pause`, for workers whose background threads have work left that belongs to their next turn.
 """
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import signal
 import time
 import traceback
@@ -53,6 +55,7 @@ class Worker:
         self._process.start()
         other_end.close()
         self._is_made = False
+        self._is_paused = False
 
     def wait(self) -> None:
         """Wait until the object is made.
@@ -73,11 +76,23 @@ class Worker:
             RecsysError: the method raised it.
         """
         self.wait()
+        if self._is_paused:
+            self._signal(signal.SIGCONT)
+            self._is_paused = False
         try:
             self._connection.send((method, arguments))
         except OSError as error:
             raise self._death() from error
         return self._receive()
+
+    def pause(self) -> None:
+        """Stop all threads of the process until the next call."""
+        self._signal(signal.SIGSTOP)
+        self._is_paused = True
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
 
     def _receive(self) -> Any:
         try:

@@ -79,6 +79,16 @@ def test_a_worker_that_dies_is_named_with_its_exit_code(end, code, hint):
         worker.call("run")
 
 
+def test_a_paused_worker_stands_still_until_its_next_call():
+    with Worker("ours", CASE, partial(__import__, "os")) as worker:
+        process_id = worker.call("getpid")
+
+        worker.pause()
+
+        os.waitid(os.P_PID, process_id, os.WSTOPPED | os.WNOWAIT)
+        assert worker.call("getpid") == process_id
+
+
 @pytest.mark.usefixtures("quick_workers")
 def test_a_worker_ends_with_its_block_in_the_middle_of_whatever_it_does():
     worker = Worker("ours", CASE, queue.Queue)
