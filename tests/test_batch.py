@@ -182,3 +182,47 @@ OFFSETS = torch.tensor([0, 1, 2])
 def test_arguments_of_other_types_or_sizes_are_refused_by_name(make, message):
     with pytest.raises(MalformedBags, match=message):
         make()
+
+
+def test_joined_samples_are_those_of_the_parts():
+    values, offsets = torch.tensor([4, 9, 9, 0, 2]), torch.tensor([0, 1, 3, 3, 4, 4, 5])
+    jagged = JaggedIds(["a", "b"], values, offsets, torch.arange(5.0))
+    one_hot = JaggedIds.from_one_hot(["a", "b"], torch.tensor([[1, 2, 3], [4, 5, 6]]))
+
+    for ids in (jagged, one_hot):
+        chosen = [torch.tensor(samples, dtype=torch.int64) for samples in ([1], [], [2, 0])]
+        parts = [ids.select(samples) for samples in chosen]
+        joined, expected = JaggedIds.concatenate(parts), ids.select(torch.tensor([1, 2, 0]))
+        assert torch.equal(joined.values(), expected.values())
+        assert torch.equal(joined.offsets(), expected.offsets())
+        assert joined.offsets().dtype == joined.values().dtype
+        assert joined.is_known_one_hot() == ids.is_known_one_hot()
+    assert JaggedIds.concatenate([jagged, jagged]).weights_or_none().tolist() == [
+        *(0, 1, 2, 0, 1, 2),
+        *(3, 4, 3, 4),
+    ]
+    mixed = JaggedIds.concatenate([one_hot, JaggedIds(["a", "b"], values, offsets)])
+    assert mixed.values().tolist() == [1, 2, 3, 4, 9, 9, 4, 5, 6, 0, 2]
+
+
+def test_features_that_do_not_fit_are_not_joined():
+    ids = JaggedIds.from_one_hot(["a"], torch.tensor([[1, 2]]))
+    weighted = JaggedIds(["a"], ids.values(), ids.offsets(), torch.ones(2))
+
+    with pytest.raises(MalformedBags, match="keys must be the same"):
+        JaggedIds.concatenate([ids, JaggedIds.from_one_hot(["b"], torch.tensor([[1]]))])
+    with pytest.raises(MalformedBags, match="only some of the inputs have weights"):
+        JaggedIds.concatenate([ids, weighted])
+
+
+def test_weights_of_samples_go_with_them():
+    ids = JaggedIds.from_one_hot(["a"], torch.tensor([[1, 2, 3]]))
+    batch = Batch(torch.zeros(3, 1), ids, torch.zeros(3), torch.tensor([1.0, 2.0, 4.0]))
+    plain = Batch(torch.zeros(3, 1), ids, torch.zeros(3))
+
+    assert batch.select(torch.tensor([2, 0])).weights.tolist() == [4, 1]
+    assert batch.to("meta").weights.is_meta
+    assert Batch.concatenate([plain, batch]).weights.tolist() == [1, 1, 1, 1, 2, 4]
+    assert Batch.concatenate([plain, plain]).weights is None
+    with pytest.raises(MalformedBags, match="weights must be a tensor of 3 samples"):
+        Batch(torch.zeros(3, 1), ids, torch.zeros(3), torch.ones(2))

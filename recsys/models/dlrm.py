@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.table import output_names
@@ -194,10 +195,16 @@ class DLRMTrain(nn.Module):
     Args:
         dlrm_module: The model; its last layer has one output.
 
+    Attributes:
+        uses_sample_weights: True: each sample's loss is multiplied by the mini-batch's `weights`,
+            if it has any, and the sum is divided by B.
+
     Shape:
         result (loss, (loss, logits, labels)): loss () with gradient, then detached tensors: loss
         (), logits (B,) and labels (B,).
     """
+
+    uses_sample_weights = True
 
     def __init__(self, dlrm_module: nn.Module) -> None:
         super().__init__()
@@ -207,7 +214,14 @@ class DLRMTrain(nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Mean binary cross-entropy of the batch, and the tensors that a pipeline reports."""
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
-        loss = self.loss_fn(logits, batch.labels.float())
+        weights = getattr(batch, "weights", None)
+        if weights is None:
+            loss = self.loss_fn(logits, batch.labels.float())
+        else:
+            labels = batch.labels.float()
+            loss = functional.binary_cross_entropy_with_logits(
+                logits, labels, weights, pos_weight=self.loss_fn.pos_weight
+            )
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
 

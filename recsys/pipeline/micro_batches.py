@@ -1,4 +1,4 @@
-"""Selects samples of a mini-batch as a smaller one, and joins the outputs of such parts.
+"""Selects samples of a mini-batch as a smaller one, and joins mini-batches, or outputs of parts.
 
 Letters: B samples in the mini-batch, M samples in a part.
 """
@@ -15,10 +15,44 @@ from torch import Tensor
 from recsys.batch import JaggedIds
 from recsys.pipeline.inputs import is_torchrec
 
-__all__ = ["join_outputs", "select_samples"]
+__all__ = ["concatenate", "count_samples", "join_outputs", "select_samples"]
+
+_MOST_NESTED = 4
 
 
-def select_samples(batch: Any, samples: Tensor, batch_size: int) -> Any:
+def count_samples(batch: Any) -> int | None:
+    """B, the number of samples of a mini-batch: that of the first features or tensor in it.
+
+    Returns:
+        None if there are none.
+    """
+    return _count(batch, 0)
+
+
+def _count(value: Any, depth: int) -> int | None:
+    if isinstance(value, Tensor):
+        return len(value) if value.dim() else None
+    if isinstance(value, JaggedIds) or is_torchrec(value):
+        return int(value.stride())
+    if hasattr(value, "select") and hasattr(value, "__len__"):
+        return len(value)
+    parts: Any = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif hasattr(value, "__dict__"):
+        parts = vars(value).values()
+    for part in parts if depth < _MOST_NESTED else ():
+        found = _count(part, depth + 1)
+        if found is not None:
+            return found
+    return None
+
+
+def select_samples(
+    batch: Any, samples: Tensor, batch_size: int, setting: str = "schedule=Hotline"
+) -> Any:
     """Select some samples of a mini-batch; the result has the type of the mini-batch.
 
     Args:
@@ -26,6 +60,7 @@ def select_samples(batch: Any, samples: Tensor, batch_size: int) -> Any:
             dictionary, tuple or list of these.
         samples: The samples' numbers, in the order of the result.
         batch_size: B.
+        setting: Why samples are selected, for errors.
 
     Shape:
         samples (M,) int64; tensors (B, ...).
@@ -39,11 +74,11 @@ def select_samples(batch: Any, samples: Tensor, batch_size: int) -> Any:
         if isinstance(value, Tensor):
             if not value.dim() or len(value) != batch_size:
                 raise ValueError(
-                    "schedule=Hotline: tensors of a mini-batch must be (B, ...) with B = "
+                    f"{setting}: tensors of a mini-batch must be (B, ...) with B = "
                     f"{batch_size} to be split, got {tuple(value.shape)}; give the mini-batch a "
                     "method select(samples)"
                 )
-            return value[samples.to(value.device)]
+            return value.index_select(0, samples.to(value.device))
         if hasattr(value, "select"):
             return value.select(samples)
         if is_torchrec(value):
@@ -51,12 +86,55 @@ def select_samples(batch: Any, samples: Tensor, batch_size: int) -> Any:
         found = _map(select, [value])
         if found is _NOTHING:
             raise TypeError(
-                f"schedule=Hotline: {type(value).__name__} of a mini-batch cannot be split; give "
-                "it a method select(samples)"
+                f"{setting}: {type(value).__name__} of a mini-batch cannot be split; give it a "
+                "method select(samples)"
             )
         return found
 
     return select(batch)
+
+
+def concatenate(batches: Sequence[Any], setting: str) -> Any:
+    """Join mini-batches of one structure into one; samples keep their order.
+
+    Args:
+        batches: Mini-batches, as for `select_samples`. An object with `select` needs a class method
+            `concatenate(parts)`, too.
+        setting: Why they are joined, for errors.
+
+    Raises:
+        TypeError: the mini-batches contain an object of another type.
+        ValueError: a constant in them, such as a string, is not the same in all.
+    """
+
+    def join(*values: Any) -> Any:
+        first = values[0]
+        if isinstance(first, Tensor):
+            return torch.cat(values)
+        if hasattr(type(first), "concatenate"):
+            return type(first).concatenate(values)
+        if is_torchrec(first):
+            parts = [JaggedIds.from_torchrec(value) for value in values]
+            return JaggedIds.concatenate(parts).to_torchrec()
+        found = _map(join, values)
+        if found is first and not all(_is_same(value, first) for value in values):
+            raise ValueError(
+                f"{setting}: {first!r} in a mini-batch must be the same in all mini-batches whose "
+                "samples are joined; give the mini-batch methods select(samples) and "
+                "concatenate(parts)"
+            )
+        if found is _NOTHING:
+            raise TypeError(
+                f"{setting}: {type(first).__name__} of mini-batches cannot be joined; give it a "
+                "class method concatenate(parts)"
+            )
+        return found
+
+    return join(*batches)
+
+
+def _is_same(value: Any, first: Any) -> bool:
+    return value is first or (type(value) is type(first) and value == first)
 
 
 def join_outputs(

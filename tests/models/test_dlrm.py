@@ -1,3 +1,4 @@
+import dataclasses
 from math import sqrt
 
 import pytest
@@ -210,3 +211,18 @@ def test_hooks_of_a_collection_see_what_they_see_elsewhere():
 
     assert torch.equal(arch(ids), expected)
     assert isinstance(seen[0], PooledEmbeddings)
+
+
+def test_weights_multiply_the_losses_of_samples_and_b_divides_their_sum():
+    model, batch = DLRMTrain(make_dlrm()), make_batch()
+    plain, (_, logits, labels) = model(batch)
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(
+        logits, labels.float(), reduction="none"
+    )
+    weights = torch.rand(len(losses))
+
+    weighted, _ = model(dataclasses.replace(batch, weights=weights))
+
+    torch.testing.assert_close(weighted.detach(), (losses * weights).sum() / len(losses))
+    torch.testing.assert_close(plain.detach(), losses.mean())
+    assert model.uses_sample_weights

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recsys.batch import Batch, JaggedIds
-from recsys.pipeline.micro_batches import join_outputs, select_samples
+from recsys.pipeline.micro_batches import concatenate, count_samples, join_outputs, select_samples
 
 Pair = namedtuple("Pair", "ids labels")
 SAMPLES = torch.tensor([2, 0])
@@ -75,6 +75,77 @@ def test_features_of_torchrec_are_taken_apart():
 def test_what_cannot_be_taken_apart_is_named(batch, error, message):
     with pytest.raises(error, match=message):
         select_samples(batch, SAMPLES, 3)
+
+
+def test_every_kind_of_mini_batch_is_joined():
+    dense, labels = torch.arange(6.0).view(3, 2), torch.arange(3)
+    batch = {
+        "batch": Batch(dense, some_ids(), labels),
+        "pair": Pair([labels, (dense,)], None),
+        "sheet": Sheet(dense, "criteo"),
+    }
+    parts = [select_samples(batch, samples, 3) for samples in PARTS]
+
+    whole = concatenate(parts, "skip=test")
+
+    expected = select_samples(batch, torch.cat(PARTS), 3)
+    assert bags_of(whole["batch"].sparse_features) == bags_of(expected["batch"].sparse_features)
+    weights = whole["batch"].sparse_features.weights_or_none()
+    assert torch.equal(weights, expected["batch"].sparse_features.weights_or_none())
+    assert torch.equal(whole["batch"].dense_features, expected["batch"].dense_features)
+    assert whole["batch"].labels.tolist() == [1, 0, 2]
+    assert isinstance(whole["pair"], Pair)
+    assert whole["pair"].ids[0].tolist() == [1, 0, 2]
+    assert torch.equal(whole["pair"].ids[1][0], expected["pair"].ids[1][0])
+    assert whole["sheet"].name == "criteo"
+
+
+def test_features_of_torchrec_are_joined():
+    pytest.importorskip("torchrec")
+    whole = some_ids().to_torchrec()
+    parts = [select_samples(whole, samples, 3) for samples in PARTS]
+
+    joined = concatenate(parts, "skip=test")
+
+    assert joined.keys() == ["a", "b"]
+    assert bags_of(joined) == bags_of(select_samples(whole, torch.cat(PARTS), 3))
+
+
+class Selected:
+    """Can be taken apart, but not joined."""
+
+    def select(self, samples):
+        return self
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error", "message"),
+    [
+        (Sheet(torch.ones(1), "a"), Sheet(torch.ones(1), "b"), ValueError, "'a' in a mini-batch"),
+        ((torch.ones(1), None), (torch.ones(1), 3), ValueError, "None in a mini-batch must be the"),
+        (Selected(), Selected(), TypeError, r"skip=test: Selected .*concatenate\(parts\)"),
+    ],
+)
+def test_what_cannot_be_joined_is_named(first, second, error, message):
+    with pytest.raises(error, match=message):
+        concatenate([first, second], "skip=test")
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.zeros(4, 2), 4),
+        (torch.tensor(1.0), None),
+        (some_ids(), 3),
+        (Batch(torch.zeros(3, 1), some_ids(), torch.zeros(3)), 3),
+        ({"name": "criteo", "x": [torch.tensor(1.0), torch.zeros(5)]}, 5),
+        (Sheet(torch.zeros(2), "a"), 2),
+        ("abc", None),
+    ],
+    ids=repr,
+)
+def test_samples_are_counted_by_the_first_tensor_or_features(batch, expected):
+    assert count_samples(batch) == expected
 
 
 def test_outputs_come_in_the_order_of_the_samples():

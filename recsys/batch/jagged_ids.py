@@ -1,139 +1,25 @@
-"""Mini-batches, the sources they are read from, and the result of a lookup.
-
-`JaggedIds` and `PooledEmbeddings` are the light counterparts of TorchRec's `KeyedJaggedTensor` and
-`KeyedTensor`: the same layout and method names, without the dependency. Modules accept either.
-
-    keys    = ["cat_0", "cat_1"]          batch of 3 samples
-    values  = [4, 9, 9 | 0, 2]            the rows of cat_0, then those of cat_1
-    offsets = [0, 1, 3, 3, 4, 4, 5]       bag (f, b) begins at offsets[f * B + b]
-
-               sample 0   sample 1   sample 2
-    cat_0      [4]        [9, 9]     []
-    cat_1      [0]        []         [2]
-
-Shape letters: B samples, F features, I dense features, N lookups, D embedding_dim.
-"""
+"""`JaggedIds`: the rows that several samples look up, feature by feature."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
+from recsys.batch.bags_of_samples import (
+    places_of_bags,
+    places_of_samples,
+    require_one_batch_size,
+)
 from recsys.errors import MalformedBags, MissingDependency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-__all__ = [
-    "Batch",
-    "Features",
-    "JaggedIds",
-    "Pooled",
-    "PooledEmbeddings",
-    "SampleSource",
-    "expand_to_one_batch_size",
-    "places_of_samples",
-    "require_one_batch_size",
-    "varies_in_batch_size",
-]
-
-
-class Features(Protocol):
-    """Sparse input of a module: `JaggedIds` or TorchRec's `KeyedJaggedTensor`."""
-
-    def keys(self) -> list[str]:
-        """Feature names, in order."""
-
-    def values(self) -> Tensor:
-        """Rows, (N,), feature by feature."""
-
-    def offsets(self) -> Tensor:
-        """Where each bag starts, (F * B + 1,)."""
-
-    def weights_or_none(self) -> Tensor | None:
-        """One weight per lookup, (N,), or None."""
-
-    def stride(self) -> int:
-        """B, the number of samples."""
-
-
-class Pooled(Protocol):
-    """Result of a lookup: `PooledEmbeddings` or TorchRec's `KeyedTensor`."""
-
-    def keys(self) -> list[str]:
-        """Feature names, in order."""
-
-    def values(self) -> Tensor:
-        """Pooled vectors side by side, (B, sum of dims)."""
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """Vectors by feature name, (B, D) each."""
-
-
-class SampleSource(Protocol):
-    """A sequence of labelled samples with dense and categorical features.
-
-    A source that holds its rows in one array may offer it as `sparse`, (num_samples, F) int32. Then
-    lookups are counted in that array, and `read` is not called.
-    """
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in all splits together."""
-
-    @property
-    def num_dense(self) -> int:
-        """I, the number of dense features."""
-
-    @property
-    def table_sizes(self) -> dict[str, int]:
-        """`num_embeddings` by categorical feature, in column order."""
-
-    @property
-    def splits(self) -> dict[str, range]:
-        """The sample numbers of "train", "test" and "validation"."""
-
-    def read(self, samples: NDArray[np.int64]) -> Batch:
-        """The given samples, in the given order. Several threads may call it at once.
-
-        Shape:
-            samples (B,) in [0, num_samples); result: dense_features (B, I) float32,
-            sparse_features with one int64 lookup per feature and sample, labels (B,) float32.
-        """
-
-    @property
-    def fingerprint(self) -> str:
-        """Equal for sources with equal samples under equal numbers, different for all others."""
-
-    def describe(self) -> dict[str, Any]:
-        """The entry for this data in a run record; JSON types only."""
-
-
-def varies_in_batch_size(features: object) -> bool:
-    """Whether the features of a `KeyedJaggedTensor` have different batch sizes."""
-    varies = getattr(features, "variable_stride_per_key", None)
-    inverse = getattr(features, "inverse_indices_or_none", None)
-    return (varies is not None and varies()) or (inverse is not None and inverse() is not None)
-
-
-def require_one_batch_size(features: object) -> None:
-    """Refuse a `KeyedJaggedTensor` whose features have different batch sizes.
-
-    Raises:
-        ValueError: the batch sizes differ.
-    """
-    if varies_in_batch_size(features):
-        raise ValueError(
-            "features with different batch sizes (variable_stride_per_key, inverse_indices) are "
-            "not supported here; expand them to one batch size"
-        )
+__all__ = ["JaggedIds", "expand_to_one_batch_size"]
 
 
 def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
@@ -160,37 +46,10 @@ def expand_to_one_batch_size(features: KeyedJaggedTensor) -> JaggedIds:
     rows = torch.tensor([list(known).index(key) for key in keys], device=device)
     starts = torch.tensor(first_bags, device=device).cumsum(0)
     bags = (bag_of_FB[rows].long() + starts.unsqueeze(1)).flatten()
-    places, expanded = _places_of_bags(offsets, bags)
+    places, expanded = places_of_bags(offsets, bags)
     weights = features.weights_or_none()
     weights = None if weights is None else weights[places]
     return JaggedIds._unchecked(keys, features.values()[places], expanded, weights)
-
-
-def places_of_samples(offsets: Tensor, batch_size: int, samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the values of chosen samples, for F features.
-
-    Args:
-        offsets: Where bags begin, for all samples.
-        batch_size: B.
-        samples: The chosen samples, in any order.
-
-    Shape:
-        offsets (F * B + 1,); samples (M,) int64; results: positions (N',) int64, feature by
-        feature, and the offsets of the chosen bags (F * M + 1,).
-    """
-    num_features = (len(offsets) - 1) // batch_size if batch_size else 0
-    first_bags = torch.arange(num_features, device=offsets.device) * batch_size
-    return _places_of_bags(offsets, (first_bags[:, None] + samples).flatten())
-
-
-def _places_of_bags(offsets: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the values of these bags, bag by bag, and the offsets of the chosen bags."""
-    begins = offsets[bags].long()
-    lengths = offsets[bags + 1].long() - begins
-    chosen = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    places = torch.arange(int(chosen[-1]), device=offsets.device)
-    places = places + torch.repeat_interleave(begins - chosen[:-1], lengths)
-    return places, chosen.to(offsets.dtype)
 
 
 def _list_of_names(keys: Sequence[str]) -> list[str]:
@@ -291,10 +150,7 @@ class JaggedIds:
                 f"JaggedIds: one-hot rows must be (F, B) with F = {len(keys)}, "
                 f"got {tuple(rows_FB.shape)}"
             )
-        offsets = torch.arange(rows_FB.numel() + 1, dtype=rows_FB.dtype, device=rows_FB.device)
-        ids = cls._unchecked(keys, rows_FB.reshape(-1), offsets, None)
-        ids._is_known_one_hot = True
-        return ids
+        return cls._unchecked_one_hot(keys, rows_FB)
 
     def keys(self) -> list[str]:
         """Feature names, in order."""
@@ -343,11 +199,53 @@ class JaggedIds:
         """
         batch_size, samples = self.stride(), samples.to(self._values.device)
         if self._is_known_one_hot:
-            rows_FM = self._values.view(len(self._keys), batch_size)[:, samples]
-            return self.from_one_hot(self._keys, rows_FM)
+            rows_FM = self._values.view(len(self._keys), batch_size).index_select(1, samples)
+            return self._unchecked_one_hot(self._keys, rows_FM)
         places, offsets = places_of_samples(self._offsets, batch_size, samples)
         weights = None if self._weights is None else self._weights[places]
         return self._unchecked(self._keys, self._values[places], offsets, weights)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[JaggedIds]) -> JaggedIds:
+        """The samples of several inputs with the same features, one input after the other; a copy.
+
+        Raises:
+            MalformedBags: features differ, or only some of the inputs have weights.
+        """
+        keys = parts[0].keys()
+        for each in parts:
+            if each.keys() != keys:
+                raise MalformedBags(
+                    f"JaggedIds.concatenate: keys must be the same, got {keys} and {each.keys()}"
+                )
+        if all(each.is_known_one_hot() for each in parts):
+            rows = [each.values().view(len(keys), each.stride()) for each in parts]
+            return cls._unchecked_one_hot(keys, torch.cat(rows, 1))
+        known = [each.weights_or_none() for each in parts]
+        weights = [each for each in known if each is not None]
+        if weights and len(weights) < len(parts):
+            raise MalformedBags(
+                "JaggedIds.concatenate: only some of the inputs have weights; give all of them "
+                "weights, or none"
+            )
+        bounds = [
+            each.offsets()[:: each.stride()].tolist() if each.stride() else [0] * (len(keys) + 1)
+            for each in parts
+        ]
+
+        def by_feature(tensors: Sequence[Tensor]) -> Tensor:
+            return torch.cat(
+                [
+                    tensor[bound[feature] : bound[feature + 1]]
+                    for feature in range(len(keys))
+                    for tensor, bound in zip(tensors, bounds, strict=True)
+                ]
+            )
+
+        values = by_feature([each.values() for each in parts])
+        lengths = torch.cat([each.lengths().view(len(keys), each.stride()) for each in parts], 1)
+        offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(values.dtype)
+        return cls._unchecked(keys, values, offsets, by_feature(weights) if weights else None)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedIds:
         """A copy on `device`, or `self` if it is there already."""
@@ -379,6 +277,13 @@ class JaggedIds:
         ids = object.__new__(cls)
         ids._keys, ids._values, ids._offsets, ids._weights = list(keys), values, offsets, weights
         ids._is_known_one_hot = False
+        return ids
+
+    @classmethod
+    def _unchecked_one_hot(cls, keys: Sequence[str], rows_FB: Tensor) -> JaggedIds:
+        offsets = torch.arange(rows_FB.numel() + 1, dtype=rows_FB.dtype, device=rows_FB.device)
+        ids = cls._unchecked(keys, rows_FB.reshape(-1), offsets, None)
+        ids._is_known_one_hot = True
         return ids
 
     def to_torchrec(self) -> KeyedJaggedTensor:
@@ -415,124 +320,3 @@ class JaggedIds:
             f"JaggedIds(keys={self._keys}, num_lookups={len(self._values)}, "
             f"batch_size={self.stride()}, is_weighted={self._weights is not None})"
         )
-
-
-class PooledEmbeddings:
-    """One pooled vector per feature and sample, side by side.
-
-    Args:
-        keys: Feature names, in column order.
-        length_per_key: Columns of each feature.
-        values: The vectors.
-
-    Shape:
-        values (B, sum(length_per_key)).
-
-    Raises:
-        ValueError: lengths do not fit keys or values.
-    """
-
-    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
-        self._keys = list(keys)
-        self._length_per_key = list(length_per_key)
-        self._values = values
-        if len(self._keys) != len(self._length_per_key):
-            raise ValueError(
-                f"PooledEmbeddings: length_per_key must have one entry per key, got "
-                f"{len(self._length_per_key)} for {len(self._keys)} keys"
-            )
-        if values.dim() != 2 or values.shape[1] != sum(self._length_per_key):
-            raise ValueError(
-                f"PooledEmbeddings: values must be (B, {sum(self._length_per_key)}), "
-                f"got {tuple(values.shape)}"
-            )
-
-    def keys(self) -> list[str]:
-        """Feature names, in column order."""
-        return self._keys
-
-    def values(self) -> Tensor:
-        """All vectors, (B, sum of dims)."""
-        return self._values
-
-    def length_per_key(self) -> list[int]:
-        """Columns of each feature."""
-        return self._length_per_key
-
-    def __getitem__(self, key: str) -> Tensor:
-        """The vectors of one feature, (B, D); a view. Raises KeyError for an unknown feature."""
-        if key not in self._keys:
-            raise KeyError(f"PooledEmbeddings has no feature {key!r}; it has {self._keys}")
-        position = self._keys.index(key)
-        begin = sum(self._length_per_key[:position])
-        return self._values[:, begin : begin + self._length_per_key[position]]
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """Vectors by feature name; views, not copies."""
-        return dict(
-            zip(self._keys, torch.split(self._values, self._length_per_key, dim=1), strict=True)
-        )
-
-    def __repr__(self) -> str:
-        return f"PooledEmbeddings(keys={self._keys}, shape={tuple(self._values.shape)})"
-
-
-@dataclass
-class Batch:
-    """One mini-batch; the field names are TorchRec's, so TorchRec's `DLRMTrain` accepts it too.
-
-    Shape:
-        dense_features (B, I) float32; labels (B,) float32.
-
-    Raises:
-        MalformedBags: the three parts have different numbers of samples.
-    """
-
-    dense_features: Tensor
-    sparse_features: JaggedIds
-    labels: Tensor
-
-    def __post_init__(self) -> None:
-        features: object = self.sparse_features
-        if not isinstance(features, JaggedIds):
-            return  # TorchRec's know their own rules
-        num_samples = features.stride()
-        for name in ("dense_features", "labels"):
-            value = getattr(self, name)
-            if not isinstance(value, torch.Tensor) or value.shape[:1] != (num_samples,):
-                shown = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
-                raise MalformedBags(
-                    f"Batch: {name} must be a tensor of {num_samples} samples, as sparse_features "
-                    f"has, got {shown}"
-                )
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch on `device`."""
-        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
-
-    def select(self, samples: Tensor) -> Batch:
-        """The chosen samples, in the order given; a copy.
-
-        Shape:
-            samples (M,) int64.
-        """
-        return Batch(
-            self.dense_features[samples],
-            self.sparse_features.select(samples),
-            self.labels[samples],
-        )
-
-    def pin_memory(self) -> Batch:
-        """The batch in page-locked memory."""
-        return self._map(lambda part: part.pin_memory())
-
-    def record_stream(self, stream: torch.Stream) -> None:
-        """Tell the allocator that `stream` uses this batch."""
-        for part in (self.dense_features, self.sparse_features, self.labels):
-            part.record_stream(stream)
-
-    def _map(self, change: Callable[[Any], Any]) -> Batch:
-        return Batch(change(self.dense_features), change(self.sparse_features), change(self.labels))
-
-    def __len__(self) -> int:
-        return len(self.labels)

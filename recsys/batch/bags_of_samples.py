@@ -1,0 +1,55 @@
+"""Where the bags of samples are in jagged data, and whether each sample has one bag per feature."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["places_of_bags", "places_of_samples", "require_one_batch_size", "varies_in_batch_size"]
+
+
+def varies_in_batch_size(features: object) -> bool:
+    """Whether the features of a `KeyedJaggedTensor` have different batch sizes."""
+    varies = getattr(features, "variable_stride_per_key", None)
+    inverse = getattr(features, "inverse_indices_or_none", None)
+    return (varies is not None and varies()) or (inverse is not None and inverse() is not None)
+
+
+def require_one_batch_size(features: object) -> None:
+    """Refuse a `KeyedJaggedTensor` whose features have different batch sizes.
+
+    Raises:
+        ValueError: the batch sizes differ.
+    """
+    if varies_in_batch_size(features):
+        raise ValueError(
+            "features with different batch sizes (variable_stride_per_key, inverse_indices) are "
+            "not supported here; expand them to one batch size"
+        )
+
+
+def places_of_samples(offsets: Tensor, batch_size: int, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the values of chosen samples, for F features.
+
+    Args:
+        offsets: Where bags begin, for all samples.
+        batch_size: B.
+        samples: The chosen samples, in any order.
+
+    Shape:
+        offsets (F * B + 1,); samples (M,) int64; results: positions (N',) int64, feature by
+        feature, and the offsets of the chosen bags (F * M + 1,).
+    """
+    num_features = (len(offsets) - 1) // batch_size if batch_size else 0
+    first_bags = torch.arange(num_features, device=offsets.device) * batch_size
+    return places_of_bags(offsets, (first_bags[:, None] + samples).flatten())
+
+
+def places_of_bags(offsets: Tensor, bags: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the values of these bags, bag by bag, and the offsets of the chosen bags."""
+    begins = offsets[bags].long()
+    lengths = offsets[bags + 1].long() - begins
+    chosen = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    places = torch.arange(int(chosen[-1]), device=offsets.device)
+    places = places + torch.repeat_interleave(begins - chosen[:-1], lengths)
+    return places, chosen.to(offsets.dtype)

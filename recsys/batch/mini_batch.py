@@ -1,0 +1,123 @@
+"""`Batch`: a mini-batch of labelled samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recsys.batch.jagged_ids import JaggedIds
+from recsys.errors import MalformedBags
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+__all__ = ["Batch"]
+
+_PER_SAMPLE = ("dense_features", "labels", "weights")
+
+
+@dataclass
+class Batch:
+    """One mini-batch; the field names are TorchRec's, so TorchRec's `DLRMTrain` accepts it too.
+
+    Args:
+        dense_features: Numbers of each sample.
+        sparse_features: Rows that each sample looks up.
+        labels: Labels.
+        weights: Factor of each sample's loss; None for 1. Only models with
+            `uses_sample_weights = True` read it.
+
+    Shape:
+        dense_features (B, I) float32; labels (B,) float32; weights (B,) float32.
+
+    Raises:
+        MalformedBags: the parts have different numbers of samples.
+    """
+
+    dense_features: Tensor
+    sparse_features: JaggedIds
+    labels: Tensor
+    weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        features: object = self.sparse_features
+        if not isinstance(features, JaggedIds):
+            return  # TorchRec's know their own rules
+        num_samples = features.stride()
+        for name in _PER_SAMPLE if self.weights is not None else _PER_SAMPLE[:2]:
+            value = getattr(self, name)
+            if not isinstance(value, torch.Tensor) or value.shape[:1] != (num_samples,):
+                shown = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
+                raise MalformedBags(
+                    f"Batch: {name} must be a tensor of {num_samples} samples, as sparse_features "
+                    f"has, got {shown}"
+                )
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The batch on `device`."""
+        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+
+    def select(self, samples: Tensor) -> Batch:
+        """The chosen samples, in the order given; a copy.
+
+        Shape:
+            samples (M,) int64.
+        """
+        samples = samples.to(self.labels.device)
+        return Batch(
+            self.dense_features.index_select(0, samples),
+            self.sparse_features.select(samples),
+            self.labels.index_select(0, samples),
+            None if self.weights is None else self.weights.index_select(0, samples),
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Batch]) -> Batch:
+        """The samples of several mini-batches, one after the other; a copy.
+
+        If only some of them have weights, the samples of the others get weight 1.
+
+        Raises:
+            MalformedBags: their features differ.
+        """
+        weights = None
+        if any(each.weights is not None for each in parts):
+            weights = torch.cat(
+                [
+                    torch.ones_like(each.labels, dtype=torch.float32)
+                    if each.weights is None
+                    else each.weights
+                    for each in parts
+                ]
+            )
+        return cls(
+            torch.cat([each.dense_features for each in parts]),
+            JaggedIds.concatenate([each.sparse_features for each in parts]),
+            torch.cat([each.labels for each in parts]),
+            weights,
+        )
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory."""
+        return self._map(lambda part: part.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell the allocator that `stream` uses this batch."""
+        for part in (self.dense_features, self.sparse_features, self.labels, self.weights):
+            if part is not None:
+                part.record_stream(stream)
+
+    def _map(self, change: Callable[[Any], Any]) -> Batch:
+        return Batch(
+            change(self.dense_features),
+            change(self.sparse_features),
+            change(self.labels),
+            None if self.weights is None else change(self.weights),
+        )
+
+    def __len__(self) -> int:
+        return len(self.labels)
