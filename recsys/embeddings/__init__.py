@@ -4,6 +4,7 @@
                    the modules that users build from tables (`table`); `optimizer` has the update
                    rules of rows, `baselines` the same modules by PyTorch and FBGEMM
     popularity/    how often each row is looked up, and which rows stay hot
+    staleness/     which rows have stopped changing although they are trained
     lookup/        ids become pooled vectors, and gradients become ledger entries
     update/        rows are updated by a ledger and the settings of an optimizer
     tiers/         which row is in which slot; rows move between slots and the cold store
@@ -21,6 +22,8 @@ from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile
+from recsys.embeddings.staleness.settings import Staleness
+from recsys.embeddings.staleness.tracker import StalenessTracker
 from recsys.embeddings.table import TableConfig
 
 __all__ = [
@@ -35,6 +38,8 @@ __all__ = [
     "PartialRowWiseAdam",
     "PopularityProfile",
     "RowWiseAdagrad",
+    "Staleness",
+    "StalenessTracker",
     "TableConfig",
     "plan_hot_rows",
 ]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from recsys._support.tracing import leaf_call
-from recsys.embeddings.lookup.bag_lookup import pool_fused, prefetch_bags
+from recsys.embeddings.lookup.bag_lookup import parts_of_bags, pool_fused, prefetch_bags
 from recsys.embeddings.rows.bag_input import BagInput, read_bags
 from recsys.embeddings.table_module import (
     TableModule,
@@ -29,6 +29,7 @@ from recsys.embeddings.tiers.ahead import Prefetched
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from recsys.embeddings.lookup.fused_lookup import Part
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
 
@@ -216,6 +217,15 @@ class HotColdEmbeddingBag(TableModule, nn.EmbeddingBag):
         if not self.tiers():
             return Prefetched(())
         return prefetch_bags(self, self._place(), self._read(input, offsets, per_sample_weights))
+
+    def parts(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> list[Part]:
+        """The rows that `forward` looks up; see `AbstractTables.parts`."""
+        return parts_of_bags(self, self._place(), self._read(input, offsets, per_sample_weights))
 
     @classmethod
     def from_pretrained(

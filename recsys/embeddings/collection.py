@@ -22,11 +22,14 @@ from recsys._support.tracing import leaf_call
 from recsys.batch import (
     JaggedIds,
     PooledEmbeddings,
-    expand_to_one_batch_size,
-    varies_in_batch_size,
 )
 from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags, pooling_of
-from recsys.embeddings.lookup.collection_input import id_error, require_bags, require_weights
+from recsys.embeddings.lookup.collection_input import (
+    id_error,
+    require_bags,
+    require_weights,
+    with_one_batch_size,
+)
 from recsys.embeddings.lookup.collection_layout import Layout
 from recsys.embeddings.lookup.device_tables import (
     AbstractTables,
@@ -52,7 +55,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torchrec import EmbeddingBagCollection
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recsys.batch import Features, Pooled
     from recsys.embeddings.optimizer import RowOptimizer
@@ -282,11 +284,14 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         """
         if not self.tiers():
             return Prefetched(())
+        features = with_one_batch_size(features)
+        return prefetch_parts(self.parts(features), partial(self._lookup_error, features))
+
+    def parts(self, features: Features) -> list[Part]:
+        """The rows that `forward` looks up; see `AbstractTables.parts`."""
+        features = with_one_batch_size(features)
         is_light = isinstance(features, JaggedIds)
-        if not is_light and varies_in_batch_size(features):
-            features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
-        parts, _, _ = self._read(features, features.values(), is_light=is_light, has_weights=False)
-        return prefetch_parts(parts, partial(self._lookup_error, features))
+        return self._read(features, features.values(), is_light=is_light, has_weights=False)[0]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _break_graph(self, features: Features, stacked: bool) -> Pooled | Tensor:
@@ -294,8 +299,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     def _look_up(self, features: Features, stacked: bool) -> Pooled | Tensor:
         is_light = isinstance(features, JaggedIds)
-        if not is_light and varies_in_batch_size(features):
-            features = expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
+        if not is_light:
+            features = with_one_batch_size(features)
         num_stacked = self.num_stacked() if stacked else 0
         values = features.values()
         if values.is_meta:

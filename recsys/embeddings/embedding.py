@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.tracing import leaf_call
-from recsys.embeddings.lookup.bag_lookup import look_up_ids, prefetch_bags
+from recsys.embeddings.lookup.bag_lookup import look_up_ids, parts_of_bags, prefetch_bags
 from recsys.embeddings.rows.bag_input import read_ids
 from recsys.embeddings.table_module import (
     TableModule,
@@ -28,6 +28,7 @@ from recsys.embeddings.tiers.ahead import Prefetched
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from recsys.embeddings.lookup.fused_lookup import Part
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
 
@@ -182,6 +183,14 @@ class HotColdEmbedding(TableModule, nn.Embedding):
         if input.dim() > 1 and input.numel():
             claimed.make_samples_of(input.numel() // len(input))
         return claimed
+
+    def parts(self, input: Tensor) -> list[Part]:
+        """The rows that `forward` looks up; see `AbstractTables.parts`."""
+        ids = read_ids(input)
+        if input.dim() > 1 and input.numel():  # one bag of several ids for each sample
+            step = input.numel() // len(input)
+            ids = ids._replace(offsets=ids.offsets[::step].contiguous(), is_one_hot=step == 1)
+        return parts_of_bags(self, self._place(), ids)
 
     @classmethod
     def from_pretrained(

@@ -16,6 +16,7 @@ from recsys.batch import JaggedIds, varies_in_batch_size
 from recsys.embeddings.attach import NamedTable, attach, choose_updaters
 from recsys.embeddings.embedding import HotColdEmbedding
 from recsys.embeddings.lookup.abstract import draw_rows
+from recsys.embeddings.lookup.bag_lookup import parts_of_bags
 from recsys.embeddings.lookup.collection_input import id_error, require_bags
 from recsys.embeddings.lookup.device_tables import (
     AbstractTables,
@@ -23,6 +24,7 @@ from recsys.embeddings.lookup.device_tables import (
     slot_device,
     table_device,
 )
+from recsys.embeddings.rows.bag_input import BagInput
 from recsys.embeddings.rows.row_space import require_device
 from recsys.embeddings.table import DATA_TYPES, data_type_of, output_names
 from recsys.embeddings.tiers.ahead import Prefetched
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
     from recsys.batch import Features
+    from recsys.embeddings.lookup.fused_lookup import Part
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
@@ -254,6 +257,18 @@ class HotColdEmbeddingCollection(AbstractTables):
                 raise self._id_error(features, feature, position) or error from None
             raise
         return Prefetched.all_of(claims)
+
+    def parts(self, features: Features) -> list[Part]:
+        """The rows that `forward` looks up; see `AbstractTables.parts`."""
+        by_feature = self._by_feature(features)
+        found: list[Part] = []
+        for position, feature in self._lookups:
+            ids, lengths = by_feature[feature]
+            bounds = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(ids.dtype)
+            embedding = self._embedding(position)
+            bags = BagInput(ids, bounds, None, is_one_hot=False)
+            found += parts_of_bags(embedding, embedding._place(), bags)
+        return found
 
     def embedding_configs(self) -> list[TableConfig]:
         """The tables, in order."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.ahead import Prefetched
     from recsys.embeddings.update.row_updater import RowUpdater
 
-__all__ = ["BagPlace", "look_up_ids", "pool_fused", "prefetch_bags"]
+__all__ = ["BagPlace", "look_up_ids", "parts_of_bags", "pool_fused", "prefetch_bags"]
 
 
 class BagPlace(NamedTuple):
@@ -100,6 +100,19 @@ def look_up_ids(bag: TableModule, place: BagPlace, ids: BagInput) -> Tensor:
         padding = _one_by_one(ids.values.new_tensor([bag.padding_idx]))
         row = _look_up(bag, place, padding, ids)
     return torch.where((ids.values == bag.padding_idx).unsqueeze(1), row, rows)
+
+
+def parts_of_bags(bag: TableModule, place: BagPlace, bags: BagInput) -> list[Part]:
+    """What `pool_fused` of the same arguments looks up, without `padding_idx` and weights.
+
+    Raises:
+        MalformedBags: as `pool_fused`.
+        ValueError: as `pool_fused`.
+    """
+    bags = _checked(bag, place, bags)._replace(weights=None)
+    if bag.padding_idx is not None:
+        bags = bags.without(bag.padding_idx)
+    return [Part(place.group, place.lookups, _made(bag, place, bags))]
 
 
 def prefetch_bags(bag: TableModule, place: BagPlace, bags: BagInput) -> Prefetched:

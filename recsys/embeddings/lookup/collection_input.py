@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
+from recsys.batch import JaggedIds, expand_to_one_batch_size, varies_in_batch_size
 from recsys.embeddings.rows.bag_input import require_bounds
 from recsys.errors import IdOutOfRange, MalformedBags
 
@@ -13,10 +14,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from recsys.batch import Features
 
-__all__ = ["id_error", "place_of", "require_bags", "require_weights"]
+__all__ = ["id_error", "place_of", "require_bags", "require_weights", "with_one_batch_size"]
+
+
+def with_one_batch_size(features: Features) -> Features:
+    """The features with one bag for each sample; a `KeyedJaggedTensor` may share bags.
+
+    Raises:
+        ValueError: batch sizes differ, and there are no `inverse_indices`.
+    """
+    if isinstance(features, JaggedIds) or not varies_in_batch_size(features):
+        return features
+    return expand_to_one_batch_size(cast("KeyedJaggedTensor", features))
 
 
 def require_bags(

@@ -25,6 +25,7 @@ from recsys.embeddings.table import DATA_TYPES, data_type_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from recsys.embeddings.lookup.fused_lookup import Part
     from recsys.embeddings.lookup.table_group import TableGroup
     from recsys.embeddings.table import TableConfig
     from recsys.embeddings.tiers.ahead import Prefetched
@@ -87,6 +88,13 @@ class AbstractTables(nn.Module, ABC):
     @abstractmethod
     def prefetch(self, *arguments: Any) -> Prefetched:
         """Start to fetch the rows for `forward` of the same arguments."""
+
+    @abstractmethod
+    def parts(self, *arguments: Any) -> list[Part]:
+        """What `forward` of the same arguments looks up, with one bag for each sample.
+
+        Only for modules whose rows a recsys optimizer updates.
+        """
 
     def detach(self) -> None:
         """Leave gradients to torch, as the replaced module does."""

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 import torch
 from torch import nn
 
-from recsys._support.torch_compat import plain_grad, plain_requires_grad, set_plain_grad, version_of
+from recsys._support.torch_compat import (
+    DisableTorchFunctionSubclass,
+    plain_grad,
+    plain_requires_grad,
+    set_plain_grad,
+    version_of,
+)
 from recsys.embeddings.kernels.choice import kernels_on
 from recsys.embeddings.lookup.bag_calls import BagCalls
 from recsys.embeddings.lookup.sparse_gradients import (
@@ -36,14 +42,18 @@ from recsys.embeddings.rows.table_parameter import (
     unbind_table,
 )
 from recsys.embeddings.tiers.residency import NotEnoughSlots
+from recsys.embeddings.tiers.row_reads import read_rows_of_tables, read_rows_of_tiers
 from recsys.errors import BudgetTooSmall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.embeddings.rows.lookups import Bags
+    from recsys.embeddings.staleness.row_marks import RowMarks
     from recsys.embeddings.tiers.residency import Ticket
     from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.embeddings.update.changed_rows import ChangedRows
@@ -95,6 +105,7 @@ class TableGroup:
         ledger: Gradients since the last update, in order.
         tiers: The tiers; None if all rows are resident.
         changed_rows: Records which rows are changed; None if no record is wanted.
+        staleness: Which rows are stale, and counts of updates; None without a tracker.
         kernels: Kernels for the device of the tables.
     """
 
@@ -117,6 +128,7 @@ class TableGroup:
         """Forget gradients, cached memory addresses and the updater."""
         self.ledger: list[LedgerEntry] = []
         self.changed_rows: ChangedRows | None = None
+        self.staleness: RowMarks | None = None
         self._has_updater = False
         self._space: RowSpace | None = None
         self._whole_tables: dict[int, Lookups] = {}
@@ -196,6 +208,21 @@ class TableGroup:
             )
             for ticket in tiers.claim(space, lookups, rows)
         ]
+
+    def read_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        """Copy rows from where they are, (M, D), in their dtype and to `device`; no row moves.
+
+        Args:
+            rows: Row numbers, counted over all tables, (M,) ascending.
+
+        Raises:
+            ConflictingWrite: with tiers, tables were written to while slots held updated rows.
+            TiersFailed: with tiers, a transfer has failed.
+        """
+        with DisableTorchFunctionSubclass():  # internal read of tables
+            if self.tiers is None:
+                return read_rows_of_tables(self.space().tables, rows)
+            return read_rows_of_tiers(self.tiers, self.space(), rows)
 
     def forget_space(self) -> None:
         """Drop the cached memory of the tables, because it has changed."""

@@ -44,6 +44,7 @@ class LedgerEntry(NamedTuple):
         ticket: In two tiers, the ticket that holds the slots.
         claimed: The lookups that the ticket has slots for: all of `lookups`, and those in tables
             that were frozen.
+        is_cut: Whether the ticket has slots of further rows, which are not updated.
     """
 
     lookups: Lookups
@@ -54,6 +55,7 @@ class LedgerEntry(NamedTuple):
     rows: Bags | None = None
     ticket: Ticket | None = None
     claimed: Lookups | None = None
+    is_cut: bool = False
 
     def require_rows_in(self, tables: Sequence[Tensor]) -> None:
         """Check that tables still have the rows that were looked up.

@@ -60,6 +60,7 @@ def divide_budget(
     least: Sequence[int],
     *,
     may_stay: bool = True,
+    tracker_bytes: int = 0,
 ) -> list[int] | None:
     """The number of slots of each row space; None if all rows fit without slots.
 
@@ -68,22 +69,24 @@ def divide_budget(
         spaces: The row spaces that share it.
         least: The least number of slots of each space.
         may_stay: Whether the result may be None.
+        tracker_bytes: Bytes of the budget that a `StalenessTracker` takes.
 
     Raises:
-        BudgetTooSmall: the budget is too small for the least slots and the row maps.
+        BudgetTooSmall: the budget is too small for the least slots, the row maps and the tracker.
     """
     if may_stay and sum(space.resident_bytes for space in spaces) <= budget_bytes:
         return None
     least = [max(1, count) for count in least]
     num_rows = sum(space.num_rows for space in spaces)
-    floor = floor_bytes(
+    floor = tracker_bytes + floor_bytes(
         num_rows, [(count, space.slot_bytes) for count, space in zip(least, spaces, strict=True)]
     )
+    of_tracker = f", with the staleness tracker ({tracker_bytes} bytes)," if tracker_bytes else ""
     if budget_bytes < floor and max(least) == 1:
         per_row = ", ".join(f"{space.slot_bytes} (embedding_dim {space.dim})" for space in spaces)
         raise BudgetTooSmall(
-            f"budget: the row map of {num_rows} rows and one row take {floor} bytes, and the "
-            f"budget is {budget_bytes}; each distinct row that a mini-batch looks up takes "
+            f"budget: the row map of {num_rows} rows and one row{of_tracker} take {floor} bytes, "
+            f"and the budget is {budget_bytes}; each distinct row that a mini-batch looks up takes "
             f"{per_row} bytes more, so raise it to {floor} plus the bytes of these rows"
         )
     if budget_bytes < floor:
@@ -93,8 +96,8 @@ def divide_budget(
         )
         raise BudgetTooSmall(
             f"budget: the rows that the mini-batches in the window need together ({rows}), their "
-            f"state and the row map ({map_bytes(num_rows)} bytes) take {floor} bytes, and the "
-            f"budget is {budget_bytes}; raise it to {floor}, or make the mini-batch smaller"
+            f"state and the row map ({map_bytes(num_rows)} bytes){of_tracker} take {floor} bytes, "
+            f"and the budget is {budget_bytes}; raise it to {floor}, or make the mini-batch smaller"
         )
     left, slots = budget_bytes - floor, list(least)
     unfilled = [number for number, space in enumerate(spaces) if slots[number] < space.num_rows]

@@ -29,6 +29,7 @@ from recsys.embeddings.rows.table_versions import TableVersions, Written
 from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
 from recsys.embeddings.tiers.cold.file_store import FileStore, arrays_of
 from recsys.embeddings.tiers.cold.host_store import HostStore
+from recsys.embeddings.tiers.conflicts import conflict_error
 from recsys.embeddings.tiers.lookup_layers import LookupLayers
 from recsys.embeddings.tiers.residency import NotEnoughSlots, Residency
 from recsys.embeddings.tiers.slots import Slots
@@ -146,6 +147,11 @@ class Tiers:
             self.residency.counts, self.residency.times = kept.counts, kept.times
             self.residency.queue.on_span = kept.on_span
             self.residency.changed_rows = kept.changed_rows
+
+    @property
+    def pinned(self) -> NDArray[np.int32]:
+        """The rows that a plan pins, counted over all tables, the most popular first."""
+        return self._made_of.pinned
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, whose tables have all rows; see `make_empty_slots`."""
@@ -330,6 +336,9 @@ class Tiers:
             ticket, updated, claimed = entry.ticket, entry.lookups, entry.claimed
             assert ticket is not None
             assert claimed is not None
+            if entry.is_cut:
+                self.hot.map.mark_dirty(entry.bags.values)
+                continue
             is_whole = updated is claimed or updated.distinct_tables == claimed.distinct_tables
             # Rows of a frozen table were not updated. Writing them back would undo writes to the
             # table.
@@ -367,7 +376,7 @@ class Tiers:
         if not self._updated:
             return
         for conflict in self._conflicts():
-            raise self._conflict_error(conflict)
+            raise conflict_error(self._made_of.names[conflict.table], conflict)
         self.residency.flush()
         self._updated.clear()
 
@@ -432,7 +441,7 @@ class Tiers:
         else:
             for conflict in conflicts:
                 if conflict.table == overwritten and conflict.state is not None:
-                    raise self._conflict_error(conflict)
+                    raise conflict_error(self._made_of.names[conflict.table], conflict)
             [rows] = self._ranges_of([overwritten])
             self.residency.flush(rows)  # the rows are overwritten, but their state is needed
             self._updated.discard(overwritten)
@@ -470,23 +479,6 @@ class Tiers:
         if not self._updated:
             return []
         return [each for each in self._versions.written() if each.table in self._updated]
-
-    def _conflict_error(self, conflict: Written) -> ConflictingWrite:
-        name = self._made_of.names[conflict.table]
-        if conflict.state is not None:
-            return ConflictingWrite(
-                f"table {name!r}: its optimizer state {conflict.state!r} was written to while "
-                "newer state of some rows is in fast memory; one of the two would be lost. Before "
-                "such a write, call the optimizer's state_dict(), which writes the newer state "
-                "back; to continue now, build the model again and load a checkpoint"
-            )
-        return ConflictingWrite(
-            f"table {name!r}: its rows were written to by a tensor kept from before (of detach(), "
-            "data or state_dict()) while newer values of some rows are in fast memory; one of the "
-            "two would be lost. Write through the module's weight, which writes the newer values "
-            "back first (with torch.no_grad(): module.weight.clamp_(...)); to continue now, load "
-            "a checkpoint by load_state_dict, first into the module, then into the optimizer"
-        )
 
     def _named_states(self) -> dict[str, RowSpace]:
         return dict(zip(self._made_of.state_sizes, self._states, strict=True))

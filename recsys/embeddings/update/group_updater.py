@@ -198,12 +198,14 @@ class GroupUpdater:
             changed = [changed[table] for table in update.updated]
         # Versions increase as after torch's in-place operations, so that autograd refuses a
         # backward that saved a table before this update.
-        space, states = update.space, update.states
-        more = update.formula, update.rates, update.ledger, update.keys
+        space, states, ledger = update.space, update.states, update.ledger
+        if self.group.staleness is not None:
+            ledger = self.group.staleness.before_update(ledger)
+        more = update.formula, update.rates, ledger, update.keys
         if tiers is None:
             changed_rows = self.group.changed_rows
             if changed_rows is not None:
-                changed_rows.mark(update.ledger)
+                changed_rows.mark(ledger)
             bad = row_update(space, states, *more)
             increment_version(changed)
             if changed_rows is not None:
@@ -213,7 +215,7 @@ class GroupUpdater:
             with interrupts_held_back():  # an updated row that is not marked would be lost
                 bad = row_update(hot.space, hot.state_spaces, *more)
                 increment_version(changed)
-                tiers.mark_updated(update.ledger, update.updated)
+                tiers.mark_updated(ledger, update.updated)
         return None if bad is None else self._bad_gradient(bad)
 
     def _bad_gradient(self, bad: BadRow) -> NonFiniteGradient:
@@ -222,6 +224,11 @@ class GroupUpdater:
             "in it. Rows with such a gradient were not updated, all others were; find what "
             "computes it (a learning rate too high, log(0), float16 without GradScaler)"
         )
+
+    @property
+    def learning_rate(self) -> float:
+        """The current learning rate of the tables' param group."""
+        return float(self._optimizer.param_groups[self._number]["lr"])
 
     def space_size(self) -> SpaceSize:
         """The size of all rows and their state."""

@@ -27,7 +27,14 @@ from recsys._support.torch_compat import (
     queue_callback,
 )
 from recsys.embeddings.update.group_updater import GroupUpdater, PreparedUpdate
-from recsys.embeddings.update.tiering import divide_first, make_room, move_slots, move_tables
+from recsys.embeddings.update.pending_copy import PendingCopy
+from recsys.embeddings.update.tiering import (
+    divide_again,
+    divide_first,
+    make_room,
+    move_slots,
+    move_tables,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -85,11 +92,11 @@ class RowUpdater:
         self.auto_apply, self.is_copied = auto_apply, is_copied
         self._queued_for: int | None = None  # the pass at whose end rows are updated
         self._pass: ref[_Pass] | None = None  # that pass, until it ends
-        self._budget_bytes = 0
+        self._budget_bytes = self._reserved_bytes = 0
         self._files: ColdFiles | None = None
         self.grad_anchor = torch.empty(0, requires_grad=True, device="cpu")
         self._anchor_node: Any = None
-        self._pending_copy: _PendingCopy | None = None
+        self._pending_copy: PendingCopy | None = None
         for _, group in groups:
             group.bind()
 
@@ -100,7 +107,8 @@ class RowUpdater:
             "_files": None,
             "_anchor_node": None,
             "_pass": None,
-            "_pending_copy": _PendingCopy(
+            "_reserved_bytes": 0,
+            "_pending_copy": PendingCopy(
                 self._groups,
                 [len(each.group.tables) for each in self._groups],
                 [self._places_of(group["params"]) for group in self.optimizer.param_groups],
@@ -131,7 +139,7 @@ class RowUpdater:
             self._pending_copy, self._groups = None, copied.groups
             self._bind_copied_tables(copied)
 
-    def _bind_copied_tables(self, copied: _PendingCopy) -> None:
+    def _bind_copied_tables(self, copied: PendingCopy) -> None:
         """Bind the tables of a copy, and store their state in the optimizer."""
         state = self.optimizer.state
         for group, num_tables in zip(copied.groups, copied.num_tables, strict=True):
@@ -387,7 +395,25 @@ class RowUpdater:
         self, short: ref[Residency], num_needed: int, num_distinct: Mapping[TableGroup, int]
     ) -> None:
         """Divide the budget again; arguments and errors as for `tiering.make_room`."""
-        make_room(self._groups, self._budget_bytes, short, num_needed, num_distinct)
+        budget, reserved = self._budget_bytes, self._reserved_bytes
+        make_room(self._groups, budget, short, num_needed, num_distinct, reserved)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Leave bytes of the budget for a tracker instead of slots; 0 gives them back to the slots.
+
+        Without tiers nothing changes.
+
+        Raises:
+            BudgetTooSmall: the rest of the budget is too small, or slots are in use; nothing was
+                reserved or given back.
+        """
+        if self.tiers():
+            divide_again(self._groups, self._budget_bytes, num_bytes)
+            self._reserved_bytes = num_bytes
+
+    def drop_reserve(self) -> None:
+        """Give reserved bytes back to the slots when the budget is next divided."""
+        self._reserved_bytes = 0
 
     def reload_state(self) -> None:
         """Use the state that `load_state_dict` put into the optimizer."""
@@ -450,28 +476,6 @@ class _Pass:
     def end(self, updater: RowUpdater) -> None:
         """Update the rows."""
         updater.update_rows()
-
-
-class _PendingCopy:
-    """A copy of an updater until all of its tables were added.
-
-    Args:
-        groups: The updater's groups.
-        num_tables: Number of tables of each group.
-        params: For each param group of the optimizer, its tables: number of the table's group, and
-            number of the table in the group.
-    """
-
-    def __init__(
-        self,
-        groups: list[GroupUpdater],
-        num_tables: list[int],
-        params: list[list[tuple[int, int]]],
-    ) -> None:
-        self.groups, self.num_tables, self.params = groups, num_tables, params
-        # For group and number: the table and its state.
-        self.tables: dict[tuple[int, int], tuple[nn.Parameter, dict[str, Any]]] = {}
-        self.modules: list[tuple[AbstractTables, Places]] = []
 
 
 @atexit.register

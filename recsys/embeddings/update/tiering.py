@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
     Pinned = Mapping[nn.Parameter, tuple[NDArray[np.int64], NDArray[np.int64]]]
 
-__all__ = ["divide_first", "make_room", "make_tiers", "move_slots", "move_tables"]
+__all__ = [
+    "divide_again",
+    "divide_first",
+    "make_room",
+    "make_tiers",
+    "move_slots",
+    "move_tables",
+]
 
 
 def divide_first(
@@ -132,6 +139,7 @@ def make_room(
     short: ref[Residency],
     num_needed: int,
     num_distinct: Mapping[TableGroup, int],
+    tracker_bytes: int,
 ) -> None:
     """Divide the budget again, after a mini-batch found too few slots in one group.
 
@@ -141,6 +149,7 @@ def make_room(
         short: The group's residency.
         num_needed: Slots that it needs.
         num_distinct: Distinct rows that the mini-batch needs of each group.
+        tracker_bytes: Bytes of the budget that a tracker takes.
 
     Raises:
         BudgetTooSmall: the budget is too small for the mini-batch; or slots that would have to be
@@ -157,10 +166,35 @@ def make_room(
     # A tiered group stays tiered. In a copy of a file tier, whose tables are in memory, the budget
     # may suffice for all rows without slots and be too small for as many slots.
     try:
-        slots = _divide(groups, budget_bytes, least, may_stay=False)
+        slots = _divide_slots(groups, budget_bytes, least, tracker_bytes)
     except BudgetTooSmall:  # ignore what earlier mini-batches needed
-        least, slots = needs, _divide(groups, budget_bytes, needs, may_stay=False)
-    assert slots is not None
+        least, slots = needs, _divide_slots(groups, budget_bytes, needs, tracker_bytes)
+    _resize_all(groups, slots, least)
+
+
+def divide_again(groups: Sequence[GroupUpdater], budget_bytes: int, tracker_bytes: int) -> None:
+    """Divide a budget again among groups in two tiers, because of a tracker.
+
+    Args:
+        groups: All groups of one updater.
+        budget_bytes: Limit for slots, row maps and tracker.
+        tracker_bytes: Bytes of it that the tracker takes.
+
+    Raises:
+        BudgetTooSmall: the budget is too small for the rows that a mini-batch has needed; or slots
+            that would have to be removed are in use.
+    """
+    least = [each.least_slots for each in groups]
+    slots = _divide_slots(groups, budget_bytes, least, tracker_bytes)
+    for each, num_slots in zip(groups, slots, strict=True):
+        assert each.group.tiers is not None
+        each.group.tiers.settle()
+        _require_free(each.group, num_slots)  # of all groups, before one of them changes
+    _resize_all(groups, slots, least)
+
+
+def _resize_all(groups: Sequence[GroupUpdater], slots: Sequence[int], least: Sequence[int]) -> None:
+    """Change the number of slots of groups, and what each has needed."""
     divided = zip(groups, slots, least, strict=True)
     # Groups that lose slots come first, so that memory never exceeds the budget.
     for each, num_slots, count in sorted(divided, key=_growth):
@@ -182,8 +216,29 @@ def _divide(
     return divide_budget(budget_bytes, sizes, least, may_stay=may_stay)
 
 
+def _divide_slots(
+    groups: Sequence[GroupUpdater], budget_bytes: int, least: Sequence[int], tracker_bytes: int
+) -> list[int]:
+    sizes = [each.space_size() for each in groups]
+    slots = divide_budget(budget_bytes, sizes, least, may_stay=False, tracker_bytes=tracker_bytes)
+    assert slots is not None
+    return slots
+
+
 def _resize(group: TableGroup, num_slots: int) -> None:
     """Change the number of slots of a group.
+
+    Raises:
+        BudgetTooSmall: slots are in use.
+    """
+    _require_free(group, num_slots)
+    assert group.tiers is not None
+    if group.tiers.hot.num_slots != num_slots:
+        group.tiers.resize(num_slots)
+
+
+def _require_free(group: TableGroup, num_slots: int) -> None:
+    """Check that no slot is in use, unless a group already has this number of slots.
 
     Raises:
         BudgetTooSmall: slots are in use.
@@ -198,7 +253,6 @@ def _resize(group: TableGroup, num_slots: int) -> None:
             f"and {num_claimed} of them are in use; give a larger budget, or delete the loss and "
             "outputs of earlier lookups"
         )
-    tiers.resize(num_slots)
 
 
 def _require_own_memory(group: TableGroup, known: dict[int, str]) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.tiers.cold.host_store import ColdStore
 
-__all__ = ["Staging", "TransferStream"]
+__all__ = ["RowsAlone", "Staging", "TransferStream"]
 
 STAGED_BYTES = 16 * 2**20
 
@@ -77,7 +77,7 @@ class Staging:
         """Copy rows, without their state, to the device, (M, D); no slot changes."""
         buffer, device = self._buffers[0], self._memories[0].device
         copies = torch.empty(len(rows), buffer.shape[1], dtype=buffer.dtype, device=device)
-        memory = _RowsAlone(self.arrays[:1], self.first_rows)
+        memory = RowsAlone(self.arrays[:1], self.first_rows)
         for begin in range(0, len(rows), self.num_places):
             rows_P = rows[begin : begin + self.num_places]
             cold.fetch(memory, rows_P, self._places[: len(rows_P)])
@@ -95,8 +95,8 @@ class Staging:
             yield rows_P, self._places[: len(rows_P)], on_device
 
 
-class _RowsAlone(NamedTuple):
-    """The places of the rows, without those of their state."""
+class RowsAlone(NamedTuple):
+    """Memory for rows without their state."""
 
     arrays: Sequence[NDArray[Any]]
     first_rows: NDArray[np.uint64]

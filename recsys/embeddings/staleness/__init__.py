@@ -1,0 +1,1 @@
+"""Finds rows that have stopped changing although they are trained."""

@@ -1,0 +1,393 @@
+"""What is kept about every row of a table group: whether it is stale, and how often it is updated.
+
+    before an update   updates are counted, and stale rows are left out of the ledger if they freeze
+    before a step      samples whose rows are all stale are found
+
+Every row has one bit and a count of 16 bits. Rows are numbered over all tables of the group.
+
+Letters: B samples, T tables, L lookups, N values, M rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numba import prange
+
+from recsys._support.interrupts import interrupts_held_back
+from recsys._support.jit import kernel, num_parts, parallel_kernel
+from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch_to_write
+from recsys.embeddings.staleness.frozen_rows import LedgerCutter
+from recsys.embeddings.staleness.host_bags import kernel_arguments
+from recsys.embeddings.update.changed_rows import rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from recsys.embeddings.rows.ledger import LedgerEntry
+    from recsys.embeddings.rows.lookups import Lookups
+
+__all__ = ["MOST_COUNTED", "RowMarks", "marks_bytes"]
+
+MOST_COUNTED = 2**15 - 1  # the 16th bit of a count is set while a step is counted
+_WORD_BITS = 64
+_MIN_SHARED_VALUES = 8192  # fewer are counted before another thread wakes up
+_MARK, _CLEAR = 1, 2  # the passes of a count
+
+
+def marks_bytes(sizes: Sequence[int]) -> int:
+    """Bytes of the `RowMarks` of tables with so many rows each."""
+    return 8 * (sum(-(-size // _WORD_BITS) for size in sizes) + -(-sum(sizes) // 4))
+
+
+class RowMarks:
+    """A bit and a count for every row of a table group.
+
+    Args:
+        sizes: E of each table.
+
+    Attributes:
+        sizes: As given.
+        first_rows: Where each table's rows begin, (T + 1,) uint64.
+        is_counting: Whether the next updates are counted.
+        is_freezing: Whether updates leave out stale rows.
+        is_noting: Whether the lookups of updates are counted, and those that are left out.
+        num_stale: Number of stale rows.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = list(sizes)
+        self.is_counting = self.is_freezing = self.is_noting = False
+        self.num_stale = 0
+        self._sizes = np.array(self.sizes, np.uint64)
+        self.first_rows = np.cumsum([0, *self.sizes]).astype(np.uint64)
+        # Each table begins with a word of its own, as in `ChangedRows`.
+        words = [-(-size // _WORD_BITS) for size in self.sizes]
+        self._first_words = np.cumsum([0, *words]).astype(np.uint64)
+        self._stale = np.zeros(sum(words), np.uint64)
+        self._counts = np.zeros(-(-sum(self.sizes) // 4) * 4, np.uint16)
+        self._cutter = LedgerCutter()
+
+    @property
+    def lookups(self) -> tuple[int, int]:
+        """Lookups of updates so far, and how many of them were left out; it may be set."""
+        return self._cutter.num_lookups, self._cutter.num_left_out
+
+    @lookups.setter
+    def lookups(self, counts: tuple[int, int]) -> None:
+        self._cutter.num_lookups, self._cutter.num_left_out = counts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all bits and counts."""
+        return self._stale.nbytes + self._counts.nbytes
+
+    def before_update(self, ledger: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
+        """Called by an update with its ledger; returns the ledger to update by.
+
+        Rows that are left out are not counted. Keep the given ledger until the update is over,
+        because its tickets hold the slots.
+        """
+        if self.is_freezing and self.num_stale:
+            ledger = self.without_stale(ledger)
+        elif self.is_noting:
+            self._cutter.count_whole(ledger)
+        if self.is_counting:
+            self.count(ledger)
+        return ledger
+
+    def count(self, ledger: Sequence[LedgerEntry]) -> None:
+        """Add one to the count of each distinct row of a ledger.
+
+        A count ends at `MOST_COUNTED`.
+
+        Args:
+            ledger: The entries of one update.
+        """
+        inputs = [
+            kernel_arguments(entry.lookups, entry.bags if entry.rows is None else entry.rows)
+            for entry in ledger
+        ]
+        # With several entries, the bit that a row was counted stays set until all are counted.
+        if len(inputs) == 1:
+            self._count(inputs[0], _MARK | _CLEAR)
+            return
+        with interrupts_held_back():
+            for passes in (_MARK, _CLEAR):
+                for arguments in inputs:
+                    self._count(arguments, passes)
+
+    def _count(self, arguments: Any, passes: int) -> None:
+        is_small = len(arguments[2]) < _MIN_SHARED_VALUES
+        (_count_kernel.alone if is_small else _count_kernel)(
+            self._counts,
+            self.first_rows,
+            self._sizes,
+            passes,
+            1 if is_small else num_parts(),
+            *arguments,
+        )
+
+    def counts_of(self, rows: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """The counts of rows, (M,)."""
+        found: NDArray[np.uint16] = self._counts[rows]
+        return found
+
+    def take_counts(
+        self, least: int, most: int | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
+        """List the rows that were counted at least so often, and set every count to 0.
+
+        Args:
+            least: The least count, at least 1.
+            most: The greatest number of rows, those with the highest counts; of equal counts, the
+                first rows. None for no limit.
+
+        Returns:
+            Rows, (M,) ascending, and their counts, (M,).
+        """
+        num_with = np.zeros(MOST_COUNTED + 1, np.int64)
+        _tally(self._counts.view(np.uint64), num_with)
+        num_with[:least] = 0
+        num_found = num_at_least = int(num_with.sum())
+        if most is not None and num_found > most:
+            from_top = num_with[::-1].cumsum()[::-1]  # rows with this count or a higher one
+            least = int(np.flatnonzero(from_top > most)[-1])
+            num_at_least = most - int(from_top[least] - num_with[least])
+            num_found = most
+        return self._list(least, num_at_least, num_found, is_taken=True)
+
+    def counted(self) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
+        """The rows whose count is not 0, (M,) ascending, and their counts, (M,)."""
+        num_found = int(np.count_nonzero(self._counts))
+        return self._list(1, num_found, num_found, is_taken=False)
+
+    def _list(
+        self, least: int, num_at_least: int, num_found: int, *, is_taken: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
+        """List rows by their counts.
+
+        Args:
+            least: The least count.
+            num_at_least: How many of the rows with exactly this count are listed.
+            num_found: How many rows are listed.
+            is_taken: Whether all counts are set to 0.
+        """
+        rows, counts = np.empty(num_found, np.int64), np.empty(num_found, np.uint16)
+        words = self._counts.view(np.uint64)
+        _list_counts(words, self._counts, least, num_at_least, is_taken, rows, counts)
+        return rows, counts
+
+    def set_counts(self, rows: NDArray[np.int64], counts: NDArray[np.uint16]) -> None:
+        """Set the counts of rows, (M,), and all others to 0."""
+        self._counts.fill(0)
+        self._counts[rows] = counts
+
+    def set_stale(self, rows: NDArray[np.int64], is_stale: bool) -> None:
+        """Mark distinct rows, (M,), as stale or as not stale."""
+        self.num_stale += _set_bits(self._stale, self._first_words, self.first_rows, rows, is_stale)
+
+    def stale_rows(self, table: int) -> NDArray[np.int64]:
+        """The stale rows of a table, (M,) ascending."""
+        begin, end = self._first_words[table : table + 2].astype(np.int64).tolist()
+        return rows_of(self._stale[begin:end])
+
+    def without_stale(self, ledger: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
+        """The part of a ledger that is not of stale rows.
+
+        The gradients of other rows stay as they are: a mean is still divided by the length of the
+        whole bag. An entry of stale rows only is left out.
+        """
+        if not self.num_stale:
+            return ledger
+        return self._cutter.cut(ledger, self._stale, self._first_words, self._sizes)
+
+    def all_stale(
+        self,
+        lookups: Lookups,
+        bags: Any,
+        is_stale: NDArray[np.bool_],
+        has_rows: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Set `is_stale` to False where a bag has a row that is not stale.
+
+        Args:
+            lookups: Which features are looked up in which tables.
+            bags: The input, with rows; on the host or on a device.
+            is_stale: (B,), one per bag of a feature. A bag without values changes nothing. A value
+                that is not a row counts as not stale, so that the lookup raises its error.
+            has_rows: (B,), set to True where `is_stale` is still True and a bag has a value.
+        """
+        _all_stale_kernel(
+            self._stale,
+            self._first_words,
+            self._sizes,
+            is_stale,
+            np.empty_like(is_stale) if has_rows is None else has_rows,
+            *kernel_arguments(lookups, bags),
+        )
+
+
+_ONE = np.uint64(1)
+_SHIFT = np.uint64(6)
+_PLACE = np.uint64(63)
+_LANE_BITS = np.uint64(16)
+_LANE = np.uint64(2**16 - 1)
+_AHEAD = np.uint64(16)
+_IS_MARKED = np.uint16(2**15)
+_MOST = np.uint16(MOST_COUNTED)
+
+
+@parallel_kernel
+def _count_kernel(
+    counts: NDArray[np.uint16],
+    first_rows: NDArray[np.uint64],
+    sizes: NDArray[np.uint64],
+    passes: int,
+    num_parts: int,
+    tables_L: NDArray[np.uint64],
+    positions_L: NDArray[np.uint64],
+    values: NDArray[Any],
+    offsets: NDArray[Any],
+    is_one_hot: int,
+    batch_size: int,
+    padding: np.uint64,
+) -> None:
+    """A part is a share of the tables. The first pass counts, the second clears the marks."""
+    for part in prange(num_parts):
+        for each in (_MARK, _CLEAR):
+            if not passes & each:
+                continue
+            for lookup in range(len(tables_L)):
+                table = tables_L[lookup]
+                if table % np.uint64(num_parts) != np.uint64(part):
+                    continue
+                begin = positions_L[lookup] * np.uint64(batch_size)
+                end = begin + np.uint64(batch_size)
+                if not is_one_hot:
+                    begin, end = np.uint64(offsets[begin]), np.uint64(offsets[end])
+                first_row, size = first_rows[table], sizes[table]
+                for place in range(begin, end):
+                    if place + _AHEAD < end:
+                        ahead = first_row + np.uint64(values[place + _AHEAD])
+                        prefetch_to_write(counts, ahead)
+                    row = np.uint64(values[place])
+                    if row >= size or row == padding:  # a negative id becomes a very large number
+                        continue
+                    count = counts[first_row + row]
+                    if each == _CLEAR:
+                        counts[first_row + row] = count & _MOST
+                    elif count < _IS_MARKED:
+                        more = count + np.uint16(count < _MOST)
+                        counts[first_row + row] = np.uint16(more) | _IS_MARKED
+
+
+@kernel
+def _tally(words: NDArray[np.uint64], num_with: NDArray[np.int64]) -> None:
+    """Count the rows with each count above 0; a word has the counts of four rows."""
+    for number in range(len(words)):
+        word = words[number]
+        while word:
+            count = word & _LANE
+            if count:
+                num_with[count] += 1
+            word >>= _LANE_BITS
+
+
+@kernel
+def _list_counts(
+    words: NDArray[np.uint64],
+    counts: NDArray[np.uint16],
+    least: int,
+    num_at_least: int,
+    is_taken: bool,
+    rows_M: NDArray[np.int64],
+    counts_M: NDArray[np.uint16],
+) -> None:
+    found = 0
+    for number in range(len(words)):
+        if not words[number]:
+            continue
+        for row in range(4 * number, 4 * number + 4):
+            count = counts[row]
+            if count < least or (count == least and num_at_least == 0):
+                continue
+            if count == least:
+                num_at_least -= 1
+            rows_M[found], counts_M[found] = row, count
+            found += 1
+        if is_taken:
+            words[number] = 0
+
+
+@kernel
+def _set_bits(
+    bits: NDArray[np.uint64],
+    first_words: NDArray[np.uint64],
+    first_rows: NDArray[np.uint64],
+    rows_M: NDArray[np.int64],
+    is_set: bool,
+) -> int:
+    """Set or clear the bits of rows; returns how many more are set."""
+    num_more = 0
+    for number in range(len(rows_M)):
+        row = np.uint64(rows_M[number])
+        table, above = 0, len(first_rows) - 1
+        while table + 1 < above:
+            middle = (table + above) // 2
+            if first_rows[middle] <= row:
+                table = middle
+            else:
+                above = middle
+        row -= first_rows[table]
+        word, bit = first_words[table] + (row >> _SHIFT), _ONE << (row & _PLACE)
+        was_set = bits[word] & bit != 0
+        if is_set and not was_set:
+            bits[word] |= bit
+            num_more += 1
+        elif was_set and not is_set:
+            bits[word] &= ~bit
+            num_more -= 1
+    return num_more
+
+
+@kernel
+def _all_stale_kernel(
+    stale: NDArray[np.uint64],
+    first_words: NDArray[np.uint64],
+    sizes: NDArray[np.uint64],
+    is_stale_B: NDArray[np.bool_],
+    has_rows_B: NDArray[np.bool_],
+    tables_L: NDArray[np.uint64],
+    positions_L: NDArray[np.uint64],
+    values: NDArray[Any],
+    offsets: NDArray[Any],
+    is_one_hot: int,
+    batch_size: int,
+    padding: np.uint64,
+) -> None:
+    for lookup in range(len(tables_L)):
+        first_word, size = first_words[tables_L[lookup]], sizes[tables_L[lookup]]
+        first_bag = positions_L[lookup] * np.uint64(batch_size)
+        for sample in range(batch_size):
+            if not is_stale_B[sample]:
+                continue
+            begin = first_bag + np.uint64(sample)
+            end = begin + _ONE
+            if not is_one_hot:
+                begin, end = np.uint64(offsets[begin]), np.uint64(offsets[end])
+            for place in range(begin, end):
+                row = np.uint64(values[place])
+                if row == padding:
+                    continue
+                if row < size:
+                    is_row_stale = stale[first_word + (row >> _SHIFT)] >> (row & _PLACE) & _ONE
+                else:
+                    is_row_stale = np.uint64(0)
+                if not is_row_stale:
+                    is_stale_B[sample] = False
+                    break
+                has_rows_B[sample] = True

@@ -1,0 +1,318 @@
+"""Inputs sampled to find the threshold: which rows each of them looks up.
+
+The level of an input is the greatest level of its rows; that of an input without rows is infinite.
+If a share of the inputs is to be stale,
+the threshold is the level at that rank: a quantile. The authors of Slipstream find it by bisection;
+the quantile is exact, and the levels are known anyway.
+
+Letters: G groups, S inputs, V their rows, M followed rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from recsys._support.jit import kernel
+from recsys.embeddings.staleness.host_bags import kernel_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from recsys.embeddings.rows.lookups import Lookups
+
+__all__ = [
+    "MOST_INPUTS",
+    "InputRows",
+    "SampledInputs",
+    "bags_per_sample",
+    "below_ties",
+    "quantile",
+]
+
+MOST_INPUTS = 4096  # the newest inputs, which the threshold is found from
+_MOST_TIES = 1.5  # times the share
+_NO_ROW = -1
+
+
+class InputRows(NamedTuple):
+    """The rows of some inputs, for one table group.
+
+    Attributes:
+        rows: Row numbers, counted over all tables, (V,) int64; -1 for an id that is no row.
+        bounds: Where the rows of each input begin, (S + 1,) int64.
+    """
+
+    rows: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    def raise_levels(
+        self, followed: NDArray[np.int64], levels: NDArray[np.float64], found: NDArray[np.float64]
+    ) -> None:
+        """Raise the level of each input to that of its rows.
+
+        Args:
+            followed: The rows that have a level, (M,) ascending; others are unknown: infinite.
+            levels: Their levels, (M,).
+            found: The levels of the inputs, (S,).
+        """
+        _raise_levels(self.rows, self.bounds, followed, levels, found)
+
+    def select(self, begin: int, end: int) -> InputRows:
+        """The inputs from `begin` to `end`."""
+        bounds = self.bounds[begin : end + 1]
+        return InputRows(self.rows[bounds[0] : bounds[-1]], bounds - bounds[0])
+
+    @classmethod
+    def join(cls, parts: Sequence[InputRows]) -> InputRows:
+        """The inputs of all parts, in order."""
+        lengths = [np.diff(each.bounds) for each in parts]
+        return cls(
+            np.concatenate([np.empty(0, np.int64), *(each.rows for each in parts)]),
+            np.concatenate([[0], *lengths]).astype(np.int64).cumsum(),
+        )
+
+
+class _Chunk(NamedTuple):
+    """Inputs that were added together: their stream indices, (S,), and rows for each group."""
+
+    indices: NDArray[np.int64]
+    groups: list[InputRows]
+
+
+class SampledInputs:
+    """The newest sampled inputs, in the order of the stream.
+
+    Args:
+        first_rows: For each group, where each table's rows begin, (T + 1,) uint64.
+    """
+
+    def __init__(self, first_rows: Sequence[NDArray[np.uint64]]) -> None:
+        self._first_rows = list(first_rows)
+        self._chunks: list[_Chunk] = []
+
+    def add(
+        self,
+        indices: NDArray[np.int64],
+        parts: Sequence[tuple[int, Lookups, Any]],
+        batch_size: int,
+        samples: NDArray[np.int64],
+    ) -> None:
+        """Add some samples of a mini-batch.
+
+        Inputs with the same or a higher index are forgotten, because they were taken by an iterator
+        that was dropped.
+
+        Args:
+            indices: Stream index of each sample, (S,) ascending.
+            parts: The lookups of the mini-batch, each with the number of its group.
+            batch_size: B.
+            samples: Numbers of the samples, (S,).
+        """
+        if not len(indices):
+            return
+        self._chunks = [each for each in self._chunks if each.indices[0] < indices[0]]
+        if self._chunks and self._chunks[-1].indices[-1] >= indices[0]:
+            self._chunks[-1] = _cut(self._chunks[-1], int(indices[0]))
+        groups = []
+        for number, first_rows in enumerate(self._first_rows):
+            inputs: list[Any] = [
+                (bags_per_sample(bags, batch_size), kernel_arguments(lookups, bags))
+                for group, lookups, bags in parts
+                if group == number
+            ]
+            ends = np.zeros(len(samples) + 1, np.int64)
+            for per_sample, arguments in inputs:
+                _count_values(per_sample, samples, ends[1:], *arguments)
+            bounds = ends.cumsum()
+            rows, places = np.empty(bounds[-1], np.int64), bounds[:-1].copy()
+            for per_sample, arguments in inputs:
+                _list_rows(per_sample, samples, first_rows, places, rows, *arguments)
+            groups.append(InputRows(rows, bounds))
+        self._chunks.append(_Chunk(indices, groups))
+
+    def newest(self, num_seen: int) -> tuple[NDArray[np.int64], list[InputRows]]:
+        """The last `MOST_INPUTS` inputs with an index below `num_seen`; forgets those before them.
+
+        Returns:
+            Their indices, (S,), and their rows for each group.
+        """
+        chosen: list[_Chunk] = []
+        num_left = MOST_INPUTS
+        kept = len(self._chunks)
+        while kept and num_left:
+            kept -= 1
+            chunk = _cut(self._chunks[kept], num_seen)
+            size = len(chunk.indices)
+            begin = max(0, size - num_left)
+            num_left -= size - begin
+            chosen.append(
+                _Chunk(chunk.indices[begin:], [each.select(begin, size) for each in chunk.groups])
+            )
+        del self._chunks[:kept]
+        chosen.reverse()
+        return (
+            np.concatenate([np.empty(0, np.int64), *(each.indices for each in chosen)]),
+            [
+                InputRows.join([each.groups[number] for each in chosen])
+                for number in range(len(self._first_rows))
+            ],
+        )
+
+    def clear(self) -> None:
+        """Forget all inputs."""
+        self._chunks = []
+
+    def replace(self, indices: NDArray[np.int64], groups: list[InputRows]) -> None:
+        """Forget all inputs, and have those that `newest` returned once."""
+        self._chunks = [_Chunk(indices, groups)] if len(indices) else []
+
+
+def quantile(levels: NDArray[np.float64], share: float) -> float:
+    """The threshold for a target share: at most this share of the levels is below or at it.
+
+    Levels that are equal to the threshold may exceed the share; see `below_ties`.
+
+    Args:
+        levels: Levels of inputs, (S,); infinite for an input with an unknown row, or without rows.
+        share: The share of inputs that are to be stale.
+
+    Returns:
+        The level at rank share * S; -inf for rank 0. If it is infinite, the share cannot be
+        reached.
+    """
+    rank = int(share * len(levels))
+    return float(np.partition(levels, rank - 1)[rank - 1]) if rank else -np.inf
+
+
+def below_ties(levels: NDArray[np.float64], threshold: float, share: float) -> float:
+    """A threshold that exceeds a share by a half at most.
+
+    Many levels are equal if rows do not move at all: with learning rate 0, or if small changes are
+    rounded away.
+
+    Args:
+        levels: Levels of inputs, (S,).
+        threshold: Their `quantile`.
+        share: The share of inputs that are to be stale.
+
+    Returns:
+        `threshold`; the next lower level if more than 1.5 times the share are at or under
+        `threshold`; -inf if there is none.
+    """
+    if np.count_nonzero(levels <= threshold) <= _MOST_TIES * share * len(levels):
+        return threshold
+    return float(levels[levels < threshold].max(initial=-np.inf))
+
+
+def bags_per_sample(bags: Any, batch_size: int) -> int:
+    """How many bags of each feature a sample has: B, or a multiple of it.
+
+    Raises:
+        ValueError: the number of bags is no multiple of B.
+    """
+    num_bags: int = bags.batch_size
+    if batch_size and num_bags % batch_size:
+        raise ValueError(
+            f"a lookup of {num_bags} bags is not of {batch_size} samples: each sample must have as "
+            "many bags"
+        )
+    return num_bags // batch_size if batch_size else 0
+
+
+def _cut(chunk: _Chunk, end: int) -> _Chunk:
+    """The inputs of a chunk with an index below `end`."""
+    count = int(np.searchsorted(chunk.indices, end))
+    if count == len(chunk.indices):
+        return chunk
+    return _Chunk(chunk.indices[:count], [each.select(0, count) for each in chunk.groups])
+
+
+_ONE = np.uint64(1)
+
+
+@kernel
+def _count_values(
+    per_sample: int,
+    samples_S: NDArray[np.int64],
+    counts_S: NDArray[np.int64],
+    tables_L: NDArray[np.uint64],
+    positions_L: NDArray[np.uint64],
+    values: NDArray[Any],
+    offsets: NDArray[Any],
+    is_one_hot: int,
+    batch_size: int,
+    padding: np.uint64,
+) -> None:
+    """Add the number of values of each sample; `batch_size` counts bags."""
+    for lookup in range(len(tables_L)):
+        for number in range(len(samples_S)):
+            begin = positions_L[lookup] * np.uint64(batch_size)
+            begin += np.uint64(samples_S[number] * per_sample)
+            end = begin + np.uint64(per_sample)
+            if not is_one_hot:
+                begin, end = np.uint64(offsets[begin]), np.uint64(offsets[end])
+            for place in range(begin, end):
+                counts_S[number] += np.uint64(values[place]) != padding
+
+
+@kernel
+def _list_rows(
+    per_sample: int,
+    samples_S: NDArray[np.int64],
+    first_rows: NDArray[np.uint64],
+    places_S: NDArray[np.int64],
+    rows_V: NDArray[np.int64],
+    tables_L: NDArray[np.uint64],
+    positions_L: NDArray[np.uint64],
+    values: NDArray[Any],
+    offsets: NDArray[Any],
+    is_one_hot: int,
+    batch_size: int,
+    padding: np.uint64,
+) -> None:
+    """Write the rows of each sample from its place on, and advance the place."""
+    for lookup in range(len(tables_L)):
+        first_row = first_rows[tables_L[lookup]]
+        size = first_rows[tables_L[lookup] + _ONE] - first_row
+        for number in range(len(samples_S)):
+            begin = positions_L[lookup] * np.uint64(batch_size)
+            begin += np.uint64(samples_S[number] * per_sample)
+            end = begin + np.uint64(per_sample)
+            if not is_one_hot:
+                begin, end = np.uint64(offsets[begin]), np.uint64(offsets[end])
+            for place in range(begin, end):
+                row = np.uint64(values[place])
+                if row != padding:
+                    at = places_S[number]
+                    rows_V[at] = np.int64(first_row + row) if row < size else _NO_ROW
+                    places_S[number] = at + 1
+
+
+@kernel
+def _raise_levels(
+    rows_V: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    followed_M: NDArray[np.int64],
+    levels_M: NDArray[np.float64],
+    found_S: NDArray[np.float64],
+) -> None:
+    for number in range(len(found_S)):
+        for place in range(bounds[number], bounds[number + 1]):
+            if found_S[number] == np.inf:
+                break
+            row = rows_V[place]
+            low, high = 0, len(followed_M)
+            while low < high:
+                middle = (low + high) // 2
+                if followed_M[middle] < row:
+                    low = middle + 1
+                else:
+                    high = middle
+            level = np.inf
+            if low < len(followed_M) and followed_M[low] == row:
+                level = levels_M[low]
+            found_S[number] = max(found_S[number], level)

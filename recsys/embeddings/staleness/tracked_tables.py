@@ -1,0 +1,66 @@
+"""The tables that a tracker follows: found in a model, and named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recsys.embeddings.lookup.device_tables import AbstractTables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from recsys.embeddings.update.group_updater import GroupUpdater
+    from recsys.embeddings.update.row_updater import RowUpdater
+
+__all__ = ["names_of", "updaters_in"]
+
+
+def updaters_in(models: Sequence[nn.Module]) -> list[RowUpdater]:
+    """The updaters of all recsys modules, each once.
+
+    Raises:
+        ValueError: there is no recsys module, or one has no recsys optimizer.
+    """
+    found = {
+        name: each
+        for model in models
+        for name, each in model.named_modules()
+        if isinstance(each, AbstractTables)
+    }
+    parts = {part for each in found.values() for part in each.modules() if part is not each}
+    whole = {name: each for name, each in found.items() if each not in parts}
+    if not whole:
+        raise ValueError(
+            "the model has no module of recsys.embeddings, so no row can be followed; use "
+            "recsys.accelerate(model, optimizer=...) first"
+        )
+    updaters: dict[RowUpdater, None] = {}
+    for name, module in whole.items():
+        if module.row_updater is None:
+            raise ValueError(
+                f"module {name!r}: its rows are updated by a torch optimizer, which a "
+                "StalenessTracker cannot follow; give it a recsys optimizer (optimizer=)"
+            )
+        updaters[module.row_updater] = None
+    return list(updaters)
+
+
+def names_of(models: Sequence[nn.Module], groups: Sequence[GroupUpdater]) -> list[list[str]]:
+    """Names of the tables of each group: their own if they differ, else those of the parameters."""
+    names = [list(group.group.names) for group in groups]
+    if len({name for each in names for name in each}) == sum(map(len, names)):
+        return names
+    of_parameters: dict[int, str] = {}
+    for number, model in enumerate(models):
+        prefix = f"{number}." if len(models) > 1 else ""
+        for name, parameter in model.named_parameters():
+            of_parameters.setdefault(id(parameter), prefix + name.removesuffix(".weight"))
+    return [
+        [
+            of_parameters.get(id(table), f"{number}.{name}")
+            for table, name in zip(group.group.tables, group.group.names, strict=True)
+        ]
+        for number, group in enumerate(groups)
+    ]

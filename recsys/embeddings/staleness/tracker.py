@@ -1,0 +1,487 @@
+"""`StalenessTracker`: finds the rows of a model that have stopped changing.
+
+    take mini-batch k   use_flags_of(k), all_stale(...), add_inputs(...)
+    train on it         begin_step(k), forward, backward, update, end_step(num_seen)
+
+The tracker cuts training into windows of steps. At the end of each it measures how far the followed
+rows have moved, finds the threshold, and decides which rows count as stale. A decision after s
+steps holds for mini-batches s + `LEAD` and later, so it depends neither on how far a schedule looks
+ahead nor on when its threads run. Everything happens in the calling thread.
+
+Letters: B samples, S sampled inputs, G groups, M rows.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from recsys._support.states import SavedState
+from recsys.embeddings.staleness.flag_sets import FlagSet, FlagSets
+from recsys.embeddings.staleness.followed_rows import FollowedRows
+from recsys.embeddings.staleness.reservation import give_back, give_back_later, reserve
+from recsys.embeddings.staleness.sampled_inputs import (
+    SampledInputs,
+    bags_per_sample,
+    below_ties,
+    quantile,
+)
+from recsys.embeddings.staleness.settings import LEAD, Staleness
+from recsys.embeddings.staleness.tracked_tables import names_of, updaters_in
+from recsys.embeddings.staleness.tracker_state import (
+    group_state,
+    inputs_state,
+    read_group_state,
+    read_inputs_state,
+)
+from recsys.embeddings.staleness.windows import read_windows, thin_windows
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.lookup.fused_lookup import Part
+    from recsys.embeddings.staleness.followed_rows import Decision
+    from recsys.embeddings.update.group_updater import GroupUpdater
+    from recsys.embeddings.update.row_updater import RowUpdater
+
+__all__ = ["StalenessTracker"]
+
+_NUM_DECILES = 10
+_STATE_KEYS = (
+    "settings",
+    "num_steps",
+    "num_seen",
+    "threshold",
+    "windows",
+    "inputs",
+    "flag_sets",
+    "groups",
+)
+
+
+class StalenessTracker:
+    """Follows the rows of a model and says which of them are stale.
+
+    The tracker itself skips nothing, except that with `freezes_rows` stale rows are not updated.
+
+    Mini-batches are numbered 0, 1, 2 ... over the whole training; mini-batch k is trained in step
+    k. A sample's stream index is its number in the stream of raw samples, skipped ones included;
+    `num_seen` raw samples are used up.
+
+    Args:
+        modules: A model, or modules of it. All recsys modules in it need a recsys optimizer.
+        staleness: The settings.
+        share: The share of inputs all of whose rows are to be stale; see `share` below.
+        freezes_rows: Whether steps leave out stale rows: no update, no write-back.
+
+    Attributes:
+        staleness: As given.
+        share: The target share. It may be changed at any time; the next window's end uses it. With
+            0, no row is stale from then on.
+        freezes_rows: As given.
+        num_steps: Steps so far.
+        threshold: The highest drift of a stale row at the last window's end; None if no row could
+            be stale.
+
+    Raises:
+        BudgetTooSmall: the budget of rows in two tiers has no room for the tracker, or slots are in
+            use.
+        ConfigError: `share` is not in [0, 1].
+        ValueError: there is no recsys module, one has no recsys optimizer, or another tracker has
+            its rows.
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module | Iterable[nn.Module],
+        staleness: Staleness = Staleness(),  # noqa: B008  # frozen
+        *,
+        share: float = 0.2,
+        freezes_rows: bool = False,
+    ) -> None:
+        self._updaters: list[RowUpdater] = []  # whose budget has the tracker
+        self._groups: list[GroupUpdater] = []
+        self._followed: list[FollowedRows] = []
+        if type(share) not in (int, float) or not 0 <= share <= 1:
+            raise ConfigError(f"share must be a number in [0, 1], got {share!r}")
+        self.staleness, self.share, self.freezes_rows = staleness, share, freezes_rows
+        models = [modules] if isinstance(modules, nn.Module) else list(modules)
+        updaters = updaters_in(models)
+        self._groups = [group for updater in updaters for group in updater.groups]
+        for group in self._groups:
+            if group.group.staleness is not None:
+                raise ValueError(
+                    f"tables {group.group.names} already have a StalenessTracker; close it first: "
+                    "call its close(), or pipeline.skipping.close() if it is a TrainPipeline's"
+                )
+        self._names = names_of(models, self._groups)
+        reserve(updaters, staleness)
+        self._updaters = updaters
+        self._followed = [
+            FollowedRows(group, staleness, freezes_rows=freezes_rows) for group in self._groups
+        ]
+        self._group_numbers = {id(group.group): number for number, group in enumerate(self._groups)}
+        for group, followed in zip(self._groups, self._followed, strict=True):
+            group.group.staleness = followed.marks
+        self.num_steps = 0
+        self.threshold: float | None = None
+        self._num_seen = 0
+        self._windows: list[dict[str, Any]] = []
+        self._inputs = SampledInputs([each.marks.first_rows for each in self._followed])
+        self._flag_sets = FlagSets([each.marks for each in self._followed])
+        self._warned_of: set[str] = set()
+
+    def begin_step(self, number: int, *, freezes: bool = True) -> None:
+        """Called before a step on mini-batch `number`, in training.
+
+        Args:
+            number: Number of the mini-batch.
+            freezes: With `freezes_rows`, whether stale rows are left out of this step; False in the
+                unskipped steps of a guard.
+        """
+        self.num_steps = number
+        if self.freezes_rows:
+            self.use_flags_of(number)
+        for followed in self._followed:
+            followed.marks.is_counting = number % self.staleness.count_every == 0
+            followed.marks.is_freezing = self.freezes_rows and freezes
+            followed.marks.is_noting = self.freezes_rows
+
+    def end_step(self, num_seen: int) -> None:
+        """Called after the step; at a window's end it decides which rows are stale.
+
+        Args:
+            num_seen: Raw samples used up so far, skipped ones included.
+
+        Raises:
+            ConflictingWrite: tables were written to while slots held updated rows.
+            TiersFailed: a transfer of rows has failed.
+        """
+        self.num_steps += 1
+        self._num_seen = num_seen
+        self.cancel_step()
+        if self.num_steps % self.staleness.window == 0:
+            self._end_window()
+        # A raw mini-batch that the last mini-batch was made of may be taken again.
+        self._flag_sets.forget_before(self.num_steps - 1)
+
+    def cancel_step(self) -> None:
+        """Called instead of `end_step` after a step that raised: nothing is counted or frozen."""
+        for followed in self._followed:
+            marks = followed.marks
+            marks.is_counting = marks.is_freezing = marks.is_noting = False
+
+    def use_flags_of(self, number: int) -> None:
+        """Mark as stale the rows that count as stale for mini-batch `number`.
+
+        The numbers may fall again, down to the last step's: after look-ahead was dropped, a raw
+        mini-batch that its mini-batch was made of in part is taken again.
+        """
+        self._flag_sets.use(number)
+
+    def all_stale(self, parts: Sequence[Part], batch_size: int) -> Tensor:
+        """Which samples are stale: they look up rows, and stale ones only; (B,) bool on the CPU.
+
+        Call `use_flags_of` first. A feature without ids does not matter, but a sample without any
+        id is not stale. Nor is a sample of a lookup in tables that the tracker does not follow.
+
+        Args:
+            parts: All lookups of the mini-batch.
+            batch_size: B. A lookup may have several bags for each sample, one after another.
+        """
+        is_stale, has_rows = np.ones(batch_size, bool), np.zeros(batch_size, bool)
+        for group, lookups, bags in parts:
+            if group.staleness is None:
+                is_stale[:] = False
+                break
+            per_sample = bags_per_sample(bags, batch_size)
+            if per_sample == 1:
+                group.staleness.all_stale(lookups, bags, is_stale, has_rows)
+            elif per_sample:
+                of_bags, have_rows = is_stale.repeat(per_sample), has_rows.repeat(per_sample)
+                group.staleness.all_stale(lookups, bags, of_bags, have_rows)
+                is_stale[:] = of_bags.reshape(batch_size, per_sample).all(1)
+                has_rows[:] = have_rows.reshape(batch_size, per_sample).any(1)
+        return torch.from_numpy(is_stale & has_rows)
+
+    def add_inputs(
+        self, first_index: int, parts: Sequence[Part], batch_size: int, samples: Tensor
+    ) -> None:
+        """Add samples of a mini-batch to those that the threshold is found from.
+
+        A window's end uses the last 4096 that are used up by then. If the stream index falls again,
+        because look-ahead was dropped, the samples from there on are forgotten.
+
+        Args:
+            first_index: Number of the mini-batch's first sample in the stream.
+            parts: All lookups of the mini-batch.
+            batch_size: B.
+            samples: Numbers of the samples in the mini-batch, (S,) int64 ascending.
+        """
+        chosen = samples.cpu().numpy().astype(np.int64)
+        numbered = [
+            (self._group_numbers[id(group)], lookups, bags) for group, lookups, bags in parts
+        ]
+        self._inputs.add(first_index + chosen, numbered, batch_size, chosen)
+
+    @property
+    def has_stale_rows(self) -> bool:
+        """Whether a row is marked as stale now."""
+        return any(followed.marks.num_stale for followed in self._followed)
+
+    def stale_rows(self) -> dict[str, NDArray[np.int64]]:
+        """The rows of each table that are marked as stale now, ascending, by the table's name."""
+        return {
+            name: followed.marks.stale_rows(table)
+            for names, followed in zip(self._names, self._followed, strict=True)
+            for table, name in enumerate(names)
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of marks, snapshots and history; with tiers they are taken out of the budget.
+
+        Without the ids of sampled inputs, which are in proportion to a mini-batch.
+        """
+        return sum(followed.num_bytes for followed in self._followed)
+
+    def report(self) -> dict[str, Any]:
+        """What was found so far, in JSON types.
+
+        Returns:
+            `memory_bytes`; with `freezes_rows`, `num_lookups` of updates and how many of them were
+            `num_lookups_left_out` (0 without); and for each window in `windows`: `step` at its end;
+            the `threshold`, or null; `stale_rows` by table, on trial or not; `num_followed` and
+            `num_judged` rows, and `num_thawed`, those that thawed; `stale_share` of the sampled
+            inputs, and `num_inputs`; `drift_by_decile`: the median drift of the tenth of the judged
+            rows that was updated most, and so on (null without such rows). After more than 254
+            windows, some are left out, and `num_thawed` counts the rows that thawed since the entry
+            before.
+        """
+        of_groups = [followed.marks.lookups for followed in self._followed]
+        num_lookups, num_left_out = (sum(counts) for counts in zip(*of_groups, strict=True))
+        return {
+            "memory_bytes": self.num_bytes,
+            "num_lookups": num_lookups,
+            "num_lookups_left_out": num_left_out,
+            "windows": [dict(each) for each in self._windows],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last step, in JSON types and tensors.
+
+        Mini-batches taken beyond that step do not count: they are taken again.
+        """
+        return {
+            "settings": asdict(self.staleness),
+            "num_steps": self.num_steps,
+            "num_seen": self._num_seen,
+            "threshold": self.threshold,
+            "windows": [dict(each) for each in self._windows],
+            "inputs": inputs_state(self._inputs, self._num_seen),
+            "flag_sets": self._flag_sets.state(),
+            "groups": [group_state(followed) for followed in self._followed],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`, after rows and optimizers were loaded. `share` is not part of it.
+
+        Raises:
+            ConfigError: `state` is not of a tracker with the same settings and tables; nothing has
+                changed.
+        """
+        found = SavedState("staleness state", state, _STATE_KEYS)
+        if found["settings"] != asdict(self.staleness):
+            raise found.error("settings", f"{asdict(self.staleness)}, those of this run")
+        num_steps, num_seen = found.whole("num_steps"), found.whole("num_seen")
+        threshold = None if found["threshold"] is None else found.number("threshold")
+        windows = read_windows(found, "windows", self.staleness.window, num_steps)
+        sizes = [sum(followed.marks.sizes) for followed in self._followed]
+        indices, inputs = read_inputs_state(
+            "staleness state: inputs", found["inputs"], sizes, num_seen
+        )
+        max_rows = [followed.max_rows for followed in self._followed]
+        flag_sets = self._flag_sets.read(found, "flag_sets", num_steps, max_rows)
+        if not isinstance(found["groups"], list) or len(found["groups"]) != len(self._followed):
+            raise found.error("groups", f"a list of {len(self._followed)} states")
+        groups = [
+            read_group_state("staleness state: groups", entries, followed)
+            for entries, followed in zip(found["groups"], self._followed, strict=True)
+        ]
+        self.reset()
+        self.num_steps, self._num_seen, self.threshold = num_steps, num_seen, threshold
+        self._windows = windows
+        self._inputs.replace(indices, inputs)
+        for followed, group in zip(self._followed, groups, strict=True):
+            followed.restore(group)
+            followed.marks.lookups = group.lookups
+        self._flag_sets.replace(flag_sets, num_steps)
+
+    def reset(self) -> None:
+        """Forget all that was found: no row is stale or followed, as after no step.
+
+        `share` stays. To continue after some steps without a state, set `num_steps` then.
+        """
+        self.cancel_step()
+        self.num_steps = self._num_seen = 0
+        self.threshold = None
+        self._windows = []
+        self._inputs.clear()
+        for followed in self._followed:
+            followed.reset()
+            followed.marks.lookups = (0, 0)
+        self._flag_sets.clear()
+
+    def close(self) -> None:
+        """Let go of the rows, and give the budget back to the slots; this can be called again.
+
+        Raises:
+            BudgetTooSmall: slots are in use; the rows are let go, but their budget is not larger.
+        """
+        self._let_go()
+        give_back(self._updaters)
+
+    def drop(self) -> None:
+        """Let go of the rows, but make no slots now, as a destructor must not.
+
+        A destructor may run in any thread at any time. The slots get the tracker's memory when the
+        budget is next divided.
+        """
+        self._let_go()
+        give_back_later(self._updaters)
+
+    def __del__(self) -> None:
+        """Let go of the rows of a tracker that was dropped."""
+        if hasattr(self, "_followed") and not sys.is_finalizing():  # `__init__` has begun
+            self.drop()
+
+    def _let_go(self) -> None:
+        for group, followed in zip(self._groups, self._followed, strict=False):
+            if group.group.staleness is followed.marks:
+                group.group.staleness = None
+
+    def _end_window(self) -> None:
+        window = self.num_steps // self.staleness.window - 1
+        for followed in self._followed:
+            followed.judge(window)
+        levels, indices = self._input_levels()
+        threshold = self._find_threshold(levels, window)
+        decisions = [
+            followed.decide(threshold, window, self.num_steps) for followed in self._followed
+        ]
+        self.threshold = threshold if np.isfinite(threshold) else None
+        windows = [*self._windows, self._summary(decisions, len(indices))]
+        self._windows = thin_windows(windows, self.staleness.window)
+        for followed in self._followed:
+            followed.follow()
+        flagged = [each.flagged for each in decisions]
+        self._flag_sets.add(FlagSet(self.num_steps + LEAD, flagged))
+
+    def _input_levels(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """The level of each sampled input, and the inputs' indices.
+
+        It is the greatest level of the input's rows; infinite for an input without rows.
+        """
+        indices, groups = self._inputs.newest(self._num_seen)
+        levels = np.full(len(indices), -np.inf)
+        for followed, rows in zip(self._followed, groups, strict=True):
+            rows.raise_levels(followed.history["row"].copy(), followed.levels, levels)
+        levels[levels == -np.inf] = np.inf
+        return levels, indices
+
+    def _find_threshold(self, levels: NDArray[np.float64], window: int) -> float:
+        """The threshold; -inf if no row is to be stale.
+
+        Args:
+            levels: Levels of the sampled inputs, (S,).
+            window: Number of the window that ends.
+        """
+        if not self.share:
+            return -np.inf
+        if self.staleness.threshold is not None:
+            return self.staleness.threshold
+        threshold = quantile(levels, self.share)
+        if threshold == np.inf or not len(levels):
+            known = levels[np.isfinite(levels)]
+            threshold = float(known.max()) if len(known) else -np.inf
+            # A row has a level after `patience` windows, or one more, at the earliest.
+            if window > self.staleness.patience + 1:
+                self._warn_of_unknown(len(known), len(levels))
+            return threshold
+        chosen = below_ties(levels, threshold, self.share)
+        if np.count_nonzero(levels <= chosen) < self.share * len(levels) / 2 and chosen < threshold:
+            num_tied = np.count_nonzero(levels == threshold)
+            self._warn_once(
+                "ties",
+                f"staleness: {num_tied} of {len(levels)} sampled inputs have the same level, "
+                f"{threshold:g}, and with them the share would be far above {self.share}, so they "
+                "are not stale: they share a row, or rows do not move, as with learning rate 0 or "
+                "with a dtype that rounds small changes away; another share or measure may fit",
+            )
+        return chosen
+
+    def _warn_of_unknown(self, num_known: int, num_inputs: int) -> None:
+        if not num_inputs:
+            self._warn_once(
+                "unknown",
+                "staleness: no inputs were sampled, so no threshold can be found and no row is "
+                "stale; call add_inputs, or give a threshold",
+            )
+            return
+        settings = self.staleness
+        self._warn_once(
+            "unknown",
+            f"staleness: a share of {self.share} cannot be reached: only {num_known} of "
+            f"{num_inputs} sampled inputs have rows that were all updated at least "
+            f"{settings.min_updates} times in each of {settings.patience} windows of "
+            f"{settings.window} steps; lower the share or "
+            "min_updates, or raise window or max_rows",
+        )
+
+    def _warn_once(self, of: str, message: str) -> None:
+        if of not in self._warned_of:
+            self._warned_of.add(of)
+            warnings.warn(message, stacklevel=6)
+
+    def _summary(self, decisions: Sequence[Decision], num_inputs: int) -> dict[str, Any]:
+        """An entry of the report; see `report`."""
+        stale = {
+            name: count
+            for names, followed in zip(self._names, self._followed, strict=True)
+            for name, count in zip(names, followed.num_stale_by_table(), strict=True)
+        }
+        _, inputs = self._inputs.newest(self._num_seen)
+        of_inputs = np.full(num_inputs, -np.inf)  # 0 if there are rows, and all of them are stale
+        for decision, rows in zip(decisions, inputs, strict=True):
+            rows.raise_levels(decision.flagged, np.zeros(len(decision.flagged)), of_inputs)
+        return {
+            "step": self.num_steps,
+            "threshold": self.threshold,
+            "stale_rows": stale,
+            "num_followed": sum(len(followed.history) for followed in self._followed),
+            "num_judged": sum(each.num_judged for each in decisions),
+            "num_thawed": sum(each.num_thawed for each in decisions),
+            "stale_share": float((of_inputs == 0).mean()) if num_inputs else None,
+            "num_inputs": num_inputs,
+            "drift_by_decile": _by_decile(decisions),
+        }
+
+
+def _by_decile(decisions: Sequence[Decision]) -> list[float | None]:
+    """The median drift of each tenth of the judged rows, those with most updates first."""
+    drifts = np.concatenate([each.drifts for each in decisions])
+    counts = np.concatenate([each.counts for each in decisions])
+    in_order = drifts[np.argsort(-counts, kind="stable")]
+    tenths = np.array_split(in_order, _NUM_DECILES)
+    found = [float(np.median(each)) if len(each) else None for each in tenths]
+    return [None if each is None or not np.isfinite(each) else each for each in found]

@@ -1,0 +1,90 @@
+"""What a tracker reports about its windows: at most 256 entries, however long a run is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recsys._support.states import SavedState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["MOST_WINDOWS", "WINDOW_KEYS", "read_windows", "thin_windows"]
+
+MOST_WINDOWS = 256
+WINDOW_KEYS = (
+    "step",
+    "threshold",
+    "stale_rows",
+    "num_followed",
+    "num_judged",
+    "num_thawed",
+    "stale_share",
+    "num_inputs",
+    "drift_by_decile",
+)
+
+
+def thin_windows(windows: Sequence[dict[str, Any]], window_steps: int) -> list[dict[str, Any]]:
+    """The entries that are kept of windows: the first, the newest, and every n-th.
+
+    n is the least power of 2 with which there are at most `MOST_WINDOWS`. `num_thawed` of an entry
+    counts the thawed rows of all windows since the entry before.
+
+    Args:
+        windows: The entries, which may be thinned already; at least one.
+        window_steps: Steps per window.
+    """
+    newest, every = windows[-1]["step"] // window_steps, 1
+    while newest > (MOST_WINDOWS - 2) * every:
+        every *= 2
+    kept: list[dict[str, Any]] = []
+    num_thawed = 0
+    for each in windows:
+        num_thawed += each["num_thawed"]
+        number = each["step"] // window_steps
+        if not kept or number == newest or not number % every:
+            kept.append(each | {"num_thawed": num_thawed})
+            num_thawed = 0
+    return kept
+
+
+def read_windows(
+    found: SavedState, key: str, window_steps: int, num_steps: int
+) -> list[dict[str, Any]]:
+    """An entry that is the `windows` of a tracker's report.
+
+    Args:
+        found: Has the entry.
+        key: Its key.
+        window_steps: Steps per window.
+        num_steps: Steps so far.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(found[key], list) or len(found[key]) > MOST_WINDOWS:
+        raise found.error(key, f"a list of at most {MOST_WINDOWS} windows")
+    windows: list[dict[str, Any]] = []
+    for entries in found[key]:
+        window = SavedState(f"staleness state: {key}", entries, WINDOW_KEYS)
+        last = windows[-1]["step"] if windows else 0
+        if window.whole("step", most=num_steps) % window_steps or window["step"] <= last:
+            raise window.error("step", f"a multiple of {window_steps} above {last}")
+        for name in ("num_followed", "num_judged", "num_thawed", "num_inputs"):
+            window.whole(name)
+        for name in ("threshold", "stale_share"):
+            if window[name] is not None:
+                window.number(name)
+        stale, deciles = window["stale_rows"], window["drift_by_decile"]
+        if not isinstance(stale, dict) or not all(isinstance(name, str) for name in stale):
+            raise window.error("stale_rows", "a mapping from tables to numbers")
+        SavedState("staleness state: stale_rows", {"of": list(stale.values())}, ["of"]).wholes(
+            "of", len(stale)
+        )
+        if not isinstance(deciles, list):
+            raise window.error("drift_by_decile", "a list")
+        known = {"of": [each for each in deciles if each is not None]}
+        SavedState("staleness state: drift_by_decile", known, ["of"]).numbers("of", range(11))
+        windows.append(dict(entries))
+    return windows

@@ -1,0 +1,48 @@
+"""Settings are checked when they are made."""
+
+import math
+
+import pytest
+
+from recsys.embeddings.staleness.settings import LEAD, Staleness
+from recsys.errors import ConfigError
+
+
+def test_the_defaults_are_valid():
+    assert Staleness().window == 1000
+    assert Staleness(window=LEAD + 1, min_updates=1, first_period=0, period_step=0, threshold=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("window", LEAD),
+        ("window", 100.0),
+        ("window", True),
+        ("window", 2**40),
+        ("measure", "cosine"),
+        ("threshold", -0.1),
+        ("threshold", math.nan),
+        ("threshold", "0.1"),
+        ("min_updates", 0),
+        ("min_updates", 1001),
+        ("patience", 0),
+        ("patience", 2**15),
+        ("max_rows", 0),
+        ("count_every", 0),
+        ("first_period", -1),
+        ("period_step", -1),
+        ("period_cut", 1.5),
+        ("period_cut", -0.5),
+        ("period_cut", math.nan),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=rf"staleness: {name} must be"):
+        Staleness(**{name: value})
+
+
+def test_a_window_with_more_counts_than_15_bits_is_refused():
+    with pytest.raises(ConfigError, match="window / count_every must be less than"):
+        Staleness(window=2**16, count_every=2)
+    Staleness(window=2**16, count_every=4)
