@@ -156,9 +156,21 @@ class BatchIterator(Iterator["Batch"], Generic[P]):
         self._num_waiting = value
 
     @property
+    def loader(self) -> ResumableLoader[P]:
+        """The loader that is read."""
+        return self._loader
+
+    @property
     def position(self) -> P:
         """The loader's position: before the first mini-batch that is not used."""
+        if not self._positions:  # the iteration has not begun
+            return self._loader._position
         return self._positions[-1 - self._num_waiting]
+
+    @property
+    def last_taken(self) -> tuple[P, P]:
+        """The positions before and after the last mini-batch handed out."""
+        return self._positions[-2], self._positions[-1]
 
     @property
     def is_running(self) -> bool:

@@ -17,20 +17,51 @@ changes the order of samples:
     hot_samples         finds the samples whose rows are all pinned
     shuffle_scheduler   decides how many cold and hot mini-batches make a turn
     hot_cold_loader     loads cold and hot mini-batches in turns
+
+`TrainPipeline(..., skip=policy)` leaves out what has stopped changing:
+
+    policies            what is left out: samples, updates of rows, or nothing (Observe)
+    refill              mini-batches of full size from the samples that are kept
+    sample_choice       which samples of a mini-batch are kept
+    importance          the same for the policy Importance
+    predictor           a small model that predicts labels for it
+    guard               lowers or stops skipping when predictions get worse
+    skipping            a policy at work in a pipeline
+    paper               Slipstream's published code as a policy
+    paper_classifier    which samples that policy leaves out
+    hot_rows            how far hot rows move between its snapshots
 """
 
 from recsys.pipeline.auto import Auto
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.fae.shuffle_scheduler import FAE
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
+from recsys.pipeline.skip.guard import Guard
+from recsys.pipeline.skip.paper import Paper
+from recsys.pipeline.skip.policies import (
+    DropInput,
+    FreezeRows,
+    Importance,
+    Observe,
+    RandomDrop,
+    Subsample,
+)
 from recsys.pipeline.train_pipeline import TrainPipeline
 
 __all__ = [
     "FAE",
     "Auto",
+    "DropInput",
+    "FreezeRows",
+    "Guard",
     "HotColdLoader",
     "Hotline",
+    "Importance",
     "LookAhead",
+    "Observe",
+    "Paper",
+    "RandomDrop",
     "Sequential",
+    "Subsample",
     "TrainPipeline",
 ]

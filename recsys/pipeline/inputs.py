@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from recsys.batch import Features
+    from recsys.embeddings.lookup.fused_lookup import Part
     from recsys.embeddings.tiers.ahead import Prefetched
     from recsys.embeddings.tiers.table_tiers import Tiers
     from recsys.embeddings.update.row_updater import RowUpdater
@@ -34,15 +35,16 @@ _MOST_NESTED = 4
 
 
 class Inputs:
-    """The inputs of a model's recsys modules whose rows are in two tiers.
+    """The inputs of a model's recsys modules.
 
     Args:
         model: Contains the modules.
         ids: As for `TrainPipeline`.
 
     Attributes:
-        modules: These modules, by the first of their names; empty if every row is resident.
-        has_unknown_inputs: Whether the input of one of them is not known for the last mini-batch.
+        modules: The modules whose rows are in two tiers, by the first of their names; empty if
+            every row is resident.
+        has_unknown_inputs: Whether the input of one of them was not known at the last `prefetch`.
     """
 
     def __init__(self, model: nn.Module, ids: Callable[[Any], Any] | None) -> None:
@@ -53,6 +55,7 @@ class Inputs:
         parts = {part for each in found.values() for part in each.modules() if part is not each}
         self._whole = {name: each for name, each in found.items() if each not in parts}
         self.modules = {name: each for name, each in self._whole.items() if each.tiers()}
+        self._updated = {name for name, each in self._whole.items() if each.row_updater is not None}
         self._has_warned = False
         self.has_unknown_inputs = False
         # Tiers that are rebuilt with other slots keep the same clock.
@@ -93,43 +96,107 @@ class Inputs:
         """
         claims: list[Prefetched] = []
         try:
-            for module, arguments in self._calls(batch):
+            unknown: list[str] = []
+            for module, arguments in self._calls(batch, self.modules, unknown):
                 claims.append(module.prefetch(*arguments))
                 if not claims[-1].has_room:
                     cancel(claims)
                     return None
+            self._warn_of(unknown)
         except BaseException:
             cancel(claims)
             raise
         return claims
 
-    def _calls(self, batch: Any) -> Iterator[tuple[AbstractTables, tuple[Any, ...]]]:
-        """Every lookup of a mini-batch that is known: a module and its arguments."""
+    def parts(self, batch: Any, batch_size: int, setting: str) -> list[Part]:
+        """What the modules whose rows a recsys optimizer updates look up, resident or not.
+
+        Args:
+            batch: The mini-batch.
+            batch_size: B.
+            setting: The setting that needs it, for errors.
+
+        Returns:
+            Parts with B bags for each feature: bag b has the ids of sample b.
+
+        Raises:
+            ValueError: the input of a module is not known, or does not have a bag for each sample;
+                or the model has other modules than before.
+            Exception: any error of a module about its input, or of `ids`.
+        """
+        self._require_same_modules(setting)
+        found: list[Part] = []
+        unknown: list[str] = []
+        updated = {name: self._whole[name] for name in self._whole if name in self._updated}
+        for module, arguments in self._calls(batch, updated, unknown):
+            of_module = module.parts(*arguments)
+            if any(part.bags.batch_size != batch_size for part in of_module):
+                name = next(name for name, each in updated.items() if each is module)
+                raise ValueError(
+                    f"{setting}: {name!r} looks up {of_module[0].bags.batch_size} bags for a "
+                    f"mini-batch of {batch_size} samples, so it is not known which bag belongs to "
+                    "which sample; call the module once for each feature, and let ids= return a "
+                    "list of the inputs"
+                )
+            found += of_module
+        if unknown:
+            more = f" and {len(unknown) - 1} more modules" if len(unknown) > 1 else ""
+            raise ValueError(
+                f"{setting}: it is not known which ids {unknown[0]!r}{more} will look up; give "
+                "TrainPipeline(..., ids=fn), where fn(batch) returns the modules' inputs by name: "
+                f"{{{unknown[0]!r}: (input, offsets), ...}}"
+            )
+        return found
+
+    def _require_same_modules(self, setting: str) -> None:
+        for name in self._updated:
+            module = self._whole[name]
+            try:
+                is_same = self._model.get_submodule(name) is module
+            except AttributeError:
+                is_same = False
+            if not is_same or module.row_updater is None:
+                raise ValueError(
+                    f"{setting}: {name!r} is another module than when the pipeline was built, as "
+                    "after recsys.restore or recsys.accelerate; build a new TrainPipeline"
+                )
+
+    def _calls(
+        self, batch: Any, modules: Mapping[str, AbstractTables], unknown: list[str]
+    ) -> Iterator[tuple[AbstractTables, tuple[Any, ...]]]:
+        """Every lookup of a mini-batch that is known: a module and its arguments.
+
+        Args:
+            batch: The mini-batch.
+            modules: The modules of interest, by name.
+            unknown: Gets the names of those whose input is not known.
+        """
         source: Any = batch if self._ids is None else self._ids(batch)
         if self._ids is not None and isinstance(source, Mapping):
-            yield from self._named_calls(source)
+            yield from self._named_calls(source, modules, unknown)
             return
         features = list(_features_in(source))
-        unknown = []
-        for name, module in self.modules.items():
+        for name, module in modules.items():
             fitting = [each for each in features if _fits(module, each)]
             if len(fitting) == 1:
                 yield module, (fitting[0],)
             else:
                 unknown.append(name)
-        self._warn_of(unknown)
 
     def _named_calls(
-        self, inputs_by_name: Mapping[str, Any]
+        self,
+        inputs_by_name: Mapping[str, Any],
+        modules: Mapping[str, AbstractTables],
+        unknown: list[str],
     ) -> Iterator[tuple[AbstractTables, tuple[Any, ...]]]:
         found: set[nn.Module] = set()
         for name, inputs in inputs_by_name.items():
             module = self._module(name)
             found.add(module)
-            if module in self.modules.values():
+            if module in modules.values():
                 for each in inputs if isinstance(inputs, list) else [inputs]:
                     yield module, each if isinstance(each, tuple) else (each,)
-        self._warn_of([name for name, module in self.modules.items() if module not in found])
+        unknown += [name for name, module in modules.items() if module not in found]
 
     def _module(self, name: str) -> AbstractTables:
         try:

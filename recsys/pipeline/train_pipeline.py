@@ -7,8 +7,9 @@ current  -> model       forward uses the claims; backward; every row is updated 
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from math import isfinite
@@ -20,20 +21,21 @@ import torch
 from recsys._support.interrupts import interrupts_held_back
 from recsys._support.sizes import format_bytes
 from recsys._support.states import SavedState
-from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.hotline.popular_split import PopularSplit
 from recsys.pipeline.inputs import Inputs, cancel
 from recsys.pipeline.micro_batches import join_outputs
+from recsys.pipeline.optimizers import optimizers_to_step
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
+from recsys.pipeline.skip.skipping import Skipping, load_skipping
 from recsys.pipeline.stalls import StageClock
 from recsys.pipeline.suggestions import forecast_budget, of_budget, of_schedule
 from recsys.pipeline.tiers_state import load_tiers_state, tiers_state
 from recsys.pipeline.window import Windows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.ahead import Prefetched
     from recsys.pipeline.hotline.popular_split import MicroBatch
     from recsys.pipeline.schedule import Schedule
+    from recsys.pipeline.skip.paper import Paper
+    from recsys.pipeline.skip.policies import Policy
     from recsys.pipeline.suggestions import Suggestion
     from recsys.pipeline.timeline import Timeline
     from recsys.pipeline.window import MiniBatch, Window
@@ -56,6 +60,7 @@ _STATE_KEYS = (
     "tiers",
     "popular_split",
     "choice",
+    "skipping",
 )
 # After this many steps with fewer mini-batches ahead than the schedule wants, one more is tried.
 _STEPS_UNTIL_DEEPER = 16
@@ -65,7 +70,8 @@ class TrainPipeline:
     """Takes mini-batches from an iterator; each `progress` trains the model on one.
 
     Under every schedule losses and rows equal those of a plain loop to the last bit, except that
-    floats are summed in another order when `Hotline` splits a mini-batch. Between two steps the
+    floats are summed in another order when `Hotline` splits a mini-batch. With `skip` they equal
+    those of each other schedule. Between two steps the
     model is an ordinary model: evaluation, checkpoints and `weight` see the newest value of every
     row. An error or Ctrl-C releases the claims for later mini-batches. The next `progress` then
     continues with the mini-batch after the failed one.
@@ -91,12 +97,15 @@ class TrainPipeline:
             it, collections look up the sparse features in the mini-batch.
         custom_model_fwd: Called in place of `model`, for example under `torch.autocast`.
         clock: Measures the stages.
+        skip: What training leaves out, such as `DropInput()`; None for nothing. Mini-batches keep
+            their size, because later samples replace those left out.
 
     Attributes:
         schedule: The schedule, or the default.
         clock: The clock that measures the stages.
         popular_split: Splits mini-batches and counts them; None unless the schedule is `Hotline`.
         choice: What `Auto` has measured and chosen; None unless the schedule is `Auto`.
+        skipping: Counts what is left out; None without `skip`.
     """
 
     def __init__(
@@ -109,11 +118,12 @@ class TrainPipeline:
         ids: Callable[[Any], Any] | None = None,
         custom_model_fwd: Callable[[Any], tuple[Tensor, Any]] | None = None,
         clock: StageClock | None = None,
+        skip: Policy | Paper | None = None,
     ) -> None:
         self._model, self._forward = model, custom_model_fwd or model
         self._device = None if device is None else torch.device(device)
         self._inputs = Inputs(model, ids)
-        self._optimizers = _optimizers_to_step(model, optimizer)
+        self._optimizers = optimizers_to_step(model, optimizer)
         self.clock = clock or StageClock()
         self.clock.watch(self._inputs.moved)
         if schedule is None:
@@ -142,6 +152,9 @@ class TrainPipeline:
         self._windows = Windows()
         self._current: MiniBatch | None = None
         self._num_steps = self._num_ahead = 0
+        self.skipping: Skipping | None = None
+        if skip is not None:
+            self.skipping = Skipping(skip, model, self._inputs, self._max_depth)
 
     @property
     def mean_depth(self) -> float:
@@ -183,7 +196,8 @@ class TrainPipeline:
                 the gradient of a row contains nan or inf (`NonFiniteGradient`), and only other
                 rows were updated.
             ValueError: the schedule looks ahead, but the iterator must not be read ahead (that of a
-                `HotColdLoader` with `FAE(is_adaptive=True)`).
+                `HotColdLoader` with `FAE(is_adaptive=True)`); or `skip` does not fit the model or
+                the iterator.
             Exception: any error of the iterator, the model, an optimizer or a transfer of rows.
         """
         self.clock.mark("other")
@@ -199,6 +213,8 @@ class TrainPipeline:
             raise
         except BaseException:
             self._release_claims()
+            if self.skipping is not None:
+                self.skipping.cancel_step()
             raise
         else:
             if self.choice is not None and self._model.training:
@@ -267,6 +283,7 @@ class TrainPipeline:
             "tiers": tiers_state(self._inputs.tiers()),
             "popular_split": None if split is None else split.state_dict(),
             "choice": None if choice is None else choice.state_dict(),
+            "skipping": None if self.skipping is None else self.skipping.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -278,6 +295,8 @@ class TrainPipeline:
         Raises:
             ConfigError: `state` is no state of a pipeline.
         """
+        if isinstance(state, Mapping):
+            state = {"skipping": None, **state}  # states of older versions lack the key
         found = SavedState("pipeline state", state, _STATE_KEYS)
         counts = {key: found.whole(key) for key in _STATE_KEYS[:5]}
         self.detach()
@@ -288,6 +307,9 @@ class TrainPipeline:
         if self.choice is not None and found["choice"] is not None:
             self.choice.load_state_dict(found["choice"])
             self._switch_to(self.choice.current)
+        if self.skipping is not None:
+            self._windows.drop_all()  # what was taken ahead is taken again
+        load_skipping(self.skipping, found["skipping"])
         if counts["depth"] == self._depth:
             self._allowed_depth = min(counts["allowed_depth"], self._depth)
             self._steps_at_depth = counts["steps_at_depth"]
@@ -298,6 +320,9 @@ class TrainPipeline:
         if hasattr(self, "_current"):
             self._release_claims()
             self._windows.drop_all()
+        skipping: Skipping | None = getattr(self, "skipping", None)
+        if skipping is not None and not sys.is_finalizing():
+            skipping.drop()
 
     def _next_batch(self, iterator: Iterator[Any], window: Window) -> MiniBatch:
         """Take the next mini-batch, and fill the window with those ahead of it."""
@@ -306,6 +331,8 @@ class TrainPipeline:
         try:
             if reason and is_training and self._max_depth:
                 raise ValueError(f"schedule={self.schedule} takes mini-batches ahead, but {reason}")
+            if self.skipping is not None:
+                self.skipping.attach(self._windows, iterator, is_training=is_training)
             window.fill(iterator, self._depth if is_training else 0, self._device)
             return window.pop(iterator, self._device)
         finally:
@@ -317,6 +344,8 @@ class TrainPipeline:
             found = self._compute(current.batch)
             cancel(current.claims)
             return found
+        if self.skipping is not None:
+            self.skipping.begin_step(current)
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._windows.release_claims(except_of=window)
@@ -331,6 +360,8 @@ class TrainPipeline:
             optimizer.step()
         if self.popular_split:
             self.popular_split.learn()
+        if self.skipping is not None:
+            self.skipping.end_step(current, output)
         self.clock.mark("update")
         return loss, output
 
@@ -461,25 +492,6 @@ class TrainPipeline:
         if self._current is not None:
             self._current.release_claims()
         self._windows.release_claims()
-
-
-def _optimizers_to_step(
-    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None
-) -> list[Optimizer]:
-    """The given optimizers, and row optimizers of the model that do not step in backward."""
-    given = [] if optimizer is None else optimizer
-    optimizers = list(given) if isinstance(given, Sequence) else [given]
-    for module in model.modules():
-        own = getattr(module, "row_optimizer", None)
-        if isinstance(own, FusedOptimizer) and own not in optimizers and not own.updater.auto_apply:
-            optimizers.append(own)
-    # Row optimizers step first: if one of them raises, no other parameter has been updated.
-    of_rows = {
-        id(updater.optimizer)
-        for module in model.modules()
-        if (updater := getattr(module, "row_updater", None)) is not None
-    }
-    return sorted(optimizers, key=lambda each: id(each) not in of_rows)
 
 
 def _add_span(timeline: Timeline, track: str, what: str, begin: float, end: float) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.tiers.ahead import Prefetched
     from recsys.pipeline.inputs import Inputs
+    from recsys.pipeline.skip.refill import Refill, Refilled
 
 __all__ = ["MiniBatch", "Window", "Windows"]
 
@@ -33,11 +34,12 @@ class MiniBatch:
         batch: What the iterator returned, on the device once it was moved.
         claims: Its claims; None if nothing is claimed.
         has_failed: Whether claiming has failed; its own step will raise the error.
+        refilled: What `Refill` made, if the window has one.
     """
 
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-        self._is_moved = False
+    def __init__(self, batch: Any, refilled: Refilled | None = None) -> None:
+        self.batch, self.refilled = batch, refilled
+        self._is_moved = refilled is not None
         self.claims: list[Prefetched] | None = None
         self.has_failed = False
 
@@ -73,15 +75,19 @@ class Window:
 
     Attributes:
         batches: The mini-batches, oldest first.
+        refill: Makes mini-batches of those that the iterator returns; None to use them as they are.
     """
 
     def __init__(self) -> None:
         self.batches: deque[MiniBatch] = deque()
+        self.refill: Refill | None = None
         self._has_ended = False
         self._error: Exception | None = None  # of the iterator, raised after the last mini-batch
 
     def __bool__(self) -> bool:
         """Whether there is a mini-batch to use or an error to raise."""
+        if self.refill is not None and not self.refill.has_ended:
+            return True
         return bool(self.batches) or self._error is not None
 
     def fill(self, iterator: Iterator[Any], depth: int, device: torch.device | None) -> None:
@@ -94,7 +100,7 @@ class Window:
         """
         while len(self.batches) <= depth and not self._has_ended and self._error is None:
             try:
-                self.batches.append(MiniBatch(next(iterator)))
+                self.batches.append(self._next(iterator, device))
             except StopIteration:
                 self._has_ended = True
             except Exception as error:
@@ -121,6 +127,8 @@ class Window:
             current.move(device)
             return current
         if self._error is None:
+            if self.refill is not None:
+                self.refill.end(iterator)
             raise StopIteration
         error, self._error = self._error, None
         try:
@@ -133,9 +141,23 @@ class Window:
         for each in self.batches:
             each.release_claims()
 
+    def close(self) -> None:
+        """Release every claim, and drop the samples that wait for a refill."""
+        self.release_claims()
+        if self.refill is not None:
+            self.refill.close()
+
+    def _next(self, iterator: Iterator[Any], device: torch.device | None) -> MiniBatch:
+        if self.refill is None:
+            return MiniBatch(next(iterator))
+        refilled = self.refill.take(iterator, partial(_to, device=device))
+        return MiniBatch(refilled.batch, refilled)
+
     def _set_num_waiting(self, iterator: Any) -> None:
         """Set an iterator's `num_waiting`, if it has this attribute."""
-        if hasattr(iterator, "num_waiting"):
+        if self.refill is not None:
+            self.refill.set_num_waiting(iterator, len(self.batches))
+        elif hasattr(iterator, "num_waiting"):
             iterator.num_waiting = len(self.batches)
 
 
@@ -164,6 +186,25 @@ class Windows:
         """Drop the window of an iterator and release its claims."""
         _drop(self._windows, self._owners, id(iterator))
 
+    def drop_lasting(self, except_of: Window) -> bool:
+        """Drop windows with a refill whose iterators have no support for weak references.
+
+        It is not known whether these iterators are deleted.
+
+        Args:
+            except_of: The window to keep.
+
+        Returns:
+            Whether samples waited in one.
+        """
+        held = False
+        for key, window in list(self._windows.items()):
+            lasts = not isinstance(self._owners[key], weakref.ref)
+            if lasts and window.refill is not None and window is not except_of:
+                held |= window.refill.holds_samples
+                _drop(self._windows, self._owners, key)
+        return held
+
     def drop_all(self) -> None:
         """Drop every window and release its claims."""
         for key in list(self._windows):
@@ -181,7 +222,7 @@ def _drop(windows: dict[int, Window], owners: dict[int, Any], key: int, _: objec
     window = windows.pop(key, None)
     owners.pop(key, None)
     if window is not None:
-        window.release_claims()
+        window.close()
 
 
 def _to(batch: Any, device: torch.device | None) -> Any:

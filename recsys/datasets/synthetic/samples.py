@@ -67,6 +67,8 @@ class SyntheticCriteo:
         preference_changes: Ascending times at which effects of rows are drawn again.
         preference_share: Share of the rows that each of these changes affects.
         split: "chronological" or "random"; see `recsys.datasets.synthetic.split`.
+        test_samples: Samples of the test part, and of the validation part; 0 for a fourteenth of
+            all samples each, as in `classic_splits`.
 
     Raises:
         ConfigError: there are fewer than 7 samples or no table, a table size is not in [1, 2**31],
@@ -83,14 +85,17 @@ class SyntheticCriteo:
         preference_changes: Sequence[int] = (),
         preference_share: float = 0.5,
         split: str = "chronological",
+        test_samples: int = 0,
     ) -> None:
         _check(num_samples, table_sizes)
         try:
             self._in_time = SyntheticConfig(
+                num_samples=int(num_samples),
                 drift=float(drift),
                 preference_changes=tuple(int(time) for time in preference_changes),
                 preference_share=float(preference_share),
                 split=split,
+                test_samples=int(test_samples),
             )
         except ConfigError as error:
             raise ConfigError(f"synthetic.{error}") from None
@@ -124,11 +129,20 @@ class SyntheticCriteo:
 
     @property
     def splits(self) -> dict[str, range]:
-        """The sample numbers of "train", "test" and "validation", from `classic_splits`.
+        """The sample numbers of "train", "test" and "validation", in this order.
 
-        The `split` setting maps these numbers to times.
+        They are those of `classic_splits`, unless `test_samples` is set. The `split` setting maps
+        these numbers to times.
         """
-        return classic_splits(self._num_samples)
+        num_test = self._in_time.test_samples
+        if not num_test:
+            return classic_splits(self._num_samples)
+        train_end, test_end = self._num_samples - 2 * num_test, self._num_samples - num_test
+        return {
+            "train": range(train_end),
+            "test": range(train_end, test_end),
+            "validation": range(test_end, self._num_samples),
+        }
 
     def read(self, samples: NDArray[np.int64]) -> Batch:
         """The given samples, in the given order. Several threads may call it at once.
@@ -208,10 +222,11 @@ class SyntheticCriteo:
         sizes = ",".join(map(str, self._table_sizes.values()))
         in_time = self._in_time
         changes = ",".join(map(str, in_time.preference_changes))
+        test = f" test={in_time.test_samples}" if in_time.test_samples else ""
         return (
             f"synthetic:criteo-kaggle {_VERSION} {self._num_samples} {self._seed} {sizes} "
             f"drift={in_time.drift!r} changes={changes} share={in_time.preference_share!r} "
-            f"split={in_time.split}"
+            f"split={in_time.split}{test}"
         )
 
     def describe(self) -> dict[str, Any]:
@@ -233,6 +248,7 @@ class SyntheticCriteo:
             "preference_changes": list(self._in_time.preference_changes),
             "preference_share": self._in_time.preference_share,
             "split": self._in_time.split,
+            "test_samples": self._in_time.test_samples,
             "planted_click_rate": CLICK_RATE,
             "planted_auc": BEST_AUC,
             "best_auc": best_auc,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from recsys.batch import Batch
+    from recsys.datasets.iteration import BatchIterator
     from recsys.datasets.source import SampleSource
     from recsys.pipeline.fae.shuffle_scheduler import FAE
 
@@ -131,6 +132,32 @@ class HotColdLoader(ResumableLoader[_Position]):
         """Share of the samples that are hot."""
         cold, hot = map(len, self._samples)
         return hot / max(1, cold + hot)
+
+    @property
+    def num_hot_samples(self) -> int:
+        """Number of hot samples."""
+        return len(self._samples[_HOT])
+
+    @property
+    def num_hot_batches(self) -> int:
+        """Hot mini-batches in a whole epoch."""
+        return self._num_batches[_HOT]
+
+    def hot_samples(self, first: int = 0) -> NDArray[np.int64]:
+        """The hot samples in this epoch's order, from hot mini-batch `first` on."""
+        return self._order(_HOT)[first * self.batch_size :]
+
+    def last_hot_number(self, iterator: BatchIterator[_Position]) -> int | None:
+        """The number, among this epoch's hot mini-batches, of the last mini-batch handed out.
+
+        Args:
+            iterator: The running iteration, after it has handed out a mini-batch.
+
+        Returns:
+            The number; None if that mini-batch is cold.
+        """
+        before, after = (place.num_done[_HOT] for place in iterator.last_taken)
+        return before if after > before else None
 
     @property
     def wants_loss(self) -> bool:

@@ -19,6 +19,7 @@ SETTINGS = [
     {"preference_changes": [500]},
     {"preference_changes": [500], "preference_share": 0.9},
     {"split": "random"},
+    {"test_samples": 90},
 ]
 
 
@@ -330,8 +331,36 @@ def test_a_configuration_reaches_the_data():
         ({"preference_changes": [9, 3]}, r"synthetic\.preference_changes must be rising"),
         ({"preference_share": -1}, r"synthetic\.preference_share must be in \[0, 1\]"),
         ({"split": "middle"}, r"synthetic\.split must be one of 'chronological', 'random'"),
+        ({"test_samples": -1}, r"synthetic\.test_samples must be at least 0, got -1"),
+        (
+            {"test_samples": 50, "split": "random"},
+            r"synthetic\.test_samples is for split 'chronological', got 50 with 'random'",
+        ),
+        (
+            {"test_samples": 500},
+            r"synthetic\.test_samples must be less than half of num_samples 700, got 500",
+        ),
     ],
 )
 def test_bad_settings_are_config_errors(arguments, message):
     with pytest.raises(ConfigError, match=message):
         SyntheticCriteo(num_samples=700, **arguments)
+
+
+def test_a_number_of_test_samples_changes_the_parts_and_no_sample():
+    plain = SyntheticCriteo(num_samples=1_000, table_sizes=[9, 30])
+    source = SyntheticCriteo(num_samples=1_000, table_sizes=[9, 30], test_samples=300)
+
+    assert source.splits == {
+        "train": range(400),
+        "test": range(400, 700),
+        "validation": range(700, 1_000),
+    }
+    numbers = np.arange(1_000)
+    for name in ("dense_features", "labels"):
+        assert torch.equal(getattr(source.read(numbers), name), getattr(plain.read(numbers), name))
+    assert source.fingerprint == f"{plain.fingerprint} test=300"
+    assert source.describe() == plain.describe() | {
+        "test_samples": 300,
+        "best_auc": source.best_auc(),
+    }

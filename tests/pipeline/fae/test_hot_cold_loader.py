@@ -75,6 +75,26 @@ def test_a_turn_is_a_share_of_the_cold_then_of_the_hot_mini_batches():
     assert swaps == [8, 16, 24]
 
 
+def test_hot_mini_batches_are_numbered_in_their_order():
+    is_hot = [number % 3 == 0 for number in range(NUM_SAMPLES)]
+    loader = make(is_hot, rate=30, is_adaptive=False)
+    for _ in range(2):
+        hot, numbers, expected = [], [], loader.hot_samples().tolist()
+
+        iterator = iter(loader)
+        for batch in iterator:
+            if is_hot[batch[0]]:
+                hot += batch
+                numbers.append(loader.last_hot_number(iterator))
+                assert loader.hot_samples(len(numbers)).tolist() == expected[len(hot) :]
+            else:
+                assert loader.last_hot_number(iterator) is None
+
+        assert hot == expected
+        assert numbers == list(range(loader.num_hot_batches))
+        assert len(hot) == loader.num_hot_samples
+
+
 def test_losses_make_turns_shorter():
     is_hot = [number % 2 == 0 for number in range(NUM_SAMPLES)]
 

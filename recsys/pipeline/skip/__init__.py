@@ -1,0 +1,1 @@
+"""Skipping: leaves samples, or updates of rows, out of training."""

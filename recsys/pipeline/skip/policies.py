@@ -1,0 +1,276 @@
+"""Policies: settings for `TrainPipeline(..., skip=)` that say what training leaves out.
+
+Observe      nothing; counts what the others would leave out
+DropInput    samples whose lookups are all of stale rows
+Subsample    a part of these samples, and gives the others a larger weight
+FreezeRows   gradients and updates of stale rows
+RandomDrop   random samples: the control for all of these
+
+`Paper`, which leaves out what Slipstream's published code does, is in `paper`.
+
+A row is *stale* if it has stopped changing although it is trained; see `Staleness`. Samples that
+are left out are replaced by later ones, so mini-batches keep their size. The order is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from recsys.embeddings.staleness.settings import Staleness
+from recsys.errors import ConfigError
+from recsys.pipeline.skip.guard import Guard
+
+__all__ = [
+    "DropInput",
+    "FreezeRows",
+    "Importance",
+    "Observe",
+    "Policy",
+    "RandomDrop",
+    "Subsample",
+]
+
+_MOST_SEED = 2**63 - 1
+_BITS = range(8, 25)
+
+
+@dataclass(frozen=True)
+class Observe:
+    """Trains as without it, and measures which rows are stale.
+
+    Args:
+        share: The share of samples all of whose rows are stale at the threshold. It means nothing
+            if `staleness` gives the threshold.
+        staleness: How staleness is measured.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    share: float = 0.2
+    staleness: Staleness = field(default_factory=Staleness)
+
+    def __post_init__(self) -> None:
+        _require_common(self)
+
+
+@dataclass(frozen=True)
+class DropInput:
+    """Leaves out samples all of whose rows are stale.
+
+    Args:
+        share: The share of samples to leave out. It is reached if enough samples have only rows
+            whose staleness is known. It means nothing if `staleness` gives the threshold.
+        staleness: How staleness is measured.
+        guard: Checks quality, and stops skipping; None for no check.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    share: float = 0.2
+    staleness: Staleness = field(default_factory=Staleness)
+    guard: Guard | None = field(default_factory=Guard)
+
+    def __post_init__(self) -> None:
+        _require_common(self)
+
+
+@dataclass(frozen=True)
+class FreezeRows:
+    """Trains on all samples, but neither updates stale rows nor writes them back.
+
+    Args:
+        share: The share of samples all of whose rows are stale at the threshold. It means nothing
+            if `staleness` gives the threshold.
+        staleness: How staleness is measured.
+        guard: Checks quality, and stops skipping; None for no check.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    share: float = 0.2
+    staleness: Staleness = field(default_factory=Staleness)
+    guard: Guard | None = field(default_factory=Guard)
+
+    def __post_init__(self) -> None:
+        _require_common(self)
+
+
+@dataclass(frozen=True)
+class Subsample:
+    """Keeps a sample all of whose rows are stale with probability `keep`, and weight 1 / `keep`.
+
+    So every sample adds to the gradient what it adds without skipping, in expectation. The model
+    must multiply losses by the weights (`uses_sample_weights = True`), as `DLRMTrain` does.
+
+    Args:
+        share: The share of samples to leave out.
+        keep: The probability. The threshold is set so that share / (1 - keep) of the samples have
+            only stale rows.
+        staleness: How staleness is measured.
+        guard: Checks quality, and stops skipping; None for no check.
+        seed: Seed of the random choices.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    share: float = 0.2
+    keep: float = 0.25
+    staleness: Staleness = field(default_factory=Staleness)
+    guard: Guard | None = field(default_factory=Guard)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require_common(self)
+        if not (_is_number(self.keep) and 0 < self.keep < 1):
+            raise ConfigError(f"Subsample: keep must be a number in (0, 1), got {self.keep!r}")
+        if self.share > 1 - self.keep:
+            raise ConfigError(
+                f"Subsample: share must be at most 1 - keep = {1 - self.keep:g}, got "
+                f"{self.share:g}; lower share or keep"
+            )
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Leaves out samples that are already predicted well, and gives the others a larger weight.
+
+    A logistic model predicts p, the probability of label 1, for each sample before its step. A
+    sample with label y is kept with probability q, and then has weight 1 / q:
+
+        q = min(1, max(least, c |y - p|))
+
+    c is chosen for each mini-batch so that the probabilities sum to (1 - `share`) B. Systematic
+    sampling keeps that many samples, give or take one. |y - p| is the size of the gradient of the
+    loss in the logit, so samples with a small gradient are mostly left out. Every sample adds to
+    the gradient what it adds without skipping, in expectation (q * 1 / q = 1): a poor prediction
+    makes gradients noisier, but not biased.
+
+    The kept samples of a raw mini-batch make one mini-batch. So there are as many steps as without
+    skipping, each with fewer samples. Losses are divided by the raw B: the weights also have the
+    factor kept / B, because the model divides by the number of samples that it gets. The model must
+    multiply losses by the weights (`uses_sample_weights = True`), as `DLRMTrain` does, and
+    mini-batches must have `labels` of 0 and 1.
+
+    The logistic model learns from the samples that are trained on, with their weights 1 / q. See
+    `recsys.pipeline.skip.predictor`.
+
+    Args:
+        share: The share of samples to leave out.
+        least: The least probability of a sample to be kept. The largest weight is 1 / least.
+        seed: Seed of the random choices.
+        bits: The logistic model has 2**bits weights for rows, chosen by a hash.
+        lr: Its learning rate (Adagrad).
+        warm_up: Mini-batches before it is used; these are kept whole. At least 48 are.
+        guard: Checks quality, and stops skipping; None for no check.
+
+    Raises:
+        ConfigError: a value is out of range.
+
+    References:
+        Zhao and Zhang (2015), Stochastic optimization with importance sampling for regularized loss
+        minimization. Katharopoulos and Fleuret (2018), Not all samples are created equal: deep
+        learning with importance sampling. Both choose samples in proportion to the size of their
+        gradient, and divide by the probability.
+    """
+
+    share: float = 0.25
+    least: float = 0.1
+    seed: int = 0
+    bits: int = 16
+    lr: float = 0.05
+    warm_up: int = 100
+    guard: Guard | None = field(default_factory=Guard)
+
+    def __post_init__(self) -> None:
+        _require_common(self)
+        if not (_is_number(self.least) and 0 < self.least < 1):
+            raise ConfigError(f"Importance: least must be a number in (0, 1), got {self.least!r}")
+        if self.share > 1 - self.least:
+            raise ConfigError(
+                f"Importance: share must be at most 1 - least = {1 - self.least:g}, got "
+                f"{self.share:g}; lower share or least"
+            )
+        if type(self.bits) is not int or self.bits not in _BITS:
+            raise ConfigError(
+                f"Importance: bits must be a whole number in [{_BITS[0]}, {_BITS[-1]}], got "
+                f"{self.bits!r}"
+            )
+        if not (_is_number(self.lr) and 0 < self.lr <= 1):
+            raise ConfigError(f"Importance: lr must be a number in (0, 1], got {self.lr!r}")
+        if type(self.warm_up) is not int or self.warm_up < 0:
+            raise ConfigError(
+                f"Importance: warm_up must be a whole number of at least 0, got {self.warm_up!r}"
+            )
+
+
+@dataclass(frozen=True)
+class RandomDrop:
+    """Leaves out random samples, each with probability `share`. Needs no recsys modules.
+
+    Args:
+        share: The share of samples to leave out.
+        seed: Seed of the random choices.
+        weighted: Whether the others get weight 1 / (1 - share). The model must then multiply losses
+            by the weights, as for `Subsample`.
+        refill: Whether later samples replace those that are left out. If not, mini-batches get
+            smaller, as under `Importance`: (1 - share) B samples of each are kept, give or take
+            one, and weights also have the factor kept / B.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    share: float = 0.2
+    seed: int = 0
+    weighted: bool = False
+    refill: bool = True
+
+    def __post_init__(self) -> None:
+        _require_common(self)
+        for name in ("weighted", "refill"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise ConfigError(f"RandomDrop: {name} must be True or False, got {value!r}")
+
+
+Policy = Observe | DropInput | FreezeRows | Subsample | Importance | RandomDrop
+
+
+def _require_common(policy: Any) -> None:
+    """Check the fields that several policies have.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    name = type(policy).__name__
+    if not (_is_number(policy.share) and 0 < policy.share < 1):
+        raise ConfigError(
+            f"{name}: share must be a number in (0, 1), got {policy.share!r}; to skip nothing, use "
+            "skip=None"
+        )
+    if not isinstance(getattr(policy, "staleness", Staleness()), Staleness):
+        raise ConfigError(
+            f"{name}: staleness must be a Staleness, got {type(policy.staleness).__name__}"
+        )
+    threshold = getattr(policy, "staleness", Staleness()).threshold
+    if threshold is not None and policy.share != type(policy).share:
+        raise ConfigError(
+            f"{name}: share means nothing with staleness.threshold, because a threshold is found "
+            f"from the share or given; got share {policy.share!r} and threshold {threshold!r}; "
+            "drop one of them"
+        )
+    if not isinstance(getattr(policy, "guard", None), Guard | None):
+        raise ConfigError(f"{name}: guard must be a Guard or None, got {policy.guard!r}")
+    seed = getattr(policy, "seed", 0)
+    if type(seed) is not int or not 0 <= seed <= _MOST_SEED:
+        raise ConfigError(f"{name}: seed must be a whole number in [0, 2**63), got {seed!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value)

@@ -1,0 +1,474 @@
+"""`Refill`: mini-batches of full size from the samples that a policy chooses.
+
+A *raw mini-batch* is what an iterator returns. A policy chooses some of its samples; the others are
+left out. The chosen samples wait until there are enough of them for a mini-batch of full size, that
+of the largest raw mini-batch so far. Samples keep their order. The last mini-batch of a pass may be
+smaller.
+
+    raw mini-batches     [a b c d] [e f g h] [i j k l] [m n]
+    chosen                a   c d   e       |i j   l | m        of full size 4
+    mini-batches         [a c d e] [i j l m]
+
+The *position* after a mini-batch says how much of the raw stream is used up: so many raw
+mini-batches, and the first `offset` samples of the next one. Above, the position after `[a c d e]`
+is two raw mini-batches and offset 0, because nothing else of them is left. A raw mini-batch is
+taken only if the samples that wait do not suffice. So at every position the samples that wait are
+of one raw mini-batch, which was taken for the mini-batch before the position. On resume it is taken
+again, with the same choice, and its first `offset` samples are passed over.
+
+Without refilling, the chosen samples of one raw mini-batch make one mini-batch, and weights are
+scaled so that the mean of the weighted losses is their sum / raw B. A raw mini-batch of which
+nothing is chosen makes none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from dataclasses import is_dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys._support.interrupts import interrupts_held_back
+from recsys.datasets.iteration import BatchIterator
+from recsys.pipeline.micro_batches import concatenate, count_samples, select_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["EVERYTHING", "Chosen", "Position", "RawBatch", "Refill", "Refilled"]
+
+# Raw mini-batches for one mini-batch, after which the next ones are kept whole.
+_MOST_RAW = 256
+
+
+class Position(NamedTuple):
+    """A position between two mini-batches, counted since training began.
+
+    Attributes:
+        num_batches: Mini-batches before it.
+        num_raw: Raw mini-batches that are used up.
+        offset: Samples that are used up of the next raw mini-batch.
+        num_seen: Raw samples that are used up, also those left out.
+        num_kept: Samples of all mini-batches before it.
+        num_checked: Raw samples that were checked for staleness.
+        num_stale: Samples among these that had stale rows only.
+        full_size: Samples of a full mini-batch; 0 if unknown.
+    """
+
+    num_batches: int = 0
+    num_raw: int = 0
+    offset: int = 0
+    num_seen: int = 0
+    num_kept: int = 0
+    num_checked: int = 0
+    num_stale: int = 0
+    full_size: int = 0
+
+
+class RawBatch(NamedTuple):
+    """A raw mini-batch to choose from.
+
+    Attributes:
+        batch: The mini-batch.
+        size: B.
+        number: Raw mini-batches before it.
+        first_index: Raw samples before it.
+        offset: The first samples that were used before; they are not chosen again.
+        taken_for: Number of the mini-batch that it is taken for.
+    """
+
+    batch: Any
+    size: int
+    number: int
+    first_index: int
+    offset: int
+    taken_for: int
+
+
+class Chosen(NamedTuple):
+    """What was chosen of a raw mini-batch.
+
+    Attributes:
+        samples: The samples, (M,) int64 ascending; None for all.
+        weights: Their weights, (M,) float32; None for 1.
+        is_stale: Which of them have stale rows only, (M,) bool; None if not asked for.
+        num_checked: Samples checked for staleness, chosen or not.
+        num_stale: How many of these have stale rows only.
+    """
+
+    samples: NDArray[np.int64] | None = None
+    weights: NDArray[np.float32] | None = None
+    is_stale: NDArray[np.bool_] | None = None
+    num_checked: int = 0
+    num_stale: int = 0
+
+
+EVERYTHING = Chosen()
+
+
+class Refilled(NamedTuple):
+    """A mini-batch to train on.
+
+    Attributes:
+        batch: The mini-batch.
+        number: Its number.
+        is_stale: Which samples have stale rows only, (B,) bool; None if no one asked.
+        weights: The chosen weights, without a scale, (B,) float32; None for 1.
+    """
+
+    batch: Any
+    number: int
+    is_stale: NDArray[np.bool_] | None
+    weights: NDArray[np.float32] | None = None
+
+
+class _Taken(NamedTuple):
+    """A part of a mini-batch."""
+
+    batch: Any
+    size: int
+    is_stale: NDArray[np.bool_] | None
+    weights: NDArray[np.float32] | None
+
+
+class _Waiting:
+    """Chosen samples of one raw mini-batch that wait; the first `num_used` of them do not."""
+
+    def __init__(self, raw: RawBatch, chosen: Chosen, *, is_scaled: bool) -> None:
+        self.raw, self.num_used = raw, 0
+        samples, self._weights, self._is_stale = chosen[:3]
+        if raw.offset:
+            samples = np.arange(raw.size) if samples is None else samples
+            begin = int(np.searchsorted(samples, raw.offset))
+            samples = samples[begin:]
+            self._weights = None if self._weights is None else self._weights[begin:]
+            self._is_stale = None if self._is_stale is None else self._is_stale[begin:]
+        self._samples = samples  # None for all
+        self._size = raw.size if samples is None else len(samples)
+        self._scale = np.float32(1)
+        if is_scaled:
+            self._scale = np.float32(self._size / max(1, raw.size - raw.offset))
+
+    def __len__(self) -> int:
+        return self._size - self.num_used
+
+    @property
+    def next_sample(self) -> int:
+        """The first sample that waits."""
+        return self.num_used if self._samples is None else int(self._samples[self.num_used])
+
+    def take(self, count: int, setting: str) -> _Taken:
+        """The next samples. They still wait, until `num_used` is raised."""
+        chosen = slice(self.num_used, self.num_used + count)
+        is_stale = None if self._is_stale is None else self._is_stale[chosen]
+        weights = None if self._weights is None else self._weights[chosen]
+        batch = self.raw.batch
+        if self._samples is not None or count < self.raw.size:
+            samples = (
+                torch.arange(chosen.start, chosen.stop)
+                if self._samples is None
+                else torch.from_numpy(self._samples[chosen])
+            )
+            batch = select_samples(batch, samples, self.raw.size, setting)
+        if weights is not None:
+            batch = _weighted(batch, torch.from_numpy(weights * self._scale), setting)
+        return _Taken(batch, count, is_stale, weights)
+
+
+class Refill:
+    """Makes the mini-batches of one iterator.
+
+    It knows which mini-batches that it has handed out are not used yet, and sets the iterator's
+    `num_waiting`, if it has this attribute, to the raw mini-batches that are not used up.
+
+    Args:
+        choose: Chooses samples of a raw mini-batch. Equal arguments must give equal choices.
+        position: Where the iterator begins. If its offset is not 0, the iterator first returns the
+            raw mini-batch that was used in part.
+        setting: The setting that leaves samples out, for errors and warnings.
+        on_too_few: Called with a warning if a policy leaves so many samples out that others are
+            kept, or nothing is trained in a pass.
+        refills: Whether mini-batches have full size.
+
+    Attributes:
+        has_ended: Whether the iterator has ended and every mini-batch was used.
+    """
+
+    def __init__(
+        self,
+        choose: Callable[[RawBatch], Chosen],
+        position: Position,
+        setting: str,
+        on_too_few: Callable[[str], None] = warnings.warn,
+        *,
+        refills: bool = True,
+    ) -> None:
+        self._refills = refills
+        self._choose, self._setting, self._on_too_few = choose, setting, on_too_few
+        # After the last mini-batch that was used, and after each one that was handed out since.
+        self._positions = deque([position])
+        # After the last raw mini-batch that was taken. A resumed run may have smaller ones than
+        # before; then the offset is that of several.
+        self._taken = position._replace(offset=0, num_seen=position.num_seen - position.offset)
+        self._first_number, self._offset = position.num_batches, position.offset
+        self._raw: Any = None  # taken, and not yet chosen from
+        self._waiting: deque[_Waiting] = deque()
+        self._num_waiting = 0  # samples in it
+        self._num_raw = 0  # raw mini-batches taken for the next mini-batch
+        self._is_exhausted = False
+        # The loader, and its position, if it will return a raw mini-batch again.
+        self._place: tuple[ref[Any], Any] | None = None
+        self.has_ended = False
+
+    @property
+    def position(self) -> Position:
+        """The position after the last mini-batch that was used."""
+        return self._positions[0]
+
+    @property
+    def holds_samples(self) -> bool:
+        """Whether there are mini-batches or samples that were taken and not used."""
+        return bool(self._num_waiting) or self._raw is not None or len(self._positions) > 1
+
+    def take(self, iterator: Iterator[Any], prepare: Callable[[Any], Any]) -> Refilled:
+        """Make the next mini-batch.
+
+        Args:
+            iterator: Returns raw mini-batches; always the same one.
+            prepare: Applied to each raw mini-batch, for example to move it to a device.
+
+        Raises:
+            StopIteration: the iterator has ended, and no sample waits.
+            Exception: any error of the iterator, of `prepare`, of choosing or of joining. The raw
+                mini-batch, or the samples of the mini-batch that was to be made, are left out, and
+                count as skipped.
+        """
+        while not self._waiting or (self._refills and self._num_waiting < self._taken.full_size):
+            if self._raw is None and not self._take_raw(iterator):
+                if self._waiting:
+                    break
+                raise StopIteration
+            passed = self._choose_from_raw(iterator, prepare)
+            if passed is not None:
+                return passed
+        return self._hand_out()
+
+    def set_num_waiting(self, iterator: Any, num_batches: int) -> None:
+        """Count all mini-batches but the last `num_batches` as used."""
+        with interrupts_held_back():
+            while len(self._positions) > 1 + num_batches:
+                self._positions.popleft()
+            self._tell(iterator)
+            if self._positions[0].offset and isinstance(iterator, BatchIterator):
+                self._place = ref(iterator.loader), iterator.position
+
+    def is_continued_by(self, iterator: Any) -> bool:
+        """Whether an iterator begins with the raw mini-batch that was used in part.
+
+        That is so for a new iterator of the same loader, if the loader's position is unchanged.
+        """
+        if self._place is None or not isinstance(iterator, BatchIterator):
+            return False
+        loader, position = self._place
+        return iterator.loader is loader() and bool(iterator.position == position)
+
+    def end(self, iterator: Iterator[Any]) -> None:
+        """Count the raw mini-batches after the last mini-batch as used; nothing is left."""
+        self._positions = deque([self._taken])
+        self.has_ended = True
+        if self._num_raw and self._taken.num_batches == self._first_number:
+            self._on_too_few(
+                f"{self._setting} left out every sample of a pass over the data, so nothing was "
+                "trained; lower share"
+            )
+        if hasattr(iterator, "num_waiting"):
+            iterator.num_waiting = 0
+            next(iterator, None)  # a loader counts its epoch when it is asked again
+
+    def close(self) -> None:
+        """Drop the samples that wait."""
+        self._waiting.clear()
+        self._num_waiting, self._raw, self.has_ended = 0, None, True
+
+    def _take_raw(self, iterator: Iterator[Any]) -> bool:
+        """Take a raw mini-batch; False if there is none left."""
+        if not self._is_exhausted:
+            try:
+                self._raw = next(iterator)
+            except StopIteration:
+                self._is_exhausted = True
+        return not self._is_exhausted
+
+    def _choose_from_raw(
+        self, iterator: Iterator[Any], prepare: Callable[[Any], Any]
+    ) -> Refilled | None:
+        """Choose samples, which then wait; or return the mini-batch if it passes through."""
+        taken, size = self._taken, 0
+        try:
+            batch = prepare(self._raw)
+            size = _size_of(batch, self._setting)
+            offset = min(self._offset, size)
+            taken_for = taken.num_batches - bool(offset)
+            raw = RawBatch(batch, size, taken.num_raw, taken.num_seen, offset, taken_for)
+            chosen = EVERYTHING if self._num_raw >= _MOST_RAW else self._choose(raw)
+            is_whole = chosen.samples is None and chosen.weights is None and not offset
+            waiting = (
+                None
+                if is_whole and not self._waiting
+                else _Waiting(raw, chosen, is_scaled=not self._refills)
+            )
+        except Exception:
+            with interrupts_held_back():
+                self._count_raw(iterator, size, EVERYTHING)
+            raise
+        if self._num_raw == _MOST_RAW:
+            self._on_too_few(
+                f"{self._setting} left out almost all samples of {_MOST_RAW} mini-batches in a "
+                "row, so the next ones are kept; lower share"
+            )
+        with interrupts_held_back():
+            self._count_raw(iterator, size, chosen)
+            if waiting is None:
+                return self._refilled(_Taken(batch, size, chosen.is_stale, None))
+            if len(waiting):
+                self._waiting.append(waiting)
+                self._num_waiting += len(waiting)
+        return None
+
+    def _count_raw(self, iterator: Iterator[Any], size: int, chosen: Chosen) -> None:
+        taken = self._taken
+        is_new, self._raw = not self._offset, None
+        self._offset = max(0, self._offset - size)
+        self._taken = Position(
+            taken.num_batches,
+            taken.num_raw + 1,
+            0,
+            taken.num_seen + size,
+            taken.num_kept,
+            taken.num_checked + chosen.num_checked * is_new,
+            taken.num_stale + chosen.num_stale * is_new,
+            max(taken.full_size, size),
+        )
+        self._num_raw += is_new
+        self._tell(iterator)
+
+    def _hand_out(self) -> Refilled:
+        size = left = min(self._num_waiting, self._taken.full_size)
+        parts: list[_Taken] = []
+        try:
+            for waiting in self._waiting:
+                parts.append(waiting.take(min(left, len(waiting)), self._setting))
+                left -= parts[-1].size
+                if not left:
+                    break
+            made = parts[0] if len(parts) == 1 else _joined(parts, self._setting)
+        except Exception:  # they would fail again
+            with interrupts_held_back():
+                self._remove(size)
+                self._num_raw = 0
+            raise
+        with interrupts_held_back():
+            self._remove(size)
+            return self._refilled(made)
+
+    def _remove(self, size: int) -> None:
+        """Let the next `size` samples wait no more."""
+        self._num_waiting -= size
+        while size:
+            waiting = self._waiting[0]
+            count = min(size, len(waiting))
+            waiting.num_used += count
+            size -= count
+            if not len(waiting):
+                self._waiting.popleft()
+
+    def _refilled(self, made: _Taken) -> Refilled:
+        """Hand out a mini-batch: count it, and note the position after it."""
+        number = self._taken.num_batches
+        taken = self._taken = self._taken._replace(
+            num_batches=number + 1, num_kept=self._taken.num_kept + made.size
+        )
+        self._num_raw = 0
+        position = taken
+        if self._waiting:
+            raw, offset = self._waiting[0].raw, self._waiting[0].next_sample
+            position = taken._replace(
+                num_raw=raw.number, offset=offset, num_seen=raw.first_index + offset
+            )
+        self._positions.append(position)
+        return Refilled(made.batch, number, made.is_stale, made.weights)
+
+    def _tell(self, iterator: Any) -> None:
+        if hasattr(iterator, "num_waiting"):
+            iterator.num_waiting = self._taken.num_raw - self._positions[0].num_raw
+
+
+def _size_of(batch: Any, setting: str) -> int:
+    """B.
+
+    Raises:
+        ValueError: it is not known, or 0.
+    """
+    size = count_samples(batch)
+    if not size:
+        raise ValueError(
+            f"{setting}: the number of samples of a mini-batch of type {type(batch).__name__} must "
+            "be known and not 0; use tensors (B, ...), or a class with select(samples), "
+            "concatenate(parts) and __len__"
+        )
+    return size
+
+
+def _joined(parts: Sequence[_Taken], setting: str) -> _Taken:
+    """One mini-batch of several parts; a part without a mask is not stale."""
+    sizes = [part.size for part in parts]
+    batches = [part.batch for part in parts]
+    if any(part.weights is not None for part in parts):
+        batches = [
+            _weighted(part.batch, torch.ones(part.size), setting)
+            if part.weights is None
+            else part.batch
+            for part in parts
+        ]
+    return _Taken(
+        concatenate(batches, setting),
+        sum(sizes),
+        _joined_arrays([part.is_stale for part in parts], sizes, False),
+        _joined_arrays([part.weights for part in parts], sizes, np.float32(1)),
+    )
+
+
+def _joined_arrays(
+    arrays: Sequence[NDArray[Any] | None], sizes: Sequence[int], missing: Any
+) -> NDArray[Any] | None:
+    """One array of several; None stands for an array of `missing`."""
+    if all(array is None for array in arrays):
+        return None
+    pairs = zip(arrays, sizes, strict=True)
+    return np.concatenate(
+        [np.full(size, missing) if array is None else array for array, size in pairs]
+    )
+
+
+def _weighted(batch: Any, weights: Tensor, setting: str) -> Any:
+    """The same mini-batch with the loss of each sample multiplied by a weight.
+
+    Raises:
+        TypeError: the mini-batch has no weights.
+    """
+    if not is_dataclass(batch) or not hasattr(batch, "weights"):
+        raise TypeError(
+            f"{setting} gives samples weights, so mini-batches must be recsys.Batch, or "
+            f"dataclasses with a field weights, got {type(batch).__name__}"
+        )
+    tensors = [value for value in vars(batch).values() if isinstance(value, Tensor)]
+    weights = weights.to(tensors[0].device) if tensors else weights
+    known = batch.weights
+    return replace(batch, weights=weights if known is None else known * weights)  # type: ignore[type-var]

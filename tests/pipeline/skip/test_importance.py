@@ -1,0 +1,443 @@
+"""Importance: unbiased, the same under every schedule and after a resume; its share is reached."""
+
+import copy
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import recsys
+from recsys.batch import Batch, JaggedIds
+from recsys.embeddings.lookup.fused_lookup import Part
+from recsys.embeddings.optimizer import RowWiseAdagrad
+from recsys.embeddings.rows.lookups import Bags, Lookups
+from recsys.errors import ConfigError
+from recsys.pipeline import (
+    Auto,
+    Guard,
+    Hotline,
+    Importance,
+    LookAhead,
+    RandomDrop,
+    Sequential,
+    TrainPipeline,
+)
+from recsys.pipeline.skip.importance import (
+    ImportanceSampler,
+    draw_systematically,
+    keep_probabilities,
+)
+from recsys.pipeline.skip.predictor import predict
+from recsys.pipeline.skip.refill import Position, RawBatch, Refill, Refilled
+from recsys.pipeline.skip.sample_choice import SampleChoice
+
+IMPORTANCE = Importance(0.3, warm_up=0, bits=10, guard=None)
+POLICIES = {
+    "importance": IMPORTANCE,
+    "guarded": replace(IMPORTANCE, seed=3, guard=Guard(every=64, steps=12)),
+    "random": RandomDrop(0.3, weighted=True, refill=False),
+}
+RUNS = [
+    ("resident", LookAhead(2)),
+    ("host", Sequential()),
+    ("host", LookAhead(1)),
+    ("host", LookAhead(4)),
+    ("host", LookAhead(31)),
+    ("host", Hotline(depth=2, learning_steps=1000)),
+    ("host", Auto(candidates=(Sequential(), LookAhead(2)), steps_per_turn=2, num_rounds=1)),
+    ("file", LookAhead(3)),
+]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:schedule=.*room for"),
+    pytest.mark.filterwarnings("ignore:schedule=.*no effect"),
+]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_schedule_and_tier_gives_equal_results(skips, name, tmp_path):
+    policy = POLICIES[name]
+    expected = skips.Run(Sequential(), policy).train(num_epochs=2)
+
+    for tier, schedule in RUNS:
+        options = skips.options_of(tier, tmp_path / "rows")
+        run = skips.Run(schedule, policy, options).train(num_epochs=2)
+        skips.require_equal(expected, run)
+        assert run.pipeline.skipping.position == expected.pipeline.skipping.position
+        assert run.pipeline.skipping.report() == expected.pipeline.skipping.report()
+
+    skipping = expected.pipeline.skipping
+    assert len(expected.losses) == 200  # one step for each raw mini-batch
+    assert skipping.num_seen == 3200
+    assert skipping.num_skipped > 300
+    json.dumps(skipping.report())
+
+
+def test_hotline_leaves_out_the_same_samples_when_it_splits(skips):
+    expected = skips.Run(Sequential(), IMPORTANCE).train(num_epochs=1)
+
+    options = skips.options_of("host", None)
+    run = skips.Run(Hotline(learning_steps=5), IMPORTANCE, options).train(num_epochs=1)
+
+    assert run.pipeline.popular_split.num_split > 0
+    assert run.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert run.pipeline.skipping.position == expected.pipeline.skipping.position
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("depth", [0, 3])
+def test_a_run_resumed_anywhere_is_the_same_run(skips, name, depth):
+    policy = POLICIES[name]
+    schedule = LookAhead(depth) if depth else Sequential()
+    options = skips.options_of("host", None)
+    expected = skips.Run(schedule, policy, options).train(num_epochs=2)
+
+    run = skips.Run(schedule, policy, options)
+    # Versions are made after 16, 32, ... steps, and hold from 48, 64, ... on.
+    for stop in (1, 15, 16, 17, *range(46, 50), 63, 64, 65, 76, 100, 101, 150, 199):
+        run.train(stop, num_epochs=2)
+        state = run.state()
+        losses, run = run.losses, skips.Run(schedule, policy, options).load(state)
+        run.losses = losses
+    run.train(num_epochs=2)
+
+    skips.require_equal(expected, run)
+    assert run.pipeline.skipping.position == expected.pipeline.skipping.position
+    assert run.pipeline.skipping.report() == expected.pipeline.skipping.report()
+
+
+def test_an_epoch_left_early_continues_with_the_next_sample(skips):
+    options = skips.options_of("host", None)
+    expected = skips.Run(LookAhead(4), IMPORTANCE, options).train(num_epochs=2)
+    run = skips.Run(LookAhead(4), IMPORTANCE, options)
+
+    for stop in (1, 16, 48, 49, 66, 110):
+        run.train(stop, num_epochs=2)  # closes its iterator
+    run.train(num_epochs=2)
+
+    skips.require_equal(expected, run)
+
+
+class OneTable:
+    """A stream of mini-batches whose labels depend on rows and a dense feature."""
+
+    def __init__(self, batch_size=512, seed=0):
+        self.batch_size = batch_size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def make(self):
+        size = self.batch_size
+        rows = (torch.rand(2, size, generator=self.generator) ** 3 * 400).long()
+        dense = torch.rand(size, 2, generator=self.generator)
+        logits = 3 * torch.sin(rows.float()).sum(0) + dense[:, 0] - 2
+        labels = (torch.rand(size, generator=self.generator) < logits.sigmoid()).float()
+        return Batch(dense, JaggedIds.from_one_hot(["a", "b"], rows), labels)
+
+    def parts(self, batch, batch_size, setting):
+        numbers = np.arange(2, dtype=np.uint64)
+        lookups = Lookups(tables=numbers, positions=numbers, columns=numbers, width=2)
+        values = batch.sparse_features.values().numpy()
+        return [Part(None, lookups, Bags(values, None, None, batch_size, False))]
+
+
+def sampler_after(num_steps, policy, stream, guard=None):
+    """A sampler that has learned from whole mini-batches."""
+    sampler = ImportanceSampler(policy, stream, guard, "skip=test")
+    for number in range(num_steps):
+        sampler.end_step(Refilled(None, number, None), stream.make())
+    return sampler
+
+
+def test_gradients_are_unbiased():
+    """The mean gradient over many seeds lies within the standard error of the full gradient."""
+    stream = OneTable(64)
+    trained = sampler_after(256, Importance(0.4, guard=None), stream)
+    batch = stream.make()
+    layer = torch.nn.Linear(2, 1)
+
+    def gradient(batch):
+        layer.zero_grad()
+        logits = layer(batch.dense_features).squeeze(1)
+        torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, batch.labels, batch.weights
+        ).backward()
+        return torch.cat([layer.weight.grad.flatten(), layer.bias.grad])
+
+    def mean_and_error(use_weights):
+        draws = []
+        for seed in range(1500):
+            sampler = copy.copy(trained)
+            sampler._policy = Importance(0.4, guard=None, seed=seed)
+            maker = Refill(sampler, Position(num_batches=300), "skip=test", refills=False)
+            made = maker.take(iter([batch]), lambda batch: batch).batch
+            draws.append(gradient(made if use_weights else replace(made, weights=None)))
+        draws = torch.stack(draws)
+        return draws.mean(0), draws.std(0) / len(draws) ** 0.5
+
+    full = gradient(batch)
+    mean, error = mean_and_error(True)
+    assert bool(((mean - full).abs() < 3.5 * error).all())
+    mean, error = mean_and_error(False)
+    assert bool(((mean - full).abs() > 3.5 * error).any())
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.6])
+def test_the_share_is_reached_and_hard_samples_are_kept(share):
+    stream = OneTable()
+    policy = Importance(share, warm_up=0, guard=None)
+    sampler = ImportanceSampler(policy, stream, None, "skip=test")
+    maker = Refill(sampler, Position(), "skip=test", refills=False)
+    sizes, weight_sum = [], 0
+
+    for number in range(400):
+        batch = stream.make()
+        made = maker.take(iter([batch]), lambda batch: batch)
+        sampler.end_step(made, made.batch)
+        assert (made.weights is None) == (number < 48)
+        if number >= 100:
+            sizes.append(len(made.batch))
+            weight_sum += float(made.weights.sum())
+
+    total = 300 * 512
+    assert abs(1 - sum(sizes) / total - share) < 0.001
+    assert max(sizes) - min(sizes) <= 1
+    assert abs(weight_sum / total - 1) < 0.02
+    chosen = sampler(RawBatch(batch, 512, 400, 400 * 512, 0, 400))
+    assert float(chosen.weights.max()) <= 10.0001
+    found = predict(sampler._version_of(400).weights, sampler._features_of(batch, 512))
+    errors = np.abs(found - batch.labels.numpy())
+    assert errors[chosen.samples].mean() > 1.05 * errors.mean()
+
+
+def test_weights_are_scaled_by_the_share_that_is_kept():
+    stream = OneTable(100)
+    sampler = sampler_after(64, replace(IMPORTANCE, bits=16), stream)
+    position = Position(num_batches=70, num_seen=10, offset=10)
+    maker = Refill(sampler, position, "skip=test", refills=False)
+
+    made = maker.take(iter([stream.make()]), lambda batch: batch)
+
+    assert 0 < len(made.batch) < 90
+    expected = torch.from_numpy(made.weights) * (len(made.batch) / 90)
+    torch.testing.assert_close(made.batch.weights, expected)
+
+
+def test_a_version_holds_from_32_mini_batches_later_on():
+    stream = OneTable()
+    policy = Importance(warm_up=0, guard=None)
+    first, second = sampler_after(16, policy, stream), sampler_after(48, policy, stream)
+    batch = stream.make()
+
+    def choice(sampler, number):
+        return sampler(RawBatch(batch, 512, number, 512 * number, 0, number)).samples
+
+    assert choice(first, 47) is None
+    assert choice(first, 48) is not None
+    for number in (64, 79, 80):  # also after a later mini-batch, as after look-ahead was dropped
+        assert choice(second, number) is not None
+    assert choice(second, 48).tolist() == choice(second, 48).tolist()
+    assert [each.first_number for each in second._versions] == [48, 64, 80]
+
+
+def test_the_guard_lowers_and_stops_it():
+    guard = SimpleNamespace(
+        is_open=lambda number: number == 90,
+        factor_of=lambda number: {91: 0.0, 92: 0.5}.get(number, 1),
+    )
+    policy = Importance(0.4, warm_up=0)
+    stream = OneTable()
+    sampler = sampler_after(48, policy, stream, guard)
+    batch = stream.make()
+
+    def choice(number):
+        return sampler(RawBatch(batch, 512, number, 512 * number, 0, number))
+
+    assert abs(len(choice(89).samples) - 0.6 * 512) < 1
+    assert choice(90).samples is None
+    assert choice(90).is_stale.all()
+    assert choice(91).samples is None
+    assert abs(len(choice(92).samples) - 0.8 * 512) < 1
+
+
+def test_probabilities_sum_to_what_is_kept():
+    scores = np.array([0.01, 0.2, 0.5, 0.9, np.nan, 0.3])
+
+    found = keep_probabilities(scores, 0.4, 0.1)
+
+    assert found.sum() == pytest.approx(3.6, abs=1e-4)
+    assert (found[0], found[4]) == (0.1, 1)
+    assert found[2] / found[1] == pytest.approx(2.5)
+    assert (keep_probabilities(np.zeros(4), 0.5, 0.1) == 0.1).all()
+    assert keep_probabilities(np.ones(4), 0.5, 0.1) == pytest.approx(np.full(4, 0.5), abs=1e-4)
+
+
+def test_systematic_sampling_keeps_each_sample_with_its_probability():
+    probabilities = np.array([0.1, 1, 0.35, 0.8, 0.75, 1, 0.2, 0.05])
+    starts = (np.arange(10_000) + 0.5) / 10_000
+
+    drawn = [draw_systematically(probabilities, start) for start in starts]
+
+    shares = np.bincount(np.concatenate(drawn), minlength=8) / len(starts)
+    np.testing.assert_allclose(shares, probabilities, atol=2e-4)
+    assert {len(samples) for samples in drawn} == {4, 5}
+
+
+def test_random_drop_without_refill_keeps_each_sample_equally_often():
+    policy = RandomDrop(0.3, refill=False)
+    choice = SampleChoice(policy, None, None, None, "skip=test")
+
+    chosen = [choice(RawBatch(None, 15, 0, 15 * number, 0, 0)).samples for number in range(4000)]
+
+    shares = np.bincount(np.concatenate(chosen), minlength=15) / 4000
+    np.testing.assert_allclose(shares, 0.7, atol=0.03)
+    assert {len(samples) for samples in chosen} == {10, 11}
+
+
+def test_a_raw_mini_batch_of_which_nothing_is_kept_makes_no_step(skips):
+    """With two samples each, both are left out at times."""
+    policy = RandomDrop(0.6, weighted=True, refill=False)
+    run = skips.Run(LookAhead(3), policy, skips.options_of("host", None), batch_size=2)
+    run.train()
+    position = run.pipeline.skipping.position
+
+    assert (position.num_seen, position.num_raw, position.offset) == (1600, 800, 0)
+    assert 0.75 < len(run.losses) / 800 < 0.85
+    assert position.num_batches == len(run.losses)
+    assert abs(run.pipeline.skipping.num_skipped / 1600 - 0.6) < 0.04
+
+    again = skips.Run(LookAhead(3), policy, skips.options_of("host", None), batch_size=2)
+    for stop in (1, 7, 100, 101):
+        again.train(stop)
+        losses = again.losses
+        state = again.state()
+        again = skips.Run(LookAhead(3), policy, skips.options_of("host", None), batch_size=2)
+        again.load(state).losses = losses
+    again.train()
+    skips.require_equal(run, again)
+
+
+def test_random_drop_gives_weights_with_refill(skips):
+    run = skips.Run(Sequential(), RandomDrop(0.25, weighted=True)).train()
+    plain = skips.Run(Sequential(), RandomDrop(0.25)).train()
+
+    assert run.losses[0] == pytest.approx(plain.losses[0] / 0.75)
+    assert run.pipeline.skipping.position == plain.pipeline.skipping.position
+
+
+class Bag(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bag = torch.nn.EmbeddingBag(10, 4, mode="sum", sparse=True)
+
+    def forward(self, batch):
+        return self.bag(batch[0]).sum(), None
+
+
+@pytest.mark.parametrize("policy", [IMPORTANCE, RandomDrop(weighted=True)])
+def test_a_model_that_ignores_weights_is_refused(policy):
+    model = Bag()
+    recsys.accelerate(model, optimizer=RowWiseAdagrad(lr=0.1))
+
+    with pytest.raises(ValueError, match=r"gives samples weights, but Bag does not say"):
+        TrainPipeline(model, None, skip=policy)
+
+
+def test_a_mini_batch_without_labels_is_refused():
+    model = Bag()
+    model.uses_sample_weights = True
+    recsys.accelerate(model, optimizer=RowWiseAdagrad(lr=0.1))
+    pipeline = TrainPipeline(model, None, skip=IMPORTANCE, ids=lambda batch: {"bag": batch[0]})
+
+    with pytest.raises(ValueError, match=r"must have an attribute labels .*got none in tuple"):
+        pipeline.progress(iter([(torch.zeros(4, 1, dtype=torch.long),)]))
+
+
+def test_a_schedule_that_looks_too_far_ahead_is_refused(skips):
+    with pytest.raises(ValueError, match=r"at most 31 mini-batches ahead, .* got 32"):
+        skips.Run(LookAhead(32), IMPORTANCE, skips.options_of("host", None))
+
+
+def test_a_state_of_another_policy_starts_anew(skips):
+    run = skips.Run(Sequential(), RandomDrop(0.3)).train(21)
+    assert run.pipeline.skipping.position.offset > 0
+
+    after = skips.Run(Sequential(), IMPORTANCE).load(run.state()).train()
+
+    skipping = after.pipeline.skipping
+    assert skipping.num_seen == 1600
+    assert skipping.report()["importance"]["num_steps"] == len(after.losses)
+
+
+def corrupt(key, value):
+    def change(state):
+        state[key] = value
+
+    return change
+
+
+def corrupt_version(key, value):
+    def change(state):
+        state["versions"][-1][key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        corrupt("num_steps", -1),
+        corrupt("num_steps", 10**6),
+        corrupt("num_steps", 0),
+        corrupt("weights", torch.zeros(7)),
+        corrupt("weights", torch.zeros(1024, dtype=torch.float64)),
+        corrupt("weights", torch.full((1024,), torch.nan)),
+        corrupt("weights", None),
+        corrupt("sums", torch.zeros(1024)),
+        corrupt("dense_weights", torch.zeros(9)),
+        corrupt("logloss", -1.0),
+        corrupt("logloss", torch.zeros(1)),
+        corrupt("versions", None),
+        corrupt("versions", [{}] * 9),
+        corrupt("more", 1),
+        corrupt_version("first_number", 1000),
+        corrupt_version("first_number", 48),
+        corrupt_version("weights", torch.zeros(3)),
+        corrupt_version("dense_weights", torch.zeros(2)),
+        lambda state: state.clear(),
+    ],
+)
+def test_what_is_no_state_is_refused(skips, change):
+    state = skips.Run(Sequential(), IMPORTANCE).train(50).pipeline.state_dict()
+    change(state["skipping"]["importance"])
+    run = skips.Run(Sequential(), IMPORTANCE)
+
+    with pytest.raises(ConfigError, match="importance state"):
+        run.pipeline.load_state_dict(state)
+
+
+def test_a_state_with_other_bits_is_refused(skips):
+    state = skips.Run(Sequential(), IMPORTANCE).train(3).pipeline.state_dict()
+
+    with pytest.raises(ConfigError, match="importance state: weights must be float32"):
+        skips.Run(Sequential(), replace(IMPORTANCE, bits=9)).pipeline.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Importance(1.0), "Importance: share must be a number"),
+        (lambda: Importance(0.8, 0.3), "Importance: share must be at most 1 - least = 0.7"),
+        (lambda: Importance(least=0), r"Importance: least must be a number in \(0, 1\), got 0"),
+        (lambda: Importance(bits=30), r"Importance: bits must be a whole number in \[8, 24\]"),
+        (lambda: Importance(lr=0.0), "Importance: lr"),
+        (lambda: Importance(warm_up=-1), "Importance: warm_up"),
+        (lambda: Importance(guard=1), "Importance: guard"),
+        (lambda: RandomDrop(weighted=1), "RandomDrop: weighted must be True or False, got 1"),
+        (lambda: RandomDrop(refill=None), "RandomDrop: refill must be True or False"),
+    ],
+)
+def test_policies_check_their_values(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

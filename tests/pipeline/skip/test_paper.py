@@ -1,0 +1,320 @@
+"""`Paper` against an oracle that is written from a description of the published code alone."""
+
+import copy
+import runpy
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from recsys.embeddings.kernels import choice as kernel_choice
+from recsys.embeddings.kernels.torch.errors import errors_on
+from recsys.errors import ConfigError
+from recsys.pipeline import FAE, HotColdLoader, LookAhead, Paper, TrainPipeline
+from recsys.pipeline.skip.paper import search_threshold
+from recsys.pipeline.skip.paper_classifier import PaperClassifier
+
+TOYS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("paper_toys.py"))))
+CPU, Stream, Toy = TOYS.CPU, TOYS.Stream, TOYS.Toy
+
+
+def train(pipeline, loader, num_steps=None):
+    """Train for the rest of two epochs, or for some steps."""
+    pipeline._model.train()
+    count = 0
+    while loader.epoch < 2:
+        for _ in pipeline.steps(loader):
+            count += 1
+            if count == num_steps:
+                return
+
+
+def outcome(pipeline):
+    """What was decided, as the oracle says it."""
+    return [
+        (one["threshold"], one["tries"], sum(one["num_stale_rows"].values()))
+        for one in pipeline.skipping.paper.decisions
+    ]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:skip=Paper.* has no effect")
+
+
+@pytest.fixture(params=["numba", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """The CPU; the CPU as it stands in for a device; a device."""
+    if request.param == "numba":
+        yield CPU
+        return
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    found = torch.device("cuda", 0) if request.param == "cuda" else CPU
+    yield found
+    errors_on(found).forget()
+
+
+@pytest.mark.parametrize(("tier", "num_toys"), [("resident", 40), ("host", 20), ("file", 20)])
+def test_policy_equals_the_oracle(tier, num_toys, device, tmp_path):
+    seen = dict.fromkeys(("drops", "does not converge", "drops unseen rows", "has no sample"), 0)
+    for seed in range(num_toys):
+        toy = Toy(seed, tier, device=device, folder=tmp_path / str(seed))
+        model, loader = toy.model(), toy.loader()
+        assert bool(model.embeddings.tiers()) == (tier != "resident")
+        pipeline = toy.pipeline(model)
+        epochs, tables = toy.oracle()
+
+        train(pipeline, loader)
+
+        assert model.trained == [batch for epoch in epochs for batch in epoch.mini_batches], seed
+        decided = [epoch for epoch in epochs if epoch.threshold is not None]
+        expected = [(epoch.threshold, epoch.tries, epoch.num_stale_rows) for epoch in decided]
+        assert outcome(pipeline) == expected, seed
+        for weight, rows in zip(model.embeddings.table_weights(), tables, strict=True):
+            assert torch.equal(weight.detach().cpu(), torch.tensor(rows)), seed
+        num_dropped = sum(len(epoch.dropped) for epoch in epochs)
+        assert pipeline.skipping.num_skipped == num_dropped, seed
+        seen["drops"] += num_dropped > 0
+        seen["does not converge"] += any(not epoch.threshold for epoch in decided)
+        seen["has no sample"] += len(decided) < len(epochs)
+        unseen = sum(one["num_unseen_rows"] for one in pipeline.skipping.paper.decisions)
+        seen["drops unseen rows"] += bool(
+            num_dropped and unseen and toy.paper.counts_unseen_rows_as_stale
+        )
+    assert all(count >= 2 for count in seen.values()), seen
+
+
+@pytest.mark.parametrize("tier", ["resident", "host"])
+def test_a_run_continues_as_if_it_had_not_stopped(tier):
+    toy = Toy(4, tier, first_snapshot=2, window_share=0.2, tolerance=0.3)
+    whole = toy.model()
+    pipeline = toy.pipeline(whole)
+    train(pipeline, toy.loader())
+    assert pipeline.skipping.num_skipped
+
+    for num_steps in range(1, len(whole.trained)):
+        first, loader = toy.model(), toy.loader()
+        stopped = toy.pipeline(first)
+        train(stopped, loader, num_steps)
+        state = copy.deepcopy([first.state_dict(), loader.state_dict(), stopped.state_dict()])
+        model, loader = toy.model(), toy.loader()
+        model.load_state_dict(state[0])
+        loader.load_state_dict(state[1])
+        resumed = toy.pipeline(model)
+        resumed.load_state_dict(state[2])
+
+        train(resumed, loader)
+
+        assert first.trained + model.trained == whole.trained, num_steps
+        assert resumed.skipping.paper.decisions == pipeline.skipping.paper.decisions
+        assert resumed.skipping.num_skipped == pipeline.skipping.num_skipped
+        for table, expected in zip(
+            model.embeddings.table_weights(), whole.embeddings.table_weights(), strict=True
+        ):
+            assert torch.equal(table, expected)
+
+
+def test_a_loader_that_is_left_is_continued():
+    toy = Toy(4, first_snapshot=2, window_share=0.2, tolerance=0.3)
+    whole = toy.model()
+    train(toy.pipeline(whole), toy.loader())
+
+    for num_steps in range(1, 6):
+        model, loader = toy.model(), toy.loader()
+        pipeline = toy.pipeline(model)
+        while loader.epoch < 2:
+            train(pipeline, loader, num_steps)
+
+        assert model.trained == whole.trained, num_steps
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_while_it_decides_delays_the_decision(error, monkeypatch):
+    rows = [number % 2 for number in range(40)]
+    whole = Stream(rows)
+    pipeline = TrainPipeline(whole.model, None, skip=whole.paper)
+    list(pipeline.steps(whole.loader))
+    [decision] = pipeline.skipping.paper.decisions
+    levels = PaperClassifier._levels
+
+    def fail(*arguments):
+        monkeypatch.setattr(PaperClassifier, "_levels", levels)
+        raise error
+
+    monkeypatch.setattr(PaperClassifier, "_levels", fail)
+    stream = Stream(rows)
+    iterator, pipeline = iter(stream.loader), TrainPipeline(stream.model, None, skip=stream.paper)
+    num_before = decision["last_of_window"] + 1
+    for _ in range(num_before):
+        pipeline.progress(iterator)
+    with pytest.raises(error):
+        pipeline.progress(iterator)
+    list(pipeline.steps(iterator))
+
+    assert pipeline.skipping.paper.decisions == [decision]
+    # A mini-batch that causes an error is left out; one that is interrupted is not.
+    lost = set(stream.order[2 * num_before :][:2]) if error is OSError else set()
+    expected = [number for batch in whole.model.trained for number in batch]
+    found = [number for batch in stream.model.trained for number in batch]
+    assert found == [number for number in expected if number not in lost]
+
+
+def test_rows_without_a_lookup_in_the_window_count_as_stale_as_in_the_published_code():
+    def trained_after_window(**constants):
+        # The loader shuffles: rows by place in its order, 10 mini-batches of 2.
+        order = Stream([0] * 20).order
+        rows = [0] * 20
+        for place in range(4, 20, 2):
+            rows[order[place]] = 1  # never looked up in the window, mini-batches 0 and 1
+        stream = Stream(rows, **constants)
+        pipeline = TrainPipeline(stream.model, None, skip=stream.paper)
+        stream.model.train()
+        for _ in pipeline.steps(stream.loader):
+            pass
+        [decision] = pipeline.skipping.paper.decisions
+        return [rows[n] for batch in stream.model.trained[2:] for n in batch], decision
+
+    # Row 0 moves by 4 * 1/4 * 1/4 in the window, above every threshold.
+    trained, decision = trained_after_window()
+    assert (decision["num_unseen_rows"], decision["num_stale_rows"]) == (7, {"f0": 7})
+    assert trained == [0] * 8
+
+    trained, decision = trained_after_window(counts_unseen_rows_as_stale=False)
+    assert (decision["num_unseen_rows"], decision["has_converged"]) == (7, False)
+    assert sorted(trained) == [0] * 8 + [1] * 8
+
+
+def test_first_threshold_is_tried_first_and_then_halves_the_interval():
+    levels = np.array([0.001, 0.002, 0.003, 0.9])
+
+    found = search_threshold(levels, Paper(target=0.5, tolerance=0.1))
+
+    # 0.05, 0.025, 0.0125, 0.00625, 0.003125 (three of four), 0.0015625 (one), 0.00234375 (two)
+    assert found == (pytest.approx(0.00234375), 7, 0.5, True)
+
+
+def test_level_at_the_threshold_is_not_under_it():
+    levels = np.array([0.01, 0.05], np.float32).astype(np.float64)
+
+    assert search_threshold(levels, Paper(target=0.5)) == (0.05, 1, 0.5, True)
+
+
+def test_search_that_does_not_converge_drops_nothing():
+    found = search_threshold(np.full(10, 0.01), Paper())
+
+    assert found == (0.0, 25, found.share, False)
+    assert found.share in (0.0, 1.0)
+
+
+def test_other_loaders_and_schedules_are_refused():
+    toy = Toy(0, "host")
+    with pytest.raises(ValueError, match=r"skip=Paper\(...\) .* depth 2; use Sequential\(\)"):
+        toy.pipeline(toy.model(), LookAhead())
+
+    pipeline = toy.pipeline(toy.model())
+    pipeline._model.train()
+    batches = [toy.source.read(np.arange(4))]
+    with pytest.raises(
+        ValueError, match=r"needs the hot mini-batches of a HotColdLoader, got .*list"
+    ):
+        pipeline.progress(iter(batches))
+    for fae in (FAE(rate=100), FAE(rate=50, is_adaptive=False)):
+        loader = HotColdLoader(toy.source, "train", 4, toy.is_hot, fae)
+        with pytest.raises(ValueError, match=r"use FAE\(rate=100, is_adaptive=False\)"):
+            pipeline.progress(iter(loader))
+    pipeline.progress(iter(toy.loader()))
+    with pytest.raises(ValueError, match="second one; train on one loader"):
+        pipeline.progress(iter(toy.loader()))
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"epoch": -1}, "epoch must be a whole number"),
+        ({"is_decided": 1}, "is_decided must be true or false"),
+        ({"hot_rows": "other"}, "hot rows differ"),
+        ({"snapshots": [torch.zeros(1)]}, "a number for each column of each hot row"),
+        ({"snapshots": [torch.full((16,), torch.nan)]}, "finite real numbers"),
+        ({"snapshots": None}, "a list of 0 or 1 tensors"),
+        ({"updated": [torch.tensor([3, 2])]}, "rows of the tables, ascending"),
+        ({"updated": [torch.tensor([8])]}, "rows of the tables, ascending"),
+        ({"stale": [torch.tensor([-1])]}, "rows of the tables, ascending"),
+        ({"stale": [torch.tensor([1.0])]}, "rows of the tables, ascending"),
+        ({"stale": []}, "a list of 1 tensors"),
+        ({"decisions": {}}, "a list of dictionaries"),
+        ({"other": 0}, "keys must be"),
+    ],
+)
+def test_damaged_states_are_refused(change, rule):
+    stream = Stream([0] * 20)
+    pipeline = TrainPipeline(stream.model, None, skip=stream.paper)
+    state = pipeline.skipping.paper.state_dict()
+
+    with pytest.raises(ConfigError, match=rule):
+        pipeline.skipping.paper.load_state_dict(state | change)
+
+    assert pipeline.skipping.paper.state_dict()["stale"][0].tolist() == []
+
+
+@pytest.mark.parametrize(
+    "changed", [{"first_snapshot": 50}, {"first_snapshot": 8}, {"sample_share": 0.04}]
+)
+def test_windows_and_samples_that_do_not_fit_warn_once(changed):
+    stream = Stream([0] * 20)
+    paper = replace(stream.paper, **changed)
+    pipeline = TrainPipeline(stream.model, None, skip=paper)
+    stream.model.train()
+
+    with pytest.warns(UserWarning, match="has no effect: the second snapshot comes after"):
+        pipeline.progress(iter(stream.loader))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            list(pipeline.steps(stream.loader))
+
+    assert not pipeline.skipping.num_skipped
+    assert not pipeline.skipping.paper.decisions
+
+
+def test_policy_that_begins_within_an_epoch_warns_and_begins_with_the_next():
+    stream = Stream([0] * 20)
+    for _, _ in zip(range(3), stream.loader, strict=False):
+        pass
+    pipeline = TrainPipeline(stream.model, None, skip=stream.paper)
+    stream.model.train()
+
+    with pytest.warns(UserWarning, match="drops nothing in epoch 0: it was given no state"):
+        list(pipeline.steps(stream.loader))
+    list(pipeline.steps(stream.loader))
+
+    assert [one["epoch"] for one in pipeline.skipping.paper.decisions] == [1]
+
+
+def test_rows_are_followed_by_one_pipeline_at_a_time():
+    stream = Stream([0] * 20)
+    first = TrainPipeline(stream.model, None, skip=stream.paper)
+
+    with pytest.raises(ValueError, match="another tracker follows"):
+        TrainPipeline(stream.model, None, skip=stream.paper)
+
+    first.skipping.close()
+    TrainPipeline(stream.model, None, skip=stream.paper)
+
+
+@pytest.mark.parametrize(
+    ("constants", "rule"),
+    [
+        ({"target": -0.1}, "must lie in"),
+        ({"sample_share": float("nan")}, "must lie in"),
+        ({"first_threshold": 0.1}, "first_threshold < highest_threshold"),
+        ({"first_snapshot": -1}, "at least 0"),
+        ({"max_tries": 0}, "max_tries at least 1"),
+    ],
+)
+def test_constants_out_of_range_are_refused(constants, rule):
+    with pytest.raises(ConfigError, match=rule):
+        Paper(**constants)

@@ -1,0 +1,147 @@
+"""The logistic model against an oracle in plain numpy, and on odd inputs."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from recsys._support.hashing import GOLDEN, mix64
+from recsys.embeddings.lookup.fused_lookup import Part
+from recsys.embeddings.rows.lookups import Bags, Lookups
+from recsys.pipeline.skip.predictor import Predictor, Weights, features_of, predict
+
+BITS, LR = 8, 0.05
+NUM_DENSE = 3
+
+
+def lookups_of(count):
+    numbers = np.arange(count, dtype=np.uint64)
+    return Lookups(tables=numbers, positions=numbers[::-1].copy(), columns=numbers * 4, width=32)
+
+
+def one_hot_part(generator, batch_size, dtype):
+    rows = generator.integers(0, 500, (4, batch_size)).astype(dtype)
+    part = Part(None, lookups_of(4), Bags(rows.ravel(), None, None, batch_size, False))
+    return part, [[[row] for row in rows[3 - lookup]] for lookup in range(4)]
+
+
+def jagged_part(generator, batch_size, dtype):
+    lengths = generator.integers(0, 4, (2, batch_size))
+    offsets = np.concatenate([[0], lengths.ravel().cumsum()]).astype(dtype)
+    values = generator.integers(0, 500, offsets[-1]).astype(dtype)
+    bags = [values[begin:end].tolist() for begin, end in pairwise(offsets)]
+    part = Part(None, lookups_of(2), Bags(values, offsets, None, batch_size, False))
+    return part, [bags[batch_size:], bags[:batch_size]]
+
+
+def slots_of(rows_LB, sample):
+    """The slots of a sample, lookup by lookup."""
+    with np.errstate(over="ignore"):
+        return [
+            int(
+                mix64(mix64(np.array([lookup + 1], np.uint64) * GOLDEN) + np.uint64(row) * GOLDEN)[
+                    0
+                ]
+                >> np.uint64(64 - BITS)
+            )
+            for lookup, of_lookup in enumerate(rows_LB)
+            for row in of_lookup[sample]
+        ]
+
+
+class Oracle:
+    """One sample at a time, in float64."""
+
+    def __init__(self):
+        self.weights, self.sums = np.zeros(2**BITS), np.ones(2**BITS)
+        self.dense, self.dense_sums = np.zeros(NUM_DENSE + 1), np.ones(NUM_DENSE + 1)
+
+    def predict(self, slots, dense):
+        x = np.append(np.clip(dense, -16, 16), 1)
+        return 1 / (1 + np.exp(-(self.weights[slots].sum() + self.dense @ x)))
+
+    def learn(self, slots, dense, label, weight):
+        found = self.predict(slots, dense)
+        gradient = weight * (found - label)
+        for slot in slots:
+            self.sums[slot] += gradient**2
+            self.weights[slot] -= LR * gradient / np.sqrt(self.sums[slot])
+        x = np.append(np.clip(dense, -16, 16), 1)
+        self.dense_sums += (gradient * x) ** 2
+        self.dense -= LR * gradient * x / np.sqrt(self.dense_sums)
+        return found
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_it_learns_and_predicts_as_the_oracle_does(dtype):
+    generator = np.random.default_rng(0)
+    predictor, oracle = Predictor(BITS, LR, NUM_DENSE), Oracle()
+
+    for batch_size in (70, 1, 128, 65):
+        first, first_rows = one_hot_part(generator, batch_size, dtype)
+        second, second_rows = jagged_part(generator, batch_size, dtype)
+        dense = (generator.standard_normal((batch_size, NUM_DENSE)) * 20).astype(np.float32)
+        labels = (generator.random(batch_size) < 0.3).astype(np.float32)
+        weights = generator.choice([1.0, 4.0], batch_size).astype(np.float32)
+        features = features_of([first, second], dense, batch_size, BITS)
+        slots = [slots_of(first_rows + second_rows, sample) for sample in range(batch_size)]
+        bounds = features.bounds.tolist()
+        assert [features.slots[begin:end].tolist() for begin, end in pairwise(bounds)] == slots
+
+        expected = [oracle.predict(*each) for each in zip(slots, dense, strict=True)]
+        np.testing.assert_allclose(predict(predictor.weights, features), expected, rtol=2e-4)
+        found = predictor.learn(features, labels, weights)
+        expected = [oracle.learn(*each) for each in zip(slots, dense, labels, weights, strict=True)]
+        np.testing.assert_allclose(found, expected, rtol=2e-4)
+
+    np.testing.assert_allclose(predictor.weights.rows, oracle.weights, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(predictor.weights.dense, oracle.dense, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(predictor.sums.rows, oracle.sums, rtol=1e-3)
+    np.testing.assert_allclose(predictor.sums.dense, oracle.dense_sums, rtol=1e-3)
+
+
+def test_what_is_not_finite_is_passed_over():
+    part = one_hot_part(np.random.default_rng(0), 4, np.int64)[0]
+    dense = np.zeros((4, NUM_DENSE), np.float32)
+    dense[1, 0] = np.nan
+    labels = np.array([0, 0, np.nan, 1], np.float32)
+    predictor = Predictor(BITS, LR, NUM_DENSE)
+
+    predictor.learn(features_of([part], dense, 4, BITS), labels, np.ones(4, np.float32))
+
+    for array in (*predictor.weights, *predictor.sums):
+        assert np.isfinite(array).all()
+    assert (predictor.sums.dense > 1).sum() == 1  # the bias: other features are 0
+
+
+def test_it_learns_which_rows_have_label_1():
+    generator = np.random.default_rng(0)
+    predictor = Predictor(16, LR, 0)
+    for _ in range(30):
+        part, rows = one_hot_part(generator, 512, np.int64)
+        labels = np.array([row[0] % 2 for row in rows[0]], np.float32)
+        features = features_of([part], None, 512, 16)
+        found = predictor.learn(features, labels, np.ones(512, np.float32))
+
+    assert ((found > 0.5) == labels).mean() > 0.95
+
+
+def test_a_row_has_another_weight_in_another_lookup():
+    same = np.zeros(2 * 3, np.int64)
+    part = Part(None, lookups_of(2), Bags(same, None, None, 3, False))
+
+    features = features_of([part, part], None, 3, 16)
+
+    assert len(set(features.slots.tolist())) == 4
+    assert torch.equal(torch.from_numpy(features.bounds), torch.arange(0, 13, 4))
+
+
+def test_another_number_of_dense_features_is_refused():
+    part = one_hot_part(np.random.default_rng(0), 2, np.int64)[0]
+    features = features_of([part], np.zeros((2, 5), np.float32), 2, BITS)
+
+    with pytest.raises(ValueError, match="as many columns, got 5 after 3"):
+        predict(Weights(np.zeros(2**BITS, np.float32), np.zeros(4, np.float32)), features)
+    with pytest.raises(ValueError, match="as many columns, got 5 after 3"):
+        Predictor(BITS, LR, 3).learn(features, np.zeros(2, np.float32), np.ones(2, np.float32))

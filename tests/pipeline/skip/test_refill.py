@@ -1,0 +1,432 @@
+"""Mini-batches of full size from chosen samples: none lost, none twice, the position exact."""
+
+import itertools
+import signal
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.batch import Batch, JaggedIds
+from recsys.datasets.loader import BatchLoader
+from recsys.pipeline import window as window_module
+from recsys.pipeline.skip import refill
+from recsys.pipeline.skip.refill import EVERYTHING, Chosen, Position, Refill
+from recsys.pipeline.window import Window
+
+
+def choose_by(is_chosen):
+    """Chooses samples by their index in the stream."""
+
+    def choose(raw):
+        mask = is_chosen[raw.first_index : raw.first_index + raw.size]
+        if mask.all():
+            return EVERYTHING
+        return Chosen(np.flatnonzero(mask), None, None, raw.size, int((~mask).sum()))
+
+    return choose
+
+
+def chunks_of(sizes):
+    """Raw mini-batches whose samples are their own index in the stream."""
+    ends = np.cumsum([0, *sizes])
+    return [torch.arange(int(begin), int(end)) for begin, end in pairwise(ends)]
+
+
+def refill_of(is_chosen, position=None):
+    return Refill(choose_by(is_chosen), position or Position(), "skip=test", lambda _: None)
+
+
+def take_all(maker, iterator):
+    """All mini-batches, and the position after each."""
+    found, positions = [], []
+    while True:
+        try:
+            made = maker.take(iterator, lambda batch: batch)
+        except StopIteration:
+            maker.end(iterator)
+            return found, positions
+        maker.set_num_waiting(iterator, 0)
+        found.append(made.batch.tolist())
+        positions.append(maker.position)
+
+
+streams = st.lists(st.integers(1, 7), min_size=1, max_size=12)
+patterns = st.lists(st.booleans(), min_size=84, max_size=84)
+
+
+@given(sizes=streams, pattern=patterns)
+def test_samples_come_in_order_once_and_in_full_mini_batches(sizes, pattern):
+    is_chosen = np.array(pattern)
+    maker = refill_of(is_chosen)
+
+    found, positions = take_all(maker, iter(chunks_of(sizes)))
+
+    total = sum(sizes)
+    expected = np.flatnonzero(is_chosen[:total]).tolist()
+    assert [sample for batch in found for sample in batch] == expected
+    assert maker.position.num_seen == total
+    assert maker.position.num_raw == len(sizes)
+    assert maker.position.num_kept == len(expected)
+    # Only whole raw mini-batches pass through smaller than full, and the last one.
+    raw = [chunk.tolist() for chunk in chunks_of(sizes)]
+    for batch, position in zip(found[:-1], positions, strict=False):
+        assert len(batch) == position.full_size or batch in raw
+
+
+@given(sizes=streams, pattern=patterns, stop=st.integers(0, 30))
+def test_a_position_says_which_raw_samples_are_used_up(sizes, pattern, stop):
+    is_chosen = np.array(pattern)
+    raw = chunks_of(sizes)
+    found, positions = take_all(refill_of(is_chosen), iter(raw))
+    if not found:
+        return
+    stop = stop % len(found)
+    position = positions[stop]
+
+    resumed, later = take_all(refill_of(is_chosen, position), iter(raw[position.num_raw :]))
+
+    assert resumed == found[stop + 1 :]
+    assert later == positions[stop + 1 :]
+    used = sum(sizes[: position.num_raw]) + position.offset
+    assert position.num_seen == used
+    assert position.num_kept == is_chosen[:used].sum() == sum(map(len, found[: stop + 1]))
+
+
+def test_a_choice_depends_on_the_mini_batch_that_samples_are_taken_for():
+    taken_for = []
+
+    def choose(raw):
+        taken_for.append((raw.number, raw.taken_for))
+        return Chosen(np.arange(3))
+
+    raw = [torch.arange(4)] * 5
+    maker = Refill(choose, Position(), "skip=test")
+    iterator = iter(raw)
+    maker.take(iterator, lambda batch: batch)
+    maker.set_num_waiting(iterator, 0)
+    position = maker.position
+    again = Refill(choose, position, "skip=test")
+    again.take(iter(raw[position.num_raw :]), lambda batch: batch)
+
+    assert (position.num_raw, position.offset) == (1, 1)
+    assert taken_for == [(0, 0), (1, 0), (1, 0), (2, 1)]
+
+
+def test_a_mini_batch_that_is_kept_whole_passes_through_untouched():
+    raw = [torch.arange(4), torch.arange(3), torch.arange(4)]
+    maker = refill_of(np.ones(11, bool))
+    iterator = iter(raw)
+
+    found = [maker.take(iterator, lambda batch: batch).batch for _ in raw]
+
+    assert all(ours is theirs for ours, theirs in zip(found, raw, strict=True))
+
+
+def test_an_iterator_that_fails_loses_no_sample_before_and_after():
+    class Failing:
+        def __init__(self):
+            self.chunks, self.count = iter(chunks_of([4, 4, 4])), 0
+
+        def __next__(self):
+            self.count += 1
+            if self.count == 2:
+                raise OSError("the disk is gone")
+            return next(self.chunks)
+
+    is_chosen = np.array([True, True, False] * 4)
+    maker, iterator = refill_of(is_chosen), Failing()
+    with pytest.raises(OSError, match="disk"):
+        maker.take(iterator, lambda batch: batch)
+
+    found, _ = take_all(maker, iterator)
+
+    assert [sample for batch in found for sample in batch] == np.flatnonzero(is_chosen).tolist()
+
+
+def test_a_mini_batch_whose_choice_fails_is_left_out():
+    def choose(raw):
+        if raw.number == 1:
+            raise ValueError("no such row")
+        return Chosen(np.arange(2))
+
+    maker, iterator = Refill(choose, Position(), "skip=test"), iter(chunks_of([4, 4, 4]))
+    with pytest.raises(ValueError, match="row"):
+        maker.take(iterator, lambda batch: batch)
+    found, _ = take_all(maker, iterator)
+
+    assert found == [[0, 1, 8, 9]]
+    assert maker.position.num_seen == 12
+
+
+def test_an_interrupted_choice_is_made_again():
+    calls = []
+
+    def choose(raw):
+        calls.append(raw.number)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return Chosen(np.arange(4))
+
+    maker, iterator = Refill(choose, Position(), "skip=test"), iter(chunks_of([4, 4]))
+    with pytest.raises(KeyboardInterrupt):
+        maker.take(iterator, lambda batch: batch)
+    found, _ = take_all(maker, iterator)
+
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_policy_that_leaves_everything_out_does_not_hang(monkeypatch):
+    monkeypatch.setattr(refill, "_MOST_RAW", 3)
+    warnings = []
+
+    def endless():
+        while True:
+            yield torch.arange(2)
+
+    maker = Refill(lambda _: Chosen(np.arange(0)), Position(), "skip=test", warnings.append)
+    made = maker.take(endless(), lambda batch: batch)
+
+    assert made.batch.tolist() == [0, 1]
+    assert maker._taken.num_raw == 4
+    assert "3 mini-batches" in warnings[0]
+
+
+def test_a_pass_without_a_sample_to_train_on_warns():
+    warnings = []
+    maker = Refill(lambda _: Chosen(np.arange(0)), Position(), "skip=test", warnings.append)
+
+    found, _ = take_all(maker, iter(chunks_of([2, 2])))
+
+    assert found == []
+    assert "every sample of a pass" in warnings[0]
+    assert maker.position.num_seen == 4
+
+
+class Numbered:
+    """A source whose samples say their own number."""
+
+    num_dense = 1
+    fingerprint = "numbered"
+
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+        self.table_sizes = {"number": 200}
+        self.splits = {"train": range(num_samples), "test": range(1), "validation": range(1)}
+
+    def read(self, samples):
+        numbers = torch.from_numpy(samples)
+        ids = JaggedIds.from_one_hot(["number"], numbers.unsqueeze(0))
+        return Batch(numbers.unsqueeze(1).float(), ids, torch.zeros(len(samples)))
+
+
+def numbers(batch):
+    return batch.sparse_features.values().tolist()
+
+
+@given(
+    num_samples=st.integers(1, 60),
+    batch_size=st.integers(1, 9),
+    pattern=st.lists(st.booleans(), min_size=120, max_size=120),
+    depth=st.integers(0, 5),
+    drop_last=st.booleans(),
+)
+def test_a_loader_and_a_position_say_the_next_sample_at_any_depth(
+    num_samples, batch_size, pattern, depth, drop_last
+):
+    """After each mini-batch a new loader and a new refill continue as the old ones do."""
+    is_chosen = np.array(pattern)
+
+    def make_loader():
+        return BatchLoader(
+            Numbered(num_samples), "train", batch_size, shuffle=True, drop_last=drop_last
+        )
+
+    def epoch_of(loader, position, stop=None):
+        window, iterator = Window(), iter(loader)
+        window.refill = refill_of(is_chosen, position)
+        found = []
+        while True:
+            window.fill(iterator, depth, None)
+            try:
+                found.append(numbers(window.pop(iterator, None).batch))
+            except StopIteration:
+                return found, window.refill.position
+            if len(found) == stop:
+                return found, window.refill.position
+
+    order = [sample for batch in make_loader() for sample in numbers(batch)]
+    loader = make_loader()
+    expected, last = epoch_of(loader, Position())
+    assert loader.state_dict()["epoch"] == 1
+    assert last.num_seen == len(order)
+    chosen = [sample for sample, kept in zip(order, is_chosen, strict=False) if kept]
+    assert [sample for batch in expected for sample in batch] == chosen
+
+    for stop in range(1, len(expected)):
+        loader = make_loader()
+        begun, position = epoch_of(loader, Position(), stop)
+        state = loader.state_dict()
+        assert state["next_sample"] + position.offset == position.num_seen
+        fresh = make_loader()
+        fresh.load_state_dict(state)
+        rest, end = epoch_of(fresh, position)
+        assert begun + rest == expected
+        assert end == last
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=2, max_size=4),
+    stops=st.lists(st.integers(1, 5), min_size=3, max_size=3),
+    pattern=st.lists(st.booleans(), min_size=60, max_size=60),
+)
+def test_a_run_resumed_with_another_batch_size_loses_no_sample(sizes, stops, pattern):
+    is_chosen = np.array(pattern)
+    found, position, state = [], Position(), None
+    for size, stop in zip(sizes, [*stops, None], strict=False):
+        is_last = size is sizes[-1]
+        loader = BatchLoader(Numbered(60), "train", size, shuffle=True)
+        if state is not None:
+            loader.load_state_dict(state)
+        window, iterator = Window(), iter(loader)
+        window.refill = refill_of(is_chosen, position._replace(full_size=size))
+        for number, _ in enumerate(iter(int, 1)):
+            if number == stop and not is_last:
+                break
+            window.fill(iterator, 2, None)
+            try:
+                found += numbers(window.pop(iterator, None).batch)
+            except StopIteration:
+                break
+        position, state = window.refill.position, loader.state_dict()
+        if state["epoch"]:
+            break
+
+    loader = BatchLoader(Numbered(60), "train", 5, shuffle=True)
+    order = [sample for batch in loader for sample in numbers(batch)]
+    chosen = [sample for sample, kept in zip(order, is_chosen, strict=True) if kept]
+    assert found == chosen[: len(found)]
+    if state["epoch"]:
+        assert found == chosen
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_samples_left_out_at_the_end_end_the_epoch(depth):
+    loader = BatchLoader(Numbered(20), "train", 4, shuffle=False)
+    is_chosen = np.arange(20) < 6
+    window, iterator = Window(), iter(loader)
+    window.refill = refill_of(is_chosen)
+    found = []
+    for _ in range(3):
+        window.fill(iterator, depth, None)
+        try:
+            found.append(numbers(window.pop(iterator, None).batch))
+        except StopIteration:
+            break
+
+    assert found == [[0, 1, 2, 3], [4, 5]]
+    assert loader.state_dict()["epoch"] == 1
+    assert loader.state_dict()["next_sample"] == 0
+
+
+def test_weights_go_with_their_samples():
+    def choose(raw):
+        return Chosen(np.array([0, 2]), np.array([1.0, 4.0], np.float32))
+
+    batch = Numbered(3).read(np.arange(3))
+    maker = Refill(choose, Position(), "skip=test")
+    made = maker.take(iter([batch, batch]), lambda batch: batch).batch
+
+    assert numbers(made) == [0, 2, 0]
+    assert made.weights.tolist() == [1, 4, 1]
+
+
+def test_mini_batches_without_weights_are_refused():
+    def choose(raw):
+        return Chosen(None, np.ones(2, np.float32))
+
+    maker = Refill(choose, Position(), "skip=Subsample()")
+    with pytest.raises(TypeError, match=r"Subsample.*field weights, got Tensor"):
+        maker.take(iter([torch.arange(2)]), lambda batch: batch)
+
+
+def test_mini_batches_of_unknown_size_are_refused():
+    maker = Refill(lambda _: EVERYTHING, Position(), "skip=test")
+    with pytest.raises(ValueError, match="number of samples of a mini-batch of type str"):
+        maker.take(iter(["abc"]), lambda batch: batch)
+
+
+@dataclass
+class Weighable:
+    """A dataclass that knows nothing of recsys, with weights."""
+
+    values: torch.Tensor
+    weights: torch.Tensor | None = None
+
+
+def test_a_part_without_weights_gets_ones():
+    def choose(raw):
+        samples = np.arange(3)
+        return Chosen(samples, np.full(3, 2, np.float32) if raw.number else None)
+
+    raw = [Weighable(torch.arange(4)), Weighable(torch.arange(4, 8))]
+    made = Refill(choose, Position(), "skip=test").take(iter(raw), lambda batch: batch)
+
+    assert made.batch.values.tolist() == [0, 1, 2, 4]
+    assert made.batch.weights.tolist() == made.weights.tolist() == [1, 1, 1, 2]
+
+
+def test_samples_that_cannot_be_joined_are_left_out():
+    raw = [(torch.arange(4), "a"), (torch.arange(4, 8), "b"), (torch.arange(8, 12), "b")]
+    maker, iterator = Refill(lambda _: Chosen(np.arange(3)), Position(), "skip=test"), iter(raw)
+    with pytest.raises(ValueError, match="must be the same"):
+        maker.take(iterator, lambda batch: batch)
+
+    made = maker.take(iterator, lambda batch: batch)
+    maker.set_num_waiting(iterator, 0)
+
+    assert made.batch[0].tolist() == [5, 6, 8, 9]  # 0, 1, 2 and 4 could not be joined
+    assert maker.position == Position(1, 2, 2, 10, 4, 0, 0, 4)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_interrupt_anywhere_loses_at_most_one_mini_batch(depth):
+    is_chosen = np.array([True, True, False] * 8)
+
+    def train(line):
+        """All samples, interrupted where a line of refill or window begins for the n-th time."""
+        window, iterator = Window(), iter(BatchLoader(Numbered(24), "train", 4, shuffle=False))
+        window.refill = refill_of(is_chosen)
+        found, lines, files = [], itertools.count(), {refill.__file__, window_module.__file__}
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename not in files:
+                return None
+            if event == "line" and next(lines) == line:
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        while True:
+            sys.settrace(trace)
+            try:
+                window.fill(iterator, depth, None)
+                batch = window.pop(iterator, None).batch
+            except StopIteration:
+                return found, window.refill.position, next(lines)
+            except KeyboardInterrupt:
+                continue
+            finally:
+                sys.settrace(None)
+            found += numbers(batch)
+
+    expected, position, num_lines = train(-1)
+    for line in range(num_lines - 1):
+        found, last, _ = train(line)
+        assert found == sorted(set(found))
+        assert len(found) >= len(expected) - 4
+        assert last == position

@@ -1,0 +1,169 @@
+"""Models, iterators and steps that change or fail while a pipeline skips."""
+
+import copy
+from itertools import islice
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.datasets.loader import BatchLoader
+from recsys.errors import ConfigError
+from recsys.pipeline import DropInput, Importance, LookAhead, Sequential, TrainPipeline
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:schedule=.*room for"),
+    pytest.mark.filterwarnings("ignore:staleness. a share"),
+]
+
+
+class Plain(nn.Module):
+    """A model as before `recsys.accelerate`."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.EmbeddingBag(50, 4, mode="sum", sparse=True)
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, ids):
+        logits = self.layer(self.rows(ids)).squeeze(1)
+        return logits.square().mean(), None
+
+
+@pytest.mark.parametrize("accelerates_again", [False, True])
+def test_a_model_that_was_restored_needs_a_new_pipeline(skips, accelerates_again):
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recsys.accelerate(model, optimizer=optimizer)
+    pipeline = TrainPipeline(
+        model,
+        optimizer,
+        ids=lambda ids: {"rows": ids},
+        skip=DropInput(0.3, skips.STALENESS, None),
+    )
+    batches = [torch.randint(0, 50, (16, 2)) for _ in range(4)]
+    list(pipeline.steps(batches))
+    recsys.restore(model)
+    if accelerates_again:
+        recsys.accelerate(model, optimizer=optimizer)
+
+    with pytest.raises(ValueError, match=r"'rows' is another module.*build a new TrainPipeline"):
+        list(pipeline.steps(batches))
+
+
+@pytest.mark.parametrize("name", ["observe", "freeze_rows"])
+def test_two_iterators_in_turn_count_every_step_and_sample(skips, name):
+    run = skips.Run(Sequential(), skips.POLICIES[name])
+    other = BatchLoader(skips.Clicks(seed=5), "train", 16, shuffle=False)
+    iterators = [iter(run.loader), iter(other)]
+
+    for step in range(70):
+        run.pipeline.progress(iterators[step % 2])
+
+    skipping = run.pipeline.skipping
+    assert skipping.position.num_batches == skipping.tracker.num_steps == 70
+    assert skipping.num_seen == skipping.position.num_kept == 70 * 16
+    assert [each["step"] for each in skipping.tracker.report()["windows"]] == [33, 66]
+    assert run.loader.state_dict()["next_sample"] == 35 * 16
+
+
+def test_two_iterators_in_turn_are_refused_while_samples_wait(skips):
+    run = skips.Run(Sequential(), skips.POLICIES["random_drop"])
+    other = BatchLoader(skips.Clicks(seed=5), "train", 16, shuffle=False)
+    first, second = iter(run.loader), iter(other)
+    run.pipeline.progress(first)
+    assert run.pipeline.skipping.position.offset > 0
+
+    with pytest.raises(ValueError, match="trains on one iterator at a time"):
+        run.pipeline.progress(second)
+    run.pipeline.progress(first)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "name"),
+    [
+        ("drop_input guarded", "drop_input guarded"),
+        ("random_drop", "drop_input guarded"),
+        (None, "subsample"),
+        ("random_drop", "observe"),
+    ],
+)
+def test_a_state_loaded_after_training_equals_one_loaded_in_a_new_run(skips, earlier, name):
+    state = skips.Run(Sequential(), earlier and skips.POLICIES[earlier]).train(20).state()
+    policy = skips.POLICIES[name]
+    run = skips.Run(Sequential(), policy).train(90)
+    run.pipeline.skipping.tracker.share = 0.01  # as a guard lowers it
+
+    run.load(copy.deepcopy(state))
+    fresh = skips.Run(Sequential(), policy).load(state)
+
+    found, expected = run.pipeline.skipping, fresh.pipeline.skipping
+    assert found.report() == expected.report()
+    assert found.position == expected.position
+    assert found.tracker.share == expected.tracker.share
+    run.losses = []
+    skips.require_equal(fresh.train(80), run.train(80))
+    assert found.report() == expected.report()
+
+
+def test_importance_that_is_loaded_without_a_state_starts_anew(skips):
+    state = skips.Run(Sequential(), skips.POLICIES["random_drop"]).train(5).state()
+    policy = Importance(share=0.3, warm_up=32, guard=None)
+    run = skips.Run(Sequential(), policy).train(20).load(state)
+
+    assert run.pipeline.skipping.report()["importance"]["num_steps"] == 0
+    assert run.pipeline.skipping.importance.state_dict()["weights"] is None
+
+
+@pytest.mark.parametrize("num_batches", [0, 2**40])
+def test_a_position_far_from_the_tracker_is_refused(skips, num_batches):
+    run = skips.Run(Sequential(), skips.POLICIES["drop_input"]).train(5)
+    state = run.pipeline.state_dict()
+    state["skipping"]["position"]["num_batches"] = num_batches
+
+    with pytest.raises(ConfigError, match=r"position must be .* the tracker's 5 steps"):
+        run.pipeline.load_state_dict(state)
+    assert run.pipeline.skipping.tracker.num_steps == run.pipeline.skipping.num_seen == 0
+
+
+def test_after_a_step_that_raised_no_update_is_counted_or_frozen(skips):
+    run = skips.Run(Sequential(), skips.POLICIES["freeze_rows"]).train(4)
+    whole, run.pipeline._forward = run.pipeline._forward, None
+    with pytest.raises(TypeError):
+        run.train(5)
+    run.pipeline._forward = whole
+
+    for followed in run.pipeline.skipping.tracker._followed:
+        assert not followed.marks.is_counting
+        assert not followed.marks.is_freezing
+
+
+@pytest.mark.parametrize(
+    "make", [iter, lambda batches: map(copy.copy, batches), lambda batches: islice(batches, 20)]
+)
+def test_samples_of_an_iterator_that_cannot_be_deleted_are_dropped(skips, make):
+    run = skips.Run(LookAhead(2), skips.POLICIES["random_drop"], skips.options_of("host", None))
+    batches = list(run.loader)
+    run.pipeline.progress(make(batches))
+
+    iterator = make(batches)
+    with pytest.warns(UserWarning, match=r"RandomDrop.*no support for weak references"):
+        run.pipeline.progress(iterator)
+    run.pipeline.progress(iterator)
+
+    assert list(run.pipeline._windows._owners) == [id(iterator)]
+    assert run.pipeline.skipping.position.num_batches == 3
+
+
+def test_iterators_without_samples_that_wait_are_dropped_silently(skips):
+    run = skips.Run(Sequential(), skips.POLICIES["observe"])
+    batches = list(run.loader)[:3]
+
+    for _ in range(4):
+        iterator = iter(batches)
+        for _ in batches:
+            run.pipeline.progress(iterator)
+
+    assert len(run.pipeline._windows._owners) == 1
+    assert run.pipeline.skipping.num_seen == 4 * 3 * 16

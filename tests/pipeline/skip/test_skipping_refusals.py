@@ -1,0 +1,156 @@
+"""What skipping refuses by name, and states of other pipelines."""
+
+import numpy as np
+import pytest
+
+from recsys.datasets.loader import BatchLoader
+from recsys.embeddings.staleness.settings import Staleness
+from recsys.errors import ConfigError
+from recsys.pipeline import (
+    FAE,
+    DropInput,
+    FreezeRows,
+    HotColdLoader,
+    LookAhead,
+    Observe,
+    RandomDrop,
+    Sequential,
+    Subsample,
+)
+from recsys.pipeline.skip.refill import Position
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:schedule=.*room for"),
+    pytest.mark.filterwarnings("ignore:staleness. a share"),
+]
+
+
+def test_evaluation_on_the_training_iterator_is_refused(skips):
+    run = skips.Run(LookAhead(2), skips.POLICIES["observe"], skips.options_of("host", None))
+    iterator = iter(run.loader)
+    run.pipeline.progress(iterator)
+    run.model.eval()
+
+    with pytest.raises(ValueError, match="evaluation must have an iterator of its own"):
+        run.pipeline.progress(iterator)
+
+
+def test_two_training_iterators_at_once_are_refused(skips):
+    run = skips.Run(LookAhead(2), skips.POLICIES["random_drop"], skips.options_of("host", None))
+    other = BatchLoader(skips.Clicks(), "test", 16, shuffle=False)
+    first, second = iter(run.loader), iter(other)
+    run.pipeline.progress(first)
+
+    with pytest.raises(ValueError, match="trains on one iterator at a time"):
+        run.pipeline.progress(second)
+    first.close()
+    del first
+    run.pipeline.progress(second)
+
+
+@pytest.mark.parametrize("name", ["random_drop", "drop_input", "subsample"])
+def test_an_adaptive_fae_loader_is_refused(skips, name):
+    source = skips.Clicks()
+    is_hot = np.arange(1600) % 3 == 0
+    loader = HotColdLoader(source, "train", 16, is_hot, FAE())
+    run = skips.Run(Sequential(), skips.POLICIES[name])
+
+    with pytest.raises(ValueError, match=r"ahead.*but HotColdLoader with FAE\(is_adaptive=True\)"):
+        run.pipeline.progress(iter(loader))
+
+
+def test_a_model_without_predictions_is_refused_with_a_guard(skips):
+    run = skips.Run(Sequential(), skips.POLICIES["freeze_rows guarded"])
+    plain = run.pipeline._forward
+    run.pipeline._forward = lambda batch: (plain(batch)[0], None)
+
+    with pytest.raises(ValueError, match=r"guard needs the predictions.*NoneType.*guard=None"):
+        run.pipeline.progress(iter(run.loader))
+
+
+def test_a_schedule_that_looks_too_far_ahead_is_refused(skips):
+    with pytest.raises(ValueError, match=r"at most 31 mini-batches ahead, .* got 32"):
+        skips.Run(LookAhead(32), skips.POLICIES["observe"], skips.options_of("host", None))
+
+
+def test_what_is_no_policy_is_refused(skips):
+    with pytest.raises(TypeError, match=r"skip must be a policy such as DropInput.*got str"):
+        skips.Run(Sequential(), "drop_input")
+
+
+def test_a_deleted_pipeline_lets_go_of_the_rows(skips):
+    run = skips.Run(
+        LookAhead(2), skips.POLICIES["drop_input"], skips.options_of("host", None)
+    ).train(3)
+    del run.pipeline
+
+    skips.Run(LookAhead(2), skips.POLICIES["observe"], model=run.model).train(3)
+
+
+def test_a_state_without_skipping_is_loaded(skips):
+    plain = skips.Run(LookAhead(2), None, skips.options_of("host", None)).train(5)
+    state = plain.state()
+    del state["pipeline"]["skipping"]  # as older versions saved it
+
+    run = skips.Run(LookAhead(2), RandomDrop(0.2), skips.options_of("host", None)).load(state)
+
+    assert run.pipeline.skipping.num_seen == 0
+    run.train(8)
+
+
+def test_resuming_without_skip_says_which_samples_repeat(skips):
+    run = skips.Run(Sequential(), skips.POLICIES["random_drop"]).train(5)
+    offset = run.pipeline.skipping.position.offset
+    assert offset > 0
+
+    with pytest.warns(UserWarning, match=f"the first {offset} samples"):
+        skips.Run(Sequential(), None).load(run.state())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"position": None},
+        {"position": {"num_batches": 1}},
+        {"position": Position(num_seen=2**62 + 1)._asdict()},
+        {"position": Position(num_kept=1)._asdict()},
+        {"shares": [[1, 2]]},
+        {"shares": "many"},
+        {"steps_per_share": 0},
+        {"tracker": {}},
+        {"guard": 3},
+    ],
+    ids=str,
+)
+def test_what_is_no_state_is_refused(skips, change):
+    run = skips.Run(Sequential(), skips.POLICIES["drop_input guarded"]).train(5)
+    state = run.pipeline.state_dict()
+    state["skipping"] |= change
+
+    with pytest.raises(ConfigError, match=r"state|guard"):
+        run.pipeline.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DropInput(1.0), r"DropInput: share must be a number in \(0, 1\), got 1.0"),
+        (lambda: DropInput(0), r"share must be a number in \(0, 1\), got 0; .* use skip=None"),
+        (
+            lambda: FreezeRows(0.3, Staleness(threshold=0.5)),
+            r"FreezeRows: share means nothing with staleness\.threshold.* 0\.3 and threshold 0\.5",
+        ),
+        (lambda: RandomDrop(True), "RandomDrop: share"),
+        (lambda: Observe(0.2, None), "Observe: staleness must be a Staleness, got NoneType"),
+        (
+            lambda: FreezeRows(0.2, Staleness(), 7),
+            "FreezeRows: guard must be a Guard or None, got 7",
+        ),
+        (lambda: Subsample(0.2, 0.0), r"Subsample: keep must be a number in \(0, 1\), got 0.0"),
+        (lambda: Subsample(0.5, 0.6), "Subsample: share must be at most 1 - keep = 0.4"),
+        (lambda: RandomDrop(0.2, -1), "RandomDrop: seed must be a whole number"),
+    ],
+)
+def test_policies_check_their_values(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
