@@ -6,6 +6,11 @@
     |-- dense_optimizer: OptimizerConfig    of the dense part; a key not set is as in `optimizer`
     |-- lr_schedule: LearningRateConfig     of both optimizers
     |-- schedule: ScheduleConfig            order of fetching, computing and updating
+    |-- skip: SkipConfig                    samples, or updates of rows, that are left out
+    |   |-- staleness: StalenessConfig      when a row is stale
+    |   |-- guard: GuardConfig              checks of quality
+    |   |-- importance: ImportanceConfig    constants of policy importance
+    |   `-- paper: PaperConfig              constants of policy paper
     |-- eval: EvalConfig
     |-- checkpoint: CheckpointConfig        how often the run saves its state
     `-- synthetic: SyntheticConfig          used when `data` is synthetic
@@ -30,6 +35,13 @@ from recsys._support.sizes import parse_bytes
 from recsys._support.untrusted import parse_toml
 from recsys.config_checkpoint import CheckpointConfig
 from recsys.config_schedule import ScheduleConfig
+from recsys.config_skip import (
+    GuardConfig,
+    ImportanceConfig,
+    PaperConfig,
+    SkipConfig,
+    StalenessConfig,
+)
 from recsys.datasets.synthetic.config import SyntheticConfig
 from recsys.embeddings.tiers.cold.cold_files import COLD_TIERS
 from recsys.errors import ConfigError
@@ -41,10 +53,15 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointConfig",
     "EvalConfig",
+    "GuardConfig",
+    "ImportanceConfig",
     "LearningRateConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PaperConfig",
     "ScheduleConfig",
+    "SkipConfig",
+    "StalenessConfig",
     "SyntheticConfig",
     "TrainConfig",
     "build_config",
@@ -185,6 +202,13 @@ class EvalConfig:
     split: str = _key("validation", "split to evaluate on", choices=("validation", "test"))
     max_samples: int = _key(50_000, "samples per evaluation, from the start of the split", least=1)
     batch_size: int = _key(2048, "samples per forward pass", least=1)
+    popular_share: float = _key(
+        0.0,
+        "at the end, also measure the test samples whose rows are as popular as those of this "
+        "share of the training samples; 0: not",
+        least=0,
+        most=1,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -201,6 +225,9 @@ class TrainConfig:
     device: str = _key("cpu", "device of the model", choices=("cpu", "cuda"))
     num_threads: int = _key(0, "threads that compute; 0: one per core", least=0)
     prefetch: int = _key(2, "mini-batches read ahead, at least", least=1)
+    shuffle: bool = _key(
+        True, "train on the samples in an order drawn for every epoch; false: in that of the data"
+    )
     precision: str = _key(
         "fp32", "of the dense part; bf16 keeps parameters in fp32", choices=("fp32", "bf16")
     )
@@ -224,6 +251,7 @@ class TrainConfig:
     schedule: ScheduleConfig = _key(
         ScheduleConfig, "order of fetching rows, computing and updating"
     )
+    skip: SkipConfig = _key(SkipConfig, "samples, or updates of rows, that are left out")
     eval: EvalConfig = _key(EvalConfig, "evaluation during training")
     checkpoint: CheckpointConfig = _key(CheckpointConfig, "checkpoints, to resume the run")
     synthetic: SyntheticConfig = _key(SyntheticConfig, "synthetic data")
@@ -234,6 +262,11 @@ class TrainConfig:
             raise ConfigError(f"seed must be less than 2**63, got {self.seed}")
         if self.budget:
             parse_bytes(self.budget, "budget")
+        if not self.shuffle and self.schedule.name == "fae":
+            raise ConfigError(
+                "shuffle false is not for schedule 'fae', which orders samples by their rows; "
+                "drop the key, or choose another schedule"
+            )
         if self.cold_path and self.cold_tier == "host":
             raise ConfigError(
                 f"cold_path is for cold_tier 'file', got {self.cold_path!r} with 'host'; "
@@ -244,6 +277,12 @@ class TrainConfig:
                 f"budget and plan are for embeddings 'recsys', got {self.embeddings!r}; leave them "
                 "out, or choose embeddings 'recsys'"
             )
+        if self.skip.needs_rows and self.embeddings != "recsys":
+            raise ConfigError(
+                f"skip.policy {self.skip.policy!r} is for embeddings 'recsys', got "
+                f"{self.embeddings!r}; choose embeddings 'recsys', or policy 'random_drop'"
+            )
+        _check_order_of_skipping(self.skip, self.schedule)
         if self.dense_optimizer is not None and self.dense_optimizer.name not in _DENSE_OPTIMIZERS:
             raise ConfigError(
                 f"dense_optimizer.name must be one of {_DENSE_OPTIMIZERS} (others are for rows), "
@@ -256,6 +295,21 @@ class TrainConfig:
         if self.dense_optimizer is not None:
             return self.dense_optimizer
         return self.optimizer.for_dense()
+
+
+def _check_order_of_skipping(skip: SkipConfig, schedule: ScheduleConfig) -> None:
+    """Refuse a policy with a schedule whose order of samples it cannot take."""
+    is_fae = schedule.name == "fae"
+    if skip.policy == "paper" and not (is_fae and schedule.rate == 100 and not schedule.adaptive):
+        raise ConfigError(
+            "skip.policy 'paper' trains on all cold and then on all hot mini-batches of an epoch; "
+            "set schedule.name to 'fae', schedule.rate to 100 and schedule.adaptive to false"
+        )
+    if skip.policy not in ("none", "paper") and is_fae:
+        raise ConfigError(
+            f"skip.policy {skip.policy!r} does not go with schedule.name 'fae', whose order of "
+            "samples is planned beforehand; choose another schedule"
+        )
 
 
 def load_config(

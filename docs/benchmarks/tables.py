@@ -32,6 +32,14 @@ from tables_of_runs import (
     synthetic_table,
 )
 from tables_of_samples import continuation_table, coverage_table, planted_table, rand_em_table
+from tables_of_slipstream import (
+    following_table,
+    late_table,
+    popular_table,
+    random_table,
+    skipping_table,
+    write_policies,
+)
 from tables_of_tiers import tiers_file_table, tiers_table
 
 from recsys.bench.parts.tiers_curve import write_curve
@@ -48,15 +56,25 @@ DOCUMENTS = (
     "docs/popularity.md",
     "docs/reliability.md",
     "docs/schedules.md",
+    "docs/slipstream.md",
     "docs/synthetic.md",
 )
 CURVES = ("tiers.json",)
+SKIPPING = ("slipstream_synthetic", "slipstream_drift", "slipstream_real")
+_NOT_MEASURED = "Not measured yet.\n"
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def with_tables(text: str) -> str:
-    """Replace the tables of a document by new ones."""
-    return _PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[3], text)
+    """Replace the tables of a document by new ones; a table without its JSON says so."""
+    return _PLACE.sub(lambda place: place[1] + _table(place[2]) + place[3], text)
+
+
+def _table(name: str) -> str:
+    try:
+        return TABLES[name]()
+    except FileNotFoundError:
+        return _NOT_MEASURED
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -86,6 +104,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "continuation": partial(continuation_table, "synthetic_coverage.json"),
     "planted": partial(planted_table, "synthetic_coverage.json"),
     "reached": partial(reached_table, "synthetic_reached.json"),
+    "skipping": partial(following_table, "skipping.json"),
+    **{name: partial(skipping_table, f"{name}.json") for name in SKIPPING},
+    **{f"{name}_random": partial(random_table, f"{name}.json") for name in SKIPPING},
+    **{f"{name}_popular": partial(popular_table, f"{name}.json") for name in SKIPPING},
+    "slipstream_preferences": partial(late_table, "slipstream_preferences.json"),
 }
 
 
@@ -95,3 +118,6 @@ if __name__ == "__main__":
         document.write_text(with_tables(document.read_text()))
     for name in CURVES:
         write_curve(RECORDS / name)
+    for name in SKIPPING:
+        if (RECORDS / f"{name}.json").is_file():
+            write_policies(RECORDS / f"{name}.json")

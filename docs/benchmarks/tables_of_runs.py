@@ -13,7 +13,7 @@ from table_cells import (
     read_record,
 )
 
-from recsys.report.ablation_table import column_title, format_number
+from recsys.report.ablation_metrics import column_title, format_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

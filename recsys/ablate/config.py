@@ -5,6 +5,8 @@
     target_auc = 0.70              # optional: measure the training time to this AUC
     target_split = "test"          # split of that AUC; default "test"
     eval_every_samples = 4096      # training samples between evaluations; default 4096
+    baseline = "none"              # optional: compare all others with this variation, in pairs
+    late_share = 0.25              # optional: mean quality over this last share of the training
 
     [[ablate.variations]]          # named sets of keys, ...
     name = "sgd"
@@ -38,7 +40,16 @@ if TYPE_CHECKING:
 __all__ = ["AblationConfig", "Cell", "Variation", "load_ablation"]
 
 _MOST_VARIATIONS = 10_000
-_KEYS = ("seeds", "target_auc", "target_split", "eval_every_samples", "variations", "grid")
+_KEYS = (
+    "seeds",
+    "target_auc",
+    "target_split",
+    "eval_every_samples",
+    "baseline",
+    "late_share",
+    "variations",
+    "grid",
+)
 _TARGET_KEYS = {"eval.every_steps": "eval_every_samples", "eval.split": "target_split"}
 
 
@@ -84,6 +95,9 @@ class AblationConfig:
         target_auc: Measure the training time to this AUC; None to measure none.
         target_split: Split of that AUC, "test" or "validation".
         eval_every_samples: Training samples between two evaluations.
+        baseline: Name of the variation with which the others are compared; None for none.
+        late_share: Last share of the training samples over which evaluations are averaged; None to
+            average none.
     """
 
     base: Mapping[str, Any]
@@ -92,12 +106,15 @@ class AblationConfig:
     target_auc: float | None = None
     target_split: str = "test"
     eval_every_samples: int = 4096
+    baseline: str | None = None
+    late_share: float | None = None
 
     def __post_init__(self) -> None:
         if not self.seeds or any(type(seed) is not int for seed in self.seeds):
             raise ConfigError(f"ablate.seeds must be a list of integers, got {list(self.seeds)}")
         _all_distinct("ablate.seeds", self.seeds)
-        _all_distinct("names of variations", [variation.name for variation in self.variations])
+        names = [variation.name for variation in self.variations]
+        _all_distinct("names of variations", names)
         if self.target_auc is not None and not 0 < self.target_auc < 1:
             raise ConfigError(f"ablate.target_auc must be between 0 and 1, got {self.target_auc}")
         if not 1 <= self.eval_every_samples < 2**63:
@@ -105,6 +122,13 @@ class AblationConfig:
                 "ablate.eval_every_samples must be at least 1, got "
                 f"{str(self.eval_every_samples)[:40]}, and less than 2**63"
             )
+        if self.baseline is not None and (self.baseline not in names or len(names) < 2):
+            raise ConfigError(
+                f"ablate.baseline must name one of two or more variations, got {self.baseline!r}; "
+                f"the variations are {names[:20]}"
+            )
+        if self.late_share is not None and not 0 < self.late_share <= 1:
+            raise ConfigError(f"ablate.late_share must be in (0, 1], got {self.late_share}")
         for variation in self.variations:
             for key, value in variation.keys.items():
                 if isinstance(value, dict):
@@ -138,13 +162,18 @@ class AblationConfig:
         ]
 
     def describe(self) -> dict[str, Any]:
-        """The ablation in JSON types; the keys about the target are null without a target."""
+        """The ablation in JSON types; the keys about the target are null without a target.
+
+        `baseline` and `late_share` are there if they are set.
+        """
         has_target = self.target_auc is not None
+        options = {"baseline": self.baseline, "late_share": self.late_share}
         return {
             "seeds": list(self.seeds),
             "target_auc": self.target_auc,
             "target_split": self.target_split if has_target else None,
             "eval_every_samples": self.eval_every_samples if has_target else None,
+            **{key: value for key, value in options.items() if value is not None},
             "variations": {variation.name: dict(variation.keys) for variation in self.variations},
             "base": dict(self.base),
         }
@@ -214,6 +243,8 @@ def _check_types(table: Mapping[str, Any]) -> None:
         "target_auc": (float, "a number between 0 and 1"),
         "target_split": (str, '"test" or "validation"'),
         "eval_every_samples": (int, "a number of samples"),
+        "baseline": (str, "the name of a variation"),
+        "late_share": (float, "a number in (0, 1]"),
         "variations": (list, "tables [[ablate.variations]]"),
         "grid": (dict, "a table of lists"),
     }

@@ -3,9 +3,10 @@
     cell                one training run: a variation with a seed; DIR/cells/<variation>-seed<k>
     order               all variations with the first seed, then all with the second, ...
     finished cell       its run.json says so, and holds the configuration of the cell
+    recorded cell       a finished cell of the file of results; its folder may be gone
 
-A finished cell is never run again, and a cell that was stopped continues from its checkpoint if it
-has one. So a stopped ablation continues where it stopped.
+A finished or recorded cell is never run again, and a cell that was stopped continues from its
+checkpoint if it has one. So a stopped ablation continues where it stopped.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment
+from recsys.ablate.results import Results
 from recsys.config import build_config, describe_config
 from recsys.errors import AlreadyExists, CheckpointError, ConfigError, TrainingDiverged
 from recsys.report.ablation_table import make_rows
 from recsys.report.page import write_report
+from recsys.report.paired import make_differences
 from recsys.train.build import describe_source, open_source
 from recsys.train.checkpoint import newest
 from recsys.train.run_folder import RunFolder, write_json
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from recsys.ablate.config import AblationConfig, Cell
     from recsys.config import TrainConfig
 
-__all__ = ["ablate", "seconds_to_auc"]
+__all__ = ["ablate", "late_quality", "seconds_to_auc"]
 
 # A cell that diverged would diverge again with the same seed, so it is not run again.
 _OUTCOMES = ("finished", "diverged")
@@ -63,6 +67,7 @@ def ablate(
     config: AblationConfig,
     out_dir: str | Path,
     *,
+    results: str | Path | None = None,
     show_progress: bool = True,
     run_cell: RunCell = train_in_own_process,
 ) -> dict[str, Any]:
@@ -75,6 +80,8 @@ def ablate(
         config: The cells.
         out_dir: A new folder, or the folder of the same ablation, which is continued. It gets
             `cells/`, and after every cell a new `ablate.json` and a new `report.html`.
+        results: A file that keeps finished cells; it is read first, and written after every cell. A
+            cell in it with the same configuration and data is not run, whatever version ran it.
         show_progress: Print the name of every cell and draw its progress bar.
         run_cell: Trains one configuration into a folder.
 
@@ -83,10 +90,10 @@ def ablate(
         Ctrl-C ends the cell in training, which then counts as not run.
 
     Raises:
-        AlreadyExists: the folder holds something else, or a cell with another configuration or
-            with other data.
-        ConfigError: a cell cannot be trained, a file of a cell is damaged, or another process is
-            at work in the folder.
+        AlreadyExists: the folder holds something else; or the folder or the file of results holds
+            a cell with another configuration or with other data.
+        ConfigError: a cell cannot be trained, a file of a cell or the file of results is damaged,
+            or another process is at work in the folder.
         StoreError: the data does not exist.
     """
     folder = Path(out_dir)
@@ -98,6 +105,7 @@ def ablate(
             f"{folder} is neither empty nor an ablation's folder: it has no cells/; "
             "choose another with --run"
         )
+    recorded = None if results is None else _open_results(Path(results), folder, config)
     data = {_data_keys(cell): cell.config for cell in cells}
     # Missing data raises here, before anything is written.
     sources = {keys: describe_source(open_source(tried)) for keys, tried in data.items()}
@@ -106,8 +114,16 @@ def ablate(
         outcomes = {}
         for cell in cells:
             outcome = _read_outcome(config, folder, cell)
+            way_out = _way_out(folder, cell)
+            if outcome is None and recorded is not None and cell.name in recorded.cells:
+                outcome = recorded.cells[cell.name]
+                way_out = (
+                    f"take it out of {recorded.file} to run it again, or name another file with "
+                    "--results"
+                )
+                _require_same_config(cell, outcome["run"], way_out)
             if outcome is not None:
-                _require_same_data(folder, cell, outcome, sources[_data_keys(cell)])
+                _require_same_data(cell, outcome["run"], sources[_data_keys(cell)], way_out)
                 outcomes[cell.name] = outcome
         try:
             for number, cell in enumerate(cells):
@@ -123,11 +139,11 @@ def ablate(
                 shutil.rmtree(folder / "cells" / cell.name / "checkpoints", ignore_errors=True)
                 outcomes[cell.name] = outcome
                 if len(outcomes) < len(cells):
-                    _tabulate(config, folder, cells, outcomes)
+                    _tabulate(config, folder, cells, outcomes, recorded)
         except KeyboardInterrupt:
             pass
         finally:
-            record = _tabulate(config, folder, cells, outcomes)
+            record = _tabulate(config, folder, cells, outcomes, recorded)
             _warn_of_differences(folder, cells, record)
     return record
 
@@ -147,12 +163,26 @@ def seconds_to_auc(
     return None
 
 
+def _open_results(file: Path, folder: Path, config: AblationConfig) -> Results:
+    """The file of results.
+
+    Raises:
+        AlreadyExists, ConfigError: see `Results`; or it is the `ablate.json` of the folder.
+    """
+    if file.resolve() == (folder / "ablate.json").resolve():
+        raise ConfigError(
+            f"--results must name a file of its own, got {file}, which the ablation writes anyway"
+        )
+    return Results(file, config)
+
+
 def _read_outcome(config: AblationConfig, folder: Path, cell: Cell) -> dict[str, Any] | None:
-    """The record of a cell that finished or diverged; None if the cell must be run.
+    """A cell that finished or diverged, as in `ablate.json`; None if the cell must be run.
 
     Raises:
         AlreadyExists: the cell was run with another configuration.
-        ConfigError: the record is damaged, or the history is damaged and a target needs it.
+        ConfigError: the record is damaged, or the history is damaged and a target or a late share
+            needs it.
     """
     run = RunFolder(folder / "cells" / cell.name)
     if not run.record_file.is_file():
@@ -160,18 +190,31 @@ def _read_outcome(config: AblationConfig, folder: Path, cell: Cell) -> dict[str,
     record = run.read_record()
     if record["status"] not in _OUTCOMES:
         return None
+    _require_same_config(cell, record, _way_out(folder, cell))
+    if record["status"] == "finished":
+        if config.target_auc is not None:
+            _require_whole_history(run, cell, record, config.target_split)
+        if config.late_share is not None:
+            _require_whole_history(run, cell, record, cell.config.eval.split)
+    return _describe_cell(config, run, cell, record)
+
+
+def _require_same_config(cell: Cell, record: dict[str, Any], way_out: str) -> None:
+    """Check that a finished cell was run with the configuration that it has now.
+
+    A key that did not exist when the record was written gets its default, also in the record.
+
+    Raises:
+        AlreadyExists: the configuration has changed.
+    """
     try:
-        # A key that did not exist when the record was written gets its default.
         found = record["config"] = _as_json(describe_config(build_config(record["config"])))
     except ConfigError as error:
         difference: str | None = f"this version refuses it: {error}"
     else:
         difference = _first_difference(_as_json(describe_config(cell.config)), found)
     if difference is not None:
-        raise AlreadyExists(_refusal(run, cell, "another configuration", difference))
-    if config.target_auc is not None and record["status"] == "finished":
-        _require_whole_history(run, cell, record, config.target_split)
-    return record
+        raise AlreadyExists(_refusal(cell, "another configuration", difference, way_out))
 
 
 def _require_whole_history(
@@ -198,7 +241,7 @@ def _data_keys(cell: Cell) -> tuple[Any, ...]:
 
 
 def _require_same_data(
-    folder: Path, cell: Cell, record: Mapping[str, Any], data: Mapping[str, Any]
+    cell: Cell, record: Mapping[str, Any], data: Mapping[str, Any], way_out: str
 ) -> None:
     """Check that a finished cell was run on the data as it is now.
 
@@ -210,15 +253,16 @@ def _require_same_data(
     expected = {key: value for key, value in _as_json(data).items() if key in found}
     difference = _first_difference(expected, {key: found[key] for key in expected})
     if difference is not None:
-        run = RunFolder(folder / "cells" / cell.name)
-        raise AlreadyExists(_refusal(run, cell, "other data", difference))
+        raise AlreadyExists(_refusal(cell, "other data", difference, way_out))
 
 
-def _refusal(run: RunFolder, cell: Cell, what: str, difference: str) -> str:
-    return (
-        f"cell {cell.name} was run with {what}: {difference}; remove "
-        f"{run.path} to run it again, or choose another folder with --run"
-    )
+def _refusal(cell: Cell, what: str, difference: str, way_out: str) -> str:
+    return f"cell {cell.name} was run with {what}: {difference}; {way_out}"
+
+
+def _way_out(folder: Path, cell: Cell) -> str:
+    path = folder / "cells" / cell.name
+    return f"remove {path} to run it again, or choose another folder with --run"
 
 
 def _as_json(value: Any) -> Any:
@@ -278,13 +322,14 @@ def _tabulate(
     folder: Path,
     cells: Sequence[Cell],
     outcomes: Mapping[str, dict[str, Any]],
+    recorded: Results | None,
 ) -> dict[str, Any]:
-    """Write `ablate.json` and `report.html` from the cells that are done; returns the record."""
-    done = [
-        _describe_cell(config, folder, cell, outcomes[cell.name])
-        for cell in cells
-        if cell.name in outcomes
-    ]
+    """Write `ablate.json`, the file of results and `report.html` from the cells that are done.
+
+    Returns:
+        The record, as in `ablate.json`.
+    """
+    done = [outcomes[cell.name] for cell in cells if cell.name in outcomes]
     described = config.describe()
     record = {
         "command": " ".join(["recsys", *sys.argv[1:]]),
@@ -295,7 +340,11 @@ def _tabulate(
         "cells": done,
         "rows": make_rows(done, described),
     }
+    if config.baseline is not None:
+        record["differences"] = make_differences(done, described)
     write_json(folder / "ablate.json", record)
+    if recorded is not None:
+        recorded.write(record)
     write_report(folder)
     return record
 
@@ -313,14 +362,14 @@ def _warn_of_differences(folder: Path, cells: Sequence[Cell], record: Mapping[st
 
 
 def _describe_cell(
-    config: AblationConfig, folder: Path, cell: Cell, record: dict[str, Any]
+    config: AblationConfig, run: RunFolder, cell: Cell, record: dict[str, Any]
 ) -> dict[str, Any]:
+    """A finished cell as in `ablate.json`."""
     interval = reached = None
     if config.target_auc is not None:
         interval = cell.config.eval.every_steps * cell.config.batch_size
-        history = RunFolder(folder / "cells" / cell.name).read_history()
-        reached = seconds_to_auc(history, config.target_split, config.target_auc)
-    return {
+        reached = seconds_to_auc(run.read_history(), config.target_split, config.target_auc)
+    described = {
         "name": cell.name,
         "variation": cell.variation,
         "seed": cell.seed,
@@ -328,6 +377,35 @@ def _describe_cell(
         "samples_to_target_auc": reached and reached[1],
         "eval_every_samples": interval,
         "run": record,
+    }
+    if config.late_share is not None:
+        split = cell.config.eval.split
+        described["late"] = late_quality(run.read_history(), split, config.late_share)
+    return described
+
+
+def late_quality(
+    history: Sequence[Mapping[str, Any]], split: str, share: float
+) -> dict[str, Any] | None:
+    """Mean AUC and logloss of the evaluations of a split over the last share of the training.
+
+    The evaluation after the last step is one of them, although it may cover more samples. None if
+    no evaluation of the split has an AUC.
+    """
+    last = max((entry["num_samples"] for entry in history), default=0)
+    found = [
+        entry[split]
+        for entry in history
+        if entry.get(split) and entry["num_samples"] >= (1 - share) * last
+    ]
+    aucs = [metrics["auc"] for metrics in found if metrics["auc"] is not None]
+    if not aucs:
+        return None
+    return {
+        "split": split,
+        "num_evaluations": len(found),
+        "auc": fmean(aucs),
+        "logloss": fmean(metrics["logloss"] for metrics in found),
     }
 
 

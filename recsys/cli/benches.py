@@ -72,6 +72,9 @@ def add_bench_commands(commands: _Commands) -> None:
         "--folder", type=Path, default=Path("runs"), metavar="DIR", help="on the disk to measure"
     )
 
+    skipping = add("skipping", _bench_skipping, "following rows while training, against not")
+    skipping.add_argument("--quick", action="store_true", help="small tables, few rounds")
+
     for name, run_command, help_text in (
         ("synthetic", _bench_synthetic, "generating samples, against reading them from a store"),
         ("count", _bench_count, "counting lookups, against numpy and torch"),
@@ -238,6 +241,17 @@ def _bench_checkpoints(options: argparse.Namespace) -> int:
         steps_per_turn=20 if options.quick else 1150,
         table_sizes=[1000] * 26 if options.quick else (),
         file_tier_bytes=10**7 if options.quick else FILE_TIER_BYTES,
+    )
+    return _show_rows(rows, options)
+
+
+def _bench_skipping(options: argparse.Namespace) -> int:
+    from recsys.bench.skipping import bench_skipping
+
+    rows = bench_skipping(
+        (128,) if options.quick else (128, 2048),
+        num_rounds=2 if options.quick else 30,
+        table_sizes=[1000] * 26 if options.quick else (),
     )
     return _show_rows(rows, options)
 

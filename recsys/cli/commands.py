@@ -160,6 +160,11 @@ def _add_run_commands(commands: _Commands) -> None:
         metavar="DIR",
         help="folder for results; the folder of a stopped ablation is continued",
     )
+    ablate.add_argument(
+        "--results",
+        metavar="FILE.json",
+        help="keep finished cells in FILE, and do not run those that it holds again",
+    )
     ablate.set_defaults(run_command=_ablate)
 
     report = commands.add_parser("report", help="write an HTML page about a run or an ablation")
@@ -234,9 +239,12 @@ def _ablate(options: argparse.Namespace) -> int:
     from recsys.ablate.run import ablate
     from recsys.report.ablation_table import format_ablation
 
-    record = ablate(load_ablation(options.config, options.set), options.run)
+    config = load_ablation(options.config, options.set)
+    record = ablate(config, options.run, results=options.results)
     print(format_ablation(record))
     print(f"saved in {options.run}/: ablate.json, report.html, cells/")
+    if options.results is not None:
+        print(f"saved in {options.results}: the finished cells")
     return 0 if record["status"] == "finished" else _INTERRUPTED
 
 

@@ -9,29 +9,18 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from recsys.bench.parts.harness import summarize
+from recsys.report.ablation_metrics import (
+    column_title,
+    format_number,
+    tabulated_metrics,
+    value_of,
+)
+from recsys.report.paired import format_paired
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["column_title", "format_ablation", "format_evaluations", "format_number", "make_rows"]
-
-
-def _test_metric(name: str) -> Callable[[Mapping[str, Any]], float | None]:
-    return lambda cell: (cell["run"]["metrics"]["test"] or {}).get(name)
-
-
-def _milliseconds_to_target(cell: Mapping[str, Any]) -> float | None:
-    seconds: float | None = cell["seconds_to_target_auc"]
-    return None if seconds is None else seconds * 1e3
-
-
-# By metric: its unit, and the function that reads its value from a finished cell, or None.
-_METRICS: dict[str, tuple[str, Callable[[Mapping[str, Any]], float | None]]] = {
-    "auc": ("1", _test_metric("auc")),
-    "logloss": ("nats", _test_metric("logloss")),
-    "throughput": ("samples/s", lambda cell: cell["run"]["throughput"]["samples_per_second"]),
-    "time_to_target_auc": ("ms", _milliseconds_to_target),
-}
+__all__ = ["format_ablation", "format_commits", "format_evaluations", "make_rows"]
 
 
 def make_rows(
@@ -50,18 +39,16 @@ def make_rows(
         never reached the target. All numbers are null if no cell has a value.
     """
     rows = []
+    metrics = tabulated_metrics(cells, config)
     for variation in config["variations"]:
         own = [cell for cell in cells if cell["variation"] == variation]
-        for metric, (unit, value_of) in _METRICS.items():
-            if own and (metric != "time_to_target_auc" or config["target_auc"] is not None):
-                # A run that diverged has no result, even if it was evaluated before.
-                values = [
-                    value_of(cell) if cell["run"]["status"] == "finished" else None for cell in own
-                ]
-                provider = own[0]["run"]["config"]["embeddings"]
-                case = variation if "=" in variation.split(",")[0] else f"variation={variation}"
-                row = _row(case, provider, metric, unit, [v for v in values if v is not None])
-                rows.append(row | {"variation": variation, "num_cells": len(own), "values": values})
+        for metric in metrics if own else ():
+            values = [value_of(metric, cell) for cell in own]
+            provider = own[0]["run"]["config"]["embeddings"]
+            case = variation if "=" in variation.split(",")[0] else f"variation={variation}"
+            found = [value for value in values if value is not None]
+            row = _row(case, provider, metric.name, metric.unit, found)
+            rows.append(row | {"variation": variation, "num_cells": len(own), "values": values})
     return rows
 
 
@@ -84,26 +71,6 @@ def _row(
     }
 
 
-def column_title(metric: str, config: Mapping[str, Any]) -> str:
-    """Title of a metric for readers; `config` is that of `ablate.json`."""
-    titles = {
-        "auc": "test AUC",
-        "logloss": "test logloss",
-        "throughput": "samples/s",
-        "time_to_target_auc": f"seconds to {config['target_split']} AUC {config['target_auc']}",
-    }
-    return titles[metric]
-
-
-def format_number(metric: str, value: float | None) -> str:
-    """Value of a metric for readers; times in seconds."""
-    if value is None:
-        return "-"
-    if metric == "throughput":
-        return f"{value:,.0f}"
-    return f"{value / 1e3:.2f}" if metric == "time_to_target_auc" else f"{value:.4f}"
-
-
 def format_evaluations(record: Mapping[str, Any]) -> str:
     """How often the cells were evaluated, in words, for the note on the time to the target.
 
@@ -120,6 +87,19 @@ def format_evaluations(record: Mapping[str, Any]) -> str:
     num_others = len(runs) - len(periodic)
     others = f", but in {num_others} of {len(runs)} cells only the last one" if num_others else ""
     return f"one is made every {interval} samples{others}"
+
+
+def format_commits(record: Mapping[str, Any]) -> list[str]:
+    """A line per commit of the code with the cells that it ran; empty if one commit ran all."""
+    by_commit: dict[str, list[str]] = {}
+    for cell in record["cells"]:
+        environment = cell["run"]["environment"]
+        commit = str(environment.get("commit") or "unknown")[:10]
+        changes = " with changes" if environment.get("dirty") else ""
+        by_commit.setdefault(f"commit {commit}{changes}", []).append(cell["name"])
+    if len(by_commit) < 2:
+        return []
+    return [f"{commit} ran {', '.join(names)}" for commit, names in by_commit.items()]
 
 
 def _is_evaluated_only_at_its_end(run: Mapping[str, Any]) -> bool:
@@ -144,6 +124,9 @@ def format_ablation(record: Mapping[str, Any]) -> str:
         columns=["variation", "metric", "mean", "std", "min", "max", "runs"],
     ).set_index(["variation", "metric"])
     lines = [table.to_string() if len(table) else "no cell is finished", ""]
+    if record.get("differences"):
+        lines += [*format_paired(record), ""]
+    lines += format_commits(record)
     num_done, num_cells = len(record["cells"]), record["num_cells"]
     if num_done < num_cells:
         lines.append(f"{num_done} of {num_cells} cells were run; the same command runs the rest")

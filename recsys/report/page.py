@@ -17,15 +17,18 @@ from recsys._support.files import appearing_whole
 from recsys.errors import ConfigError, RecsysError
 from recsys.pipeline.stalls import stage_seconds, stage_title
 from recsys.pipeline.suggestions import Suggestion
-from recsys.report.ablation_table import column_title, format_evaluations, format_number
+from recsys.report.ablation_metrics import column_title, format_number
+from recsys.report.ablation_table import format_commits, format_evaluations
+from recsys.report.paired import paired_cells, paired_note
 from recsys.report.summary import (
     METRIC_NAMES,
     NO_METRICS,
     format_auc_error,
     format_best_auc,
     format_metric,
+    format_skipping,
 )
-from recsys.train.curves import draw_run, draw_variations
+from recsys.train.curves import draw_run, draw_skipping, draw_variations
 from recsys.train.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
@@ -106,7 +109,7 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
     throughput, data, metrics = record["throughput"], record["data"], record["metrics"]
     rate, peak = throughput["samples_per_second"], record["peak_memory_bytes"]
     measured = {split: values for split, values in metrics.items() if values is not None}
-    timeline = folder.timeline_picture_file
+    timeline, skipped = folder.timeline_picture_file, record.get("skipped")
     return _template().render(
         kind="run",
         title=f"Run {folder.path.resolve().name}",
@@ -129,6 +132,8 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
         stages=_stages(record["stalls"]),
         # Records of older versions have no predictions.
         predicted=[Suggestion.sentence(each) for each in record["stalls"].get("predicted", ())],
+        skipped=format_skipping(skipped),
+        skipping=_as_base64(skipped and draw_skipping(skipped, throughput["num_steps"])),
         timeline=_as_base64(timeline.read_bytes() if timeline.is_file() else None),
     )
 
@@ -180,7 +185,9 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
             [variation, *(_summary(rows[variation, metric]) for metric in metrics)]
             for variation in dict.fromkeys(variation for variation, _ in rows)
         ],
-        notes=[note, *format_auc_error(tested), *best],
+        notes=[note, *format_auc_error(tested), *best, *format_commits(record)],
+        differences=paired_cells(record) if record.get("differences") else None,
+        differences_note=paired_note(record) if record.get("differences") else "",
         curves=_as_base64(draw_variations(histories, split)),
         cells=[
             [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.sizes import format_bytes
+from recsys.pipeline.skip.guard_decisions import describe_decision
 from recsys.pipeline.stalls import format_stalls, stage_seconds
 
 if TYPE_CHECKING:
@@ -19,9 +20,17 @@ __all__ = [
     "format_metric",
     "format_metrics",
     "format_run",
+    "format_skipping",
 ]
 
 METRIC_NAMES = ("auc", "logloss", "normalized_entropy", "calibration", "accuracy", "num_samples")
+_TABLES_SHOWN = 4
+_DECISIONS_SHOWN = 5
+# What these policies do to samples.
+_KEEP_EVERYTHING = {
+    "observe": "nothing by observe, which only measures",
+    "freeze_rows": "updates of stale rows by freeze_rows",
+}
 NO_METRICS = "no evaluation was made, or the run diverged"
 
 
@@ -86,6 +95,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"training            {throughput['num_samples']:,} samples in {total:.1f} s; "
         f"evaluation took {evaluate:.1f} s more",
         *_tier_lines(record["tiers"]),
+        *format_skipping(record.get("skipped")),
         f"peak memory         {'-' if peak is None else f'{peak / 2**30:.2f} GiB'}",
         f"saved               {run_dir}/: {', '.join(files)}",
         "",
@@ -106,3 +116,109 @@ def _tier_lines(tiers: dict[str, Any] | None) -> list[str]:
         f"{format_bytes(tiers['written_back_bytes'])} written back; "
         f"{tiers['exposed_fetch_seconds']:.1f} s of waiting",
     ]
+
+
+def format_skipping(skipped: Mapping[str, Any] | None) -> list[str]:
+    """What a run left out, a line each; empty for a run without skipping.
+
+    Args:
+        skipped: The entry of a run record, `Skipping.report`.
+    """
+    if skipped is None:
+        return []
+    lines = [f"skipped             {_left_out(skipped)}"]
+    if skipped["num_checked"]:
+        share = skipped["num_stale"] / skipped["num_checked"]
+        lines.append(
+            f"stale samples       {share:.1%} of {skipped['num_checked']:,} checked had stale rows "
+            "only"
+        )
+    if skipped["staleness"] is not None:
+        lines += _staleness_lines(skipped["staleness"])
+    if skipped["guard"] is not None:
+        lines += _guard_lines(skipped["guard"])
+    predictor = skipped.get("importance") or {"predictor_logloss": None}
+    if predictor["predictor_logloss"] is not None:
+        lines.append(
+            f"predictor           logloss {predictor['predictor_logloss']:.4f} on the samples seen "
+            "last"
+        )
+    paper = skipped.get("paper")
+    if paper is not None and not paper["decisions"]:
+        lines.append("threshold           none: no epoch had a sample to find one on")
+    for decision in paper["decisions"] if paper is not None else ():
+        lines.append(
+            f"epoch {decision['epoch'] + 1:<14}threshold {decision['threshold']:.3g}, "
+            f"{_largest(decision['num_stale_rows'])}"
+        )
+    return lines
+
+
+def _left_out(skipped: Mapping[str, Any]) -> str:
+    """What a policy left out, in one line."""
+    policy, num_seen = skipped["policy"], skipped["num_seen"]
+    if policy["name"] in _KEEP_EVERYTHING:
+        what = _frozen(skipped) or _KEEP_EVERYTHING[policy["name"]]
+        return f"{what}; all {num_seen:,} samples were trained on"
+    asked = f", asked for {policy['share']:.1%}" if "share" in policy else ""
+    return (
+        f"{skipped['share_skipped']:.1%} of {num_seen:,} samples by {policy['name']}{asked}; "
+        f"{num_seen - skipped['num_skipped']:,} trained on"
+    )
+
+
+def _frozen(skipped: Mapping[str, Any]) -> str:
+    """The updates that frozen rows left out; empty for a policy that freezes no rows."""
+    if not skipped.get("share_lookups_left_out"):
+        return ""
+    windows = skipped["staleness"]["windows"]
+    num_frozen = sum(windows[-1]["stale_rows"].values()) if windows else 0
+    return (
+        f"{skipped['share_lookups_left_out']:.1%} of the updates of "
+        f"{skipped['staleness']['num_lookups']:,} lookups, {num_frozen:,} rows frozen"
+    )
+
+
+def _staleness_lines(staleness: Mapping[str, Any]) -> list[str]:
+    windows = staleness["windows"]
+    if not windows:
+        return ["stale rows          none: no window of skip.staleness has ended"]
+    last, thawed = windows[-1], sum(window["num_thawed"] for window in windows)
+    threshold = "none" if last["threshold"] is None else f"{last['threshold']:.3g}"
+    return [
+        f"stale rows          {_largest(last['stale_rows'])}; threshold {threshold}",
+        f"thawed              {_times('row', thawed)}, in {_times('window', len(windows))}",
+        f"tracker             {format_bytes(staleness['memory_bytes'])} of memory",
+    ]
+
+
+def _largest(stale_rows: Mapping[str, int]) -> str:
+    """The tables with the most stale rows."""
+    found = sorted(((count, name) for name, count in stale_rows.items() if count), reverse=True)
+    if not found:
+        return "no stale rows"
+    shown = ", ".join(f"{name} {count:,}" for count, name in found[:_TABLES_SHOWN])
+    total = sum(stale_rows.values())
+    return f"{total:,} in {len(found)} of {len(stale_rows)} tables: {shown}" + (
+        ", ..." if len(found) > _TABLES_SHOWN else ""
+    )
+
+
+def _guard_lines(guard: Mapping[str, Any]) -> list[str]:
+    num_windows, num_decisions = guard["num_windows"], guard["num_decisions"]
+    found = f"guard               {_times('window', num_windows)}, "
+    if not num_decisions:
+        if num_windows < 2:
+            return [f"{found}so nothing was compared; lower skip.guard.every"]
+        if not any(guard["estimates"].values()):
+            return [f"{found}but too few labels of 0 or of 1 to compare; raise skip.guard.steps"]
+        return [f"{found}all inside the bands"]
+    shown = [describe_decision(each) for each in guard["decisions"][-_DECISIONS_SHOWN:]]
+    last = f"; the last {len(shown)}:" if num_decisions > len(shown) else ""
+    lines = [f"{found}decisions: {num_decisions}{last}"]
+    return [*lines, *(" " * 20 + each for each in shown)]
+
+
+def _times(word: str, number: int) -> str:
+    """A number of things, such as "no window" or "2 windows"."""
+    return f"{f'{number:,}' if number else 'no'} {word}{'s' if number > 1 else ''}"

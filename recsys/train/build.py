@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from recsys._support.sizes import format_bytes, parse_bytes
 from recsys.config import SYNTHETIC_PREFIX
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.loader import BatchLoader
@@ -18,7 +19,8 @@ from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.table import TableConfig
-from recsys.errors import ConfigError
+from recsys.embeddings.tiers.slots import slot_bytes
+from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.models.dlrm import DLRM, DLRMTrain, initialize_classic
 from recsys.models.interaction import InteractionArch
 from recsys.pipeline import (
@@ -31,7 +33,10 @@ from recsys.pipeline import (
     TrainPipeline,
 )
 from recsys.pipeline.fae.hot_samples import hot_samples
+from recsys.pipeline.skip.hot_rows import budget_beside_hot_rows
+from recsys.train.compile_skipping import compile_skipping
 from recsys.train.providers import build_embeddings, row_optimizer
+from recsys.train.skip_policy import skip_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,6 +87,7 @@ def open_source(config: TrainConfig) -> SampleSource:
             preference_changes=config.synthetic.preference_changes,
             preference_share=config.synthetic.preference_share,
             split=config.synthetic.split,
+            test_samples=config.synthetic.test_samples,
         )
     else:
         raise ConfigError(f"synthetic data must be 'synthetic:criteo-kaggle', got {config.data!r}")
@@ -116,6 +122,11 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
         ConfigError: FAE has neither a budget nor a plan, or the file does not exist.
         ProfileError: the file is not a plan.
     """
+    if config.plan and config.skip.policy == "paper":
+        raise ConfigError(
+            "skip.policy 'paper' plans the hot rows for the part of the budget that its snapshot "
+            f"leaves, got plan {config.plan!r}; drop the key plan"
+        )
     if config.plan:
         return _load_plan(config.plan)
     if config.schedule.name != "fae":
@@ -128,14 +139,34 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
     rate, seed = config.schedule.sample_rate, config.seed
     train = source.splits["train"]
     profile = PopularityProfile.count(source, train, rate=rate, seed=seed)
-    return plan_hot_rows(
-        profile,
-        table_configs(source.table_sizes, config.model.embedding_dim),
-        config.budget,
-        row_optimizer(config.optimizer),
-        ranking="global_topk",
-        window_lookups=config.batch_size,
-    )
+    budget = _tables_budget(config, source)
+    try:
+        return plan_hot_rows(
+            profile,
+            table_configs(source.table_sizes, config.model.embedding_dim),
+            budget,
+            row_optimizer(config.optimizer),
+            ranking="global_topk",
+            window_lookups=config.batch_size,
+        )
+    except BudgetTooSmall as error:
+        if budget == config.budget:
+            raise
+        raise BudgetTooSmall(
+            f"skip.policy 'paper' takes its snapshot of hot rows out of budget={config.budget!r} "
+            f"and leaves {format_bytes(int(budget))} to the tables. {error}"
+        ) from None
+
+
+def _tables_budget(config: TrainConfig, source: SampleSource) -> str:
+    """The budget of the tables: without what `Paper` keeps of hot rows beside them."""
+    if config.skip.policy != "paper" or not config.budget:
+        return config.budget
+    dim, dtype = config.model.embedding_dim, torch.float32
+    of_slot = slot_bytes(dim, dtype, row_optimizer(config.optimizer).state_sizes(dim))
+    sizes, of_row = list(source.table_sizes.values()), dim * dtype.itemsize
+    budget = parse_bytes(config.budget, "budget")
+    return str(budget_beside_hot_rows(budget, sizes, of_row, of_slot))
 
 
 def _load_plan(file: str) -> HotPlan:
@@ -166,7 +197,7 @@ def build_loader(
             source,
             "train",
             config.batch_size,
-            shuffle=True,
+            shuffle=config.shuffle,
             seed=config.seed,
             prefetch=config.prefetch,
             permutation_seed=permutation_seed(config),
@@ -241,7 +272,7 @@ def build_model(
         tables,
         config.optimizer,
         device if table_device is None else torch.device(table_device),
-        budget=config.budget,
+        budget=_tables_budget(config, source),
         plan=plan,
         cold_tier=config.cold_tier,
         cold_path=config.cold_path,
@@ -306,6 +337,7 @@ def build_pipeline(
         optimizers,
         config.device,
         schedule=_schedule(config.schedule, num_steps),
+        skip=skip_policy(config),
         custom_model_fwd=forward,
         clock=clock,
     )
@@ -363,6 +395,7 @@ def compile_kernels(config: TrainConfig, source: SampleSource) -> None:
         # Two samples and an unaligned output, as in training: numba compiles a kernel again for
         # arrays with another layout.
         InteractionArch(1)(dense, sparse).sum().backward()
+    compile_skipping(config, source)
 
 
 def table_configs(table_sizes: Mapping[str, int], embedding_dim: int) -> list[TableConfig]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
@@ -30,6 +31,7 @@ LOWER_LR = "lower optimizer.lr or dense_optimizer.lr"
 _STATE_KEYS = (
     "num_steps",
     "num_samples",
+    "num_trained_samples",
     "last_evaluation",
     "reported_samples",
     "reported_seconds",
@@ -49,23 +51,33 @@ class Progress:
     Args:
         folder: Folder of the history.
         clock: Clock of the run.
-        num_samples: Samples that the run will train on.
+        num_samples: Samples that the run will see.
         split: Split of the evaluations during training.
         show: Draw the bar.
+        skips: Whether the run skips samples: then positions also count the samples trained on.
 
     Attributes:
         num_steps: Steps so far.
-        num_samples: Samples so far.
+        num_samples: Samples so far; with skipping those seen, skipped ones included.
+        num_trained_samples: Samples that it was trained on so far.
         peak_memory_bytes: Peak of the process when the `with` block ends; None before, and where
             the system does not report it.
         last_evaluation: Metrics of the last evaluation during training, if any.
     """
 
     def __init__(
-        self, folder: RunFolder, clock: StageClock, num_samples: int, split: str, *, show: bool
+        self,
+        folder: RunFolder,
+        clock: StageClock,
+        num_samples: int,
+        split: str,
+        *,
+        show: bool,
+        skips: bool = False,
     ) -> None:
         self.num_steps = 0
-        self.num_samples = 0
+        self.num_samples = self.num_trained_samples = 0
+        self._skips = skips
         self.peak_memory_bytes: int | None = None
         self.last_evaluation: dict[str, Any] | None = None
         self._split = split
@@ -86,10 +98,20 @@ class Progress:
         self._labels: list[Tensor] = []
         self._reported = (0, 0.0)
 
-    def add(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add one step."""
+    def add(
+        self, loss: Tensor, logits: Tensor, labels: Tensor, num_seen: int | None = None
+    ) -> None:
+        """Add one step.
+
+        Args:
+            loss: The loss of its mini-batch.
+            logits: Predictions of its samples.
+            labels: Labels of its samples.
+            num_seen: With skipping, the samples that the run has seen so far.
+        """
         self.num_steps += 1
-        self.num_samples += len(labels)
+        self.num_trained_samples += len(labels)
+        self.num_samples = self.num_trained_samples if num_seen is None else num_seen
         self._losses.append(loss * len(labels))
         self._logits.append(logits)
         self._labels.append(labels)
@@ -122,9 +144,9 @@ class Progress:
         num_samples, seconds = self._reported
         self._reported = (self.num_samples, self._clock.train_seconds)
         num_samples, seconds = self.num_samples - num_samples, self._clock.train_seconds - seconds
-        loss = float(torch.stack(_on_one_device(self._losses)).sum()) / num_samples
         logits = torch.cat(_on_one_device(self._logits)).float().cpu().numpy()
         labels = torch.cat(_on_one_device(self._labels)).cpu().numpy()
+        loss = float(torch.stack(_on_one_device(self._losses)).sum()) / len(labels)
         self._losses, self._logits, self._labels = [], [], []
         entry = {
             **self.position(),
@@ -137,11 +159,24 @@ class Progress:
         shown = {"loss": f"{loss:.4f}", "auc": _rounded(entry["train_auc"])}
         if self.last_evaluation is not None:
             shown[f"{self._split}_auc"] = _rounded(self.last_evaluation["auc"])
+        if self._skips:
+            shown["skipped"] = f"{1 - self.num_trained_samples / self.num_samples:.0%}"
         shown["samples/s"] = f"{self.throughput()['samples_per_second']:,.0f}"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(num_samples)
         if not isfinite(loss):
             raise self._diverged(loss)
+
+    def end(self, epoch: int, num_seen: int) -> None:
+        """With skipping: report the last steps, and count samples skipped after the last step.
+
+        Raises:
+            TrainingDiverged: as `report`.
+        """
+        self._bar.update(num_seen - self.num_samples)
+        if self.has_unreported_steps:
+            self.report(epoch)
+        self.num_samples = num_seen
 
     def state_dict(self) -> dict[str, Any]:
         """The counters and the last evaluation in JSON types, and the steps since the last report.
@@ -153,6 +188,7 @@ class Progress:
         return {
             "num_steps": self.num_steps,
             "num_samples": self.num_samples,
+            "num_trained_samples": self.num_trained_samples,
             "last_evaluation": self.last_evaluation,
             "reported_samples": self._reported[0],
             "reported_seconds": self._reported[1],
@@ -167,6 +203,8 @@ class Progress:
         Raises:
             ConfigError: `state` is no state of a run's progress.
         """
+        if isinstance(state, Mapping):  # states of older versions lack the key
+            state = {"num_trained_samples": state.get("num_samples"), **state}
         found = SavedState("progress state", state, _STATE_KEYS)
         evaluation = found["last_evaluation"]
         if evaluation is not None:
@@ -175,16 +213,20 @@ class Progress:
                 if value is not None:
                     metrics.number(key)
         num_steps, num_samples = found.whole("num_steps"), found.whole("num_samples")
+        num_trained_samples = found.whole("num_trained_samples", most=num_samples)
         reported_samples = found.whole("reported_samples", most=num_samples)
         reported_seconds = found.number("reported_seconds")
         losses, logits, labels = map(found.tensor, ("losses", "logits", "labels"))
-        if not len(logits) == len(labels) == num_samples - reported_samples:
+        most = num_samples - reported_samples
+        least = 0 if num_trained_samples < num_samples else most
+        if not (len(logits) == len(labels) and least <= len(logits) <= most):
             raise found.error("logits", "as many as samples since the last report")
         if not bool(((labels == 0) | (labels == 1)).all()):
             raise found.error("labels", "0 or 1")
         if bool(len(losses)) != bool(len(logits)) or len(losses) > min(num_steps, len(logits)):
             raise found.error("losses", "one for each step since the last report")
         self.num_steps, self.num_samples, self.last_evaluation = num_steps, num_samples, evaluation
+        self.num_trained_samples = num_trained_samples
         self._reported = (reported_samples, reported_seconds)
         self._losses = list(losses.unbind())
         self._logits, self._labels = ([logits], [labels]) if len(logits) else ([], [])
@@ -198,18 +240,23 @@ class Progress:
         return {
             "step": self.num_steps,
             "num_samples": self.num_samples,
+            **self._trained(),
             "train_seconds": self._clock.train_seconds,
         }
 
     def throughput(self) -> dict[str, float | None]:
-        """Samples per second of training; evaluations are not timed."""
+        """Samples seen per second of training; evaluations are not timed."""
         seconds = self._clock.train_seconds
         return {
             "samples_per_second": self.num_samples / seconds if seconds else None,
             "num_samples": self.num_samples,
+            **self._trained(),
             "num_steps": self.num_steps,
             "train_seconds": seconds,
         }
+
+    def _trained(self) -> dict[str, int]:
+        return {"num_trained_samples": self.num_trained_samples} if self._skips else {}
 
     def __enter__(self) -> Self:
         self._bar.delay = 0

@@ -39,14 +39,17 @@ from recsys.train.build import (
 from recsys.train.checkpoint import load_checkpoint
 from recsys.train.cold_folder import cold_folder, remove_left_rows
 from recsys.train.curves import plot_curves, plot_timeline
+from recsys.train.full_steps import FullSteps
 from recsys.train.interrupts import interrupts
 from recsys.train.learning_rates import build_schedulers, continue_at
 from recsys.train.metrics import Metrics, MetricsAccumulator
+from recsys.train.popular_samples import PopularSamples
 from recsys.train.progress import LOWER_LR, Progress
 from recsys.train.resume import reopened
 from recsys.train.run_checkpoints import RunCheckpoints, writes_checkpoints
 from recsys.train.run_folder import RunFolder
 from recsys.train.run_state import RunState
+from recsys.train.skip_policy import warn_of_no_skipping
 from recsys.train.tier_report import describe_tiers
 
 if TYPE_CHECKING:
@@ -138,10 +141,8 @@ def _train(
     plan = choose_plan(config, source)
     loader = build_loader(config, source, plan)
     model, optimizers = build_model(replace(config, cold_path=cold_path), source, plan)
-    num_steps, num_samples = (
-        config.epochs * len(loader),
-        config.epochs * len(source.splits["train"]),
-    )
+    full_steps = FullSteps(loader, config.epochs)
+    num_steps, num_samples = full_steps.num_steps, config.epochs * len(source.splits["train"])
     _warn_of_no_effect(config, num_steps)
     compile_kernels(config, source)
     if earlier is None:
@@ -153,7 +154,14 @@ def _train(
     pipeline = build_pipeline(model, optimizers, config, clock, num_steps)
     pipeline.forecast_budget()
     schedulers = build_schedulers(config.lr_schedule, optimizers, num_steps)
-    progress = Progress(folder, clock, num_samples, config.eval.split, show=show_progress)
+    progress = Progress(
+        folder,
+        clock,
+        num_samples,
+        config.eval.split,
+        show=show_progress,
+        skips=pipeline.skipping is not None,
+    )
     state = RunState(folder, loader, pipeline, progress)
     number = None if earlier is None else earlier.number
     if earlier is not None:
@@ -166,7 +174,7 @@ def _train(
                 number=number,
             )
             history_bytes = state.load_state_dict(saved, number)
-            continue_at(schedulers, progress.num_steps)
+            continue_at(schedulers, full_steps.advance(progress.num_steps, _num_seen(pipeline)))
         folder.continue_run(config, history_bytes)
     checkpoints = None
     if writes_checkpoints(config):
@@ -183,7 +191,9 @@ def _train(
         "data": describe_source(source),
         "metrics": metrics,
     }
-    run = _Run(config, pipeline, model, loader, schedulers, progress, state, checkpoints)
+    run = _Run(
+        config, pipeline, model, loader, schedulers, progress, full_steps, state, checkpoints
+    )
     try:
         with interrupts(has_checkpoints=checkpoints is not None) as interrupted:
             with progress:
@@ -198,10 +208,7 @@ def _train(
                 folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
             if is_whole:
                 clock.start()
-                for split in metrics:
-                    with autocast(config):
-                        found = evaluate_split(model, source, split, config.eval.batch_size)
-                    metrics[split] = found.as_dict()
+                metrics |= _evaluate_at_end(model, source, config)
                 clock.mark("evaluate")
                 folder.append_history({**progress.position(), **metrics})
             if checkpoints is not None:
@@ -227,7 +234,7 @@ def _train(
                 "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
                 "schedule": describe_schedule(pipeline, loader),
                 "tiers": describe_tiers(model),
-                "skipped": None,
+                "skipped": None if pipeline.skipping is None else pipeline.skipping.report(),
                 "checkpoints": None if checkpoints is None else checkpoints.describe(),
                 "resumed": state.resumed,
                 "peak_memory_bytes": progress.peak_memory_bytes,
@@ -251,6 +258,7 @@ class _Run:
     loader: BatchLoader | HotColdLoader
     schedulers: Sequence[LambdaLR]
     progress: Progress
+    full_steps: FullSteps
     state: RunState
     checkpoints: RunCheckpoints | None
 
@@ -274,22 +282,28 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
         TrainingDiverged: the loss is no longer finite.
     """
     config, pipeline, loader, progress = run.config, run.pipeline, run.loader, run.progress
-    clock, num_steps = pipeline.clock, config.epochs * len(loader)
+    clock, full_steps = pipeline.clock, run.full_steps
     run.model.train()
     clock.start()
     if run.checkpoints is not None:
         run.checkpoints.start()
     for epoch in range(loader.epoch, config.epochs):
         for loss, (_, logits, labels) in _steps(pipeline, loader, progress):
+            num_seen = _num_seen(pipeline)
+            full_step = full_steps.advance(progress.num_steps + 1, num_seen)
             for scheduler in run.schedulers:
-                scheduler.step()
+                if num_seen is None:
+                    scheduler.step()
+                else:
+                    continue_at([scheduler], full_step)
             clock.mark("update")
 
-            progress.add(loss, logits, labels)
+            progress.add(loss, logits, labels, num_seen)
             step = progress.num_steps
             if step == config.timeline_steps:
                 pipeline.record(None)
-            is_due = step < num_steps and _is_evaluation_due(step, num_steps, config)
+            is_last = full_step >= full_steps.num_steps
+            is_due = not is_last and _is_evaluation_due(full_steps, config)
             wants_loss = isinstance(loader, HotColdLoader) and loader.wants_loss
             if is_due or wants_loss:
                 clock.mark("other")
@@ -303,11 +317,11 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
                     found = _evaluate(run.model, loader.source, config.eval.split, config)
                     progress.add_evaluation(found)
                 clock.mark("evaluate")
-            if _is_one_of(step, _REPORTS_PER_RUN, num_steps):
+            if full_steps.has_passed_one_of(_REPORTS_PER_RUN):
                 progress.report(epoch)
             is_interrupted = interrupted.is_set()
             if is_interrupted or (
-                run.checkpoints is not None and step < num_steps and run.checkpoints.is_due(step)
+                run.checkpoints is not None and not is_last and run.checkpoints.is_due(step)
             ):
                 run.save_checkpoint()
             clock.mark("other")
@@ -317,8 +331,15 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
                     progress.report(epoch)
                 pipeline.detach()
                 return
+    if pipeline.skipping is not None:
+        progress.end(config.epochs - 1, pipeline.skipping.num_seen)
     if run.checkpoints is not None and run.checkpoints.has_saved:
         run.save_checkpoint()
+
+
+def _num_seen(pipeline: TrainPipeline) -> int | None:
+    """Samples that a run has seen, skipped ones included; None for a run without skipping."""
+    return None if pipeline.skipping is None else pipeline.skipping.num_seen
 
 
 def _steps(
@@ -345,6 +366,17 @@ def _evaluate(model: nn.Module, source: SampleSource, split: str, config: TrainC
         return evaluate_split(model, source, split, config.eval.batch_size, config.eval.max_samples)
 
 
+def _evaluate_at_end(model: nn.Module, source: SampleSource, config: TrainConfig) -> dict[str, Any]:
+    """Metrics over the whole test and validation splits, as the run record holds them."""
+    share, batch_size = config.eval.popular_share, config.eval.batch_size
+    popular = PopularSamples(source, share) if share else None
+    with autocast(config):
+        test = evaluate_split(model, source, "test", batch_size, parts=popular)
+        validation = evaluate_split(model, source, "validation", batch_size)
+    metrics = {"test": test.as_dict(), "validation": validation.as_dict()}
+    return metrics if popular is None else metrics | popular.results()
+
+
 def _warn_of_no_effect(config: TrainConfig, num_steps: int) -> None:
     """Warn about settings that take effect only after the last step."""
     schedule = config.lr_schedule
@@ -368,17 +400,13 @@ def _warn_of_no_effect(config: TrainConfig, num_steps: int) -> None:
             "lower lr_schedule.decay_start or lr_schedule.warmup_steps",
             stacklevel=3,
         )
+    warn_of_no_skipping(config, num_steps)
 
 
-def _is_evaluation_due(step: int, num_steps: int, config: TrainConfig) -> bool:
+def _is_evaluation_due(full_steps: FullSteps, config: TrainConfig) -> bool:
     if config.eval.every_steps:
-        return step % config.eval.every_steps == 0
-    return _is_one_of(step, _EVALUATIONS_PER_EPOCH * config.epochs, num_steps)
-
-
-def _is_one_of(step: int, times: int, num_steps: int) -> bool:
-    """Whether a step is one of `times` steps spread evenly over the run; the last step is one."""
-    return step * times // num_steps > (step - 1) * times // num_steps
+        return full_steps.has_passed(config.eval.every_steps)
+    return full_steps.has_passed_one_of(_EVALUATIONS_PER_EPOCH * config.epochs)
 
 
 def evaluate_split(
@@ -387,6 +415,7 @@ def evaluate_split(
     split: str,
     batch_size: int,
     max_samples: int | None = None,
+    parts: PopularSamples | None = None,
 ) -> Metrics:
     """Metrics over a split.
 
@@ -396,6 +425,7 @@ def evaluate_split(
         split: "train", "test" or "validation".
         batch_size: Samples per forward pass.
         max_samples: Stop after this number of samples.
+        parts: Gets the predictions, too; not together with `max_samples`.
 
     Raises:
         IdOutOfRange: an id is not a row of its table, here or in training before.
@@ -416,6 +446,8 @@ def evaluate_split(
                     f"{split}: {num_bad} of {len(scores)} logits are not finite; {LOWER_LR}"
                 )
             accumulator.add(scores, labels[:wanted].cpu().numpy())
+            if parts is not None:
+                parts.add(batch, scores, labels.cpu().numpy())
             if accumulator.num_samples == max_samples:
                 break
     check_input(model)

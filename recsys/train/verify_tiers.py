@@ -100,6 +100,11 @@ def verify_budgets(
             f"verify compares runs to the last bit, and schedule.name {config.schedule.name!r} "
             f"changes {_REORDERING[config.schedule.name]}; leave it out"
         )
+    if config.skip.is_on:
+        raise ConfigError(
+            "verify compares runs that train on the same samples, and skip.policy "
+            f"{config.skip.policy!r} leaves some out; leave it out"
+        )
     set_num_threads(config.num_threads)
     source = open_source(config)
     sizes = {name: _budget_bytes(config, source, name, max_steps) for name in budgets}

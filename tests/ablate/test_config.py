@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 
 from recsys.ablate.config import load_ablation
 from recsys.errors import ConfigError
+from recsys.train.build import open_source
 
 TWO_VARIATIONS = """
 [[ablate.variations]]
@@ -131,6 +134,27 @@ def test_a_target_decides_when_cells_evaluate_and_on_which_part(ablation):
             "variation 'epoch=1': unknown key epoch; did you mean epochs?",
         ),
         (
+            f"[ablate]\nseeds = [0]\nbaseline = 'none'\n{TWO_VARIATIONS}",
+            "ablate.baseline must name one of two or more variations, got 'none'; the variations "
+            "are ['sgd', 'adagrad']",
+        ),
+        (
+            "[ablate]\nseeds = [0]\nbaseline = 'x'\n[[ablate.variations]]\nname = 'x'",
+            "ablate.baseline must name one of two or more variations, got 'x'",
+        ),
+        (
+            f"[ablate]\nseeds = [0]\nbaseline = 1\n{TWO_VARIATIONS}",
+            "ablate.baseline must be the name of a variation, got 1",
+        ),
+        (
+            f"[ablate]\nseeds = [0]\nlate_share = 0.0\n{TWO_VARIATIONS}",
+            "ablate.late_share must be in (0, 1], got 0.0",
+        ),
+        (
+            f"[ablate]\nseeds = [0]\nlate_share = nan\n{TWO_VARIATIONS}",
+            "ablate.late_share must be in (0, 1], got nan",
+        ),
+        (
             "[ablate]\nseeds = [0]\n[[ablate.variations]]\nepochs = 1",
             "a variation needs a name of letters, digits and any of . _ + -, got None",
         ),
@@ -212,3 +236,62 @@ def test_an_interval_beyond_64_bits_is_refused(ablation):
 
     with pytest.raises(ConfigError, match=r"eval_every_samples must be .* less than 2\*\*63"):
         ablation(f"{text}{TWO_VARIATIONS}")
+
+
+def test_a_baseline_may_be_a_combination_of_the_grid(ablation):
+    config = ablation(
+        "[ablate]\nseeds = [0]\nbaseline = 'epochs=1'\n[ablate.grid]\nepochs = [1, 2]"
+    )
+
+    assert config.describe()["baseline"] == "epochs=1"
+
+
+EXAMPLES = sorted(
+    path.relative_to(Path(__file__).parents[2] / "examples")
+    for path in (Path(__file__).parents[2] / "examples").rglob("*.toml")
+)
+
+
+@pytest.mark.parametrize("name", EXAMPLES, ids=str)
+def test_every_example_loads(pytestconfig, name):
+    config = load_ablation(pytestconfig.rootpath / "examples" / name)
+
+    assert config.cells()
+
+
+@pytest.mark.parametrize("name", ["synthetic", "drift", "real"])
+def test_the_examples_of_skipping_compare_policies_at_equal_shares(pytestconfig, name):
+    file = pytestconfig.rootpath / "examples" / "ablation" / f"slipstream_{name}.toml"
+
+    config = load_ablation(file)
+
+    policies = ("paper", "drop_input", "freeze_rows", "subsample", "random_drop")
+    names = [f"{policy}-{share}" for policy in policies for share in (0.1, 0.2, 0.4)]
+    assert [variation.name for variation in config.variations] == ["none", *names]
+    assert (config.baseline, config.seeds) == ("none", (0, 1, 2))
+    for cell in config.cells():
+        policy, _, share = cell.variation.partition("-")
+        skip = cell.config.skip
+        assert skip.policy == policy
+        assert policy in ("none", "paper") or skip.share == float(share)
+        # A guard would lower the share.
+        assert policy not in ("drop_input", "freeze_rows", "subsample") or skip.guard.every == 0
+    targets = {
+        cell.config.skip.paper.target / float(cell.variation.partition("-")[2])
+        for cell in config.cells()
+        if cell.config.skip.policy == "paper"
+    }
+    assert max(targets) / min(targets) < 1.05
+
+
+def test_the_synthetic_examples_have_4_million_training_and_a_million_test_samples(pytestconfig):
+    for name, drift in (("synthetic", 0.0), ("drift", 0.1), ("preferences", 0.0)):
+        file = pytestconfig.rootpath / "examples" / "ablation" / f"slipstream_{name}.toml"
+        config = load_ablation(file).cells()[0].config
+
+        splits = open_source(config).splits
+
+        assert (splits["train"], splits["test"]) == (range(4 * 10**6), range(4 * 10**6, 5 * 10**6))
+        assert config.synthetic.drift == drift
+        assert not config.shuffle
+        assert (config.synthetic.split, config.batch_size) == ("chronological", 2048)

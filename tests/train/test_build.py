@@ -1,9 +1,11 @@
+import numpy as np
 import pytest
+import torch
 
 from recsys.config import load_config
 from recsys.datasets.criteo.days import prepare_criteo_1tb
 from recsys.errors import ConfigError
-from recsys.train.build import choose_plan, open_source
+from recsys.train.build import build_loader, choose_plan, open_source
 
 
 def test_a_last_day_too_short_to_halve_is_what_is_said_to_be_wrong(raw_line, tmp_path):
@@ -27,3 +29,21 @@ def test_a_plan_that_does_not_exist_names_the_key(small_config):
 
     with pytest.raises(ConfigError, match=r"plan: there is no file nosuch\.npz; make it with"):
         choose_plan(config, open_source(config))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_run_may_train_in_the_order_of_the_data(small_config, shuffle):
+    config = small_config(f"shuffle={str(shuffle).lower()}", "seed=3")
+    source = open_source(config)
+    expected = source.read(np.arange(len(source.splits["train"])))
+
+    for _ in range(2):  # epochs
+        batches = list(build_loader(config, source, None))
+
+        found = torch.cat([batch.dense_features for batch in batches])
+        assert torch.equal(found, expected.dense_features) == (not shuffle)
+
+
+def test_an_order_of_the_data_and_that_of_fae_are_refused_together(small_config):
+    with pytest.raises(ConfigError, match="shuffle false is not for schedule 'fae'"):
+        small_config("shuffle=false", "schedule.name=fae", "budget=1MiB")

@@ -3,7 +3,7 @@
 import pytest
 
 from recsys.pipeline.timeline import Timeline
-from recsys.train.curves import draw_shares, draw_timeline, draw_variations
+from recsys.train.curves import draw_shares, draw_skipping, draw_timeline, draw_variations
 
 
 @pytest.fixture
@@ -76,3 +76,43 @@ def test_a_timeline_has_a_row_for_each_track_and_a_colour_for_each_stage(figures
 def test_a_timeline_without_a_step_has_no_picture(figures):
     assert draw_timeline(Timeline()) is None
     assert not figures
+
+
+def test_skipping_is_drawn_from_what_a_run_noted(figures):
+    window = {"step": 100, "stale_rows": {"a": 1, "b": 9}, "drift_by_decile": [None] * 10}
+    later = {"step": 200, "stale_rows": {"a": 0, "b": 2}, "drift_by_decile": [0.1] * 9 + [0.0]}
+    counts = {"num_batches": 100, "num_seen": 1200, "num_kept": 1000, "num_checked": 400}
+    decision = {"step": 120, "from_step": 152, "action": "lowered", "factor": 0.5}
+    decision["paused_until"] = 182
+    skipped = {
+        **{"num_seen": 2200, "num_skipped": 600, "num_checked": 400, "num_stale": 100},
+        "over_time": [{**counts, "num_stale": 100}],
+        "staleness": {"windows": [window, later]},
+        "guard": {"num_decisions": 1, "decisions": [decision]},
+    }
+
+    draw_skipping(skipped, 200)
+    draw_skipping({**skipped, "guard": {"num_decisions": 9, "decisions": [decision]}}, 200)
+
+    share, rows, drift, guard = figures[0].axes
+    dropped, stale = share.lines
+    assert dropped.get_xdata().tolist() == [50, 150]
+    assert dropped.get_ydata().tolist() == pytest.approx([200 / 1200, 0.4])
+    assert stale.get_ydata()[0] == 0.25
+    assert [line.get_label() for line in rows.lines] == ["b", "a"]
+    (of_window,) = drift.lines
+    assert of_window.get_ydata()[:9].tolist() == [0.1] * 9
+    assert guard.lines[0].get_xdata().tolist() == [0, 152, 182, 200]
+    assert guard.lines[0].get_ydata().tolist() == [1, 0, 0.5, 0.5]
+    assert guard.lines[1].get_xydata().tolist() == [[120, 0.5]]
+    assert figures[1].axes[3].lines[0].get_xdata().tolist() == [152, 182, 200]
+
+
+def test_skipping_without_a_tracker_is_drawn(figures):
+    counts = {"num_seen": 10, "num_skipped": 2, "num_checked": 0, "num_stale": 0}
+    draw_skipping({**counts, "over_time": [], "staleness": None, "guard": None}, 4)
+
+    share, rows, drift, _ = figures[0].axes
+    assert share.lines[0].get_ydata().tolist() == pytest.approx([0.2])
+    assert not rows.lines
+    assert not drift.lines

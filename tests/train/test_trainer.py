@@ -414,10 +414,10 @@ def test_a_loss_that_is_no_number_stops_with_a_record(small_config, tmp_path):
 def test_a_run_that_diverges_at_the_last_evaluation_has_no_metrics_of_an_earlier_one(
     small_config, tmp_path, monkeypatch
 ):
-    def diverge_at_the_end(*arguments):
+    def diverge_at_the_end(*arguments, **parts):
         if len(arguments) < 5:  # over everything
             raise TrainingDiverged("logits are not finite")
-        return evaluate_split(*arguments)
+        return evaluate_split(*arguments, **parts)
 
     monkeypatch.setattr("recsys.train.trainer.evaluate_split", diverge_at_the_end)
 
@@ -433,9 +433,9 @@ def test_a_run_that_diverges_at_the_last_evaluation_has_no_metrics_of_an_earlier
 def test_the_clock_leaves_evaluations_out(small_config, tmp_path, monkeypatch):
     now = [0.0]
 
-    def evaluate_for_an_hour(*arguments):
+    def evaluate_for_an_hour(*arguments, **parts):
         now[0] += 3600
-        return evaluate_split(*arguments)
+        return evaluate_split(*arguments, **parts)
 
     real_time = time.perf_counter
     monkeypatch.setattr("recsys.train.trainer.evaluate_split", evaluate_for_an_hour)
@@ -468,9 +468,9 @@ def test_no_training_data_is_loaded_while_the_clock_leaves_an_evaluation_out(
 
     found = []
 
-    def evaluate_and_look(*arguments):
+    def evaluate_and_look(*arguments, **parts):
         before = list(ended)
-        metrics = evaluate_split(*arguments)
+        metrics = evaluate_split(*arguments, **parts)
         time.sleep(0.02)
         found.append((before, list(begun)))
         return metrics

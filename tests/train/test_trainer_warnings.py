@@ -37,3 +37,19 @@ def test_looking_ahead_over_resident_rows_is_warned_of(small_config, tmp_path):
     record = run(small_config(), tmp_path / "left_out")
 
     assert record["schedule"] == {"name": "sequential"}
+
+
+def test_a_run_too_short_to_skip_is_warned_of(small_config, tmp_path):
+    settings = ["skip.policy=drop_input", "batch_size=32", "skip.staleness.min_updates=2"]
+
+    with pytest.warns(UserWarning, match=r"no row becomes stale: .* 2 of 1000, and 32 .* 57 steps"):
+        run(small_config(*settings), tmp_path / "short")
+    with pytest.warns(UserWarning, match=r"no sample is left out: .*warm_up is 100, .* 57 steps"):
+        run(small_config("skip.policy=importance", "batch_size=32"), tmp_path / "importance")
+    settings += ["skip.staleness.window=40", "skip.staleness.patience=1", "epochs=2"]
+    with pytest.warns(
+        UserWarning, match=r"guard never compares: skip\.guard\.every is 1000 .* 114 s"
+    ):
+        run(small_config(*settings), tmp_path / "longer")
+
+    run(small_config(*settings, "skip.guard.every=0"), tmp_path / "without a guard")

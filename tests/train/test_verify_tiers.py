@@ -89,3 +89,8 @@ def test_other_providers_have_no_tiers_to_verify(small_config):
 def test_a_schedule_that_sums_in_another_order_is_refused(small_config):
     with pytest.raises(ConfigError, match="'hotline' changes the order in which floats are summed"):
         verify_budgets(small_config(TABLES, "schedule.name=hotline"))
+
+
+def test_runs_that_skip_are_not_verified(small_config):
+    with pytest.raises(ConfigError, match=r"skip\.policy 'random_drop' leaves some out"):
+        verify_budgets(small_config(TABLES, "skip.policy=random_drop"))

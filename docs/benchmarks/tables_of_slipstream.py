@@ -1,0 +1,265 @@
+"""Tables and plots of skipping: policies compared with none, and with random dropping.
+
+They are made from the files of results of `recsys ablate --results`, for the configurations
+`examples/ablation/slipstream_*.toml`. A variation is named by its policy and the share that it aims
+at, such as "drop_input-0.2"; the baseline is "none".
+"""
+
+from __future__ import annotations
+
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from table_cells import cells_of, keys_of_case, machine, markdown, read_record
+
+from recsys.bench.parts.tiers_curve import curve_file
+from recsys.report.ablation_metrics import column_title, format_number
+from recsys.report.ablation_table import make_rows
+from recsys.report.paired import format_difference, make_differences
+from recsys.train.curves import draw_policies
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = [
+    "following_table",
+    "late_table",
+    "popular_table",
+    "random_table",
+    "skipping_table",
+    "write_policies",
+]
+
+_RANDOM = "random_drop"
+# The goal: a difference of the AUC within this, and so many times faster.
+_AUC_BAND, _SPEEDUP = 0.0005, 1.2
+_QUALITY = ("auc", "logloss", "normalized_entropy", "calibration")
+_POPULAR = ("popular_auc", "popular_logloss", "popular_calibration")
+_LATE = ("late_auc", "late_logloss")
+
+
+def following_table(file: str) -> str:
+    """`recsys bench skipping`: what following rows costs a step, by batch size."""
+    record = read_record(file)
+    cells = cells_of(record)
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in record["rows"]):
+        keys, plain = keys_of_case(case), cells[case, "plain", "time"]
+        milliseconds = 1e3 * plain["median"] / int(keys["window"])
+        costs = [cells[case, name, "time_over_plain"] for name in ("observe", "drop_input")]
+        lines.append([keys["B"], keys["window"], f"{milliseconds:.2f} ms", *map(_more_time, costs)])
+    caption = (
+        f"Time beyond plain training, {plain['num_runs']} rounds in turns (95 %); Kaggle's tables, "
+        f"D={keys['D']}, {keys['optimizer'].capitalize()}; {machine(record['environment'])}."
+    )
+    header = ["B", "steps per window", "a plain step", "`Observe`", "`DropInput(share=0)`"]
+    return markdown(caption, header, lines)
+
+
+def _more_time(row: Mapping[str, Any]) -> str:
+    """A ratio of times as percent beyond 1, with its interval if it has one."""
+    found = f"{100 * (row['median'] - 1):.1f} %"
+    if row["low"] is None:
+        return found
+    return f"{found} ({100 * (row['low'] - 1):.1f} to {100 * (row['high'] - 1):.1f})"
+
+
+def skipping_table(file: str) -> str:
+    """Every policy and share: what it skips and what it costs, compared with none."""
+    record = read_record(file)
+    means, paired = _means(record), _paired(record, record["config"]["baseline"])
+    lines = []
+    for variation in _measured(record):
+        policy, share = _policy_and_share(variation)
+        skipped = means.get((variation, "skipped_share"))
+        line = [
+            policy,
+            share,
+            "" if skipped is None else f"{100 * skipped:.1f} %",
+            format_number("num_trained", means[variation, "num_trained"]),
+            format_number("train_time", means[variation, "train_time"]),
+            _speedup(paired.get((variation, "train_time", "ratio"))),
+        ]
+        for metric in _QUALITY:
+            entry = paired.get((variation, metric, "difference"))
+            line.append(
+                format_number(metric, means[variation, metric]) if entry is None else _entry(entry)
+            )
+        lines.append(line)
+    header = ["policy", "share", "skipped", "samples trained on", "seconds of training"]
+    header += ["times faster (95 %)", "test AUC", "logloss", "normalized entropy", "calibration"]
+    caption = _caption(record) + (
+        " The line of none has its values, the other lines the differences from them in pairs of "
+        "equal seeds: mean (95 % interval by Student's t)."
+    )
+    return markdown(caption, header, lines)
+
+
+def popular_table(file: str) -> str:
+    """Samples of the kind that is skipped: those whose lookups are all of popular rows."""
+    record = read_record(file)
+    share = record["cells"][0]["run"]["config"]["eval"]["popular_share"]
+    parts = [cell["run"]["metrics"].get("test_popular") for cell in record["cells"]]
+    sizes = {f"{part['num_samples']:,}" for part in parts if part is not None}
+    caption = (
+        f"Test samples whose rows are all as popular as those of {100 * share:g} % of the training "
+        f"samples ({' or '.join(sorted(sizes))} samples), whatever the policy; otherwise as above."
+    )
+    return markdown(
+        caption, ["policy", "share", *_titles(record, _POPULAR)], _lines(record, _POPULAR)
+    )
+
+
+def late_table(file: str) -> str:
+    """Quality over the last part of the training, compared with none."""
+    record = read_record(file)
+    changes = record["cells"][0]["run"]["config"]["synthetic"]["preference_changes"]
+    late = next(cell["late"] for cell in record["cells"] if cell.get("late") is not None)
+    caption = _caption(record) + (
+        f" Preferences change after {' and '.join(f'{each:,}' for each in changes)} samples; "
+        f"{late['num_evaluations']} evaluations on the {late['split']} part in the last "
+        f"{100 * record['config']['late_share']:g} % of the training. The line of none has its "
+        "values, the other lines the differences from them in pairs of equal seeds: mean (95 % "
+        "interval by Student's t)."
+    )
+    metrics = (*_LATE, *_QUALITY)
+    return markdown(
+        caption, ["policy", "share", *_titles(record, metrics)], _lines(record, metrics)
+    )
+
+
+def random_table(file: str) -> str:
+    """Every policy compared with dropping random samples at the same share."""
+    record = read_record(file)
+    measured = _measured(record)
+    lines = []
+    for variation in measured:
+        policy, share = _policy_and_share(variation)
+        control = f"{_RANDOM}-{share}"
+        if variation == control or control not in measured:
+            continue
+        paired = _paired(record, control)
+        line = [policy, share, _speedup(paired.get((variation, "train_time", "ratio")))]
+        line += [_entry(paired[variation, metric, "difference"]) for metric in _QUALITY]
+        lines.append(line)
+    caption = (
+        "Each policy less random dropping at the same share, in pairs of equal seeds: mean (95 % "
+        "interval by Student's t)."
+    )
+    header = ["policy", "share", "times faster (95 %)"]
+    header += ["test AUC", "logloss", "normalized entropy", "calibration"]
+    return markdown(caption, header, lines)
+
+
+def write_policies(file: Path) -> None:
+    """Draw the plot of a file of results: what each policy gains and what it costs.
+
+    The picture is in the folder of the file, under the same name.
+    """
+    record = read_record(str(file))
+    paired = _paired(record, record["config"]["baseline"])
+    points: dict[str, list[dict[str, Any]]] = {}
+    for variation in _measured(record):
+        ratio = paired.get((variation, "train_time", "ratio"))
+        if ratio is None or ratio["mean"] is None:
+            continue
+        policy, share = _policy_and_share(variation)
+        point: dict[str, Any] = {"label": share, "speedup": _ends(_turned(ratio))}
+        for metric in ("auc", "calibration"):
+            point[metric] = _ends(paired[variation, metric, "difference"])
+        points.setdefault(policy, []).append(point)
+    picture = draw_policies(points, auc_band=_AUC_BAND, calibration_band=0.01, speedup=_SPEEDUP)
+    curve_file(file).write_bytes(picture)
+
+
+def _means(record: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
+    """The mean of every variation and metric."""
+    rows = make_rows(record["cells"], record["config"])
+    return {(row["variation"], row["metric"]): row["mean"] for row in rows}
+
+
+def _paired(record: Mapping[str, Any], baseline: str) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Differences and ratios by variation, metric and kind."""
+    found = make_differences(record["cells"], {**record["config"], "baseline": baseline})
+    return {(each["variation"], each["metric"], each["kind"]): each for each in found}
+
+
+def _measured(record: Mapping[str, Any]) -> list[str]:
+    """The variations that have a finished cell, in the order of the configuration."""
+    names = {cell["variation"] for cell in record["cells"] if cell["run"]["status"] == "finished"}
+    return [variation for variation in record["config"]["variations"] if variation in names]
+
+
+def _policy_and_share(variation: str) -> tuple[str, str]:
+    """The policy and the share that a variation is named by; the share may be followed by more."""
+    policy, _, share = variation.partition("-")
+    return policy, share
+
+
+def _titles(record: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
+    return [column_title(metric, record["config"]) for metric in metrics]
+
+
+def _lines(record: Mapping[str, Any], metrics: Sequence[str]) -> list[list[str]]:
+    """A line per variation: values of the baseline, and differences of the others."""
+    baseline = record["config"]["baseline"]
+    means, paired = _means(record), _paired(record, baseline)
+    lines = []
+    for variation in _measured(record):
+        line = list(_policy_and_share(variation))
+        for metric in metrics:
+            entry = paired.get((variation, metric, "difference"))
+            if entry is None:
+                line.append(format_number(metric, means.get((variation, metric))))
+            else:
+                line.append(_entry(entry))
+        lines.append(line)
+    return lines
+
+
+def _entry(entry: Mapping[str, Any]) -> str:
+    """A difference with its interval."""
+    middle, low, high = (format_difference(entry, key) for key in ("mean", "low", "high"))
+    text = middle if entry["low"] is None else f"{middle} ({low} to {high})"
+    if entry["num_pairs"] < len(entry["seeds"]):
+        text += f", {entry['num_pairs']} of {len(entry['seeds'])} pairs"
+    return text
+
+
+def _turned(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A ratio turned over: from times to speeds."""
+    ends = {"mean": entry["mean"], "low": entry["high"], "high": entry["low"]}
+    return {**entry, **{key: None if end is None else 1 / end for key, end in ends.items()}}
+
+
+def _speedup(entry: Mapping[str, Any] | None) -> str:
+    return "" if entry is None or entry["mean"] is None else f"**{_entry(_turned(entry))}**"
+
+
+def _ends(entry: Mapping[str, Any]) -> tuple[float | None, float | None, float | None]:
+    """The mean of an entry and its interval, which is empty where there is only one pair."""
+    low, high = (entry["mean"] if entry[key] is None else entry[key] for key in ("low", "high"))
+    return entry["mean"], low, high
+
+
+def _caption(record: Mapping[str, Any]) -> str:
+    """What was run, where, and by which commits."""
+    runs = [cell["run"] for cell in record["cells"] if cell["run"]["status"] == "finished"]
+    config, data = runs[0]["config"], runs[0]["data"]
+    seen = mean(run["throughput"]["num_samples"] for run in runs)
+    optimizer = config["optimizer"]
+    commits = dict.fromkeys(str(run["environment"].get("commit"))[:10] for run in runs)
+    environment = runs[0]["environment"]
+    epochs = f", {config['epochs']} epochs" if config["epochs"] > 1 else ""
+    seeds = ", ".join(map(str, record["config"]["seeds"]))
+    text = (
+        f"{seen:,.0f} training samples of {data['name']}{epochs}, tested on "
+        f"{runs[0]['metrics']['test']['num_samples']:,}; {optimizer['name']} {optimizer['lr']:g}, "
+        f"B={config['batch_size']}, seeds {seeds}; {machine(environment)}; "
+        f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}."
+    )
+    num_done, num_cells = len(record["cells"]), record["num_cells"]
+    if num_done < num_cells:
+        text += f" So far {num_done} of {num_cells} cells were run."
+    return text

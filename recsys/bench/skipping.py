@@ -1,0 +1,140 @@
+"""`recsys bench skipping`: what following rows costs a training step.
+
+    plain        trains
+    observe      trains on the same mini-batches, follows rows, and counts what is stale
+    drop_input   also classifies each sample before its step, but with a tiny share keeps all
+
+So all three make the same steps. Each is in a process of its own. A turn is one window of the
+tracker, so each turn has the work at a window's end exactly once. Windows are shorter than the
+default for large mini-batches, so this work counts for more than in a run.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from recsys._support.machine import set_num_threads, tune_allocator
+from recsys.bench.parts.harness import Row, ratio, rows_by_provider, take_turns
+from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage
+from recsys.config import load_config
+from recsys.embeddings.staleness.settings import Staleness
+from recsys.pipeline import DropInput, Observe, TrainPipeline
+from recsys.train.build import build_loader, build_model, open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from recsys.pipeline.skip.policies import Policy
+
+__all__ = ["bench_skipping"]
+
+_SAMPLES_PER_WINDOW = 512_000
+_MOST_WINDOW = 1000  # the default of `Staleness`
+# So small that no row becomes stale: it is less than one of the samples that the threshold is
+# found from.
+_NO_SHARE = 1e-9
+_PROVIDERS = ("plain", "observe", "drop_input")
+
+
+def bench_skipping(
+    batch_sizes: Sequence[int],
+    *,
+    num_rounds: int,
+    table_sizes: Sequence[int] = (),
+    samples_per_window: int = _SAMPLES_PER_WINDOW,
+) -> list[Row]:
+    """Measure seconds per window of steps, and the ratios to plain training.
+
+    Args:
+        batch_sizes: The values of B.
+        num_rounds: Turns of each provider.
+        table_sizes: Rows per table; Kaggle's if empty.
+        samples_per_window: Samples of a turn, unless that is more than a default window.
+    """
+    rows = []
+    for batch_size in batch_sizes:
+        window = min(_MOST_WINDOW, samples_per_window // batch_size)
+        case = f"B={batch_size},D=16,optimizer=adagrad,window={window}"
+        with ExitStack() as stack:
+            workers = {
+                name: stack.enter_context(
+                    Worker(name, case, _Trainer, name, batch_size, window, num_rounds, table_sizes)
+                )
+                for name in _PROVIDERS
+            }
+            for worker in workers.values():
+                worker.wait()
+            seconds = take_turns(
+                {name: partial(worker.call, "turn") for name, worker in workers.items()},
+                num_rounds,
+                num_warm_up_rounds=1,
+            )
+        rows += rows_by_provider(
+            bench="skipping", case=case, metric="time", unit="s", values=seconds
+        )
+        rows += [
+            ratio(
+                bench="skipping",
+                case=case,
+                provider=name,
+                metric="time_over_plain",
+                values=seconds["plain"],
+                baseline=seconds[name],
+                is_by_round=True,
+            )
+            for name in _PROVIDERS[1:]
+        ]
+    return rows
+
+
+class _Trainer:
+    def __init__(
+        self,
+        name: str,
+        batch_size: int,
+        window: int,
+        num_rounds: int,
+        table_sizes: Sequence[int],
+    ) -> None:
+        set_num_threads(0)
+        tune_allocator()
+        self._window = window
+        num_steps = window * (num_rounds + 3)
+        config = load_config(
+            batch_size=batch_size,
+            optimizer={"name": "adagrad", "lr": 0.01},
+            synthetic={
+                "num_samples": 2 * batch_size * num_steps,
+                "table_sizes": list(table_sizes),
+            },
+        )
+        source = open_source(config)
+        model, optimizers = build_model(config, source)
+        model.train()
+        self._loader = build_loader(config, source, None)
+        self._batches: Any = iter(self._loader)
+        self._pipeline = TrainPipeline(model, optimizers, skip=_policy(name, window))
+        self.turn()
+        freeze_garbage()
+
+    def turn(self) -> float:
+        """Train for one window; returns seconds."""
+        begin = time.perf_counter()
+        for _ in range(self._window):
+            self._pipeline.progress(self._batches)
+        seconds = time.perf_counter() - begin
+        self._loader.finish_reading()
+        end_turn()
+        return seconds
+
+
+def _policy(name: str, window: int) -> Policy | None:
+    staleness = Staleness(window=window)
+    if name == "plain":
+        return None
+    if name == "observe":
+        return Observe(staleness=staleness)
+    return DropInput(share=_NO_SHARE, staleness=staleness, guard=None)

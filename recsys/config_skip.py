@@ -1,0 +1,239 @@
+"""The keys of `skip`: which samples, or updates of rows, a run leaves out."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from typing import Any
+
+from recsys._support.config_fields import check_fields, key
+from recsys.embeddings.staleness.drift import MEASURES
+from recsys.embeddings.staleness.settings import Staleness
+from recsys.errors import ConfigError
+from recsys.pipeline.skip.guard import Guard
+from recsys.pipeline.skip.paper import Paper
+
+__all__ = ["GuardConfig", "ImportanceConfig", "PaperConfig", "SkipConfig", "StalenessConfig"]
+
+_POLICIES = (
+    "none",
+    "observe",
+    "drop_input",
+    "freeze_rows",
+    "subsample",
+    "importance",
+    "random_drop",
+    "paper",
+)
+_KEYS_OF: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "observe": ("share", "staleness"),
+    "drop_input": ("share", "staleness", "guard"),
+    "freeze_rows": ("share", "staleness", "guard"),
+    "subsample": ("share", "keep", "seed", "staleness", "guard"),
+    "importance": ("share", "seed", "importance", "guard"),
+    "random_drop": ("share", "seed", "weighted", "refill"),
+    "paper": ("seed", "paper"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessConfig:
+    """When a row counts as stale; see `recsys.embeddings.staleness.Staleness`."""
+
+    window: int = key(1000, "steps over which rows' drift is measured", least=33)
+    measure: str = key("mean_change", "how drift is measured", choices=tuple(MEASURES))
+    threshold: float = key(0.0, "drift up to which a row is stale; 0: found from share", least=0)
+    min_updates: int = key(16, "updates in a window; a row with fewer is unknown", least=1)
+    patience: int = key(2, "windows in a row that a row's drift must be small", least=1)
+    max_rows: int = key(2**17, "rows per table group that are followed at once", least=1)
+    count_every: int = key(4, "updates are counted in every n-th step", least=1)
+    first_period: int = key(
+        1, "windows without enough updates before a stale row's first trial", least=0
+    )
+    period_step: int = key(1, "windows added to the period after a passed trial", least=0)
+    period_cut: float = key(0.5, "factor of the period when a row moves again", least=0, most=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.settings()
+
+    def settings(self) -> Staleness:
+        """The settings of a tracker with these keys.
+
+        Raises:
+            ConfigError: keys conflict.
+        """
+        try:
+            return Staleness(**{**asdict(self), "threshold": self.threshold or None})
+        except ConfigError as error:
+            raise ConfigError(str(error).removeprefix("staleness: ")) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """When quality is checked, and what it may lose; see `recsys.pipeline.Guard`."""
+
+    every: int = key(1000, "steps from one check to the next; 0: no guard", least=0)
+    steps: int = key(50, "steps of a check, in which nothing is skipped", least=10)
+    logloss: float = key(0.01, "loss of normalized entropy allowed, relative", above=0)
+    auc: float = key(0.005, "loss of AUC allowed", above=0)
+    calibration: float = key(0.02, "change of calibration allowed, relative", above=0)
+    standard_errors: float = key(4.0, "standard errors added to what is allowed", least=2)
+    far: float = key(3.0, "times what is allowed at which skipping stops at once", least=1)
+    rate: float = key(0.2, "weight of the newest check in the estimate", above=0, most=1)
+    calm: int = key(2, "checks in a row within bounds, after which skipping rises", least=1)
+    recovery: float = key(0.25, "share of the target share that is then added", above=0, most=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.every == 0:
+            for name in set(_keys_set(self)) - {"every"}:
+                raise ConfigError(
+                    f"{name} means nothing with every 0, got {getattr(self, name)}; set every "
+                    "above 0, or drop the key"
+                )
+        self.settings()
+
+    def settings(self) -> Guard | None:
+        """The guard of these keys; None for no guard.
+
+        Raises:
+            ConfigError: keys conflict.
+        """
+        if self.every == 0:
+            return None
+        try:
+            return Guard(**asdict(self))
+        except ConfigError as error:
+            raise ConfigError(str(error).removeprefix("Guard: ")) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperConfig:
+    """The constants of Slipstream's published code; see `recsys.pipeline.Paper`."""
+
+    first_snapshot: int = key(1000, "hot mini-batch of an epoch before the first snapshot", least=0)
+    window_share: float = key(
+        0.03, "hot mini-batches between the snapshots, as a share", least=0, most=1
+    )
+    target: float = key(0.3, "share of hot samples to drop", least=0, most=1)
+    tolerance: float = key(0.08, "how far from target the share may be", least=0, most=1)
+    highest_threshold: float = key(0.1, "the highest threshold tried", above=0)
+    first_threshold: float = key(0.05, "the threshold tried first", above=0)
+    max_tries: int = key(25, "thresholds tried at most", least=1)
+    sample_share: float = key(
+        0.001, "hot samples that the threshold is found on, as a share", least=0, most=1
+    )
+    counts_unseen_rows_as_stale: bool = key(
+        True, "whether hot rows without a lookup between the snapshots are stale"
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.settings(0)
+
+    def settings(self, seed: int) -> Paper:
+        """The policy of these keys.
+
+        Raises:
+            ConfigError: keys conflict.
+        """
+        try:
+            return Paper(**asdict(self), seed=seed)
+        except ConfigError as error:
+            raise ConfigError(str(error).removeprefix("Paper: ")) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceConfig:
+    """Which samples policy importance keeps; see `recsys.pipeline.Importance`."""
+
+    least: float = key(0.1, "least probability of a sample to be kept", above=0, most=0.95)
+    bits: int = key(16, "the model that predicts samples has 2**bits weights", least=8, most=24)
+    lr: float = key(0.05, "its learning rate", above=0, most=1)
+    warm_up: int = key(100, "mini-batches that are kept whole first", least=0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipConfig:
+    """Which samples, or updates of rows, a run leaves out.
+
+    "observe" measures and changes nothing. "drop_input" leaves out samples whose rows are all
+    stale. "freeze_rows" does not update stale rows. "subsample" keeps a part of the samples whose
+    rows are all stale, with a larger weight. "importance" keeps samples with a probability that
+    grows with the error of a small model's prediction, with a weight of 1 / probability.
+    "random_drop" leaves out random samples, for comparison. "paper" does what Slipstream's
+    published code does.
+    """
+
+    policy: str = key("none", "what is left out", choices=_POLICIES)
+    share: float = key(0.2, "share of the samples to skip", above=0, most=0.95)
+    keep: float = key(0.25, "subsample: share of stale samples that it keeps", above=0, most=0.95)
+    weighted: bool = key(False, "random_drop: whether the others get weight 1 / (1 - share)")
+    refill: bool = key(True, "random_drop: whether later samples replace those left out")
+    seed: int = key(0, "seed of random choices; 0: the seed of the run", least=0)
+    staleness: StalenessConfig = key(StalenessConfig, "when a row is stale")
+    guard: GuardConfig = key(GuardConfig, "checks of quality, which lower or stop skipping")
+    importance: ImportanceConfig = key(ImportanceConfig, "constants of policy importance")
+    paper: PaperConfig = key(PaperConfig, "constants of policy paper")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.policy == "subsample" and self.share + self.keep > 1:
+            raise ConfigError(
+                "share must be at most 1 - keep: with subsample, a share of 1 - keep of the stale "
+                f"samples is left out; got share {self.share} and keep {self.keep}"
+            )
+        if self.needs_stale_rows and self.staleness.threshold and "share" in _keys_set(self):
+            raise ConfigError(
+                "share means nothing with staleness.threshold, because a threshold is found from "
+                f"the share or given; got share {self.share} and threshold "
+                f"{self.staleness.threshold}; drop one of the keys"
+            )
+        if self.policy == "importance" and self.share + self.importance.least > 1:
+            raise ConfigError(
+                "share must be at most 1 - importance.least: every sample is kept with at least "
+                f"this probability; got share {self.share} and least {self.importance.least}"
+            )
+        for name in _keys_set(self):
+            if name == "policy" or name in _KEYS_OF[self.policy]:
+                continue
+            value = getattr(self, name)
+            inner = f".{_keys_set(value)[0]}" if is_dataclass(value) else ""
+            policy = next(policy for policy, keys in _KEYS_OF.items() if name in keys)
+            raise ConfigError(
+                f"{name}{inner} means nothing with policy {self.policy!r}; set policy to "
+                f"{policy!r}, or drop the key"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a policy is chosen."""
+        return self.policy != "none"
+
+    @property
+    def has_guard(self) -> bool:
+        """Whether a guard checks quality."""
+        return "guard" in _KEYS_OF[self.policy] and self.guard.every > 0
+
+    @property
+    def needs_stale_rows(self) -> bool:
+        """Whether the policy follows the drift of rows."""
+        return "staleness" in _KEYS_OF[self.policy]
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether the policy follows rows, or learns from row numbers."""
+        return self.needs_stale_rows or self.policy == "importance"
+
+
+def _keys_set(config: Any) -> list[str]:
+    """The keys of a configuration that differ from their defaults."""
+    return [each.name for each in fields(config) if getattr(config, each.name) != _default(each)]
+
+
+def _default(key: Field[Any]) -> Any:
+    return key.default if key.default_factory is MISSING else key.default_factory()

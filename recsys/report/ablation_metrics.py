@@ -1,0 +1,248 @@
+"""The metrics of an ablation's cells: how each is read, named and printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["METRICS", "Metric", "column_title", "format_number", "tabulated_metrics", "value_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A quantity that every cell of an ablation has, or may have.
+
+    Attributes:
+        name: Its name in `ablate.json`.
+        unit: Its unit there.
+        title: Its name for readers.
+        read: Reads its value from a cell of `ablate.json`; None if the cell has none.
+        form: Format of its values for readers.
+        scale: What its values are multiplied with for readers.
+        needs_baseline: Whether it is tabulated only in an ablation with a baseline.
+        has_ratio: Whether it is also compared with the baseline by ratios.
+    """
+
+    name: str
+    unit: str
+    title: str
+    read: Callable[[Mapping[str, Any]], float | None]
+    form: str = "{:.4f}"
+    scale: float = 1.0
+    needs_baseline: bool = True
+    has_ratio: bool = False
+
+
+def _quality(part: str, name: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda cell: (cell["run"]["metrics"].get(part) or {}).get(name)
+
+
+def _throughput(name: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda cell: cell["run"]["throughput"].get(name)
+
+
+def _skipped(name: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda cell: (cell["run"].get("skipped") or {}).get(name)
+
+
+def _stale_share(cell: Mapping[str, Any]) -> float | None:
+    num_checked = _skipped("num_checked")(cell)
+    return (_skipped("num_stale")(cell) or 0) / num_checked if num_checked else None
+
+
+def _late(name: str) -> Callable[[Mapping[str, Any]], float | None]:
+    return lambda cell: (cell.get("late") or {}).get(name)
+
+
+def _num_trained(cell: Mapping[str, Any]) -> float | None:
+    # Without skipping, a run trains on every sample that it sees, and does not count them twice.
+    trained = _throughput("num_trained_samples")(cell)
+    return _throughput("num_samples")(cell) if trained is None else trained
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+_ALL = (
+    Metric(
+        name="auc",
+        unit="1",
+        title="test AUC",
+        read=_quality("test", "auc"),
+        needs_baseline=False,
+    ),
+    Metric(
+        name="logloss",
+        unit="nats",
+        title="test logloss",
+        read=_quality("test", "logloss"),
+        needs_baseline=False,
+    ),
+    Metric(
+        name="normalized_entropy",
+        unit="1",
+        title="test normalized entropy",
+        read=_quality("test", "normalized_entropy"),
+    ),
+    Metric(
+        name="calibration",
+        unit="1",
+        title="test calibration",
+        read=_quality("test", "calibration"),
+    ),
+    Metric(
+        name="popular_auc",
+        unit="1",
+        title="AUC of popular test samples",
+        read=_quality("test_popular", "auc"),
+        needs_baseline=False,
+    ),
+    Metric(
+        name="popular_logloss",
+        unit="nats",
+        title="logloss of popular test samples",
+        read=_quality("test_popular", "logloss"),
+        needs_baseline=False,
+    ),
+    Metric(
+        name="popular_calibration",
+        unit="1",
+        title="calibration of popular test samples",
+        read=_quality("test_popular", "calibration"),
+        needs_baseline=False,
+    ),
+    Metric(
+        name="late_auc",
+        unit="1",
+        title="AUC over the last {late_percent} % of training",
+        read=_late("auc"),
+        needs_baseline=False,
+    ),
+    Metric(
+        name="late_logloss",
+        unit="nats",
+        title="logloss over the last {late_percent} % of training",
+        read=_late("logloss"),
+        needs_baseline=False,
+    ),
+    Metric(
+        name="train_time",
+        unit="ms",
+        title="seconds of training",
+        read=lambda cell: _milliseconds(_throughput("train_seconds")(cell)),
+        form="{:.1f}",
+        scale=1e-3,
+        has_ratio=True,
+    ),
+    Metric(
+        name="throughput",
+        unit="samples/s",
+        title="samples/s",
+        read=_throughput("samples_per_second"),
+        form="{:,.0f}",
+        needs_baseline=False,
+        has_ratio=True,
+    ),
+    Metric(
+        name="num_trained",
+        unit="samples",
+        title="samples trained on",
+        read=_num_trained,
+        form="{:,.0f}",
+        has_ratio=True,
+    ),
+    Metric(
+        name="num_seen",
+        unit="samples",
+        title="samples seen, skipped ones included",
+        read=_throughput("num_samples"),
+        form="{:,.0f}",
+    ),
+    Metric(
+        name="skipped_share",
+        unit="1",
+        title="share skipped",
+        read=_skipped("share_skipped"),
+    ),
+    Metric(
+        name="stale_share",
+        unit="1",
+        title="share of classified samples whose rows were all stale",
+        read=_stale_share,
+    ),
+    Metric(
+        name="time_to_target_auc",
+        unit="ms",
+        title="seconds to {target_split} AUC {target_auc}",
+        read=lambda cell: _milliseconds(cell["seconds_to_target_auc"]),
+        form="{:.2f}",
+        scale=1e-3,
+        needs_baseline=False,
+        has_ratio=True,
+    ),
+)
+METRICS = {metric.name: metric for metric in _ALL}
+_ALWAYS = ("auc", "logloss", "throughput")
+
+
+def tabulated_metrics(
+    cells: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> list[Metric]:
+    """The metrics of an ablation's table, in their order.
+
+    Test AUC, test logloss and samples/s are always among them, and so is the time to the target AUC
+    if there is a target. Other metrics are, where a cell has a value.
+
+    Args:
+        cells: As in `ablate.json`.
+        config: As in `ablate.json`.
+    """
+    found = []
+    for metric in _ALL:
+        if metric.name == "time_to_target_auc":
+            is_tabulated = config["target_auc"] is not None
+        elif metric.name in _ALWAYS:
+            is_tabulated = True
+        elif metric.needs_baseline and config.get("baseline") is None:
+            is_tabulated = False
+        else:
+            is_tabulated = any(value_of(metric, cell) is not None for cell in cells)
+        if is_tabulated:
+            found.append(metric)
+    return found
+
+
+def value_of(metric: Metric, cell: Mapping[str, Any]) -> float | None:
+    """The value of a metric in a cell of `ablate.json`.
+
+    None if the cell has none. A cell that diverged has none, even if it was evaluated before.
+    """
+    return metric.read(cell) if cell["run"]["status"] == "finished" else None
+
+
+def column_title(metric: str, config: Mapping[str, Any]) -> str:
+    """Title of a metric for readers; `config` is that of `ablate.json`."""
+    return METRICS[metric].title.format(
+        target_split=config["target_split"],
+        target_auc=config["target_auc"],
+        late_percent=f"{100 * config.get('late_share', 0):g}",
+    )
+
+
+def format_number(metric: str, value: float | None, *, sign: bool = False) -> str:
+    """Value of a metric for readers; times in seconds.
+
+    Args:
+        metric: The metric.
+        value: The value, or a difference of two values.
+        sign: For differences: also write the sign of a value above 0, and one digit more.
+    """
+    if value is None:
+        return "-"
+    about = METRICS[metric]
+    form = about.form.replace("{:", "{:+").replace(".4f", ".5f") if sign else about.form
+    return form.format(value * about.scale)

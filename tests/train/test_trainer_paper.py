@@ -1,0 +1,85 @@
+"""`recsys train` with Slipstream's published policy."""
+
+import runpy
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from recsys.errors import BudgetTooSmall, ConfigError
+from recsys.pipeline.inputs import Inputs
+from recsys.pipeline.skip.paper_classifier import PaperClassifier
+from recsys.train.build import build_model, choose_plan, open_source
+
+RUNS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("resumed_runs.py"))))
+stop_at, no_waiting_for_the_disk = RUNS.stop_at, RUNS.no_waiting_for_the_disk
+SETTINGS = (
+    *RUNS.SETTINGS,
+    "batch_size=32",
+    "budget=32KiB",
+    "optimizer.name=sgd",
+    "schedule.name=fae",
+    "schedule.rate=100",
+    "schedule.adaptive=false",
+    "skip.policy=paper",
+    "skip.paper.first_snapshot=5",
+    "skip.paper.window_share=0.2",
+    "skip.paper.sample_share=0.1",
+    "skip.paper.tolerance=0.2",
+)
+
+
+def test_a_run_says_what_it_has_dropped_and_why(small_config, tmp_path):
+    record = RUNS.run(small_config(*SETTINGS), tmp_path / "run")
+
+    skipped = record["skipped"]
+    assert record["schedule"]["name"] == "fae"
+    assert 0 < record["schedule"]["hot_sample_share"] < 1
+    assert skipped["num_seen"] == 2 * 1800
+    assert 0 < skipped["num_skipped"] < skipped["num_seen"]
+    first, second = skipped["paper"]["decisions"]
+    assert (first["epoch"], second["epoch"]) == (0, 1)
+    assert first["threshold"] > 0
+    assert sum(first["num_stale_rows"].values()) <= first["num_hot_rows"]
+
+
+def test_a_run_continues_as_if_it_had_not_stopped(small_config, tmp_path, stop_at):
+    config = small_config(*SETTINGS)
+    RUNS.run(config, tmp_path / "whole")
+
+    # In the window and after the decision, in both epochs.
+    stops = [(46, signal.SIGINT), (52, None), (100, signal.SIGINT), (107, None)]
+    RUNS.run_and_resume(config, tmp_path / "run", stops, stop_at)
+
+    RUNS.require_same_run(config, tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("budget", [32768, 40960])
+def test_the_budget_pays_for_the_snapshot(small_config, optimizer, budget):
+    config = small_config(*SETTINGS, f"budget='{budget}'", f"optimizer.name={optimizer}")
+    source = open_source(config)
+    plan = choose_plan(config, source)
+    model, _ = build_model(config, source, plan)
+    inputs = Inputs(model, None)
+    classifier = PaperClassifier(config.skip.paper.settings(0), model, inputs, "skip", 0)
+
+    of_tables = sum(tiers.hot.num_bytes for tiers in inputs.tiers())
+
+    assert 0 < plan.num_pinned == sum(len(each.rows) for each in classifier._hot_rows.values())
+    assert of_tables + classifier.num_bytes <= budget
+
+
+def test_a_budget_that_is_too_small_is_named(small_config):
+    config = small_config(*SETTINGS, "budget=16KiB")
+
+    with pytest.raises(BudgetTooSmall, match=r"out of budget='16KiB' and leaves .* to the tables"):
+        choose_plan(config, open_source(config))
+
+
+def test_a_plan_of_the_whole_budget_is_refused(small_config):
+    config = small_config(*SETTINGS, plan="plan.npz")
+
+    with pytest.raises(ConfigError, match=r"plans the hot rows .* drop the key plan"):
+        choose_plan(config, open_source(config))
