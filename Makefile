@@ -85,6 +85,7 @@ bench: setup
 	$(BIN)/recsys bench count --json docs/benchmarks/count.json
 	$(BIN)/recsys bench rand-em --json docs/benchmarks/rand_em.json
 	$(BIN)/recsys bench checkpoints --json docs/benchmarks/checkpoints.json
+	$(BIN)/recsys bench skipping --json docs/benchmarks/skipping.json
 
 reference: setup
 	sh docs/benchmarks/reference.sh

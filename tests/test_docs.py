@@ -26,7 +26,6 @@ def test_tables_are_what_their_json_makes_them(pytestconfig):
 
     for name in tables["DOCUMENTS"]:
         text = (pytestconfig.rootpath / name).read_text()
-
         assert tables["with_tables"](text) == text
 
 
@@ -45,7 +44,7 @@ def test_every_table_stands_between_whole_marks_and_once_in_the_docs(pytestconfi
     for name in tables["DOCUMENTS"]:
         text = (pytestconfig.rootpath / name).read_text()
         placed[name] = [table for _, table, _ in tables["_PLACE"].findall(text)]
-        # Whatever looks like a mark, a damaged one too: a table behind it would not be checked.
+        # Whatever looks like a mark, a damaged one too: a table after it would not be checked.
         marks = [
             line for line in text.splitlines() if re.search(r"<!--|-->|<!-.*(table|end)", line)
         ]
@@ -53,8 +52,10 @@ def test_every_table_stands_between_whole_marks_and_once_in_the_docs(pytestconfi
         assert marks == [mark for pair in whole for mark in pair], name
 
     assert placed["README.md"] == ["lookup_headline"]
-    measured = [name for name, table in tables["TABLES"].items() if has_record(table)]
-    assert sorted(chain.from_iterable(placed.values())) == sorted(measured)
+    measured = {name for name, table in tables["TABLES"].items() if has_record(table)}
+    everywhere = list(chain.from_iterable(placed.values()))
+    assert len(everywhere) == len(set(everywhere))
+    assert measured <= set(everywhere) <= set(tables["TABLES"])  # some are not measured yet
 
 
 @pytest.mark.parametrize("error", [{}, {"auc_standard_error": 0.0054}])
@@ -433,7 +434,14 @@ def test_kept_results_are_of_a_commit(pytestconfig):
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "docs/popularity.md", "docs/python.md", "docs/schedules.md"]
+    "name",
+    [
+        "README.md",
+        "docs/popularity.md",
+        "docs/python.md",
+        "docs/schedules.md",
+        "docs/slipstream.md",
+    ],
 )
 def test_python_snippets_run(pytestconfig, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -493,7 +501,6 @@ def test_files_of_the_routes_exist(pytestconfig):
     """Both drawings of the architecture page name files of the package."""
     text = (pytestconfig.rootpath / "docs" / "architecture.md").read_text()
     drawn = "".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
-
     named = set(re.findall(r"[\w/]+\.py", drawn))
 
     assert len(named) > 20
