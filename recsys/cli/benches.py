@@ -74,6 +74,7 @@ def add_bench_commands(commands: _Commands) -> None:
 
     skipping = add("skipping", _bench_skipping, "following rows while training, against not")
     skipping.add_argument("--quick", action="store_true", help="small tables, few rounds")
+    skipping.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048], metavar="B")
 
     for name, run_command, help_text in (
         ("synthetic", _bench_synthetic, "generating samples, against reading them from a store"),
@@ -249,7 +250,7 @@ def _bench_skipping(options: argparse.Namespace) -> int:
     from recsys.bench.skipping import bench_skipping
 
     rows = bench_skipping(
-        (128,) if options.quick else (128, 2048),
+        options.batch_sizes,
         num_rounds=2 if options.quick else 30,
         table_sizes=[1000] * 26 if options.quick else (),
     )

@@ -96,7 +96,7 @@ def test_options_are_these_and_no_others():
             },
             "models": {"--batch-sizes": "", "--optimizers": "", "--quick": "", "--json": ""},
             "checkpoints": {"--quick": "", "--folder": "", "--json": ""},
-            "skipping": {"--quick": "", "--json": ""},
+            "skipping": {"--quick": "", "--batch-sizes": "", "--json": ""},
             "synthetic": {"--quick": "", "--json": ""},
             "count": {"--quick": "", "--json": ""},
             "rand-em": {"--quick": "", "--json": ""},

@@ -39,6 +39,7 @@ def test_looking_ahead_over_resident_rows_is_warned_of(small_config, tmp_path):
     assert record["schedule"] == {"name": "sequential"}
 
 
+@pytest.mark.filterwarnings("ignore:staleness. .* sampled inputs have the same level")
 def test_a_run_too_short_to_skip_is_warned_of(small_config, tmp_path):
     settings = ["skip.policy=drop_input", "batch_size=32", "skip.staleness.min_updates=2"]
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_PADDING", "kernel_arguments"]
 
-NO_PADDING = np.uint64(2**64 - 1)  # also the value -1, which is not a row
+# The value -2**63. A wrong id such as -1 must not pass for padding: its lookup raises an error.
+NO_PADDING = np.uint64(2**63)
 
 
 def kernel_arguments(lookups: Lookups, bags: Any) -> Any:

@@ -166,6 +166,16 @@ def test_bits_are_set_and_cleared(first, cleared, more):
     assert marks.num_stale == len(expected)
 
 
+def test_a_wrong_id_is_not_stale():
+    marks, found = RowMarks([4]), np.ones(2, bool)
+    bags = Bags(np.array([-1, 2]), None, None, 2, is_mean=False)
+    marks.set_stale(np.arange(4), True)
+
+    marks.all_stale(Lookups.one(0, DIM), bags, found)
+
+    assert found.tolist() == [False, True]
+
+
 @given(entries() | entries(padding=PADDING), some_rows)
 def test_a_bag_is_stale_if_all_its_rows_are(made, stale):
     (entry, bags_of), marks = made, RowMarks(SIZES)
