@@ -20,7 +20,8 @@ from recsys._support.machine import set_num_threads, tune_allocator
 from recsys.bench.parts.harness import Row, ratio, rows_by_provider, take_turns
 from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage
 from recsys.config import load_config
-from recsys.embeddings.staleness.settings import Staleness
+from recsys.embeddings.staleness.settings import LEAD, Staleness
+from recsys.errors import ConfigError
 from recsys.pipeline import DropInput, Observe, TrainPipeline
 from recsys.train.build import build_loader, build_model, open_source
 
@@ -53,7 +54,15 @@ def bench_skipping(
         num_rounds: Turns of each provider.
         table_sizes: Rows per table; Kaggle's if empty.
         samples_per_window: Samples of a turn, unless that is more than a default window.
+
+    Raises:
+        ConfigError: a batch size leaves no room for a window.
     """
+    largest = samples_per_window // (LEAD + 1)
+    if min(batch_sizes) < 1 or max(batch_sizes) > largest:
+        raise ConfigError(
+            f"bench skipping: batch sizes must be in [1, {largest}], got {list(batch_sizes)}"
+        )
     rows = []
     for batch_size in batch_sizes:
         window = min(_MOST_WINDOW, samples_per_window // batch_size)
