@@ -187,7 +187,8 @@ def _mapped_files():
     """Mapped files in the folder for temporary files: tables, not libraries."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, slash, path = line.partition("/")
-        if f"{slash}{path}".startswith(tempfile.gettempdir()):
+        is_library = ".so" in path.rpartition("/")[2]  # of an environment that lies there
+        if f"{slash}{path}".startswith(tempfile.gettempdir()) and not is_library:
             yield slash + path
 
 
