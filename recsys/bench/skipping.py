@@ -4,9 +4,10 @@
     observe      trains on the same mini-batches, follows rows, and counts what is stale
     drop_input   also classifies each sample before its step, but with a tiny share keeps all
 
-So all three make the same steps. Each is in a process of its own. A turn is one window of the
-tracker, so each turn has the work at a window's end exactly once. Windows are shorter than the
-default for large mini-batches, so this work counts for more than in a run.
+So all three make the same steps. Each is in a process of its own. A round is one window of the
+tracker, so each round has the work at a window's end exactly once. It is cut into ten turns,
+because a machine that others use, too, changes its speed within seconds. Windows are shorter than
+the default for large mini-batches, so this work counts for more than in a run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import time
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from recsys._support.machine import set_num_threads, tune_allocator
 from recsys.bench.parts.harness import Row, ratio, rows_by_provider, take_turns
@@ -34,6 +37,7 @@ __all__ = ["bench_skipping"]
 
 _SAMPLES_PER_WINDOW = 512_000
 _MOST_WINDOW = 1000  # the default of `Staleness`
+_TURNS_PER_WINDOW = 10
 # So small that no row becomes stale: it is less than one of the samples that the threshold is
 # found from.
 _NO_SHARE = 1e-9
@@ -51,14 +55,15 @@ def bench_skipping(
 
     Args:
         batch_sizes: The values of B.
-        num_rounds: Turns of each provider.
+        num_rounds: Windows of each provider.
         table_sizes: Rows per table; Kaggle's if empty.
-        samples_per_window: Samples of a turn, unless that is more than a default window.
+        samples_per_window: Samples of a round, unless that is more than a default window.
 
     Raises:
         ConfigError: a batch size leaves no room for a window.
     """
-    largest = samples_per_window // (LEAD + 1)
+    least_window = -(-(LEAD + 1) // _TURNS_PER_WINDOW) * _TURNS_PER_WINDOW
+    largest = samples_per_window // least_window
     if min(batch_sizes) < 1 or max(batch_sizes) > largest:
         raise ConfigError(
             f"bench skipping: batch sizes must be in [1, {largest}], got {list(batch_sizes)}"
@@ -66,6 +71,7 @@ def bench_skipping(
     rows = []
     for batch_size in batch_sizes:
         window = min(_MOST_WINDOW, samples_per_window // batch_size)
+        window -= window % _TURNS_PER_WINDOW
         case = f"B={batch_size},D=16,optimizer=adagrad,window={window}"
         with ExitStack() as stack:
             workers = {
@@ -78,11 +84,15 @@ def bench_skipping(
                 worker.wait()
             seconds = take_turns(
                 {name: partial(worker.call, "turn") for name, worker in workers.items()},
-                num_rounds,
-                num_warm_up_rounds=1,
+                num_rounds * _TURNS_PER_WINDOW,
+                num_warm_up_rounds=_TURNS_PER_WINDOW,
             )
+        windows = {
+            name: np.reshape(turns, (num_rounds, _TURNS_PER_WINDOW)).sum(1).tolist()
+            for name, turns in seconds.items()
+        }
         rows += rows_by_provider(
-            bench="skipping", case=case, metric="time", unit="s", values=seconds
+            bench="skipping", case=case, metric="time", unit="s", values=windows
         )
         rows += [
             ratio(
@@ -90,8 +100,8 @@ def bench_skipping(
                 case=case,
                 provider=name,
                 metric="time_over_plain",
-                values=seconds["plain"],
-                baseline=seconds[name],
+                values=windows["plain"],
+                baseline=windows[name],
                 is_by_round=True,
             )
             for name in _PROVIDERS[1:]
@@ -126,13 +136,14 @@ class _Trainer:
         self._loader = build_loader(config, source, None)
         self._batches: Any = iter(self._loader)
         self._pipeline = TrainPipeline(model, optimizers, skip=_policy(name, window))
-        self.turn()
+        for _ in range(_TURNS_PER_WINDOW):
+            self.turn()
         freeze_garbage()
 
     def turn(self) -> float:
-        """Train for one window; returns seconds."""
+        """Train for a tenth of a window; returns seconds."""
         begin = time.perf_counter()
-        for _ in range(self._window):
+        for _ in range(self._window // _TURNS_PER_WINDOW):
             self._pipeline.progress(self._batches)
         seconds = time.perf_counter() - begin
         self._loader.finish_reading()

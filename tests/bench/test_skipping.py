@@ -4,8 +4,8 @@ from recsys.bench.skipping import bench_skipping
 
 
 @pytest.mark.usefixtures("quick_workers")
-def test_every_provider_trains_one_window_a_turn():
-    rows = bench_skipping([8], num_rounds=2, table_sizes=[50] * 3, samples_per_window=320)
+def test_every_provider_trains_one_window_a_round():
+    rows = bench_skipping([8], num_rounds=2, table_sizes=[50] * 3, samples_per_window=360)
 
     found = {(row.provider, row.metric): row for row in rows}
     times = [found[name, "time"].median for name in ("plain", "observe", "drop_input")]
