@@ -120,4 +120,4 @@ class Batch:
         )
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return self.labels.shape[0]  # `len` of a tensor is Python

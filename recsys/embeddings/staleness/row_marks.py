@@ -3,7 +3,9 @@
     before an update   updates are counted, and stale rows are left out of the ledger if they freeze
     before a step      samples whose rows are all stale are found
 
-Every row has one bit and a count of 16 bits. Rows are numbered over all tables of the group.
+Every row has one bit and a count of 16 bits. Every line of 64 rows has a byte that says whether one
+of them was counted, so that a window's end reads the counts of these lines alone. Rows are numbered
+over all tables of the group.
 
 Letters: B samples, T tables, L lookups, N values, M rows.
 """
@@ -34,13 +36,15 @@ __all__ = ["MOST_COUNTED", "RowMarks", "marks_bytes"]
 
 MOST_COUNTED = 2**15 - 1  # the 16th bit of a count is set while a step is counted
 _WORD_BITS = 64
+_LINE_ROWS = 64
 _MIN_SHARED_VALUES = 8192  # fewer are counted before another thread wakes up
 _MARK, _CLEAR = 1, 2  # the passes of a count
 
 
 def marks_bytes(sizes: Sequence[int]) -> int:
     """Bytes of the `RowMarks` of tables with so many rows each."""
-    return 8 * (sum(-(-size // _WORD_BITS) for size in sizes) + -(-sum(sizes) // 4))
+    num_lines = -(-sum(sizes) // _LINE_ROWS)
+    return 8 * sum(-(-size // _WORD_BITS) for size in sizes) + num_lines * (2 * _LINE_ROWS + 1)
 
 
 class RowMarks:
@@ -68,7 +72,8 @@ class RowMarks:
         words = [-(-size // _WORD_BITS) for size in self.sizes]
         self._first_words = np.cumsum([0, *words]).astype(np.uint64)
         self._stale = np.zeros(sum(words), np.uint64)
-        self._counts = np.zeros(-(-sum(self.sizes) // 4) * 4, np.uint16)
+        self._is_counted = np.zeros(-(-sum(self.sizes) // _LINE_ROWS), np.uint8)
+        self._counts = np.zeros(len(self._is_counted) * _LINE_ROWS, np.uint16)
         self._cutter = LedgerCutter()
 
     @property
@@ -83,7 +88,7 @@ class RowMarks:
     @property
     def num_bytes(self) -> int:
         """Bytes of all bits and counts."""
-        return self._stale.nbytes + self._counts.nbytes
+        return self._stale.nbytes + self._counts.nbytes + self._is_counted.nbytes
 
     def before_update(self, ledger: Sequence[LedgerEntry]) -> Sequence[LedgerEntry]:
         """Called by an update with its ledger; returns the ledger to update by.
@@ -124,6 +129,7 @@ class RowMarks:
         is_small = len(arguments[2]) < _MIN_SHARED_VALUES
         (_count_kernel.alone if is_small else _count_kernel)(
             self._counts,
+            self._is_counted,
             self.first_rows,
             self._sizes,
             passes,
@@ -150,7 +156,7 @@ class RowMarks:
             Rows, (M,) ascending, and their counts, (M,).
         """
         num_with = np.zeros(MOST_COUNTED + 1, np.int64)
-        _tally(self._counts.view(np.uint64), num_with)
+        _tally(self._counts, self._is_counted, num_with)
         num_with[:least] = 0
         num_found = num_at_least = int(num_with.sum())
         if most is not None and num_found > most:
@@ -177,14 +183,15 @@ class RowMarks:
             is_taken: Whether all counts are set to 0.
         """
         rows, counts = np.empty(num_found, np.int64), np.empty(num_found, np.uint16)
-        words = self._counts.view(np.uint64)
-        _list_counts(words, self._counts, least, num_at_least, is_taken, rows, counts)
+        _list_counts(self._counts, self._is_counted, least, num_at_least, is_taken, rows, counts)
         return rows, counts
 
     def set_counts(self, rows: NDArray[np.int64], counts: NDArray[np.uint16]) -> None:
         """Set the counts of rows, (M,), and all others to 0."""
         self._counts.fill(0)
+        self._is_counted.fill(0)
         self._counts[rows] = counts
+        self._is_counted[rows // _LINE_ROWS] = 1
 
     def set_stale(self, rows: NDArray[np.int64], is_stale: bool) -> None:
         """Mark distinct rows, (M,), as stale or as not stale."""
@@ -234,8 +241,6 @@ class RowMarks:
 _ONE = np.uint64(1)
 _SHIFT = np.uint64(6)
 _PLACE = np.uint64(63)
-_LANE_BITS = np.uint64(16)
-_LANE = np.uint64(2**16 - 1)
 _AHEAD = np.uint64(16)
 _IS_MARKED = np.uint16(2**15)
 _MOST = np.uint16(MOST_COUNTED)
@@ -244,6 +249,7 @@ _MOST = np.uint16(MOST_COUNTED)
 @parallel_kernel
 def _count_kernel(
     counts: NDArray[np.uint16],
+    is_counted: NDArray[np.uint8],
     first_rows: NDArray[np.uint64],
     sizes: NDArray[np.uint64],
     passes: int,
@@ -283,24 +289,25 @@ def _count_kernel(
                     elif count < _IS_MARKED:
                         more = count + np.uint16(count < _MOST)
                         counts[first_row + row] = np.uint16(more) | _IS_MARKED
+                        is_counted[(first_row + row) >> _SHIFT] = 1
 
 
 @kernel
-def _tally(words: NDArray[np.uint64], num_with: NDArray[np.int64]) -> None:
-    """Count the rows with each count above 0; a word has the counts of four rows."""
-    for number in range(len(words)):
-        word = words[number]
-        while word:
-            count = word & _LANE
-            if count:
-                num_with[count] += 1
-            word >>= _LANE_BITS
+def _tally(
+    counts: NDArray[np.uint16], is_counted: NDArray[np.uint8], num_with: NDArray[np.int64]
+) -> None:
+    """Count the rows with each count above 0."""
+    for line in range(len(is_counted)):
+        if is_counted[line]:
+            for row in range(line * _LINE_ROWS, (line + 1) * _LINE_ROWS):
+                if counts[row]:
+                    num_with[counts[row]] += 1
 
 
 @kernel
 def _list_counts(
-    words: NDArray[np.uint64],
     counts: NDArray[np.uint16],
+    is_counted: NDArray[np.uint8],
     least: int,
     num_at_least: int,
     is_taken: bool,
@@ -308,11 +315,13 @@ def _list_counts(
     counts_M: NDArray[np.uint16],
 ) -> None:
     found = 0
-    for number in range(len(words)):
-        if not words[number]:
+    for line in range(len(is_counted)):
+        if not is_counted[line]:
             continue
-        for row in range(4 * number, 4 * number + 4):
+        for row in range(line * _LINE_ROWS, (line + 1) * _LINE_ROWS):
             count = counts[row]
+            if is_taken:
+                counts[row] = 0
             if count < least or (count == least and num_at_least == 0):
                 continue
             if count == least:
@@ -320,7 +329,7 @@ def _list_counts(
             rows_M[found], counts_M[found] = row, count
             found += 1
         if is_taken:
-            words[number] = 0
+            is_counted[line] = 0
 
 
 @kernel

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from recsys._support.interrupts import interrupts_held_back
 from recsys._support.states import SavedState
 from recsys.embeddings.staleness.flag_sets import FlagSet, FlagSets
 from recsys.embeddings.staleness.followed_rows import FollowedRows
@@ -167,13 +169,15 @@ class StalenessTracker:
             ConflictingWrite: tables were written to while slots held updated rows.
             TiersFailed: a transfer of rows has failed.
         """
-        self.num_steps += 1
-        self._num_seen = num_seen
-        self.cancel_step()
-        if self.num_steps % self.staleness.window == 0:
-            self._end_window()
-        # A raw mini-batch that the last mini-batch was made of may be taken again.
-        self._flag_sets.forget_before(self.num_steps - 1)
+        ends_window = (self.num_steps + 1) % self.staleness.window == 0
+        with interrupts_held_back() if ends_window else nullcontext():
+            self.num_steps += 1
+            self._num_seen = num_seen
+            self.cancel_step()
+            if ends_window:
+                self._end_window()
+            # A raw mini-batch that the last mini-batch was made of may be taken again.
+            self._flag_sets.forget_before(self.num_steps - 1)
 
     def cancel_step(self) -> None:
         """Called instead of `end_step` after a step that raised: nothing is counted or frozen."""

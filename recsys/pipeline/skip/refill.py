@@ -262,6 +262,8 @@ class Refill:
 
     def set_num_waiting(self, iterator: Any, num_batches: int) -> None:
         """Count all mini-batches but the last `num_batches` as used."""
+        if len(self._positions) <= 1 + num_batches and not self._positions[0].offset:
+            return  # fast path: nothing has changed
         with interrupts_held_back():
             while len(self._positions) > 1 + num_batches:
                 self._positions.popleft()
@@ -334,24 +336,30 @@ class Refill:
                 "row, so the next ones are kept; lower share"
             )
         with interrupts_held_back():
-            self._count_raw(iterator, size, chosen)
             if waiting is None:
-                return self._refilled(_Taken(batch, size, chosen.is_stale, None))
+                self._count_raw(iterator, size, chosen, num_made=1)
+                self._num_raw = 0
+                self._positions.append(self._taken)
+                return Refilled(batch, taken.num_batches, chosen.is_stale)
+            self._count_raw(iterator, size, chosen)
             if len(waiting):
                 self._waiting.append(waiting)
                 self._num_waiting += len(waiting)
         return None
 
-    def _count_raw(self, iterator: Iterator[Any], size: int, chosen: Chosen) -> None:
+    def _count_raw(
+        self, iterator: Iterator[Any], size: int, chosen: Chosen, num_made: int = 0
+    ) -> None:
+        """Count a raw mini-batch as taken, and as `num_made` mini-batches of all its samples."""
         taken = self._taken
         is_new, self._raw = not self._offset, None
         self._offset = max(0, self._offset - size)
         self._taken = Position(
-            taken.num_batches,
+            taken.num_batches + num_made,
             taken.num_raw + 1,
             0,
             taken.num_seen + size,
-            taken.num_kept,
+            taken.num_kept + num_made * size,
             taken.num_checked + chosen.num_checked * is_new,
             taken.num_stale + chosen.num_stale * is_new,
             max(taken.full_size, size),

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from recsys._support.interrupts import interrupts_held_back
 from recsys._support.states import SavedState
 from recsys.datasets.iteration import BatchIterator
 from recsys.embeddings.staleness.settings import LEAD
@@ -241,8 +240,7 @@ class Skipping:
         if self.guard is not None and self.guard.is_open(number):
             self._check_quality(self.guard, current, output)
         if self.tracker is not None:
-            with interrupts_held_back():  # a window's end must not be left half done
-                self.tracker.end_step(self._num_seen)
+            self.tracker.end_step(self._num_seen)
         if self.importance is not None:
             assert current.refilled is not None
             self.importance.end_step(current.refilled, current.batch)

@@ -21,7 +21,7 @@ def arrays_in(tracker):
     found = {}
     for followed in tracker._followed:
         marks = followed.marks
-        for each in (marks._stale, marks._counts, followed._memory):
+        for each in (marks._stale, marks._counts, marks._is_counted, followed._memory):
             found[id(each)] = each.nbytes
         for each in (followed._before, followed._earlier):
             if each is not None:
