@@ -22,6 +22,7 @@ import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
 from recsys._support.jit import kernel
+from recsys.embeddings.kernels.cpu.intrinsics.prefetch import prefetch, prefetch_to_write
 from recsys.embeddings.staleness.host_bags import kernel_arguments
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Predictor", "SampleFeatures", "Weights", "features_of", "predict"]
 
 _BLOCK = 64  # samples whose slots are written together, so that they stay in the cache
+_AHEAD = 4  # samples from one whose slots are fetched into the cache to the one that is learned
 _LARGEST = np.float32(16)
 
 
@@ -49,6 +51,14 @@ class SampleFeatures(NamedTuple):
     slots: NDArray[np.uint32]
     bounds: NDArray[np.int64]
     dense: NDArray[np.float32]
+
+    def select(self, samples: NDArray[np.int64]) -> SampleFeatures:
+        """What is known about some of the samples, (M,); a copy."""
+        bounds = np.zeros(len(samples) + 1, np.int64)
+        np.cumsum(np.diff(self.bounds)[samples], out=bounds[1:])
+        slots = np.empty(bounds[-1], np.uint32)
+        _copy_slots(slots, bounds, self.slots, self.bounds, samples)
+        return SampleFeatures(slots, bounds, self.dense[samples])
 
 
 class Weights(NamedTuple):
@@ -158,6 +168,7 @@ class Predictor:
         """
         _require_fit(self.weights, features)
         found = np.empty(len(labels), np.float64)
+        longest = int(np.diff(features.bounds).max(initial=0))
         _learn(
             found,
             self.weights.rows,
@@ -170,6 +181,7 @@ class Predictor:
             labels,
             sample_weights,
             self._lr,
+            np.empty(longest, np.float32),
         )
         return found
 
@@ -217,22 +229,38 @@ def _write_slots(
     shift: np.uint64,
 ) -> None:
     """Write the slots of each sample's rows from its place on, and advance the place."""
+    num_lookups = len(positions_L)
     for begin in range(0, batch_size, _BLOCK):
         end = min(begin + _BLOCK, batch_size)
-        for lookup in range(len(positions_L)):
+        for lookup in range(num_lookups):
             first = np.int64(positions_L[lookup]) * batch_size
             salt = salts_L[lookup]
             if is_one_hot:
                 for sample in range(begin, end):
                     row = np.uint64(values[first + sample])
-                    slots_V[places_B[sample]] = _mix64(salt + row * GOLDEN) >> shift
-                    places_B[sample] += 1
+                    slots_V[places_B[sample] + lookup] = _mix64(salt + row * GOLDEN) >> shift
                 continue
             for sample in range(begin, end):
                 for place in range(offsets[first + sample], offsets[first + sample + 1]):
                     row = np.uint64(values[place])
                     slots_V[places_B[sample]] = _mix64(salt + row * GOLDEN) >> shift
                     places_B[sample] += 1
+        if is_one_hot:
+            places_B[begin:end] += num_lookups
+
+
+@kernel
+def _copy_slots(
+    slots_V: NDArray[np.uint32],
+    bounds: NDArray[np.int64],
+    from_slots: NDArray[np.uint32],
+    from_bounds: NDArray[np.int64],
+    samples_M: NDArray[np.int64],
+) -> None:
+    for number in range(len(samples_M)):
+        begin, first = bounds[number], from_bounds[samples_M[number]]
+        for place in range(bounds[number + 1] - begin):
+            slots_V[begin + place] = from_slots[first + place]
 
 
 @kernel
@@ -244,13 +272,32 @@ def _logit(
     bounds: NDArray[np.int64],
     dense_BK: NDArray[np.float32],
 ) -> Any:
+    """The logit of a sample.
+
+    Several sums that grow side by side take less time than one. The bias comes last, because in
+    learning it is known last.
+    """
+    zero = np.float32(0)
+    first = second = third = fourth = zero
+    begin, end = bounds[sample], bounds[sample + 1]
+    whole = end - (end - begin) % 4
+    for place in range(begin, whole, 4):
+        first += of_slots[slots_V[place]]
+        second += of_slots[slots_V[place + 1]]
+        third += of_slots[slots_V[place + 2]]
+        fourth += of_slots[slots_V[place + 3]]
+    for place in range(whole, end):
+        first += of_slots[slots_V[place]]
     num_dense = dense_BK.shape[1]
-    z = of_dense[num_dense]
-    for place in range(bounds[sample], bounds[sample + 1]):
-        z += of_slots[slots_V[place]]
+    of_numbers = zero
     for number in range(num_dense):
-        z += of_dense[number] * min(max(dense_BK[sample, number], -_LARGEST), _LARGEST)
-    return z
+        of_numbers += of_dense[number] * _cut(dense_BK[sample, number])
+    return ((first + second) + (third + fourth)) + (of_numbers + of_dense[num_dense])
+
+
+@kernel
+def _cut(number: np.float32) -> Any:
+    return min(max(number, -_LARGEST), _LARGEST)
 
 
 @kernel
@@ -263,6 +310,9 @@ def _predict(
     dense_BK: NDArray[np.float32],
 ) -> None:
     for sample in range(len(found_B)):
+        ahead = min(sample + _AHEAD, len(found_B) - 1)
+        for place in range(bounds[ahead], bounds[ahead + 1]):
+            prefetch(of_slots, slots_V[place])
         z = _logit(sample, of_slots, of_dense, slots_V, bounds, dense_BK)
         found_B[sample] = 1 / (1 + np.exp(-np.float64(z)))
 
@@ -280,9 +330,18 @@ def _learn(
     labels_B: NDArray[np.float32],
     weights_B: NDArray[np.float32],
     lr: np.float32,
+    steps: NDArray[np.float32],
 ) -> None:
+    """Learn; `steps` has room for those of the rows of each sample.
+
+    They are computed in a loop of their own, which is vectorised.
+    """
     num_dense = dense_BK.shape[1]
     for sample in range(len(found_B)):
+        ahead = min(sample + _AHEAD, len(found_B) - 1)
+        for place in range(bounds[ahead], bounds[ahead + 1]):
+            prefetch_to_write(of_slots, slots_V[place])
+            prefetch_to_write(sums_of_slots, slots_V[place])
         z = _logit(sample, of_slots, of_dense, slots_V, bounds, dense_BK)
         found_B[sample] = 1 / (1 + np.exp(-np.float64(z)))
         gradient = weights_B[sample] * (np.float32(found_B[sample]) - labels_B[sample])
@@ -290,13 +349,17 @@ def _learn(
         if not np.isfinite(square):
             continue
         step = lr * gradient
-        for place in range(bounds[sample], bounds[sample + 1]):
-            slot = slots_V[place]
-            total = sums_of_slots[slot] + square
-            sums_of_slots[slot] = total
-            of_slots[slot] -= step / np.sqrt(total)
+        begin, count = bounds[sample], bounds[sample + 1] - bounds[sample]
+        for number in range(count):
+            slot = slots_V[begin + number]
+            sums_of_slots[slot] += square
+            steps[number] = sums_of_slots[slot]
+        for number in range(count):
+            steps[number] = step / np.sqrt(steps[number])
+        for number in range(count):
+            of_slots[slots_V[begin + number]] -= steps[number]
         for number in range(num_dense):
-            x = min(max(dense_BK[sample, number], -_LARGEST), _LARGEST)
+            x = _cut(dense_BK[sample, number])
             total = sums_of_dense[number] + square * x * x
             sums_of_dense[number] = total
             of_dense[number] -= step * x / np.sqrt(total)

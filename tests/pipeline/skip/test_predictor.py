@@ -101,6 +101,22 @@ def test_it_learns_and_predicts_as_the_oracle_does(dtype):
     np.testing.assert_allclose(predictor.sums.dense, oracle.dense_sums, rtol=1e-3)
 
 
+def test_what_is_known_about_some_samples_is_what_was_known():
+    generator = np.random.default_rng(0)
+    parts = [make(generator, 20, np.int64)[0] for make in (one_hot_part, jagged_part)]
+    dense = generator.standard_normal((20, NUM_DENSE)).astype(np.float32)
+    features = features_of(parts, dense, 20, BITS)
+    samples = np.array([0, 3, 4, 11, 19])
+    found = features.select(samples)
+
+    bounds = features.bounds
+    expected = [features.slots[bounds[each] : bounds[each + 1]].tolist() for each in samples]
+    assert [found.slots[begin:end].tolist() for begin, end in pairwise(found.bounds)] == expected
+    assert any(len(each) > 4 for each in expected)
+    assert np.array_equal(found.dense, dense[samples])
+    assert [len(each) for each in features.select(samples[:0])] == [0, 1, 0]
+
+
 def test_what_is_not_finite_is_passed_over():
     part = one_hot_part(np.random.default_rng(0), 4, np.int64)[0]
     dense = np.zeros((4, NUM_DENSE), np.float32)
