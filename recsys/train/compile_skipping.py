@@ -12,7 +12,7 @@ from recsys.batch import JaggedIds
 from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.embeddings.staleness.tracker import StalenessTracker
-from recsys.pipeline.skip.importance import keep_probabilities
+from recsys.pipeline.skip.importance import draw_systematically, keep_probabilities
 from recsys.pipeline.skip.predictor import Predictor, features_of, predict
 from recsys.train.providers import row_optimizer
 
@@ -105,4 +105,6 @@ def _predict(module: HotColdEmbeddingBagCollection, ids: JaggedIds, num_dense: i
     predictor = Predictor(_BITS, 0.05, num_dense)
     ones = np.ones(size, np.float32)
     predictor.learn(features, ones, ones)
-    keep_probabilities(np.abs(ones - predict(predictor.weights, features)), 0.5, 0.1)
+    scores = np.abs(ones - predict(predictor.weights, features))
+    samples = draw_systematically(keep_probabilities(scores, 0.5, 0.1), 0.5)
+    features.select(samples)

@@ -205,7 +205,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["bench", "lookup", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "lookup", "--batch-sizes", "0"], "batch sizes must be at least 1, got 0"),
         (["bench", "models", "--batch-sizes", "0"], "batch sizes must be at least 1, got 0"),
-        (["bench", "skipping", "--batch-sizes", "0"], "batch sizes must be in [1, 15515], got [0]"),
+        (["bench", "skipping", "--batch-sizes", "0"], "batch sizes must be in [1, 12800], got [0]"),
         (["bench", "synthetic", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "count", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "rand-em", "--json", "."], ". is a folder; name a file to be written"),
