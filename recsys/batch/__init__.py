@@ -2,6 +2,7 @@
 
     protocols          what modules and loaders require of features, results and sources
     bags_of_samples    where the bags of samples are in jagged data
+    feature_tables     which features of a source look up which tables
     jagged_ids         JaggedIds: the rows that samples look up
     pooled_embeddings  PooledEmbeddings: the result of a lookup
     mini_batch         Batch: dense features, sparse features, labels
@@ -25,6 +26,7 @@ from recsys.batch.bags_of_samples import (
     require_one_batch_size,
     varies_in_batch_size,
 )
+from recsys.batch.feature_tables import feature_tables, features_by_table, has_bags
 from recsys.batch.jagged_ids import JaggedIds, expand_to_one_batch_size
 from recsys.batch.mini_batch import Batch
 from recsys.batch.pooled_embeddings import PooledEmbeddings
@@ -38,6 +40,9 @@ __all__ = [
     "PooledEmbeddings",
     "SampleSource",
     "expand_to_one_batch_size",
+    "feature_tables",
+    "features_by_table",
+    "has_bags",
     "places_of_samples",
     "require_one_batch_size",
     "varies_in_batch_size",

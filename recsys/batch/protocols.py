@@ -51,6 +51,10 @@ class SampleSource(Protocol):
 
     A source that holds its rows in one array may offer it as `sparse`, (num_samples, F) int32. Then
     lookups are counted in that array, and `read` is not called.
+
+    A source whose features share tables, or have other names than their tables, has a property
+    `feature_tables`: the table of each feature, in the order of a batch. The functions of
+    `recsys.batch.feature_tables` read it.
     """
 
     @property
@@ -63,7 +67,7 @@ class SampleSource(Protocol):
 
     @property
     def table_sizes(self) -> dict[str, int]:
-        """`num_embeddings` by categorical feature, in column order."""
+        """`num_embeddings` by table; by default each table has one feature, with its name."""
 
     @property
     def splits(self) -> dict[str, range]:
@@ -74,7 +78,7 @@ class SampleSource(Protocol):
 
         Shape:
             samples (B,) in [0, num_samples); result: dense_features (B, I) float32,
-            sparse_features with one int64 lookup per feature and sample, labels (B,) float32.
+            sparse_features int64, labels (B,) float32.
         """
 
     @property

@@ -148,7 +148,7 @@ def _plan(options: argparse.Namespace) -> int:
     require_new(options.out)
     plan = plan_hot_rows(
         profile,
-        table_configs(profile.table_sizes, config.model.embedding_dim),
+        table_configs(profile.table_sizes, config.model.embedding_dim, profile.features),
         options.budget,
         row_optimizer(config.optimizer),
         ranking=options.ranking,

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recsys.batch import SampleSource
+from recsys.batch import SampleSource, feature_tables, features_by_table, has_bags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SPLITS", "SampleSource", "classic_splits", "day_splits"]
+__all__ = [
+    "SPLITS",
+    "SampleSource",
+    "classic_splits",
+    "day_splits",
+    "feature_tables",
+    "features_by_table",
+    "has_bags",
+]
 
 SPLITS = ("train", "test", "validation")
 

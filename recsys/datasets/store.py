@@ -1,13 +1,25 @@
 """The prepared store: one folder that holds a data set ready for training.
 
-    STORE/meta.json     dtypes, sources, splits
-          labels.bin    (N,)     int8
-          dense.bin     (N, 13)  int32, before the transform named in meta.json; float32 if the
-                                 transform is "none"
-          sparse.bin    (N, 26)  int32, rows
-          ids.bin       (E,)     uint32, the raw id of every row, table after table (modulo
-                                 max_ind_range if meta.json has it); missing if the store was
-                                 made from rows that were numbered already
+    STORE/meta.json       dtypes, sources, splits, features
+          labels.bin      (N,)     int8
+          dense.bin       (N, I)   int32, before the transform named in meta.json; float32 if the
+                                   transform is "none"
+          sparse.bin      (N, F1)  int32, rows of the features with exactly one row per sample
+          ids.bin         (E,)     uint32, the raw id of every row, table after table (modulo
+                                   max_ind_range if meta.json has it); missing if the store was
+                                   made from rows that were numbered already
+
+These exist only where meta.json names them among the dtypes:
+
+          bag_values.bin  (V,)     int32, rows of the other features; see `store_bags`
+          bag_ends.bin    (N, F2)  int64, where each bag ends in bag_values
+          weights.bin     (N,)     float32, factor of each sample's loss
+          groups.bin      (N,)     int32, the group of each sample, such as a user
+          times.bin       (N,)     int64, seconds since 1970
+          catalog.bin     (E, C)   int32, the rows of an item's further features, by the item's row
+
+`features` in meta.json lists the features in the order of a batch. Without it, every table has one
+feature with its name. `vocabulary/` holds what each row stands for; a store opens without it.
 
 The arrays are flat, little-endian and memory-mapped. A writer fills a folder beside the final name
 and renames it after everything is written and flushed, so a store that can be opened is complete.
@@ -17,199 +29,35 @@ formats can be written from a store without loss.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import secrets
-import shutil
-from contextlib import suppress
+from itertools import count
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from recsys._support.files import flush_to_disk
 from recsys._support.jit import kernel
 from recsys.batch import Batch, JaggedIds
 from recsys.datasets.source import SPLITS
-from recsys.datasets.store_meta import UNDERSTOOD, dtypes_of, read_meta
-from recsys.errors import AlreadyExists, IdOutOfRange, StoreError
+from recsys.datasets.store_bags import Bags, join_features
+from recsys.datasets.store_features import features_of
+from recsys.datasets.store_meta import read_meta
+from recsys.datasets.store_writer import StoreWriter
+from recsys.errors import IdOutOfRange, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
-
     from numpy.typing import NDArray
 
 __all__ = ["Store", "StoreWriter"]
 
 _IDS_END = 2**32
-_REWRITTEN_SAMPLES = 65_536  # per block: some megabytes
+# Entries of meta.json and arrays that only some stores have, and that decide what samples hold.
+_DECIDING = ("features", "schema", "ranking", "like")
+_DECIDING_ARRAYS = ("bag_values", "weights", "groups", "times", "catalog")
 _LOWEST, _HIGHEST = float(np.finfo(np.float32).min), float(np.finfo(np.float32).max)
-
-
-class StoreWriter:
-    """Writes a new store; use it as a context manager.
-
-    Nothing appears under `path` before `finish`. If the context ends without `finish`, the written
-    files are removed, unless the caller passed `folder`.
-
-    Args:
-        path: The store's folder, which must not exist.
-        dense_transform: Applied when a batch is read: "log(x+1)" to integers, "none" to floats.
-        folder: Holds the store until `finish`, on the same disk as `path`. Files in it are
-            appended to, and stay if there is no `finish`. By default a new folder beside `path`.
-        num_samples: How many samples `folder` has already.
-
-    Attributes:
-        folder: Holds the store until `finish`; the caller may add files.
-        num_samples: Samples appended so far.
-
-    Raises:
-        AlreadyExists: `path` exists.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        dense_transform: str = "log(x+1)",
-        folder: Path | None = None,
-        num_samples: int = 0,
-    ) -> None:
-        self.path = Path(path)
-        self._dense_transform = dense_transform
-        self._dtypes = dtypes_of(dense_transform, has_ids=False)
-        if self.path.exists():
-            raise AlreadyExists(
-                f"store {self.path} exists already; remove it or choose another folder"
-            )
-        self._is_own_folder = folder is None
-        self.folder = folder or self.path.parent / f".{self.path.name}.{secrets.token_hex(4)}"
-        self.folder.mkdir(parents=True, exist_ok=not self._is_own_folder)
-        self._files = {name: (self.folder / f"{name}.bin").open("ab") for name in self._dtypes}
-        self.num_samples = num_samples
-
-    @property
-    def dense_dtype(self) -> np.dtype[Any]:
-        """The dtype of the dense features that `append` expects."""
-        return np.dtype(self._dtypes["dense"])
-
-    def append(
-        self,
-        labels: NDArray[np.int8],
-        dense: NDArray[np.int32] | NDArray[np.float32],
-        sparse: NDArray[np.int32],
-    ) -> None:
-        """Add samples at the end.
-
-        Shape:
-            labels (n,); dense (n, I); sparse (n, F).
-        """
-        for name, array in (("labels", labels), ("dense", dense), ("sparse", sparse)):
-            self._files[name].write(np.ascontiguousarray(array, self._dtypes[name]).data)
-        self.num_samples += len(labels)
-
-    def flush(self) -> None:
-        """Write all appended samples to the files."""
-        for file in self._files.values():
-            file.flush()
-
-    def rewrite_dense(
-        self, first_sample: int, change: Callable[[NDArray[np.float32]], NDArray[np.float32]]
-    ) -> None:
-        """Change dense features that were appended before, in place, block by block.
-
-        Args:
-            first_sample: The first sample to change; all after it are changed too.
-            change: Maps the appended features of a block, (n, I), to the new ones.
-        """
-        file = self._files["dense"]
-        file.flush()
-        num_samples = self.num_samples - first_sample
-        if not num_samples:
-            return
-        num_dense = file.tell() // (4 * self.num_samples)
-        features = np.memmap(
-            self.folder / "dense.bin",
-            self._dtypes["dense"],
-            mode="r+",
-            offset=4 * num_dense * first_sample,
-            shape=(num_samples, num_dense),
-        )
-        for start in range(0, num_samples, _REWRITTEN_SAMPLES):
-            block = features[start : start + _REWRITTEN_SAMPLES]
-            block[:] = change(np.array(block))
-        features.flush()
-
-    def finish(
-        self,
-        *,
-        dense_names: Sequence[str],
-        splits: Mapping[str, range],
-        about: Mapping[str, Any],
-        ids: Mapping[str, NDArray[np.uint32]] | None = None,
-        table_sizes: Mapping[str, int] | None = None,
-    ) -> Path:
-        """Write `meta.json`, flush everything to the disk and rename the folder to `path`.
-
-        Args:
-            dense_names: The dense features, in column order.
-            splits: Sample numbers of "train", "test" and "validation".
-            about: Further entries of meta.json, such as convention and sources.
-            ids: The raw id of every row, by categorical feature, in column order.
-            table_sizes: Rows of each categorical feature; needed if `ids` is None.
-
-        Raises:
-            AlreadyExists: `path` was created by another program meanwhile.
-        """
-        if ids is not None:
-            table_sizes = {name: len(rows) for name, rows in ids.items()}
-            self._files["ids"] = (self.folder / "ids.bin").open("wb")
-            for rows in ids.values():
-                self._files["ids"].write(np.ascontiguousarray(rows, "<u4").data)
-        assert table_sizes is not None, "finish needs ids or table_sizes"
-        meta = {
-            **{key: values[0] for key, values in UNDERSTOOD.items()},
-            "dense_transform": self._dense_transform,
-            "dtypes": dtypes_of(self._dense_transform, has_ids=ids is not None),
-            **about,
-            "num_samples": self.num_samples,
-            "splits": {name: [part.start, part.stop] for name, part in splits.items()},
-            "dense_names": list(dense_names),
-            "num_embeddings": dict(table_sizes),
-        }
-        (self.folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        for file in self._files.values():
-            file.close()
-        for path in (*self.folder.iterdir(), self.folder):
-            flush_to_disk(path)
-        try:
-            self.folder.rename(self.path)
-        except OSError as error:
-            if self.path.exists():
-                raise AlreadyExists(
-                    f"store {self.path} was created by another program meanwhile; choose another "
-                    "folder"
-                ) from error
-            raise
-        flush_to_disk(self.path.parent)
-        return self.path
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for file in self._files.values():
-            with suppress(OSError):  # closing flushes, which fails again on a full disk
-                file.close()
-        if self._is_own_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)  # does not exist after `finish`
 
 
 class Store:
@@ -219,8 +67,17 @@ class Store:
         path: A folder that `recsys prepare` made.
 
     Attributes:
-        labels, dense, sparse: The arrays, as on disk: (N,), (N, I) and (N, F).
+        table_sizes: Rows of each table.
+        features: The features, in the order of a batch.
+        labels, dense, sparse: The arrays, as on disk: (N,), (N, I) and (N, F1), with a column for
+            each feature of kind "one".
+        bags: The bags of all other features; None if there are none.
         ids: The raw id of every row, table after table; None if the store has no raw ids.
+        weights: Factor of each sample's loss, (N,); None for 1.
+        groups: The group of each sample, (N,) int32; None if samples have no group.
+        times: Seconds since 1970, (N,) int64; None if samples have no time.
+        catalog: The rows of `meta["ranking"]["item_features"]` by the row of the item, (E, C);
+            None if items have no further features.
 
     Raises:
         StoreError: `path` is not a complete store of a version that this library reads.
@@ -233,21 +90,30 @@ class Store:
         self.table_sizes: dict[str, int] = self.meta["num_embeddings"]
         self.splits = {name: range(*self.meta["splits"][name]) for name in SPLITS}
         self.num_dense = len(self.meta["dense_names"])
-        self._last_rows = np.array(list(self.table_sizes.values()), np.int64) - 1
+        self.features = features_of(self.meta)
+        self._names = [each.name for each in self.features]
+        last_rows = {each.name: self.table_sizes[each.table] - 1 for each in self.features}
+        ones = [each.name for each in self.features if not each.is_bag]
+        self._last_rows = np.array([last_rows[name] for name in ones], np.int64)
         num_rows = sum(self.table_sizes.values())
         self.labels = self._map("labels", (self.num_samples,))
         self.dense = self._map("dense", (self.num_samples, self.num_dense))
-        self.sparse = self._map("sparse", (self.num_samples, len(self.table_sizes)))
-        has_ids = "ids" in self.meta["dtypes"]
-        self.ids = self._map("ids", (num_rows,)) if has_ids else None
+        self.sparse = self._map("sparse", (self.num_samples, len(ones)))
+        self.ids = self._map_optional("ids", (num_rows,))
+        self.weights = self._map_optional("weights", (self.num_samples,))
+        self.groups = self._map_optional("groups", (self.num_samples,))
+        self.times = self._map_optional("times", (self.num_samples,))
+        self.bags = self._map_bags([last_rows[each.name] for each in self.features if each.is_bag])
+        self.catalog = self._map_catalog()
 
     def read(self, samples: NDArray[np.int64]) -> Batch:
         """The given samples, in the given order; see `SampleSource.read`.
 
         Raises:
             IndexError: a sample number is out of range.
-            StoreError: a label is neither 0 nor 1, or a dense feature is not a number or, where its
-                logarithm is taken, negative.
+            StoreError: a label is neither 0 nor 1; a dense feature is not a number or, where its
+                logarithm is taken, negative; a weight is not a number or negative; or a bag ends
+                before it begins.
             IdOutOfRange: a row is not one of its table.
         """
         if len(samples) and not 0 <= samples.min() <= samples.max() < self.num_samples:
@@ -257,7 +123,7 @@ class Store:
             )
         labels_B = np.empty(len(samples), np.float32)
         dense_BI = np.empty((len(samples), self.num_dense), np.float32)
-        rows_FB = np.empty((len(self.table_sizes), len(samples)), np.int64)
+        rows_FB = np.empty((len(self._last_rows), len(samples)), np.int64)
         has_logarithms = self.meta["dense_transform"] == "log(x+1)"
         are_good = _gather_kernel(
             self.labels,
@@ -272,6 +138,9 @@ class Store:
         lowest = 0 if has_logarithms else _LOWEST
         if dense_BI.size:
             are_good &= bool(lowest <= dense_BI.min() and dense_BI.max() <= _HIGHEST)
+        weights_B = None if self.weights is None else self.weights[samples]
+        if weights_B is not None and weights_B.size:
+            are_good &= bool(weights_B.min() >= 0 and weights_B.max() <= _HIGHEST)
         if not are_good:
             raise self._error(samples, lowest)
         if has_logarithms:
@@ -279,9 +148,15 @@ class Store:
             np.log(dense_BI, out=dense_BI)
         return Batch(
             torch.from_numpy(dense_BI),
-            JaggedIds.from_one_hot(list(self.table_sizes), torch.from_numpy(rows_FB)),
+            self._ids(samples, rows_FB, lowest),
             torch.from_numpy(labels_B),
+            None if weights_B is None else torch.from_numpy(weights_B),
         )
+
+    @property
+    def feature_tables(self) -> dict[str, str]:
+        """The table that each feature looks up, in the order of a batch."""
+        return {each.name: each.table for each in self.features}
 
     @property
     def fingerprint(self) -> str:
@@ -293,13 +168,33 @@ class Store:
         tables = ",".join(f"{name}:{size}" for name, size in self.table_sizes.items())
         splits = ",".join(f"{name}:{part.start}-{part.stop}" for name, part in self.splits.items())
         head = [self.meta["convention"], *bounds, str(self.num_samples), tables, splits]
+        about = {key: self.meta[key] for key in _DECIDING if key in self.meta}
+        arrays = [name for name in self.meta["dtypes"] if name in _DECIDING_ARRAYS]
+        if about or arrays:
+            text = json.dumps([about, arrays], sort_keys=True)
+            head.append(f"schema:{hashlib.sha256(text.encode()).hexdigest()}")
         return " ".join([*head, *hashes])
 
     def describe(self) -> dict[str, Any]:
         """The entry for this data in a run record."""
         keys = ("convention", "max_ind_range", "sources", "num_samples", "splits")
         kept = {key: self.meta[key] for key in keys if key in self.meta}
-        return {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
+        found = {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
+        if "features" in self.meta:
+            found["features"] = [each._asdict() for each in self.features]
+        return found
+
+    def _ids(
+        self, samples: NDArray[np.int64], rows_FB: NDArray[np.int64], lowest: float
+    ) -> JaggedIds:
+        """The rows of all features, given those with one row for each sample."""
+        if self.bags is None:
+            return JaggedIds.from_one_hot(self._names, torch.from_numpy(rows_FB))
+        found = self.bags.gather(samples)
+        if found is None:
+            raise self._error(samples, lowest)
+        values, offsets = join_features(rows_FB, *found, [each.is_bag for each in self.features])
+        return JaggedIds(self._names, torch.from_numpy(values), torch.from_numpy(offsets))
 
     def _error(self, samples: NDArray[np.int64], lowest: float) -> StoreError | IdOutOfRange:
         """The error for the first of these samples that has a value out of range."""
@@ -310,21 +205,68 @@ class Store:
                 if not lowest <= value <= _HIGHEST:
                     rule = "at least 0" if lowest == 0 else "a finite number"
                     return self._damaged(sample, f"feature {name!r} must be {rule}", value)
-            for (name, size), row in zip(
-                self.table_sizes.items(), self.sparse[sample].tolist(), strict=True
-            ):
-                if not 0 <= row < size:
-                    return IdOutOfRange(
-                        f"store {self.path}, sample {sample}, feature {name!r}: row {row} is not "
-                        f"in [0, {size}): the store is damaged; prepare it again"
-                    )
+            if self.weights is not None and not 0 <= self.weights[sample] <= _HIGHEST:
+                rule = "weight must be a finite number, at least 0"
+                return self._damaged(sample, rule, self.weights[sample])
+            columns, bags = iter(self.sparse[sample].tolist()), count()
+            for name, table, kind in self.features:
+                rows = self._bag(sample, name, next(bags)) if kind != "one" else [next(columns)]
+                if isinstance(rows, StoreError):
+                    return rows
+                size = self.table_sizes[table]
+                for row in rows:
+                    if not 0 <= row < size:
+                        return IdOutOfRange(
+                            f"store {self.path}, sample {sample}, feature {name!r}: row {row} is "
+                            f"not in [0, {size}): the store is damaged; prepare it again"
+                        )
         raise AssertionError("`read` found a value out of range in one of these samples")
+
+    def _bag(self, sample: int, name: str, number: int) -> list[int] | StoreError:
+        """The rows of a bag, or the error that it cannot be read."""
+        assert self.bags is not None
+        begin, end = self.bags.bag(sample, number)
+        num_values = len(self.bags.values)
+        if 0 <= begin <= end <= num_values:
+            rows: list[int] = self.bags.values[begin:end].tolist()
+            return rows
+        rule = f"bag of feature {name!r} must end at or after its begin, both in [0, {num_values}]"
+        return self._damaged(sample, rule, f"{begin} to {end}")
 
     def _damaged(self, sample: int, rule: str, value: object) -> StoreError:
         return StoreError(
             f"store {self.path}, sample {sample}: {rule}, got {value}: the store is damaged; "
             "prepare it again"
         )
+
+    def _map_bags(self, last_rows: list[int]) -> Bags | None:
+        if not last_rows:
+            return None
+        ends = self._map("bag_ends", (self.num_samples, len(last_rows)))
+        num_values = int(ends[-1, -1]) if len(ends) else 0
+        if num_values < 0:
+            raise self._damaged(
+                self.num_samples - 1, "the last bag must end at 0 or after it", num_values
+            )
+        return Bags(self._map("bag_values", (num_values,)), ends, np.array(last_rows, np.int64))
+
+    def _map_catalog(self) -> NDArray[np.int32] | None:
+        if "catalog" not in self.meta["dtypes"]:
+            return None
+        ranking, tables = self.meta["ranking"], self.feature_tables
+        num_items = self.table_sizes[tables[ranking["item"]]]
+        catalog = self._map("catalog", (num_items, len(ranking["item_features"])))
+        for column, name in enumerate(ranking["item_features"]):
+            size = self.table_sizes[tables[name]]
+            if not 0 <= catalog[:, column].min() <= catalog[:, column].max() < size:
+                raise StoreError(
+                    f"{self.path / 'catalog.bin'}: feature {name!r} has a row outside of "
+                    f"[0, {size}): the store is damaged; prepare it again"
+                )
+        return catalog
+
+    def _map_optional(self, name: str, shape: tuple[int, ...]) -> NDArray[Any] | None:
+        return self._map(name, shape) if name in self.meta["dtypes"] else None
 
     def _map(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
         file = self.path / f"{name}.bin"

@@ -6,14 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 from recsys._support.untrusted import is_count, is_int, is_text, parse_json
 from recsys.datasets.source import SPLITS
+from recsys.datasets.store_features import KINDS
 from recsys.errors import StoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
     from pathlib import Path
 
-__all__ = ["DENSE_DTYPES", "UNDERSTOOD", "dtypes_of", "read_meta"]
+__all__ = ["BAG_ARRAYS", "DENSE_DTYPES", "UNDERSTOOD", "dtypes_of", "read_meta"]
 
-_DTYPES = {"labels": "<i1", "dense": "<i4", "sparse": "<i4", "ids": "<u4"}
+_DTYPES = {"labels": "<i1", "dense": "<i4", "sparse": "<i4"}
+BAG_ARRAYS = ("bag_values", "bag_ends")
+_OPTIONAL_DTYPES = {
+    "bag_values": "<i4",
+    "bag_ends": "<i8",
+    "weights": "<f4",
+    "groups": "<i4",
+    "times": "<i8",
+    "catalog": "<i4",
+    "ids": "<u4",
+}
 # The dtype of dense.bin, by the transform that is applied when a batch is read.
 DENSE_DTYPES = {"log(x+1)": "<i4", "none": "<f4"}
 # The values in meta.json that this version can read.
@@ -35,10 +47,15 @@ _KEYS = (
 _ROWS_END = 2**31  # rows are int32
 
 
-def dtypes_of(dense_transform: str, *, has_ids: bool) -> dict[str, str]:
-    """The dtype of each array of a store, in the order of its files."""
-    dtypes = _DTYPES | {"dense": DENSE_DTYPES[dense_transform]}
-    return {name: dtype for name, dtype in dtypes.items() if has_ids or name != "ids"}
+def dtypes_of(dense_transform: str, optional: Collection[str] = ()) -> dict[str, str]:
+    """The dtype of each array of a store, in the order of its files.
+
+    Args:
+        dense_transform: A key of `DENSE_DTYPES`.
+        optional: Names of the optional arrays that the store has. Other names are ignored.
+    """
+    kept = {name: dtype for name, dtype in _OPTIONAL_DTYPES.items() if name in optional}
+    return _DTYPES | {"dense": DENSE_DTYPES[dense_transform]} | kept
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -62,6 +79,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise StoreError(f"{file} lacks {missing}; prepare the store again")
     _require_understood(file, meta)
     _require_kinds(file, meta)
+    _require_features(file, meta)
     return dict(meta)
 
 
@@ -69,9 +87,8 @@ def _require_understood(file: Path, meta: dict[str, Any]) -> None:
     allowed = dict(UNDERSTOOD)
     for transform in DENSE_DTYPES:
         if meta["dense_transform"] == transform:
-            allowed["dtypes"] = tuple(
-                dtypes_of(transform, has_ids=has_ids) for has_ids in (True, False)
-            )
+            found = meta["dtypes"]
+            allowed["dtypes"] = (dtypes_of(transform, found if isinstance(found, dict) else ()),)
     for key, values in allowed.items():
         if meta[key] not in values or isinstance(meta[key], bool):
             raise StoreError(
@@ -111,6 +128,78 @@ def _require_kinds(file: Path, meta: dict[str, Any]) -> None:
         ),
         ("sources", "a list of files, each with a sha256", has_sources),
     )
+    _require(file, meta, rules)
+
+
+def _require_features(file: Path, meta: dict[str, Any]) -> None:
+    """Check the entries that only stores with declared features have.
+
+    The values checked by `_require_kinds` are used.
+    """
+    tables, dtypes, schema = meta["num_embeddings"], meta["dtypes"], meta.get("schema", {})
+    features = meta.get(
+        "features", [{"name": name, "table": name, "kind": "one"} for name in tables]
+    )
+    _require(
+        file,
+        meta,
+        (
+            (
+                "features",
+                "a list of distinct names, each with a table of num_embeddings and a kind of "
+                f"{', '.join(KINDS)}, and each table with a feature and without a '.' in its name",
+                _are_features(features, tables),
+            ),
+            ("schema", "a JSON object", isinstance(schema, dict)),
+        ),
+    )
+    ones = [each["name"] for each in features if each["kind"] == "one"]
+    ranking = meta.get("ranking")
+    rules = (
+        (
+            "dtypes",
+            f"with bag_values and bag_ends if a feature has bags, as {len(features) - len(ones)} "
+            "have, and without them otherwise",
+            all((name in dtypes) == (len(ones) < len(features)) for name in BAG_ARRAYS),
+        ),
+        (
+            "ranking",
+            "an item and its item_features, distinct features of kind one, with catalog in dtypes "
+            "if and only if there are item_features",
+            "catalog" not in dtypes
+            if ranking is None
+            else _is_ranking(ranking, ones, has_catalog="catalog" in dtypes),
+        ),
+    )
+    _require(file, meta, rules)
+
+
+def _are_features(features: Any, tables: dict[str, int]) -> bool:
+    if not isinstance(features, list) or not all(
+        isinstance(each, dict)
+        and each.keys() == {"name", "table", "kind"}
+        and all(map(is_text, each.values()))
+        and each["kind"] in KINDS
+        for each in features
+    ):
+        return False
+    names = {each["name"] for each in features}
+    has_all = {each["table"] for each in features} == tables.keys()
+    return len(names) == len(features) and has_all and not any("." in table for table in tables)
+
+
+def _is_ranking(ranking: Any, ones: list[str], *, has_catalog: bool) -> bool:
+    if not isinstance(ranking, dict) or ranking.keys() != {"item", "item_features"}:
+        return False
+    others = ranking["item_features"]
+    if not isinstance(others, list) or not all(map(is_text, [ranking["item"], *others])):
+        return False
+    names = [ranking["item"], *others]
+    return len(set(names)) == len(names) and set(names) <= set(ones) and bool(others) == has_catalog
+
+
+def _require(file: Path, meta: dict[str, Any], rules: Iterable[tuple[str, str, bool]]) -> None:
+    """Raise for the first rule (key, rule, whether it holds) that does not hold."""
     for key, rule, holds in rules:
         if not holds:
             shown = repr(meta.get(key))

@@ -31,7 +31,7 @@ from recsys.datasets.interchange.npy_blocks import (
     write_header,
 )
 from recsys.datasets.interchange.npy_store import append_samples, finish_numbered
-from recsys.datasets.source import SPLITS, day_splits
+from recsys.datasets.source import SPLITS, day_splits, feature_tables
 from recsys.datasets.store import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from recsys.batch import Batch
     from recsys.datasets.source import SampleSource
 
 __all__ = ["read_torchrec_npy", "write_torchrec_npy"]
@@ -73,7 +74,8 @@ def write_torchrec_npy(
         The files: dense, sparse, labels.
 
     Raises:
-        ConfigError: `split` is unknown, or has no sample.
+        ConfigError: `split` is unknown, or has no sample; or samples have what the files cannot
+            hold: bags of rows, shared tables or weights.
         AlreadyExists: a file exists.
     """
     if split is not None and split not in SPLITS:
@@ -95,6 +97,7 @@ def write_torchrec_npy(
         write_header(labels, (len(samples), 1), "<i4")
         for block in in_blocks(samples):
             batch = source.read(np.arange(block.start, block.stop))
+            _require_columns(source, batch)
             rows = batch.sparse_features.values().reshape(-1, len(block)).numpy().T
             dense.write(np.ascontiguousarray(batch.dense_features.numpy(), "<f4").data)
             sparse.write(np.ascontiguousarray(rows, "<i4").data)
@@ -199,6 +202,25 @@ def _check_shapes(readers: Sequence[NpyReader], columns: tuple[int, int] | None)
         is_right = reader.shape[1] == expected
         require(reader.name, is_right, f"must have {expected} columns as before", reader.shape)
     return found
+
+
+def _require_columns(source: SampleSource, batch: Batch) -> None:
+    """Check that one row for each table holds everything that samples look up.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    faults = {
+        "features that share tables": len(feature_tables(source)) > len(source.table_sizes),
+        "features with any number of rows per sample": not batch.sparse_features.is_known_one_hot(),
+        "samples with weights": batch.weights is not None,
+    }
+    for fault, is_there in faults.items():
+        if is_there:
+            raise ConfigError(
+                "torchrec-npy holds one row per sample and table, and no weights, but this data "
+                f"has {fault}; prepare it without them, or train on the store itself"
+            )
 
 
 def _check_sizes(table_sizes: Sequence[int] | None, num_columns: int) -> NDArray[np.int64] | None:

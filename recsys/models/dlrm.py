@@ -10,6 +10,7 @@ The embeddings may be any module that has `embedding_bag_configs()` and maps `Ja
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 from math import comb, sqrt
 from typing import TYPE_CHECKING, Any, cast
@@ -142,7 +143,7 @@ class DLRM(nn.Module):
 
     Args:
         embedding_bag_collection: Embeddings of one `embedding_dim` D.
-        dense_in_features: I, dense features.
+        dense_in_features: I, dense features. With 0, the dense vector is a learned constant.
         dense_arch_layer_sizes: Bottom MLP; the last size must be D.
         over_arch_layer_sizes: Top MLP; at least two sizes.
         dense_device: Device of the MLPs.
@@ -176,7 +177,10 @@ class DLRM(nn.Module):
                 f"got {list(dense_arch_layer_sizes)}"
             )
         num_sparse = len(self.sparse_arch.sparse_feature_names)
-        self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, dense_device)
+        with warnings.catch_warnings():
+            # torch has no numbers to draw for the first layer if there are no dense features.
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+            self.dense_arch = DenseArch(dense_in_features, dense_arch_layer_sizes, dense_device)
         self.inter_arch = InteractionArch(num_sparse)
         over_in_features = embedding_dim + num_sparse + comb(num_sparse, 2)
         self.over_arch = OverArch(over_in_features, over_arch_layer_sizes, dense_device)

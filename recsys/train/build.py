@@ -14,6 +14,7 @@ from recsys._support.sizes import format_bytes, parse_bytes
 from recsys.config import SYNTHETIC_PREFIX
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.loader import BatchLoader
+from recsys.datasets.source import features_by_table, has_bags
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
@@ -62,6 +63,7 @@ __all__ = [
     "describe_source",
     "open_source",
     "permutation_seed",
+    "require_features_of",
     "table_configs",
 ]
 
@@ -106,6 +108,28 @@ def _describe_sizes(source: SampleSource) -> str:
     return ", ".join(sizes)
 
 
+def require_features_of(record: Mapping[str, Any], source: SampleSource) -> None:
+    """Check that data has the features of a run, table by table.
+
+    Args:
+        record: The run's record.
+        source: The data.
+
+    Raises:
+        ConfigError: features, their tables or the order of tables differ.
+    """
+    found, data = features_by_table(source), record["data"]
+    known: dict[str, list[str]] = {table: [] for table in data["table_sizes"]}
+    for feature in data.get("features", [{"name": name, "table": name} for name in known]):
+        known[feature["table"]].append(feature["name"])
+    expected = {table: tuple(names) for table, names in known.items()}
+    if list(found.items()) != list(expected.items()):
+        raise ConfigError(
+            f"{source.describe()['name']}: its features by table must be those of the run, "
+            f"{expected}, got {found}; prepare it as the data of the run was prepared"
+        )
+
+
 def describe_source(source: SampleSource) -> dict[str, Any]:
     """Data of a run as its record holds it, with a fingerprint that identifies the data."""
     return {**source.describe(), "fingerprint": source.fingerprint}
@@ -143,7 +167,7 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
     try:
         return plan_hot_rows(
             profile,
-            table_configs(source.table_sizes, config.model.embedding_dim),
+            _tables_of(source, config.model.embedding_dim),
             budget,
             row_optimizer(config.optimizer),
             ranking="global_topk",
@@ -266,7 +290,7 @@ def build_model(
         plan = _load_plan(config.plan)
     torch.manual_seed(config.seed)
     device = torch.device(config.device)
-    tables = table_configs(source.table_sizes, config.model.embedding_dim)
+    tables = _tables_of(source, config.model.embedding_dim)
     embeddings, of_rows = build_embeddings(
         config.embeddings,
         tables,
@@ -276,6 +300,7 @@ def build_model(
         plan=plan,
         cold_tier=config.cold_tier,
         cold_path=config.cold_path,
+        has_bags=has_bags(source),
     )
     dlrm = DLRM(
         embeddings,
@@ -398,17 +423,32 @@ def compile_kernels(config: TrainConfig, source: SampleSource) -> None:
     compile_skipping(config, source)
 
 
-def table_configs(table_sizes: Mapping[str, int], embedding_dim: int) -> list[TableConfig]:
-    """The tables of a model, named `t_<feature>` as in TorchRec's DLRM."""
+def table_configs(
+    table_sizes: Mapping[str, int],
+    embedding_dim: int,
+    features: Mapping[str, Sequence[str]] | None = None,
+) -> list[TableConfig]:
+    """The tables of a model, named `t_<table>` as in TorchRec's DLRM.
+
+    Args:
+        table_sizes: Rows of each table.
+        embedding_dim: D.
+        features: The features of each table; by default one with the name of the table.
+    """
     return [
         TableConfig(
-            name=f"t_{feature}",
+            name=f"t_{table}",
             num_embeddings=size,
             embedding_dim=embedding_dim,
-            feature_names=(feature,),
+            feature_names=(table,) if features is None else tuple(features[table]),
         )
-        for feature, size in table_sizes.items()
+        for table, size in table_sizes.items()
     ]
+
+
+def _tables_of(source: SampleSource, embedding_dim: int) -> list[TableConfig]:
+    """The tables that a model needs for a source."""
+    return table_configs(source.table_sizes, embedding_dim, features_by_table(source))
 
 
 def autocast(config: TrainConfig) -> torch.autocast:

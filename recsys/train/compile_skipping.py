@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from recsys.batch import JaggedIds
+from recsys.batch import JaggedIds, feature_tables, has_bags
 from recsys.embeddings import HotColdEmbeddingBagCollection, TableConfig
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.embeddings.staleness.tracker import StalenessTracker
 from recsys.pipeline.skip.importance import draw_systematically, keep_probabilities
 from recsys.pipeline.skip.predictor import Predictor, features_of, predict
-from recsys.train.providers import row_optimizer
+from recsys.train.providers import row_optimizer, with_bags
 
 if TYPE_CHECKING:
     from recsys.config import TrainConfig
@@ -40,13 +40,15 @@ def compile_skipping(config: TrainConfig, source: SampleSource) -> None:
     if not (config.skip.needs_rows or config.skip.policy == "paper"):
         return
     rows_dtype = source.read(np.arange(1)).sparse_features.values().dtype
-    num_ids = config.batch_size * len(source.table_sizes)
+    num_ids, is_jagged = config.batch_size * len(feature_tables(source)), has_bags(source)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that small tables may fit the budget completely
         module = _small_module(config)
         for size in (2, num_ids):
             values = torch.arange(size, dtype=rows_dtype, device=config.device) % 2
             ids = JaggedIds.from_one_hot(["table"], values[None])
+            if is_jagged:
+                ids = with_bags(ids)
             if config.skip.policy == "importance":
                 _predict(module, ids, source.num_dense)
             else:

@@ -13,6 +13,7 @@ that changed (`deltas`).
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,8 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
         The file.
 
     Raises:
-        ConfigError: the format is unknown, `run_dir` is not a run, or the run saved no model.
+        ConfigError: the format is unknown or does not fit the model, `run_dir` is not a run, or the
+            run saved no model.
         AlreadyExists: `file` exists.
     """
     if to not in FORMATS:
@@ -54,6 +56,8 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
     folder, file = RunFolder.open(run_dir), Path(file)
     folder.require_model()
     record = folder.read_record()
+    if to == "classic":
+        _require_own_tables(record)
     require_new(file)
     with appearing_whole(file) as partial:
         if to == "safetensors":
@@ -97,6 +101,21 @@ def export_run_delta(run_dir: str | Path, file: str | Path, since: int) -> Path:
     """
     folder = RunFolder.open(run_dir).checkpoints_folder
     return export_delta(folder, file, since)
+
+
+def _require_own_tables(record: Mapping[str, Any]) -> None:
+    """Check that no two features share a table, as the classic DLRM requires.
+
+    Raises:
+        ConfigError: two features do.
+    """
+    uses = Counter(each["table"] for each in record["data"].get("features", ()))
+    shared = [table for table, num_features in uses.items() if num_features > 1]
+    if shared:
+        raise ConfigError(
+            f"export: format 'classic' has a table for each feature, but features share {shared}; "
+            "choose 'torchrec' or 'safetensors', or prepare the data with a table for each feature"
+        )
 
 
 def _classic_checkpoint(state: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from recsys.batch import features_by_table
 from recsys.embeddings.kernels.cpu.counting import worst_levels
 from recsys.embeddings.popularity.lookup_blocks import block_of
-from recsys.embeddings.popularity.row_counts import RowCounts, named_tables
+from recsys.embeddings.popularity.row_counts import RowCounts
 from recsys.train.metrics import MetricsAccumulator
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class PopularSamples:
         train = source.splits["train"]
         num_counted = min(len(train), _MOST_COUNTED)
         numbers = train.start + np.arange(num_counted, dtype=np.int64) * len(train) // num_counted
-        self._rows = RowCounts(*named_tables(source.table_sizes))
+        self._rows = RowCounts(source.table_sizes, features_by_table(source))
         blocks = []
         for begin in range(0, num_counted, _READ_SAMPLES):
             part = numbers[begin : begin + _READ_SAMPLES]

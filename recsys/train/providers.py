@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
 
-__all__ = ["build_embeddings", "row_optimizer"]
+__all__ = ["build_embeddings", "row_optimizer", "with_bags"]
 
 
 def build_embeddings(
@@ -41,6 +41,7 @@ def build_embeddings(
     plan: HotPlan | None = None,
     cold_tier: str = "host",
     cold_path: str = "",
+    has_bags: bool = False,
 ) -> tuple[AbstractEmbeddingBags, torch.optim.Optimizer]:
     """A provider's embedding module and the optimizer of its rows.
 
@@ -56,6 +57,7 @@ def build_embeddings(
         plan: Rows that never leave fast memory.
         cold_tier: "host" or "file".
         cold_path: Folder of the cold tier "file".
+        has_bags: Whether mini-batches have features with any number of rows per sample.
 
     Returns:
         The module and the optimizer.
@@ -69,7 +71,10 @@ def build_embeddings(
         if device is None or device.type == "cpu":
             dims = {table.embedding_dim for table in tables}
             _compile_kernels(
-                dims, row_optimizer(optimizer), is_tiered=bool(budget) or plan is not None
+                dims,
+                row_optimizer(optimizer),
+                is_tiered=bool(budget) or plan is not None,
+                has_bags=has_bags,
             )
         collection = HotColdEmbeddingBagCollection(
             tables,
@@ -94,7 +99,9 @@ def build_embeddings(
     raise ConfigError(f"embeddings must be one of ('recsys', 'torch', 'fbgemm'), got {provider!r}")
 
 
-def _compile_kernels(dims: set[int], optimizer: RowOptimizer, *, is_tiered: bool) -> None:
+def _compile_kernels(
+    dims: set[int], optimizer: RowOptimizer, *, is_tiered: bool, has_bags: bool
+) -> None:
     """Train small tables, one per dim, so that kernels are compiled before training begins.
 
     A small and a large mini-batch, since lookups are compiled for one thread and for several.
@@ -118,10 +125,20 @@ def _compile_kernels(dims: set[int], optimizer: RowOptimizer, *, is_tiered: bool
         for batch_size in (1, large):
             ids = JaggedIds.from_one_hot(["table"], torch.zeros(1, batch_size, dtype=torch.int64))
             module(ids).values().sum().backward()
+            if has_bags:
+                ids = JaggedIds.from_one_hot(["table"], ids.values().expand(2, -1).reshape(1, -1))
+                module(with_bags(ids)).values().sum().backward()
         # A thread that works alone fetches rows in the background.
         ids = JaggedIds.from_one_hot(["table"], torch.ones(1, 1, dtype=torch.int64))
         module.prefetch(ids)
         module(ids).values().sum().backward()
+
+
+def with_bags(ids: JaggedIds) -> JaggedIds:
+    """The same rows of one feature in bags: the first has two rows, and the last is empty."""
+    offsets = ids.offsets().clone()
+    offsets[1:-1] = ids.offsets()[2:]
+    return JaggedIds(ids.keys(), ids.values(), offsets)
 
 
 def row_optimizer(config: OptimizerConfig) -> RowOptimizer:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from recsys._support.files import appearing_whole
-from recsys._support.untrusted import is_count, is_finite_number, parse_json
+from recsys._support.untrusted import is_count, is_finite_number, is_text, parse_json
 from recsys.config import TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError
 
@@ -323,6 +323,8 @@ def fault_of_record(record: dict[str, Any]) -> str | None:
         for inner in inner_keys:
             if inner not in record[key]:
                 return f"it has no {key}.{inner}"
+    if not _has_tables(record["data"]):
+        return "its data.table_sizes or data.features are not those of a run"
     for split, metrics in record["metrics"].items():
         if not (metrics is None or isinstance(metrics, dict)):
             return f"its metrics.{split} is neither a JSON object nor null"
@@ -332,6 +334,22 @@ def fault_of_record(record: dict[str, Any]) -> str | None:
         if not _is_measured(value):
             return f"its throughput.{key} is neither a number nor null"
     return None
+
+
+def _has_tables(data: dict[str, Any]) -> bool:
+    """Whether the entry of the data says how its tables are named, and which features they have."""
+    sizes, features = data["table_sizes"], data.get("features", [])
+    return (
+        isinstance(sizes, dict)
+        and isinstance(features, list)
+        and all(
+            isinstance(each, dict)
+            and is_text(each.get("name"))
+            and is_text(each.get("table"))
+            and each["table"] in sizes
+            for each in features
+        )
+    )
 
 
 def _fault_of_entry(entry: dict[str, Any]) -> str | None:

@@ -35,6 +35,7 @@ from recsys.train.build import (
     describe_schedule,
     describe_source,
     open_source,
+    require_features_of,
 )
 from recsys.train.checkpoint import load_checkpoint
 from recsys.train.cold_folder import cold_folder, remove_left_rows
@@ -484,6 +485,8 @@ def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metr
         )
         config = replace(config, device="cpu")
     source = open_source(config)
+    if folder.record_file.is_file():
+        require_features_of(folder.read_record(), source)
     set_num_threads(config.num_threads)
     # On the CPU, tables are mapped from the saved model, which may be larger than memory. FBGEMM
     # cannot: it keeps all tables in one array that it allocates.

@@ -17,6 +17,7 @@ import torch
 
 from recsys._support.machine import set_num_threads
 from recsys._support.sizes import format_bytes, parse_bytes
+from recsys.batch import feature_tables
 from recsys.config import ScheduleConfig
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
@@ -33,8 +34,9 @@ from recsys.train.providers import row_optimizer
 from recsys.train.tier_report import describe_tiers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from recsys.batch import Batch
@@ -203,15 +205,20 @@ def _budget_bytes(
     if name not in BUDGETS:
         return parse_bytes(name, "budget")
     loader = build_loader(config, source, None)
-    num_slots = max(_num_distinct(batch) for batch in islice(loader, max_steps))
+    tables = feature_tables(source)
+    num_slots = max(_num_distinct(batch, tables) for batch in islice(loader, max_steps))
     floor = floor_bytes(num_rows, [(num_slots, slot_bytes(dim, torch.float32, state))])
     if config.plan:  # a plan leaves room for mini-batches that it does not know
         floor = max(floor, HotPlan.load(config.plan).floor_bytes)
     return floor if name == "floor" else 2 * floor
 
 
-def _num_distinct(batch: Batch) -> int:
-    """Distinct rows of a mini-batch with one lookup per feature and sample."""
+def _num_distinct(batch: Batch, tables: Mapping[str, str]) -> int:
+    """Distinct rows of a mini-batch, of all tables, given the table of each feature."""
     features = batch.sparse_features
-    ids = features.values().numpy().reshape(len(features.keys()), -1)
-    return sum(len(np.unique(each)) for each in ids)
+    bounds = features.offsets()[:: features.stride()].tolist()
+    parts = np.split(features.values().numpy(), bounds[1:-1])
+    rows: dict[str, list[NDArray[np.int64]]] = {}
+    for feature, part in zip(features.keys(), parts, strict=True):
+        rows.setdefault(tables[feature], []).append(part)
+    return sum(len(np.unique(np.concatenate(of_table))) for of_table in rows.values())

@@ -25,6 +25,9 @@ from recsys.datasets import Store
 from recsys.datasets.classic_npz import read_classic_npz, write_classic_npz
 from recsys.datasets.criteo.days import prepare_criteo_1tb
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+from recsys.datasets.source import classic_splits
+from recsys.datasets.store_features import Feature
+from recsys.datasets.store_writer import StoreWriter
 from recsys.datasets.torchrec_npy import read_torchrec_npy, write_torchrec_npy
 from recsys.embeddings import HotColdEmbeddingBag, PopularityProfile, RowWiseAdagrad, plan_hot_rows
 from recsys.embeddings.popularity.plan import HotPlan
@@ -61,7 +64,8 @@ def read_store(path):
     store = Store(path)
     store.read(np.arange(store.num_samples))
     store.describe(), store.fingerprint, repr(store)
-    PopularityProfile.count(store)
+    if sum(store.table_sizes.values()) < 1 << 20:  # without raw ids, a table may have any size
+        PopularityProfile.count(store)
     for part in store.splits.values():
         store.read(np.array(part, np.int64))
 
@@ -127,8 +131,51 @@ def attack_days(folder, random):
     )
 
 
+def make_table_store(folder):
+    """A store with everything that a store may have: bags, shared tables, weights, a catalog."""
+    rng, n = np.random.default_rng(0), NUM_SAMPLES
+    features = [
+        Feature("item", "item"),
+        Feature("tags", "tag", "multi"),
+        Feature("genre", "genre"),
+        Feature("history", "item", "sequence"),
+    ]
+    lengths = rng.integers(0, 4, (n, 2))
+    with StoreWriter(
+        folder / "store",
+        dense_transform="none",
+        features=features,
+        has_weights=True,
+        has_groups=True,
+        has_times=True,
+    ) as writer:
+        writer.append(
+            rng.integers(0, 2, n),
+            rng.random((n, 2)),
+            rng.integers(0, 3, (n, 2)),
+            bag_values=rng.integers(0, 5, lengths.sum()),
+            bag_lengths=lengths,
+            weights=rng.random(n),
+            groups=rng.integers(0, 9, n),
+            times=rng.integers(0, 2**31, n),
+        )
+        writer.finish(
+            dense_names=["price", "age"],
+            table_sizes={"item": 9, "tag": 5, "genre": 3},
+            splits=classic_splits(n),
+            about={
+                "convention": "table",
+                "sources": [{"sha256": "0" * 64}],
+                "schema": {"label": "click"},
+                "ranking": {"item": "item", "item_features": ["genre"]},
+            },
+            catalog=rng.integers(0, 3, (9, 1)),
+        )
+
+
 def attack_store(folder, random):
-    file = random.choice(["meta.json"] * 4 + ["labels.bin", "dense.bin", "sparse.bin", "ids.bin"])
+    arrays = sorted(path.name for path in (folder / "store").glob("*.bin"))
+    file = random.choice(["meta.json"] * len(arrays) + arrays)
     mutate = mutate_json if file == "meta.json" else mutate_bytes
     mutate_file(folder / "store" / file, random, mutate)
     return partial(read_store, folder / "store")
@@ -295,6 +342,7 @@ DATA = (
     ),
     Reader("days of Criteo 1TB, resumed", _JSON, make_days, attack_days, ("store",)),
     Reader("store", f"{_JSON}; bytes of arrays", make_store, attack_store),
+    Reader("table store", f"{_JSON}; bytes of arrays", make_table_store, attack_store),
     Reader("classic npz", f"{_NPY}; archives, bombs", make_classic, attack_classic, ("back",)),
     Reader("TorchRec npy", _NPY, make_npy, attack_npy, ("back",)),
     Reader("profile", f"{_NPY}; JSON; bombs", make_profile, attack_profile),

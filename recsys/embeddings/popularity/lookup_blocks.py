@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from recsys.batch import Batch, expand_to_one_batch_size, varies_in_batch_size
+from recsys.batch import (
+    Batch,
+    expand_to_one_batch_size,
+    feature_tables,
+    varies_in_batch_size,
+)
 from recsys.embeddings.rows.bag_input import require_bounds
 from recsys.errors import ConfigError, MalformedBags
 
@@ -73,21 +78,24 @@ def blocks_of_source(
 ) -> Iterator[LookupBlock]:
     """A range of a source's samples, in blocks.
 
-    The blocks are views of `source.sparse` if the source has it (see `SampleSource`).
+    The blocks are views of `source.sparse` if that array has all features (see `SampleSource`).
 
     Args:
         source: Is read.
         samples: The range.
         is_chosen_from: Whether the caller will copy chosen samples of each block.
     """
+    features = list(feature_tables(source))
     rows: NDArray[np.int32] | None = getattr(source, "sparse", None)
+    if rows is not None and rows.shape[1] != len(features):
+        rows = None  # it lacks the features with bags
     size = _READ_SAMPLES
     if rows is not None:
         size = _CHOSEN_SAMPLES if is_chosen_from else _BLOCK_SAMPLES
     for begin in range(samples.start, samples.stop, size):
         end = min(begin + size, samples.stop)
         if rows is not None:
-            yield _block_of_columns(list(source.table_sizes), rows[begin:end])
+            yield _block_of_columns(features, rows[begin:end])
         else:
             yield block_of(source.read(np.arange(begin, end)))
 

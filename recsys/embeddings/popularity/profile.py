@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
+from recsys.batch import feature_tables, features_by_table
 from recsys.embeddings.kernels.cpu.counting import worst_levels
 from recsys.embeddings.popularity.coverage import Coverage, coverages_by_level
 from recsys.embeddings.popularity.lookup_blocks import (
@@ -33,6 +34,7 @@ from recsys.embeddings.popularity.lookup_blocks import (
 )
 from recsys.embeddings.popularity.profile_file import read_profile, write_profile
 from recsys.embeddings.popularity.row_counts import RowCounts, named_tables
+from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError, ProfileError
 
 if TYPE_CHECKING:
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
 
     from recsys.batch import Batch, Features, SampleSource
     from recsys.embeddings.popularity.lookup_blocks import LookupBlock
-    from recsys.embeddings.table import TableConfig
 
 __all__ = ["PopularityProfile"]
 
@@ -98,7 +99,7 @@ class PopularityProfile:
         rate: float = 1.0,
         seed: int = 0,
     ) -> PopularityProfile:
-        """Count a source's lookups; tables and features have the names of its columns.
+        """Count a source's lookups; tables and features have the source's names.
 
         Args:
             source: A `Store`, whose memory map is counted in place, or any other source.
@@ -110,7 +111,14 @@ class PopularityProfile:
             ConfigError: the source has no such samples, or the rate is not in (0, 1].
             IdOutOfRange: the source has an id that is not a row of its table.
         """
-        profile = cls(source.table_sizes, rate=rate, seed=seed)
+        features = features_by_table(source)
+        tables = [
+            TableConfig(
+                name=name, num_embeddings=size, embedding_dim=1, feature_names=features[name]
+            )
+            for name, size in source.table_sizes.items()
+        ]
+        profile = cls(tables, rate=rate, seed=seed)
         part = samples_of(source, samples)
         first = part.start
         for block in blocks_of_source(source, part, is_chosen_from=profile.rate < 1):
@@ -446,12 +454,14 @@ class PopularityProfile:
 
     def _require_columns(self, source: SampleSource) -> None:
         """Check the sizes of the source's columns. Missing columns raise when they are counted."""
+        tables = feature_tables(source)
+        sizes = {feature: source.table_sizes[table] for feature, table in tables.items()}
         for name, size in self._rows.table_sizes.items():
             for feature in self._rows.features[name]:
-                if source.table_sizes.get(feature, size) != size:
+                if sizes.get(feature, size) != size:
                     raise ProfileError(
                         f"table {name!r} has {size} rows, but its feature {feature!r} has "
-                        f"{source.table_sizes[feature]} in the data; profile this data"
+                        f"{sizes[feature]} in the data; profile this data"
                     )
 
     def _require_same_tables(self, other: RowCounts) -> None:

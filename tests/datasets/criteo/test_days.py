@@ -199,7 +199,7 @@ def test_a_run_killed_at_any_moment_is_gone_on_with_to_the_same_bytes(days, tmp_
             (shutil, "rmtree"),
             (sys.modules["recsys.datasets.criteo.days"], "_save_new_ids"),
             (sys.modules["recsys.datasets.criteo.growing_folder"], "appearing_whole"),
-            (sys.modules["recsys.datasets.store"], "flush_to_disk"),
+            (sys.modules["recsys.datasets.store_writer"], "flush_to_disk"),
         ):
             snapshot_before(owner, name)
         options = {"max_ind_range": 50, "skip_bad_lines": True}

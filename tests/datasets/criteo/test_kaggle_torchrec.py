@@ -49,7 +49,7 @@ def by_torchrec(raws, folder):
 def test_stores_hold_bit_for_bit_what_torchrec_makes_of_the_same_files(
     raw_line, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("recsys.datasets.store._REWRITTEN_SAMPLES", 97)
+    monkeypatch.setattr("recsys.datasets.store_writer._REWRITTEN_SAMPLES", 97)
     raws = [tmp_path / f"day_{day}.txt" for day in range(3)]
     for day, raw in enumerate(raws):
         write_raw(raw_line, raw, 400 + day, seed=day)

@@ -1,0 +1,145 @@
+"""Gathers the bags of a store: features of which a sample may look up any number of rows.
+
+    bag_values = [4, 9, 9 | 2 | 7, 0]        sample by sample, in a sample feature by feature
+    bag_ends   = [[2, 3], [3, 4], [6, 6]]    where each bag ends
+
+              sample 0   sample 1   sample 2
+    tags      [4, 9]     []         [7, 0]
+    history   [9]        [2]        []
+
+A bag begins where the one before it ends. Letters: N samples of the store, F2 features with bags,
+V rows of all bags, B samples that are read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from recsys._support.jit import kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["Bags", "join_features"]
+
+
+class Bags(NamedTuple):
+    """The bags of a store.
+
+    Attributes:
+        values: Rows, (V,) int32.
+        ends: Where each bag ends, (N, F2) int64.
+        last_rows: The last row of each feature's table, (F2,) int64.
+    """
+
+    values: NDArray[np.int32]
+    ends: NDArray[np.int64]
+    last_rows: NDArray[np.int64]
+
+    def gather(
+        self, samples: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """The bags of some samples, feature by feature; None if one of them is damaged.
+
+        Shape:
+            samples (B,) in [0, N); results: rows (v,) and where each bag begins, (F2 * B + 1,).
+        """
+        ends = self.ends.reshape(-1)
+        offsets = np.zeros(self.ends.shape[1] * len(samples) + 1, np.int64)
+        if not _lengths_kernel(ends, len(self.values), samples, len(self.last_rows), offsets):
+            return None
+        np.cumsum(offsets, out=offsets)
+        rows = np.empty(offsets[-1], np.int64)
+        if not _rows_kernel(self.values, ends, samples, self.last_rows, offsets, rows):
+            return None
+        return rows, offsets
+
+    def bag(self, sample: int, feature: int) -> tuple[int, int]:
+        """Where a bag begins and ends among the values, as the file says."""
+        place = sample * self.ends.shape[1] + feature
+        ends = self.ends.reshape(-1)
+        return (int(ends[place - 1]) if place else 0), int(ends[place])
+
+
+def join_features(
+    rows_FB: NDArray[np.int64],
+    bag_rows: NDArray[np.int64],
+    bag_offsets: NDArray[np.int64],
+    are_bags: Sequence[bool],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Values and offsets of all features, in their order.
+
+    Args:
+        rows_FB: Rows of the features with one row for each sample.
+        bag_rows: Rows of the features with bags, feature by feature.
+        bag_offsets: Where these bags begin.
+        are_bags: For each feature, whether it has bags.
+
+    Shape:
+        rows_FB (F1, B); bag_rows (v,); bag_offsets (F2 * B + 1,); are_bags (F,); results: values
+        (F1 * B + v,) and offsets (F * B + 1,).
+    """
+    num_samples = rows_FB.shape[1]
+    lengths_FB = np.ones((len(are_bags), num_samples), np.int64)
+    lengths_FB[np.array(are_bags)] = np.diff(bag_offsets).reshape(sum(are_bags), num_samples)
+    offsets = np.zeros(lengths_FB.size + 1, np.int64)
+    np.cumsum(lengths_FB.reshape(-1), out=offsets[1:])
+    parts, one, bag = [], 0, 0
+    for is_bag in are_bags:
+        if is_bag:
+            begin, end = bag_offsets[bag * num_samples], bag_offsets[(bag + 1) * num_samples]
+            parts.append(bag_rows[begin:end])
+            bag += 1
+        else:
+            parts.append(rows_FB[one])
+            one += 1
+    return np.concatenate(parts), offsets
+
+
+@kernel
+def _lengths_kernel(
+    ends: NDArray[np.int64],
+    num_values: int,
+    samples: NDArray[np.int64],
+    num_features: int,
+    offsets: NDArray[np.int64],
+) -> bool:
+    """Write the length of bag i to offsets[i + 1]; returns whether all bags lie in the values."""
+    is_good = True
+    for position, sample in enumerate(samples):
+        for feature in range(num_features):
+            place = sample * num_features + feature
+            begin = ends[place - 1] if place else np.int64(0)
+            is_good &= 0 <= begin <= ends[place] <= num_values
+            offsets[feature * len(samples) + position + 1] = ends[place] - begin
+    return is_good
+
+
+@kernel
+def _rows_kernel(
+    values: NDArray[np.int32],
+    ends: NDArray[np.int64],
+    samples: NDArray[np.int64],
+    last_rows: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    rows: NDArray[np.int64],
+) -> bool:
+    """Copy the rows of all bags; returns whether each is a row of its table.
+
+    `x | (last - x)` is negative if x is negative or above `last`.
+    """
+    signs = np.int64(0)
+    for position, sample in enumerate(samples):
+        for feature in range(len(last_rows)):
+            end = ends[sample * len(last_rows) + feature]
+            begin = offsets[feature * len(samples) + position]
+            length = offsets[feature * len(samples) + position + 1] - begin
+            for number in range(length):
+                row = np.int64(values[end - length + number])
+                signs |= row | (last_rows[feature] - row)
+                rows[begin + number] = row
+    return bool(signs >= 0)

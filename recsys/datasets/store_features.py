@@ -1,0 +1,65 @@
+"""The features of a store: which table each one looks up, and how many rows of it.
+
+A feature of kind "one" looks up exactly one row for each sample. A feature of kind "multi" or
+"sequence" looks up a bag of any number of rows; the rows of a sequence are in the order of time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["KINDS", "Feature", "features_of", "require_features"]
+
+KINDS = ("one", "multi", "sequence")
+
+
+class Feature(NamedTuple):
+    """A feature.
+
+    Attributes:
+        name: Its name; distinct in a store.
+        table: The table that it looks up, without a ".": the names of a model's parameters have
+            one. Several features may share a table.
+        kind: One of `KINDS`.
+    """
+
+    name: str
+    table: str
+    kind: str = "one"
+
+    @property
+    def is_bag(self) -> bool:
+        """Whether a sample may look up any number of rows."""
+        return self.kind != "one"
+
+
+def features_of(meta: Mapping[str, Any]) -> tuple[Feature, ...]:
+    """The features of a store, given its checked `meta.json`."""
+    if "features" in meta:
+        return tuple(Feature(**each) for each in meta["features"])
+    return tuple(Feature(table, table) for table in meta["num_embeddings"])
+
+
+def require_features(features: Sequence[Feature]) -> None:
+    """Check the features of a new store.
+
+    Raises:
+        ConfigError: a name occurs twice, or a table or a kind is not valid.
+    """
+    names: set[str] = set()
+    for name, table, kind in features:
+        if name in names:
+            raise ConfigError(f"feature {name!r}: names must be distinct, got it twice; rename one")
+        names.add(name)
+        if "." in table:
+            raise ConfigError(
+                f"feature {name!r}: the name of its table must not have a '.', got {table!r}; give "
+                f"the feature another table, such as {table.replace('.', '_')!r}"
+            )
+        if kind not in KINDS:
+            raise ConfigError(f"feature {name!r}: kind must be one of {KINDS}, got {kind!r}")

@@ -1,0 +1,412 @@
+"""Stores with declared features: bags, shared tables, weights, groups, times, a catalog."""
+
+import json
+
+import numpy as np
+import pytest
+
+from recsys.batch import JaggedIds
+from recsys.datasets.source import classic_splits
+from recsys.datasets.store import Store, StoreWriter
+from recsys.datasets.store_features import Feature
+from recsys.errors import ConfigError, IdOutOfRange, StoreError
+
+FEATURES = (
+    Feature("user", "user"),
+    Feature("tags", "tag", "multi"),
+    Feature("item", "item"),
+    Feature("history", "item", "sequence"),
+)
+TABLES = {"user": 7, "tag": 4, "item": 9}
+NUM_SAMPLES = 30
+
+
+class Expected:
+    """The samples that the store of these tests holds, as lists of Python."""
+
+    def __init__(self, seed=0, num_samples=NUM_SAMPLES):
+        rng = np.random.default_rng(seed)
+        self.labels = rng.integers(0, 2, num_samples).astype(np.int8)
+        self.dense = rng.normal(size=(num_samples, 2)).astype(np.float32)
+        self.rows = [
+            {
+                each.name: rng.integers(
+                    0, TABLES[each.table], rng.integers(0, 5) if each.is_bag else 1
+                ).tolist()
+                for each in FEATURES
+            }
+            for _ in range(num_samples)
+        ]
+        self.weights = rng.random(num_samples).astype(np.float32)
+        self.groups = rng.integers(0, 5, num_samples).astype(np.int32)
+        self.times = rng.integers(0, 2**40, num_samples)
+
+    def append_to(self, writer, samples):
+        rows = [self.rows[sample] for sample in samples]
+        bags = [each.name for each in FEATURES if each.is_bag]
+        ones = [each.name for each in FEATURES if not each.is_bag]
+        chosen = slice(samples.start, samples.stop)
+        writer.append(
+            self.labels[chosen],
+            self.dense[chosen],
+            np.array([[of[name][0] for name in ones] for of in rows], np.int32),
+            bag_values=np.array(
+                [row for of in rows for name in bags for row in of[name]], np.int32
+            ),
+            bag_lengths=np.array([len(of[name]) for of in rows for name in bags]).reshape(-1, 2),
+            weights=self.weights[chosen],
+            groups=self.groups[chosen],
+            times=self.times[chosen],
+        )
+
+
+def finish(writer, **changes):
+    arguments = {
+        "dense_names": ["price", "age"],
+        "table_sizes": TABLES,
+        "splits": classic_splits(writer.num_samples),
+        "about": {
+            "convention": "table",
+            "sources": [],
+            "schema": {"label": "click"},
+            "ranking": {"item": "item", "item_features": ["user"]},
+        },
+        "catalog": np.arange(9, dtype=np.int32)[:, None] % 7,
+    }
+    return writer.finish(**arguments | changes)
+
+
+def new_writer(path, **changes):
+    arguments = {
+        "dense_transform": "none",
+        "features": FEATURES,
+        "has_weights": True,
+        "has_groups": True,
+        "has_times": True,
+    }
+    return StoreWriter(path, **arguments | changes)
+
+
+@pytest.fixture
+def expected():
+    return Expected()
+
+
+@pytest.fixture
+def store(tmp_path, expected):
+    with new_writer(tmp_path / "store") as writer:
+        for samples in (range(11), range(11, 11), range(11, NUM_SAMPLES)):
+            expected.append_to(writer, samples)
+        finish(writer)
+    return Store(tmp_path / "store")
+
+
+def test_batches_hold_all_features_in_their_order(store, expected):
+    samples = np.array([29, 3, 3, 0, 11, 10])
+
+    batch = store.read(samples)
+
+    ids = batch.sparse_features
+    assert ids.keys() == ["user", "tags", "item", "history"]
+    bags = iter(np.split(ids.values().numpy(), ids.offsets().numpy()[1:-1]))
+    for name in (each.name for each in FEATURES):
+        for sample in samples:
+            assert next(bags).tolist() == expected.rows[sample][name]
+    np.testing.assert_array_equal(batch.labels, expected.labels[samples])
+    np.testing.assert_array_equal(batch.dense_features, expected.dense[samples])
+    np.testing.assert_array_equal(batch.weights, expected.weights[samples])
+    JaggedIds(ids.keys(), ids.values(), ids.offsets())  # checks the offsets
+
+
+def test_no_samples_make_an_empty_batch(store):
+    batch = store.read(np.arange(0))
+
+    assert len(batch) == 0
+    assert batch.sparse_features.stride() == 0
+    assert batch.weights.shape == (0,)
+
+
+def test_arrays_beside_the_batch_are_as_they_were_written(store, expected):
+    np.testing.assert_array_equal(store.groups, expected.groups)
+    np.testing.assert_array_equal(store.times, expected.times)
+    assert store.catalog.tolist() == [[row % 7] for row in range(9)]
+    assert store.features == FEATURES
+    assert store.feature_tables == {
+        "user": "user",
+        "tags": "tag",
+        "item": "item",
+        "history": "item",
+    }
+    assert store.table_sizes == TABLES
+    assert store.describe()["features"][3] == {
+        "name": "history",
+        "table": "item",
+        "kind": "sequence",
+    }
+
+
+def test_a_store_may_have_bags_alone_and_no_dense_features(tmp_path):
+    with StoreWriter(
+        tmp_path / "store", dense_transform="none", features=[Feature("tags", "tag", "multi")]
+    ) as writer:
+        writer.append(
+            np.array([1, 0], np.int8),
+            np.empty((2, 0), np.float32),
+            np.empty((2, 0), np.int32),
+            bag_values=np.array([2, 0], np.int32),
+            bag_lengths=np.array([[0], [2]]),
+        )
+        writer.rewrite_dense(0, lambda features: features + 1)
+        finish(
+            writer,
+            dense_names=[],
+            table_sizes={"tag": 3},
+            about={"convention": "table", "sources": []},
+            catalog=None,
+        )
+
+    batch = Store(tmp_path / "store").read(np.array([1, 0]))
+
+    assert batch.sparse_features.values().tolist() == [2, 0]
+    assert batch.sparse_features.offsets().tolist() == [0, 2, 2]
+    assert batch.dense_features.shape == (2, 0)
+    assert batch.weights is None
+
+
+def test_features_of_one_row_that_share_a_table_make_one_hot_batches(tmp_path):
+    features = [Feature("from", "city"), Feature("to", "city")]
+    with StoreWriter(tmp_path / "store", features=features) as writer:
+        writer.append(np.zeros(1, np.int8), np.zeros((1, 1), np.int32), np.array([[2, 1]]))
+        writer.finish(
+            dense_names=["int_0"],
+            table_sizes={"city": 3},
+            splits=classic_splits(1),
+            about={"convention": "table", "sources": []},
+        )
+    store = Store(tmp_path / "store")
+
+    ids = store.read(np.arange(1)).sparse_features
+
+    assert ids.is_known_one_hot()
+    assert (ids.keys(), ids.values().tolist()) == (["from", "to"], [2, 1])
+    assert store.bags is None
+
+
+def test_a_writer_continues_the_bags_of_a_folder(tmp_path, expected):
+    folder = tmp_path / "unfinished"
+    with new_writer(tmp_path / "store", folder=folder) as writer:
+        expected.append_to(writer, range(13))
+    with new_writer(tmp_path / "store", folder=folder, num_samples=13) as writer:
+        expected.append_to(writer, range(13, NUM_SAMPLES))
+        finish(writer)
+
+    ids = Store(tmp_path / "store").read(np.array([13])).sparse_features
+
+    assert ids["tags"].values().tolist() == expected.rows[13]["tags"]
+    assert ids["history"].values().tolist() == expected.rows[13]["history"]
+
+
+def test_files_in_folders_of_the_writer_stay_in_the_store(tmp_path, expected):
+    with new_writer(tmp_path / "store") as writer:
+        expected.append_to(writer, range(3))
+        (writer.folder / "vocabulary").mkdir()
+        (writer.folder / "vocabulary" / "0.arrow").write_bytes(b"rows")
+        finish(writer)
+
+    assert (tmp_path / "store" / "vocabulary" / "0.arrow").read_bytes() == b"rows"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({}, r"needs these arrays, got \['labels', 'dense', 'sparse'\].*declare what is appended"),
+        (
+            {"bag_values": [1], "bag_lengths": [[1]], "weights": [1.0]},
+            "needs these arrays, got .*weights",
+        ),
+        (
+            {"bag_values": [1], "bag_lengths": [[2]]},
+            r"bag_lengths must be \(1, 1\).* sum 1 .*sum 2",
+        ),
+        ({"bag_values": [1], "bag_lengths": [1]}, r"bag_lengths must be \(1, 1\), .* got \(1,\)"),
+        ({"bag_values": [], "bag_lengths": [[-1]]}, "not negative"),
+    ],
+)
+def test_arrays_that_do_not_fit_the_declaration_are_refused(tmp_path, arrays, message):
+    arrays = {name: np.array(values) for name, values in arrays.items()}
+    with (
+        StoreWriter(tmp_path / "store", features=[Feature("tags", "tag", "multi")]) as writer,
+        pytest.raises(ValueError, match=message),
+    ):
+        writer.append(
+            np.zeros(1, np.int8), np.zeros((1, 1), np.int32), np.zeros((1, 0), np.int32), **arrays
+        )
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ([Feature("geo.city", "geo.city")], "'geo.city': .* must not have a '.', .* as 'geo_city'"),
+        ([Feature("tags", "tag", "bag")], "feature 'tags': kind must be one of .* got 'bag'"),
+        ([Feature("a", "a"), Feature("a", "b")], "feature 'a': names must be distinct"),
+    ],
+)
+def test_features_that_no_store_can_have_are_refused_at_once(tmp_path, features, message):
+    with pytest.raises(ConfigError, match=message):
+        StoreWriter(tmp_path / "store", features=features)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+NO_BAGS = {"labels": "<i1", "dense": "<f4", "sparse": "<i4", "catalog": "<i4"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("features", None),
+        ("features", []),
+        ("features", {"user": "user"}),
+        ("features", [5]),
+        ("features", [{"name": "user", "table": "user"}]),
+        ("features", [{"name": "user", "table": "user", "kind": "one", "dim": 4}]),
+        ("features", [{"name": 5, "table": "user", "kind": "one"}]),
+        ("features", [{"name": "user", "table": ["user"], "kind": "one"}]),
+        ("features", [{"name": "user", "table": "user", "kind": "two"}]),
+        ("features", [{"name": each, "table": each, "kind": "one"} for each in ("user", "tag")]),
+        ("features", [{"name": "user", "table": each, "kind": "one"} for each in TABLES]),
+        (
+            "features",
+            [{"name": each, "table": each, "kind": "one"} for each in (*TABLES, "city")],
+        ),
+        ("dtypes", NO_BAGS),
+        ("dtypes", NO_BAGS | {"bag_values": "<i4"}),
+        ("dtypes", NO_BAGS | {"bag_values": "<i4", "bag_ends": "<i4"}),
+        ("dtypes", NO_BAGS | {"bag_values": "<i4", "bag_ends": "<i8", "more": "<i8"}),
+        ("schema", None),
+        ("schema", "click"),
+        ("ranking", None),
+        ("ranking", []),
+        ("ranking", {"item": "item"}),
+        ("ranking", {"item": "item", "item_features": "user"}),
+        ("ranking", {"item": "item", "item_features": []}),
+        ("ranking", {"item": ["item"], "item_features": ["user"]}),
+        ("ranking", {"item": "item", "item_features": ["item"]}),
+        ("ranking", {"item": "item", "item_features": ["tags"]}),
+        ("ranking", {"item": "history", "item_features": ["user"]}),
+        ("ranking", {"item": "item", "item_features": [{}]}),
+    ],
+)
+def test_a_description_that_would_be_read_wrongly_is_refused_by_name(store, key, value):
+    meta = json.loads((store.path / "meta.json").read_text()) | {key: value}
+    (store.path / "meta.json").write_text(json.dumps(meta))
+
+    with pytest.raises(StoreError, match=rf"meta\.json: {key} must be .*; prepare the store again"):
+        Store(store.path)
+
+
+def test_a_table_that_no_model_can_have_is_refused(tmp_path):
+    with StoreWriter(tmp_path / "store") as writer:
+        writer.append(np.zeros(1, np.int8), np.zeros((1, 0), np.int32), np.zeros((1, 1), np.int32))
+        finish(
+            writer,
+            dense_names=[],
+            table_sizes={"geo.city": 5},
+            about={"convention": "classic", "sources": []},
+            catalog=None,
+        )
+
+    with pytest.raises(StoreError, match=r"features must be .* without a '.' in its name, got"):
+        Store(tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    "name", ["bag_values", "bag_ends", "weights", "groups", "times", "catalog"]
+)
+def test_a_truncated_array_is_refused_by_name(store, name):
+    file = store.path / f"{name}.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+
+    with pytest.raises(StoreError, match=rf"{name}\.bin must have \d+ bytes, has \d+"):
+        Store(store.path)
+
+
+def change_array(store, name, place, value):
+    array = np.memmap(store.path / f"{name}.bin", store.meta["dtypes"][name], mode="r+")
+    array[place] = value
+    array.flush()
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "error", "message"),
+    [
+        ("weights", 9, -0.5, StoreError, "sample 9: weight must be a finite .* 0, got -0.5: the"),
+        ("weights", 9, np.nan, StoreError, "sample 9: weight must be .* got nan"),
+        ("weights", 9, np.inf, StoreError, "sample 9: weight must be .* got inf"),
+        ("sparse", 19, 9, IdOutOfRange, r"sample 9, feature 'item': row 9 is not in \[0, 9\)"),
+        (
+            "bag_ends",
+            18,
+            -1,
+            StoreError,
+            r"sample 9: bag of feature 'tags' must end .* in \[0, \d+\], got \d+ to -1: the store",
+        ),
+        ("bag_ends", 18, 2**62, StoreError, "sample 9: bag of feature 'tags' must end at"),
+        ("bag_ends", 17, 2**40, StoreError, "sample 9: bag of feature 'tags' must end at"),
+        ("bag_ends", 18, -(2**63), StoreError, "sample 9: bag of feature 'tags' must end at"),
+    ],
+)
+def test_a_damaged_sample_is_refused_by_name(store, name, place, value, error, message):
+    change_array(store, name, place, value)
+    damaged = Store(store.path)
+
+    with pytest.raises(error, match=rf"store .*, {message}"):
+        damaged.read(np.array([3, 9, 4]))
+
+    assert len(damaged.read(np.array([3, 4]))) == 2
+
+
+@pytest.mark.parametrize("row", [4, -1, 2**31 - 1])
+def test_a_row_of_a_bag_that_its_table_does_not_have_is_refused_by_name(store, expected, row):
+    sample = next(number for number in range(NUM_SAMPLES) if expected.rows[number]["tags"])
+    begin, _ = store.bags.bag(sample, 0)
+    change_array(store, "bag_values", begin, row)
+
+    with pytest.raises(
+        IdOutOfRange, match=rf"sample {sample}, feature 'tags': row {row} is not in \[0, 4\)"
+    ):
+        Store(store.path).read(np.arange(NUM_SAMPLES))
+
+
+def test_bags_that_end_before_they_begin_are_refused_when_the_store_is_opened(store):
+    change_array(store, "bag_ends", -1, -4)
+
+    with pytest.raises(StoreError, match="the last bag must end at 0 or after it, got -4"):
+        Store(store.path)
+
+
+@pytest.mark.parametrize("row", [7, -1])
+def test_a_row_of_the_catalog_that_no_table_has_is_refused_when_the_store_is_opened(store, row):
+    change_array(store, "catalog", 4, row)
+
+    with pytest.raises(StoreError, match=r"catalog\.bin: feature 'user' has a row outside of"):
+        Store(store.path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": {"label": "buy"}},
+        {"like": "another store"},
+        {"features": [{**each._asdict(), "name": f"{each.name}_"} for each in FEATURES]},
+        {"ranking": {"item": "user", "item_features": ["item"]}},
+    ],
+)
+def test_stores_of_other_schemas_have_another_fingerprint(store, change):
+    before, changed = store.fingerprint, json.loads(json.dumps(change))
+    meta = json.loads((store.path / "meta.json").read_text()) | changed
+    if "features" in change:
+        meta["ranking"] = {"item": "item_", "item_features": ["user_"]}
+    store.meta = meta
+
+    assert store.fingerprint != before

@@ -1,0 +1,397 @@
+"""Training on stores whose features share tables, have bags, or have no dense features."""
+
+import json
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from recsys.batch import feature_tables, features_by_table, has_bags
+from recsys.cli.commands import main
+from recsys.datasets.source import classic_splits
+from recsys.datasets.store import Store
+from recsys.datasets.store_features import Feature
+from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.datasets.torchrec_npy import write_torchrec_npy
+from recsys.embeddings import PopularityProfile, plan_hot_rows
+from recsys.errors import BudgetTooSmall, ConfigError
+from recsys.pipeline.fae.hot_samples import find_hot_samples
+from recsys.train.build import build_loader, build_model, open_source, table_configs
+from recsys.train.export import export_run
+from recsys.train.popular_samples import PopularSamples
+from recsys.train.run_folder import RunFolder
+from recsys.train.trainer import evaluate_run, train
+from recsys.train.verify_tiers import format_verification, verify_budgets
+
+SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
+no_waiting_for_the_disk = SHARED["no_waiting_for_the_disk"]
+stop_at = SHARED["stop_at"]
+
+BATCH_SIZE = 16
+SETTINGS = (f"batch_size={BATCH_SIZE}", "num_threads=1", "optimizer.lr=0.5")
+TABLES = {"item": 400, "user": 90, "tag": 12}
+
+
+def run(config, folder):
+    return train(config, folder, show_progress=False)
+
+
+def rows_of(store, sample):
+    """The rows that a sample looks up, by feature, read from the arrays on the disk."""
+    ends = np.concatenate([[0], store.bags.ends.reshape(-1)])
+    bags = {
+        name: store.bags.values[ends[2 * sample + number] : ends[2 * sample + number + 1]].tolist()
+        for number, name in enumerate(["tags", "history"])
+    }
+    user, item = store.sparse[sample].tolist()
+    return {"user": [user], "tags": bags["tags"], "item": [item], "history": bags["history"]}
+
+
+def test_features_know_their_tables(table_store):
+    store = Store(table_store())
+
+    assert feature_tables(store) == {
+        "user": "user",
+        "tags": "tag",
+        "item": "item",
+        "history": "item",
+    }
+    assert features_by_table(store) == {
+        "item": ("item", "history"),
+        "user": ("user",),
+        "tag": ("tags",),
+    }
+    assert has_bags(store)
+
+
+def test_tables_of_other_sources_have_one_feature_each():
+    source = SyntheticCriteo(num_samples=21, table_sizes=[5, 3])
+
+    assert feature_tables(source) == {"cat_0": "cat_0", "cat_1": "cat_1"}
+    assert features_by_table(source) == {"cat_0": ("cat_0",), "cat_1": ("cat_1",)}
+    assert not has_bags(source)
+
+
+class PlainModel:
+    """The model of a run in plain PyTorch, with dense gradients, read from the store's arrays."""
+
+    def __init__(self, model, store):
+        self.store = store
+        self.state = {
+            name: value.detach().clone().requires_grad_()
+            for name, value in model.model.state_dict().items()
+        }
+
+    def logits(self, samples):
+        rows = [rows_of(self.store, sample) for sample in samples]
+        vectors = [torch.from_numpy(self.store.dense[samples])]
+        for layer in range(2):
+            key = f"dense_arch.model._mlp.{layer}._linear"
+            weight, bias = self.state[f"{key}.weight"], self.state[f"{key}.bias"]
+            vectors[0] = functional.linear(vectors[0], weight, bias).relu()
+        for name, table in (
+            ("item", "item"),
+            ("history", "item"),
+            ("user", "user"),
+            ("tags", "tag"),
+        ):
+            weight = self.state[
+                f"sparse_arch.embedding_bag_collection.embedding_bags.t_{table}.weight"
+            ]
+            vectors.append(torch.stack([weight[of[name]].sum(0) for of in rows]))
+        stacked = torch.stack(vectors, 1)
+        products = stacked @ stacked.transpose(1, 2)
+        first, second = torch.triu_indices(5, 5, offset=1)
+        hidden = torch.cat([vectors[0], products[:, first, second]], 1)
+        key = "over_arch.model.0._mlp.0._linear"
+        hidden = functional.linear(
+            hidden, self.state[f"{key}.weight"], self.state[f"{key}.bias"]
+        ).relu()
+        key = "over_arch.model.1"
+        return functional.linear(hidden, self.state[f"{key}.weight"], self.state[f"{key}.bias"])[
+            :, 0
+        ]
+
+    def step(self, samples, lr, dense_lr):
+        losses = functional.binary_cross_entropy_with_logits(
+            self.logits(samples), torch.from_numpy(self.store.labels[samples]).float(),
+            reduction="none",
+        )  # fmt: skip
+        (losses * torch.from_numpy(self.store.weights[samples])).mean().backward()
+        with torch.no_grad():
+            for name, value in self.state.items():
+                value.sub_((lr if "embedding_bags" in name else dense_lr) * value.grad)
+                value.grad = None
+
+
+@pytest.mark.parametrize("provider", ["recsys", "torch", "fbgemm"])
+def test_training_equals_plain_pytorch(small_config, table_store, tmp_path, provider):
+    if provider == "fbgemm":
+        pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
+    config = small_config(
+        *SETTINGS, f"embeddings={provider}", "shuffle=false", data=str(table_store())
+    )
+    store = open_source(config)
+    plain = PlainModel(build_model(config, store)[0], store)
+
+    run(config, tmp_path / "run")
+
+    train_part = store.splits["train"]
+    for begin in range(0, len(train_part), BATCH_SIZE):
+        samples = np.array(train_part[begin : begin + BATCH_SIZE])
+        plain.step(samples, 0.5, config.resolved_dense_optimizer.lr)
+    trained = build_model(config, store)[0].model
+    RunFolder.open(tmp_path / "run").load_model(trained)
+    for name, value in trained.state_dict().items():
+        torch.testing.assert_close(value, plain.state[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_dense", [2, 0])
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_every_budget_equals_everything_resident(small_config, table_store, name, num_dense):
+    config = small_config(
+        *SETTINGS,
+        f"optimizer.name={name}",
+        f"dense_optimizer.name={name}",
+        data=str(table_store(num_dense=num_dense)),
+    )
+
+    found = verify_budgets(config)
+
+    assert all(each.ok for each in found), format_verification(found)
+    assert [each.tiers is None for each in found] == [False, False, False, True]
+
+
+def test_the_floor_is_the_least_that_bags_and_shared_tables_need(small_config, table_store):
+    config = small_config(*SETTINGS, data=str(table_store()))
+    [floor] = verify_budgets(config, ["floor"])
+
+    with pytest.raises(BudgetTooSmall, match=str(floor.budget_bytes)):
+        verify_budgets(config, [str(floor.budget_bytes - 1)])
+
+
+STALENESS = (
+    "skip.share=0.3",
+    "skip.staleness.window=34",
+    "skip.staleness.min_updates=2",
+    "skip.staleness.patience=1",
+    "skip.staleness.count_every=1",
+    "epochs=4",
+)
+PAPER = (
+    "budget=8KiB",
+    "batch_size=8",
+    "schedule.name=fae",
+    "schedule.rate=100",
+    "schedule.adaptive=false",
+    "skip.policy=paper",
+    "skip.paper.first_snapshot=2",
+    "skip.paper.window_share=0.3",
+    "skip.paper.sample_share=0.3",
+)
+RUNS = {
+    "resident": (),
+    "look ahead": ("budget=6KiB", "schedule.name=lookahead"),
+    "files": ("budget=6KiB", "cold_tier=file"),
+    "hotline": ("budget=6KiB", "schedule.name=hotline"),
+    "fae": ("budget=6KiB", "schedule.name=fae"),
+    "subsample": ("skip.policy=subsample", *STALENESS),
+    "freeze_rows": ("skip.policy=freeze_rows", *STALENESS),
+    "importance": (
+        "skip.policy=importance",
+        "skip.share=0.4",
+        "skip.importance.warm_up=0",
+        "epochs=4",
+    ),
+    "paper": PAPER,
+}
+
+
+@pytest.mark.parametrize("num_dense", [2, 0])
+@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.filterwarnings("ignore:staleness|the guard never compares")
+def test_saved_models_evaluate_as_they_did_at_the_end(
+    small_config, table_store, tmp_path, case, num_dense
+):
+    data = table_store(num_dense=num_dense, has_weights=num_dense > 0)
+    config = small_config(*SETTINGS, *RUNS[case], data=str(data))
+
+    record = run(config, tmp_path / "run")
+
+    assert record["status"] == "finished"
+    found = evaluate_run(tmp_path / "run")["test"].as_dict()
+    assert found == record["metrics"]["test"]
+    if config.skip.policy in ("subsample", "freeze_rows", "importance"):
+        skipped = record["skipped"]
+        assert skipped["num_skipped"] + skipped["num_lookups_left_out"] > 0
+
+
+@pytest.mark.parametrize("case", ["resident", "look ahead", "fae"])
+def test_a_resumed_run_is_the_uninterrupted_one(small_config, table_store, tmp_path, stop_at, case):
+    data = str(table_store())
+    settings = (*SETTINGS, "epochs=2", "checkpoint.every_steps=4", "checkpoint.every_seconds=0")
+    config = small_config(*settings, *RUNS[case], data=data)
+    SHARED["run"](config, tmp_path / "whole")
+
+    stops = [(7, None), (13, signal.SIGINT), (50, None)]
+    SHARED["run_and_resume"](config, tmp_path / "run", stops, stop_at)
+
+    SHARED["require_same_run"](config, tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_profile_counts_the_lookups_of_all_features_of_a_table(table_store):
+    store = Store(table_store())
+    samples = range(20, 650)
+    rows = [rows_of(store, sample) for sample in samples]
+
+    profile = PopularityProfile.count(store, samples)
+
+    for table, features in profile.features.items():
+        looked_up = [row for of in rows for feature in features for row in of[feature]]
+        counts = np.bincount(looked_up, minlength=TABLES[table])
+        np.testing.assert_array_equal(profile.counts(table), counts)
+    half = PopularityProfile.count(store, samples, rate=0.5)
+    assert 0 < half.num_samples < profile.num_samples
+    bases = dict(zip(TABLES, np.cumsum([0, *TABLES.values()]), strict=False))
+    hot = set(profile.ranked_rows(28).tolist())
+    is_hot = [
+        all(
+            bases[table] + row in hot
+            for feature, table in feature_tables(store).items()
+            for row in of[feature]
+        )
+        for of in rows
+    ]
+    assert profile.coverage(28, store, samples).hot_sample_share == np.mean(is_hot)
+    assert 0 < sum(is_hot) < len(is_hot)
+
+
+def test_samples_of_a_plan_are_hot_if_all_rows_of_all_features_are_pinned(table_store):
+    store = Store(table_store())
+    profile = PopularityProfile.count(store)
+    tables = table_configs(store.table_sizes, 4, features_by_table(store))
+    plan = plan_hot_rows(profile, tables, "6KiB", window_lookups=BATCH_SIZE)
+    pinned = {
+        table.removeprefix("t_"): set(plan.pinned_rows(table).tolist()) for table in plan.tables
+    }
+
+    found = find_hot_samples(plan, store, range(700))
+
+    expected = [
+        all(
+            set(rows) <= pinned[feature_tables(store)[feature]]
+            for feature, rows in rows_of(store, sample).items()
+        )
+        for sample in range(700)
+    ]
+    assert found.tolist() == expected
+    assert 0 < sum(expected) < 700
+
+
+def test_popular_samples_look_up_rows_that_are_popular_in_all_features(table_store):
+    store = Store(table_store())
+    popular = PopularSamples(store, 1.0)
+
+    assert popular.are_popular(store.read(np.arange(700))).all()
+
+    few = PopularSamples(store, 0.2).are_popular(store.read(np.arange(600)))
+    assert 0 < few.sum() <= 0.2 * 600 + 1
+
+
+def test_a_plan_made_by_the_commands_changes_no_number(
+    small_config, small_settings, table_store, tmp_path
+):
+    data, profile, plan = table_store(), tmp_path / "profile.npz", tmp_path / "plan.npz"
+    batch = [part for setting in SETTINGS for part in ("--set", setting)]
+    assert main(["profile", str(data), "--out", str(profile)]) == 0
+    command = ["plan", str(profile), "--budget", "6KiB", "--out", str(plan)]
+    assert main([*command, *small_settings, *batch]) == 0
+
+    planned = run(small_config(*SETTINGS, f"plan={plan}", data=str(data)), tmp_path / "planned")
+    resident = run(small_config(*SETTINGS, data=str(data)), tmp_path / "resident")
+
+    assert planned["tiers"] is not None
+    assert planned["metrics"] == resident["metrics"]
+
+
+def test_a_loader_gives_every_sample_its_own_bags(small_config, table_store):
+    config = small_config(*SETTINGS, data=str(table_store()))
+    store = open_source(config)
+    expected = sorted(map(str, (rows_of(store, sample) for sample in store.splits["train"])))
+
+    found = []
+    for batch in build_loader(config, store, None):
+        ids = batch.sparse_features
+        for sample in range(ids.stride()):
+            one = ids.select(torch.tensor([sample]))
+            found.append(str({name: one[name].values().tolist() for name in ids.keys()}))  # noqa: SIM118
+
+    assert sorted(found) == expected
+
+
+def test_a_format_with_a_table_for_each_feature_refuses_shared_ones(
+    small_config, table_store, tmp_path
+):
+    data = table_store()
+    run(small_config(*SETTINGS, data=str(data)), tmp_path / "run")
+
+    with pytest.raises(ConfigError, match=r"'classic' has a table for each .* share \['item'\]"):
+        export_run(tmp_path / "run", "classic", tmp_path / "classic.pt")
+
+    state = torch.load(export_run(tmp_path / "run", "torchrec", tmp_path / "torchrec.pt"))
+    assert sum("t_item" in name for name in state) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "this data has features that share tables; prepare it without them"),
+        ({"features": "tags"}, "any number of rows per sample"),
+        ({"features": "weights"}, "samples with weights"),
+    ],
+)
+def test_npy_files_refuse_what_they_cannot_hold(table_store, tmp_path, changes, message):
+    chosen = {
+        "tags": [Feature("user", "user"), Feature("item", "item"), Feature("tags", "tag", "multi")],
+        "weights": [Feature(name, name) for name in TABLES],
+    }
+    arguments = {"features": chosen[changes["features"]]} if changes else {}
+    store = Store(table_store(**arguments))
+
+    with pytest.raises(ConfigError, match=message):
+        write_torchrec_npy(store, tmp_path, "day")
+
+    assert not list(tmp_path.glob("*.npy"))
+
+
+def test_evaluating_on_data_with_other_features_is_refused(small_config, table_store, tmp_path):
+    run(small_config(*SETTINGS, data=str(table_store())), tmp_path / "run")
+    names = {"user": "user", "tags": "tag", "item": "item", "past": "item"}
+    others = [
+        Feature(name, table, "multi" if name in ("tags", "past") else "one")
+        for name, table in names.items()
+    ]
+    other = table_store("other", features=others)
+
+    with pytest.raises(ConfigError, match=r"other: its features by table must be those of the run"):
+        evaluate_run(tmp_path / "run", str(other))
+
+    same = evaluate_run(tmp_path / "run", str(table_store("same", num_samples=350)))
+    assert same["test"].num_samples == len(classic_splits(350)["test"])
+
+
+@pytest.mark.parametrize("case", ["resident", "freeze_rows"])
+def test_the_first_step_compiles_no_kernel(small_settings, table_store, tmp_path, case):
+    settings = (*small_settings[1::2], *SETTINGS, *RUNS[case], f'data="{table_store()}"')
+    program = Path(__file__).with_name("compiled_kernels.py")
+    command = [sys.executable, "-W", "ignore", program, tmp_path / "run", *settings]
+
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+
+    assert json.loads(found.stdout.splitlines()[-1]) == []
