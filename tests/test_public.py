@@ -36,10 +36,13 @@ def test_public_names_are_these_and_no_others():
         "recsys.datasets": [
             "BatchLoader",
             "SampleSource",
+            "Schema",
             "Store",
             "SyntheticCriteo",
             "prepare_criteo_1tb",
             "prepare_criteo_kaggle",
+            "prepare_table",
+            "write_store",
         ],
         "recsys.embeddings": [
             "SGD",

@@ -31,7 +31,13 @@ def add_bench_commands(commands: _Commands) -> None:
         return parser
 
     prepare = add("prepare", _bench_prepare, "raw text to arrays, against pandas")
-    prepare.add_argument(
+    source = prepare.add_mutually_exclusive_group()
+    source.add_argument(
+        "--table",
+        action="store_true",
+        help="a synthetic table of 20 columns, as CSV and Parquet; with --quick, or one gigabyte",
+    )
+    source.add_argument(
         "--raw", type=Path, metavar="FILE", help="default: criteo_kaggle_137k under RECSYS_DATA"
     )
     size = prepare.add_mutually_exclusive_group()
@@ -132,6 +138,13 @@ def _add_tiers_options(tiers: argparse.ArgumentParser) -> None:
 def _bench_prepare(options: argparse.Namespace) -> int:
     from recsys.bench.prepare import SIZES, bench_prepare
 
+    if options.table:
+        from recsys.bench.prepare_table import TABLE_SIZES, bench_prepare_table
+
+        if options.kaggle_size:
+            raise ConfigError("--kaggle-size is not for --table; leave one of the two out")
+        table_size = TABLE_SIZES["quick" if options.quick else "gigabyte"]
+        return _show_rows(bench_prepare_table(table_size), options)
     size = "quick" if options.quick else "kaggle" if options.kaggle_size else "gigabyte"
     return _show_rows(bench_prepare(options.raw, SIZES[size]), options)
 

@@ -14,6 +14,7 @@ from recsys._version import __version__
 from recsys.cli.benches import add_bench_commands
 from recsys.cli.data import add_data_commands
 from recsys.cli.popularity import add_popularity_commands
+from recsys.cli.table import add_table_commands
 from recsys.config import TrainConfig, load_config
 from recsys.errors import ConfigError, RecsysError
 from recsys.train.export import FORMATS
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"recsys {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_data_commands(commands)
+    add_table_commands(commands)
     add_popularity_commands(commands)
     _add_run_commands(commands)
     add_bench_commands(commands)

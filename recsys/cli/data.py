@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from recsys.cli.table import add_table_format
 from recsys.datasets.convert import FORMATS
 from recsys.datasets.criteo.kaggle import CONVENTIONS
 from recsys.datasets.source import SPLITS
@@ -68,6 +69,8 @@ def add_data_commands(commands: _Commands) -> None:
     npy.set_defaults(run_command=_prepare_npy)
     for parser in (kaggle, days, npz, npy):
         parser.add_argument("--out", required=True, metavar="STORE", help="new folder")
+
+    add_table_format(formats)
 
     convert = commands.add_parser("convert", help="write the samples of a store for other programs")
     convert.add_argument("store", metavar="STORE", help="a prepared store")

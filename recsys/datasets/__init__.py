@@ -6,12 +6,18 @@ from recsys.datasets.loader import BatchLoader
 from recsys.datasets.source import SampleSource
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.datasets.tabular.frames import write_store
+from recsys.datasets.tabular.prepare import prepare_table
+from recsys.datasets.tabular.schema import Schema
 
 __all__ = [
     "BatchLoader",
     "SampleSource",
+    "Schema",
     "Store",
     "SyntheticCriteo",
     "prepare_criteo_1tb",
     "prepare_criteo_kaggle",
+    "prepare_table",
+    "write_store",
 ]

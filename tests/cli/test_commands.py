@@ -59,7 +59,9 @@ def test_options_are_these_and_no_others():
             },
             "classic-npz": {"file": "", "--out": ""},
             "torchrec-npy": {"prefix": "", "--table-sizes": "", "--out": ""},
+            "table": {"files": "", "--schema": "", "--like": "", "--out": ""},
         },
+        "inspect": {"files": "", "--label": "", "--ignore": ""},
         "convert": {"store": "", "--to": "", "--out": "", "--split": ""},
         "profile": {"store": "", "--out": "", "--samples": "", "--rate": ""},
         "plan": {
@@ -85,7 +87,13 @@ def test_options_are_these_and_no_others():
         "export": {"run": "", "--to": "", "--since": "", "--checkpoint": "", "--out": ""},
         "apply": {"full": "", "deltas": "", "--out": ""},
         "bench": {
-            "prepare": {"--raw": "", "--quick": "", "--kaggle-size": "", "--json": ""},
+            "prepare": {
+                "--table": "",
+                "--raw": "",
+                "--quick": "",
+                "--kaggle-size": "",
+                "--json": "",
+            },
             "step": {"--batch-sizes": "", "--quick": "", "--json": ""},
             "lookup": {
                 "--batch-sizes": "",
@@ -199,6 +207,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["profile", "synthetic:other", "--out", "f"], "must be 'synthetic:criteo-kaggle'"),
         (["plan", "nowhere", "--budget", "1GiB", "--out", "f"], "No such file or directory"),
         (["bench", "prepare", "--raw", "nowhere"], "nowhere is not a file"),
+        (["bench", "prepare", "--table", "--kaggle-size"], "--kaggle-size is not for --table"),
         (["evaluate", "nowhere", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "prepare", "--json", "."], ". is a folder; name a file to be written"),
         (["bench", "step", "--json", "."], ". is a folder; name a file to be written"),

@@ -22,12 +22,13 @@ from random import Random
 from fuzz_cases import TimeIsUp, WrongOutcomeError, good_files, run_case
 from fuzz_data import DATA
 from fuzz_runs import RUNS
+from fuzz_tables import TABLES
 from fuzz_values import VALUES
 
 from recsys._support.machine import describe_environment
 from recsys.train.run_folder import write_json
 
-READERS = {reader.name: reader for reader in (*DATA, *RUNS, *VALUES)}
+READERS = {reader.name: reader for reader in (*DATA, *TABLES, *RUNS, *VALUES)}
 _MEMORY_BYTES = 12 * 2**30  # of addresses: libraries reserve some that they never use
 _MOST_SHOWN = 5
 _CASES_PER_COLLECTION = 10

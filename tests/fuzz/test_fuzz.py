@@ -4,11 +4,12 @@ import pytest
 from fuzz_cases import Reader, WrongOutcomeError, good_files, run_case
 from fuzz_data import DATA
 from fuzz_runs import RUNS
+from fuzz_tables import TABLES
 from fuzz_values import VALUES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-READERS = (*DATA, *RUNS, *VALUES)
+READERS = (*DATA, *TABLES, *RUNS, *VALUES)
 NUM_CASES = {"dev": 5, "ci": 10, "stress": 1000}[settings.get_current_profile_name()]
 
 

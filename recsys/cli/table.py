@@ -1,0 +1,81 @@
+"""The commands for tables of any columns: `inspect` and `prepare table`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+    from recsys.datasets.tabular.prepare import TableReport
+
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_table_commands", "add_table_format"]
+
+_FILES_HELP = "CSV or TSV (plain, .gz, .zst), Parquet, or a folder of such files"
+
+
+def add_table_commands(commands: _Commands) -> None:
+    """Add `inspect`."""
+    inspect = commands.add_parser(
+        "inspect", help="guess the schema of a table and print it as TOML, to edit"
+    )
+    inspect.add_argument("files", nargs="+", metavar="FILE", help=_FILES_HELP)
+    inspect.add_argument("--label", default="", metavar="COLUMN", help="the column of labels")
+    inspect.add_argument(
+        "--ignore", nargs="+", default=[], metavar="COLUMN", help="columns to leave out"
+    )
+    inspect.set_defaults(run_command=_inspect)
+
+
+def add_table_format(formats: _Commands) -> None:
+    """Add `table` to the formats of `prepare`."""
+    table = formats.add_parser("table", help="tables of any columns, by a schema")
+    table.add_argument("files", nargs="+", metavar="FILE", help=_FILES_HELP)
+    rules = table.add_mutually_exclusive_group(required=True)
+    rules.add_argument(
+        "--schema",
+        metavar="SCHEMA",
+        help="a TOML file, such as `recsys inspect` prints; or the name of a known data set",
+    )
+    rules.add_argument(
+        "--like",
+        metavar="STORE",
+        help="number values as in STORE, unknown ones as row 0; all rows are for test",
+    )
+    table.add_argument("--out", required=True, metavar="STORE", help="new folder")
+    table.set_defaults(run_command=_prepare_table)
+
+
+def _prepare_table(options: argparse.Namespace) -> int:
+    from recsys.datasets.tabular.named import find_schema
+    from recsys.datasets.tabular.prepare import prepare_table
+
+    schema = None if options.schema is None else find_schema(options.schema)
+    report = prepare_table(
+        options.files, options.out, schema, like=options.like, show_progress=True
+    )
+    _print_table_report(report)
+    return 0
+
+
+def _print_table_report(report: TableReport) -> None:
+    parts = ", ".join(f"{name} {size:,}" for name, size in report.splits.items())
+    print(
+        f"{report.path}: {report.num_rows:,} rows, {report.num_samples:,} samples ({parts}), "
+        f"{report.num_embeddings:,} rows in {report.num_tables} tables"
+    )
+    for part, counts in report.unknown.items():
+        found = ", ".join(f"{column} {count:,}" for column, count in counts.items() if count)
+        if found:
+            print(f"{part}: values without a row of their own, which share row 0: {found}")
+    if report.num_lacking:
+        print(f"{report.num_lacking:,} negatives were not drawn: their groups have all items")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from recsys.datasets.tabular.guess import guess_schema
+
+    print(guess_schema(options.files, label=options.label, ignore=options.ignore).to_toml(), end="")
+    return 0

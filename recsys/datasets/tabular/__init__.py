@@ -1,0 +1,4 @@
+"""Tables with columns of any meaning: files and frames, the schema that explains them, the store.
+
+Only what prepares or reads such tables imports this room; pyarrow is imported inside functions.
+"""

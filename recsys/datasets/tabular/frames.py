@@ -1,0 +1,150 @@
+"""Prepare a store from data frames."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from recsys.datasets.store import Store
+from recsys.datasets.tabular.columns import conform, import_pyarrow
+from recsys.datasets.tabular.encoder import read_rules
+from recsys.datasets.tabular.named import find_schema
+from recsys.datasets.tabular.prepare import columns_for_split, write_table
+from recsys.datasets.tabular.schema import Schema
+from recsys.errors import ConfigError, DatasetFormatError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+    from recsys.datasets.tabular.prepare import TableReport
+
+__all__ = ["write_store"]
+
+_BATCH_ROWS = 65_536
+
+
+def write_store(
+    frames: pd.DataFrame | pa.Table | Iterable[pd.DataFrame | pa.Table],
+    schema: Schema | str | Path | None,
+    out: str | Path,
+    *,
+    like: str | Path | None = None,
+    num_threads: int | None = None,
+) -> TableReport:
+    """Write a store from a data frame, or from the chunks of one.
+
+    Args:
+        frames: A frame of pandas or a table of pyarrow, or any number of them, whose rows follow
+            each other. The index of a frame is not read.
+        schema: What the columns mean, the TOML file that says so, or the name of a schema that
+            recsys knows; None with `like`.
+        out: The store's folder, which must not exist.
+        like: A store that was made from a table; see `prepare_table`.
+        num_threads: Threads that encode columns; by default one per core.
+
+    Returns:
+        The store's path and counts.
+
+    Raises:
+        AlreadyExists: `out` exists.
+        ConfigError: not exactly one of `schema` and `like` is given, the schema cannot be read, or
+            it has no column for an embedding table.
+        DatasetFormatError: the rows break the schema, there is no row, or none for training.
+        MissingDependency: pyarrow is not installed.
+        StoreError: `like` is no store that was made from a table, or is damaged.
+    """
+    import_pyarrow()
+    known = None if like is None else Store(like)
+    if (schema is None) == (known is None):
+        raise ConfigError("write_store needs either a schema or a store to be like; give one")
+    if known is not None:
+        schema = read_rules(known).schema
+    elif not isinstance(schema, Schema):
+        assert schema is not None
+        schema = find_schema(str(schema))
+    assert isinstance(schema, Schema)
+    ignored = () if known is None else columns_for_split(schema)
+    batches = _FrameBatches(frames, schema, ignored)
+    return write_table(
+        iter(batches),
+        schema,
+        Path(out),
+        sources=batches.describe,
+        place=batches.place,
+        like=known,
+        num_threads=num_threads,
+    )
+
+
+class _FrameBatches:
+    """The rows of frames as batches that `conform` made."""
+
+    def __init__(self, frames: Any, schema: Schema, ignored: Collection[str]) -> None:
+        is_one = hasattr(frames, "columns") or not isinstance(frames, Iterable)
+        self._frames: Iterable[Any] = [frames] if is_one else frames
+        self._schema = schema
+        self._names = [name for name in schema.columns if name not in ignored]
+        self._hash = hashlib.sha256()
+        self._frame_rows: list[int] = []
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        for number, frame in enumerate(self._frames):
+            self._frame_rows.append(0)
+            for batch in self._batches_of(frame, number):
+                first = self._frame_rows[number]
+                self._frame_rows[number] += batch.num_rows
+                yield self._conformed(batch, f"frame {number}", first)
+
+    def place(self, row: int) -> str:
+        """Words for a row that was read, by its number from 0 among the rows of all frames."""
+        ends = list(itertools.accumulate(self._frame_rows))
+        number = bisect.bisect_right(ends, row)
+        start = ends[number] - self._frame_rows[number]
+        return f"frame {number}, row {row - start} (from 0)"
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The entry `sources` of meta.json: the hash is that of the batches in Arrow's format."""
+        return [
+            {"name": "frames", "num_rows": sum(self._frame_rows), "sha256": self._hash.hexdigest()},
+        ]
+
+    def _conformed(self, batch: pa.RecordBatch, name: str, first: int) -> pa.RecordBatch:
+        batch = conform(batch, self._schema, lambda row: f"{name}, row {first + row} (from 0)")
+        self._hash.update(batch.serialize())
+        return batch
+
+    def _batches_of(self, frame: Any, number: int) -> Iterator[pa.RecordBatch]:
+        """The schema's columns of a frame, a block of rows at a time."""
+        arrow = import_pyarrow()
+        names = self._names
+        is_arrow = isinstance(frame, arrow.Table)
+        found = frame.column_names if is_arrow else list(getattr(frame, "columns", ()))
+        missing = [name for name in names if found.count(name) != 1]
+        if missing:
+            raise DatasetFormatError(
+                f"frame {number}: must have column {missing[0]!r} once, has columns {found[:30]}; "
+                "correct the schema or the frame"
+            )
+        if is_arrow:
+            yield from frame.select(names).to_batches(_BATCH_ROWS)
+            return
+        for start in range(0, len(frame), _BATCH_ROWS):
+            block = frame[names].iloc[start : start + _BATCH_ROWS]
+            arrays = []
+            for name in names:
+                try:
+                    array = arrow.array(block[name], from_pandas=True)
+                except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+                    raise DatasetFormatError(
+                        f"frame {number}, rows {start} to {start + len(block) - 1}, column "
+                        f"{name!r}: must have values of one type, got {str(error)[:200]}; convert "
+                        "the column"
+                    ) from error
+                is_chunked = isinstance(array, arrow.ChunkedArray)  # of a column of Arrow's
+                arrays.append(array.combine_chunks() if is_chunked else array)
+            yield arrow.RecordBatch.from_arrays(arrays, names=names)

@@ -1,0 +1,384 @@
+"""Numbers distinct integers or texts 0, 1, 2, ... by first appearance, or hashes them to rows.
+
+A numbering is a hash table with open addressing beside an array of the values, in order:
+
+    slots    (S,) uint64   hash << 32 | number + 1          0: free
+    values   (n,) int64, or the UTF-8 bytes of all texts, one after another, and where each begins
+
+The slots double when they are 70 % full, so a value takes 11 to 23 bytes beside itself. Numbering
+runs in compiled loops over Arrow's buffers and releases the GIL: columns are numbered in parallel.
+
+Null and the empty text are missing values: they get `MISSING`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from recsys._support.hashing import GOLDEN
+from recsys._support.jit import kernel
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+__all__ = ["MISSING", "UNKNOWN", "HashedRows", "IntegerNumbers", "Numbers", "TextNumbers"]
+
+MISSING: Final = -1
+UNKNOWN: Final = -2
+
+_MAX_LOAD = 0.7
+_MAX_VALUES = 2**31 - 2
+_FNV_BASIS: Final = np.uint64(0xCBF29CE484222325)
+_FNV_PRIME: Final = np.uint64(0x100000001B3)
+_NO_NULLS = np.empty(0, np.bool_)
+_NO_BYTES = np.empty(0, np.uint8)
+_NO_BYTES.flags.writeable = False  # as arrays over Arrow's buffers: one compiled loop for both
+
+
+class Numbers(ABC):
+    """The number of every distinct value seen so far. Not thread-safe.
+
+    Args:
+        name: Of the vocabulary, for messages.
+
+    Attributes:
+        num_values: Distinct values so far; their numbers are 0 to num_values - 1.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.num_values = 0
+        self._name = name
+        self._slots = np.zeros(1 << 12, np.uint64)
+
+    @property
+    @abstractmethod
+    def arrow_type(self) -> pa.DataType:
+        """The type of `values()`."""
+
+    @abstractmethod
+    def number(self, values: pa.Array, *, grow: bool = True) -> NDArray[np.int32]:
+        """The number of each value; `MISSING` for null.
+
+        Args:
+            values: int64 values, or texts.
+            grow: New values get the next numbers, in order. Otherwise they get `UNKNOWN`.
+
+        Shape:
+            result (len(values),).
+
+        Raises:
+            ConfigError: there are more than 2**31 - 2 distinct values.
+        """
+
+    @abstractmethod
+    def values(self) -> pa.Array:
+        """All values, by number, (num_values,). The array shares this object's memory."""
+
+    def _reserve_slots(self, num_new: int) -> None:
+        num_values = self.num_values + num_new
+        size = len(self._slots)
+        while size * _MAX_LOAD < num_values:
+            size *= 2
+        if size > len(self._slots):
+            old, self._slots = self._slots, np.zeros(size, np.uint64)
+            _rehash_kernel(old, self._slots)
+
+    def _require_numbers(self, num_new: int) -> None:
+        if self.num_values + num_new > _MAX_VALUES:
+            raise ConfigError(
+                f"vocabulary {self._name!r} must have at most {_MAX_VALUES} values; "
+                'set numbering = "hash" for its columns'
+            )
+
+
+class IntegerNumbers(Numbers):
+    """Numbers int64 values."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._values = np.empty(1 << 11, np.int64)
+
+    @property
+    def arrow_type(self) -> pa.DataType:  # noqa: D102
+        import pyarrow as pa
+
+        return pa.int64()
+
+    def number(self, values: pa.Array, *, grow: bool = True) -> NDArray[np.int32]:  # noqa: D102
+        if grow:
+            self._require_numbers(len(values))
+            self._reserve_slots(len(values))
+            self._values = _with_room(self._values, self.num_values, len(values))
+        numbers = np.empty(len(values), np.int32)
+        self.num_values = _number_integers_kernel(
+            _integers_of(values),
+            _nulls_of(values),
+            self._slots,
+            self._values,
+            self.num_values,
+            grow,
+            numbers,
+        )
+        return numbers
+
+    def values(self) -> pa.Array:  # noqa: D102
+        import pyarrow as pa
+
+        return pa.array(self._values[: self.num_values])
+
+
+class TextNumbers(Numbers):
+    """Numbers texts by their UTF-8 bytes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._ends = np.zeros(1 << 11, np.int64)
+        self._bytes = np.empty(1 << 14, np.uint8)
+
+    @property
+    def arrow_type(self) -> pa.DataType:  # noqa: D102
+        import pyarrow as pa
+
+        return pa.large_string()
+
+    def number(self, values: pa.Array, *, grow: bool = True) -> NDArray[np.int32]:  # noqa: D102
+        offsets, data = _texts_of(values)
+        if grow:
+            self._require_numbers(len(values))
+            self._reserve_slots(len(values))
+            self._ends = _with_room(self._ends, self.num_values + 1, len(values))
+            num_bytes = int(offsets[-1] - offsets[0])
+            self._bytes = _with_room(self._bytes, int(self._ends[self.num_values]), num_bytes)
+        numbers = np.empty(len(values), np.int32)
+        self.num_values = _number_texts_kernel(
+            offsets,
+            data,
+            _nulls_of(values),
+            self._slots,
+            self._ends,
+            self._bytes,
+            self.num_values,
+            grow,
+            numbers,
+        )
+        return numbers
+
+    def values(self) -> pa.Array:  # noqa: D102
+        import pyarrow as pa
+
+        ends = self._ends[: self.num_values + 1]
+        return pa.LargeStringArray.from_buffers(
+            self.num_values, pa.py_buffer(ends), pa.py_buffer(self._bytes[: ends[-1]])
+        )
+
+
+class HashedRows:
+    """Maps values to rows by a hash, without memory of the values.
+
+    An integer is hashed by SplitMix64, a text by 64-bit FNV-1a of its UTF-8 bytes and then by
+    SplitMix64; the row is the remainder by `num_rows`. Missing values hash as the empty text.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def number(self, values: pa.Array) -> NDArray[np.int32]:
+        """The row of each value, (len(values),); values are int64 or texts."""
+        import pyarrow as pa
+
+        rows = np.empty(len(values), np.int32)
+        nulls, num_rows = _nulls_of(values), np.uint64(self.num_rows)
+        if pa.types.is_integer(values.type):
+            _hash_integers_kernel(_integers_of(values), nulls, num_rows, rows)
+        else:
+            offsets, data = _texts_of(values)
+            _hash_texts_kernel(offsets, data, nulls, num_rows, rows)
+        return rows
+
+
+def _nulls_of(values: pa.Array) -> NDArray[np.bool_]:
+    """Which values are null, (n,); (0,) if none is."""
+    if not values.null_count:
+        return _NO_NULLS
+    nulls: NDArray[np.bool_] = values.is_null().to_numpy(zero_copy_only=False)
+    return nulls
+
+
+def _integers_of(values: pa.Array) -> NDArray[np.int64]:
+    """The values, without a copy; arbitrary where they are null."""
+    data = values.buffers()[1]
+    if not len(values) or data is None:
+        return _NO_BYTES.view(np.int64)
+    return np.frombuffer(data, np.int64, len(values), 8 * values.offset)
+
+
+def _texts_of(values: pa.Array) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+    """Where texts begin and end, (n + 1,), and their bytes, without a copy."""
+    import pyarrow as pa
+
+    dtype = np.dtype(np.int64 if pa.types.is_large_string(values.type) else np.int32)
+    _, offsets, data = values.buffers()
+    if not len(values) or offsets is None:
+        begins = np.zeros(1, dtype)
+        begins.flags.writeable = False
+    else:
+        begins = np.frombuffer(offsets, dtype, len(values) + 1, dtype.itemsize * values.offset)
+    return begins, np.frombuffer(data, np.uint8) if data is not None and data.size else _NO_BYTES
+
+
+def _with_room(array: NDArray[Any], num_used: int, num_new: int) -> NDArray[Any]:
+    """The array, or a larger copy if it has no room for so many more elements."""
+    size = len(array)
+    if num_used + num_new <= size:
+        return array
+    while size < num_used + num_new:
+        size *= 2
+    larger = np.empty(size, array.dtype)
+    larger[:num_used] = array[:num_used]
+    return larger
+
+
+@kernel
+def _split_mix(value: np.uint64) -> np.uint64:
+    """SplitMix64's output for the state `value`."""
+    bits = value + GOLDEN
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+@kernel
+def _hash_text(data: NDArray[np.uint8], begin: np.int64, end: np.int64) -> np.uint64:
+    bits = _FNV_BASIS
+    for place in range(begin, end):
+        bits = (bits ^ np.uint64(data[place])) * _FNV_PRIME
+    return _split_mix(bits)
+
+
+@kernel
+def _number_integers_kernel(
+    integers: NDArray[np.int64],
+    nulls: NDArray[np.bool_],
+    slots: NDArray[np.uint64],
+    values: NDArray[np.int64],
+    num_values: int,
+    grow: bool,
+    numbers: NDArray[np.int32],
+) -> int:
+    mask = np.uint64(len(slots) - 1)
+    for position in range(len(numbers)):
+        if len(nulls) and nulls[position]:
+            numbers[position] = MISSING
+            continue
+        value = integers[position]
+        tag = _split_mix(np.uint64(value)) >> np.uint64(32)
+        slot = tag & mask
+        number = np.int64(UNKNOWN)
+        while slots[slot] != 0:
+            entry = slots[slot]
+            if (entry >> np.uint64(32)) == tag:
+                found = np.int64(entry & np.uint64(0xFFFFFFFF)) - 1
+                if values[found] == value:
+                    number = found
+                    break
+            slot = (slot + np.uint64(1)) & mask
+        if number == UNKNOWN and grow:
+            number = np.int64(num_values)
+            values[number] = value
+            num_values += 1
+            slots[slot] = (tag << np.uint64(32)) | np.uint64(num_values)
+        numbers[position] = number
+    return num_values
+
+
+@kernel
+def _number_texts_kernel(
+    offsets: NDArray[Any],
+    data: NDArray[np.uint8],
+    nulls: NDArray[np.bool_],
+    slots: NDArray[np.uint64],
+    ends: NDArray[np.int64],
+    texts: NDArray[np.uint8],
+    num_values: int,
+    grow: bool,
+    numbers: NDArray[np.int32],
+) -> int:
+    """Number n texts; text k so far is `texts[ends[k] : ends[k + 1]]`."""
+    mask = np.uint64(len(slots) - 1)
+    for position in range(len(numbers)):
+        begin, end = np.int64(offsets[position]), np.int64(offsets[position + 1])
+        if begin == end or (len(nulls) and nulls[position]):
+            numbers[position] = MISSING
+            continue
+        tag = _hash_text(data, begin, end) >> np.uint64(32)
+        slot = tag & mask
+        number = np.int64(UNKNOWN)
+        while slots[slot] != 0:
+            entry = slots[slot]
+            if (entry >> np.uint64(32)) == tag:
+                found = np.int64(entry & np.uint64(0xFFFFFFFF)) - 1
+                start = ends[found]
+                if ends[found + 1] - start == end - begin:
+                    place = np.int64(0)
+                    while place < end - begin and texts[start + place] == data[begin + place]:
+                        place += 1
+                    if place == end - begin:
+                        number = found
+                        break
+            slot = (slot + np.uint64(1)) & mask
+        if number == UNKNOWN and grow:
+            number = np.int64(num_values)
+            start = ends[number]
+            for step in range(end - begin):
+                texts[start + step] = data[begin + step]
+            num_values += 1
+            ends[num_values] = start + end - begin
+            slots[slot] = (tag << np.uint64(32)) | np.uint64(num_values)
+        numbers[position] = number
+    return num_values
+
+
+@kernel
+def _rehash_kernel(old: NDArray[np.uint64], slots: NDArray[np.uint64]) -> None:
+    mask = np.uint64(len(slots) - 1)
+    for entry in old:
+        if entry != 0:
+            slot = (entry >> np.uint64(32)) & mask
+            while slots[slot] != 0:
+                slot = (slot + np.uint64(1)) & mask
+            slots[slot] = entry
+
+
+@kernel
+def _hash_integers_kernel(
+    integers: NDArray[np.int64],
+    nulls: NDArray[np.bool_],
+    num_rows: np.uint64,
+    rows: NDArray[np.int32],
+) -> None:
+    for position in range(len(rows)):
+        if len(nulls) and nulls[position]:
+            bits = _split_mix(_FNV_BASIS)
+        else:
+            bits = _split_mix(np.uint64(integers[position]))
+        rows[position] = np.int32(bits % num_rows)
+
+
+@kernel
+def _hash_texts_kernel(
+    offsets: NDArray[Any],
+    data: NDArray[np.uint8],
+    nulls: NDArray[np.bool_],
+    num_rows: np.uint64,
+    rows: NDArray[np.int32],
+) -> None:
+    for position in range(len(rows)):
+        begin, end = np.int64(offsets[position]), np.int64(offsets[position + 1])
+        if len(nulls) and nulls[position]:
+            end = begin
+        rows[position] = np.int32(_hash_text(data, begin, end) % num_rows)

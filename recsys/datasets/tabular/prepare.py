@@ -1,0 +1,280 @@
+"""Prepare a store from tables of any columns.
+
+Two passes, in bounded memory:
+
+    1. rows -> numbers, float64 and such -> `Spool`      values are numbered as they appear
+    2. the training part is counted; values get rows; each part of the spool is written to the store
+
+What grows with the data: the vocabularies, one byte a row for the split, and, for histories,
+last-one-out, negatives and splits by time, the groups, times and labels of all rows.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from recsys.datasets.store import Store
+from recsys.datasets.store_features import Feature
+from recsys.datasets.store_writer import StoreWriter
+from recsys.datasets.tabular.encode import PART, RowEncoder, new_numbers
+from recsys.datasets.tabular.encoder import dense_rules_as_json, read_rules
+from recsys.datasets.tabular.files import TableFiles
+from recsys.datasets.tabular.part_writer import PartWriter
+from recsys.datasets.tabular.schema_parts import ColumnSplit
+from recsys.datasets.tabular.splits import TRAIN
+from recsys.datasets.tabular.spool import Spool
+from recsys.datasets.tabular.spooled_rows import SpooledRows
+from recsys.datasets.tabular.training_part import learn_rows
+from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import pyarrow as pa
+
+    from recsys.datasets.tabular.encoder import StoreRules
+    from recsys.datasets.tabular.numbering import HashedRows, Numbers
+    from recsys.datasets.tabular.schema import Schema
+
+__all__ = ["TableReport", "columns_for_split", "prepare_table", "write_table"]
+
+
+@dataclass(frozen=True)
+class TableReport:
+    """Result of preparing a table.
+
+    Attributes:
+        path: The store.
+        num_rows: Rows of the table.
+        num_samples: Samples of the store: the rows, and negatives.
+        splits: Samples of each part.
+        num_tables: Embedding tables.
+        num_embeddings: Rows of all of them.
+        unknown: For each part, how many values of each numbered column share row 0 because the
+            training part has them too rarely or not at all; missing values aside.
+        num_lacking: Negatives that could not be drawn, because their group has all items.
+    """
+
+    path: Path
+    num_rows: int
+    num_samples: int
+    splits: dict[str, int]
+    num_tables: int
+    num_embeddings: int
+    unknown: dict[str, dict[str, int]]
+    num_lacking: int
+
+
+def prepare_table(
+    files: Sequence[str | Path],
+    store: str | Path,
+    schema: Schema | None = None,
+    *,
+    like: str | Path | None = None,
+    num_threads: int | None = None,
+    show_progress: bool = False,
+) -> TableReport:
+    """Read files, in the order given, and write a store.
+
+    With `like`, values get the rows that they have in that store, unknown ones row 0; dense columns
+    are treated by the statistics of its training part; and all rows are for test.
+
+    Args:
+        files: CSV, TSV (plain, .gz, .zst) or Parquet; folders of them.
+        store: The store's folder, which must not exist.
+        schema: What the columns mean; None with `like`.
+        like: A store that was made from a table.
+        num_threads: Threads that encode columns; by default one per core.
+        show_progress: Draw a progress bar over the rows.
+
+    Returns:
+        The store's path and counts.
+
+    Raises:
+        AlreadyExists: `store` exists.
+        ConfigError: not exactly one of `schema` and `like` is given, or the schema has no column
+            for an embedding table.
+        DatasetFormatError: a file breaks its format or the schema, there is no row, or none for
+            training.
+        FileNotFoundError: a file does not exist.
+        MissingDependency: pyarrow is not installed.
+        StoreError: `like` is no store that was made from a table, or is damaged.
+    """
+    known = None if like is None else Store(like)
+    if (schema is None) == (known is None):
+        raise ConfigError("prepare_table needs either a schema or a store to be like; give one")
+    if known is not None:
+        schema = read_rules(known).schema
+    assert schema is not None
+    table = TableFiles(files, schema, optional=columns_for_split(schema) if known else ())
+    with tqdm(
+        desc="prepare",
+        unit=" rows",
+        unit_scale=True,
+        disable=not show_progress,
+        mininterval=0.1 if sys.stderr.isatty() else 10,  # few lines if stderr is a log file
+    ) as progress:
+        return write_table(
+            _counted(table.batches(), progress),
+            schema,
+            Path(store),
+            sources=lambda: [source.as_dict() for source in table.sources],
+            place=table.place,
+            like=known,
+            num_threads=num_threads,
+        )
+
+
+def columns_for_split(schema: Schema) -> tuple[str, ...]:
+    """The column that only the split needs, which rows like those of a store may lack."""
+    split = schema.split
+    if not isinstance(split, ColumnSplit) or split.column in schema.value_columns:
+        return ()
+    return () if split.column == schema.group else (split.column,)
+
+
+def write_table(
+    batches: Iterator[pa.RecordBatch],
+    schema: Schema,
+    store: Path,
+    *,
+    sources: Callable[[], Sequence[Mapping[str, Any]]],
+    place: Callable[[int], str],
+    like: Store | None = None,
+    num_threads: int | None = None,
+) -> TableReport:
+    """Write a store from batches of rows.
+
+    Args:
+        batches: Columns that `conform` made.
+        schema: What they mean.
+        store: The store's folder, which must not exist.
+        sources: The entry `sources` of meta.json; called after the last batch.
+        place: Names a row in messages, by its number from 0 among all rows.
+        like: A store whose vocabularies and dense rules are used; all rows are for test. `schema`
+            is its schema.
+        num_threads: Threads that encode columns; by default one per core.
+
+    Raises:
+        AlreadyExists: `store` exists.
+        ConfigError: the schema has no categorical, multi or sequence column.
+        DatasetFormatError: the rows break the schema, or there is no row, or none for training.
+        StoreError: `like` is damaged.
+    """
+    if not schema.features:
+        raise ConfigError(
+            "a store needs a column with values of an embedding table; name at least one in "
+            "[categorical], [multi] or [sequence]"
+        )
+    if store.exists():
+        raise AlreadyExists(f"store {store} exists already; remove it or choose another folder")
+    rules = None if like is None else read_rules(like)
+    numbers: dict[str, Numbers | HashedRows] = (
+        {table.name: new_numbers(table) for table in schema.tables}
+        if rules is None
+        else rules.numbers
+    )
+    without = () if like is None else (PART,)
+    encoder = RowEncoder(
+        schema,
+        numbers,
+        grow=like is None,
+        without=without,
+        num_threads=num_threads,
+        place=place,
+    )
+    with encoder, Spool(store.absolute().parent, encoder.dtypes, encoder.bags) as spool:
+        _fill(spool, encoder, batches)
+        if not spool.num_rows:
+            raise DatasetFormatError("a table must have at least one row, got none")
+        rows = SpooledRows(spool, schema, is_new=like is not None)
+        with _new_writer(store, schema) as writer:
+            return _write(rows, numbers, writer, sources(), rules, like)
+
+
+def _counted(batches: Iterator[pa.RecordBatch], progress: tqdm[None]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        yield batch
+        progress.update(batch.num_rows)
+
+
+def _fill(spool: Spool, encoder: RowEncoder, batches: Iterator[pa.RecordBatch]) -> None:
+    """Encode all batches; a thread reads the next one meanwhile."""
+    with ThreadPoolExecutor(1, "recsys-read") as reader:
+        upcoming = reader.submit(next, batches, None)
+        while (batch := upcoming.result()) is not None:
+            upcoming = reader.submit(next, batches, None)
+            spool.append(batch.num_rows, encoder.encode(batch))
+    spool.flush()
+
+
+def _new_writer(store: Path, schema: Schema) -> StoreWriter:
+    return StoreWriter(
+        store,
+        dense_transform="none",
+        features=[Feature(each.name, each.table, each.kind) for each in schema.features],
+        has_weights=bool(schema.weight),
+        has_groups=bool(schema.group),
+        has_times=bool(schema.timestamp),
+    )
+
+
+def _write(
+    rows: SpooledRows,
+    numbers: dict[str, Numbers | HashedRows],
+    writer: StoreWriter,
+    sources: Sequence[Mapping[str, Any]],
+    rules: StoreRules | None,
+    like: Store | None,
+) -> TableReport:
+    schema = rows.schema
+    if rules is None:
+        if not (rows.codes == TRAIN).any():
+            raise DatasetFormatError(
+                f"the training part has none of {len(rows.codes)} rows; change [split]"
+            )
+        (writer.folder / "vocabulary").mkdir()
+        maker = learn_rows(rows, numbers, writer.folder)
+    else:
+        maker = rules.maker
+        assert like is not None
+        shutil.copytree(like.path / "vocabulary", writer.folder / "vocabulary")
+    parts = PartWriter(rows, maker, writer)
+    splits = parts.write()
+    about: dict[str, Any] = {
+        "convention": "table",
+        "sources": list(sources),
+        "schema": schema.as_dict(),
+        "dense_rules": dense_rules_as_json(maker.dense),
+        "unknown": parts.unknown,
+    }
+    catalog = None
+    if schema.negatives is not None:
+        others = list(schema.negatives.item_columns)
+        about["ranking"] = {"item": schema.negatives.item, "item_features": others}
+        if others:
+            catalog = like.catalog if like is not None else parts.catalog_rows
+    path = writer.finish(
+        dense_names=list(schema.dense),
+        splits=splits,
+        about=about,
+        table_sizes={name: table.num_rows for name, table in maker.tables.items()},
+        catalog=catalog,
+    )
+    return TableReport(
+        path=path,
+        num_rows=len(rows.codes),
+        num_samples=writer.num_samples,
+        splits={name: len(part) for name, part in splits.items()},
+        num_tables=len(maker.tables),
+        num_embeddings=sum(table.num_rows for table in maker.tables.values()),
+        unknown=parts.unknown,
+        num_lacking=parts.num_lacking,
+    )

@@ -1,0 +1,358 @@
+import csv
+import gzip
+import hashlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys.datasets.tabular.files import TableFiles
+from recsys.datasets.tabular.schema import Schema
+from recsys.errors import ConfigError, DatasetFormatError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+SCHEMA = Schema.from_dict(
+    {
+        "label": "click",
+        "group": "user",
+        "timestamp": "ts",
+        "weight": "w",
+        "dense": {"price": {}},
+        "categorical": {"site": {}, "item": {"values": "integer"}},
+        "multi": {"tags": {"split": "|"}, "sizes": {"split": " ", "values": "integer"}},
+    }
+)
+HEADER = "click,user,ts,w,price,site,item,tags,sizes"
+LINES = (
+    '1,u1,2014-10-21,1,0.5,"a, b",7,x|y,1 2',
+    'false,u2,2014-10-21 01:00:00,2.5,,,,"",',
+    "0.0,u1,1970-01-01T00:00:01.9,0,nan,ü,-3,||z,3",
+)
+ROWS = [
+    {
+        "price": 0.5,
+        "site": "a, b",
+        "item": 7,
+        "tags": ["x", "y"],
+        "sizes": [1, 2],
+        "click": 1,
+        "user": "u1",
+        "ts": 1413849600,
+        "w": 1.0,
+    },
+    {
+        "price": None,
+        "site": None,
+        "item": None,
+        "tags": None,
+        "sizes": None,
+        "click": 0,
+        "user": "u2",
+        "ts": 1413853200,
+        "w": 2.5,
+    },
+    {
+        "price": None,
+        "site": "ü",
+        "item": -3,
+        "tags": ["z"],
+        "sizes": [3],
+        "click": 0,
+        "user": "u1",
+        "ts": 1,
+        "w": 0.0,
+    },
+]
+
+
+def rows_of(path, schema=SCHEMA, **options):
+    files = TableFiles([path], schema, **options)
+    return [row for batch in files.batches() for row in batch.to_pylist()]
+
+
+def write(folder, *lines, name="a.csv"):
+    path = folder / name
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def simple(**keys):
+    return Schema.from_dict({"label": "y", "categorical": {"c": {}}, **keys})
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+@pytest.mark.parametrize("line_break", ["\n", "\r\n"])
+def test_csv_gives_the_types_of_the_schema(tmp_path, end, line_break):
+    path = tmp_path / "a.csv"
+    path.write_bytes((line_break.join([HEADER, *LINES]) + end).encode())
+    assert rows_of(path) == ROWS
+
+
+def test_tsv_gz_and_zst_and_a_byte_order_mark_give_the_same(tmp_path):
+    text = "\n".join([HEADER, *LINES])
+    tabs = text.replace(",", "\t").replace('"a\t b"', '"a, b"').encode("utf-8-sig")
+    plain = tmp_path / "a.tsv"
+    plain.write_bytes(tabs)
+    zipped = tmp_path / "b.tsv.gz"
+    zipped.write_bytes(gzip.compress(tabs[:50]) + gzip.compress(tabs[50:]))
+    zst = tmp_path / "c.tsv.zst"
+    with pa.CompressedOutputStream(zst, "zstd") as out:
+        out.write(tabs)
+    for path in (plain, zipped, zst):
+        assert rows_of(path) == ROWS
+
+
+def test_parquet_of_the_same_values_gives_the_same(tmp_path):
+    table = pa.table(
+        {
+            "ignored": [1, 2, 3],
+            "click": pa.array([True, False, False]),
+            "user": pa.array(["u1", "u2", "u1"]).dictionary_encode(),
+            "ts": pa.array([1413849600000, 1413853200000, 1999], pa.timestamp("ms")),
+            "w": pa.array([1, 2.5, 0], pa.float32()),
+            "price": pa.array([0.5, None, float("nan")], pa.float32()),
+            "site": pa.array(["a, b", "", "ü"], pa.large_string()),
+            "item": pa.array([7, None, -3], pa.int16()),
+            "tags": pa.array([["x", "y"], None, ["", None, "z"]]),
+            "sizes": pa.array([[1, 2], None, [3]], pa.large_list(pa.int32())),
+        }
+    )
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path, row_group_size=2)
+    assert rows_of(path) == ROWS
+
+
+def test_a_column_that_all_files_lack_may_be_optional(tmp_path):
+    path = write(tmp_path, "c", "x")
+    files = TableFiles([path], simple(), optional=["y"])
+    assert files.columns == ("c",)
+    assert [batch.to_pylist() for batch in files.batches()] == [[{"c": "x"}]]
+    other = write(tmp_path, "c,y", "x,1", name="b.csv")
+    with pytest.raises(DatasetFormatError, match=r"b\.csv has column 'y', which .*a\.csv lacks"):
+        TableFiles([path, other], simple(), optional=["y"])
+
+
+def test_files_are_read_in_order_and_hashed(tmp_path):
+    first = write(tmp_path, "y,c", "1,b", name="2.csv")
+    second = write(tmp_path, "c,y", "a,0", name="1.csv")
+    pq.write_table(pa.table({"c": ["p"], "y": [1]}), tmp_path / "3.parquet")
+    for paths, expected in (([first, second], "ba"), ([tmp_path], "abp")):
+        files = TableFiles(paths, simple())
+        batches = list(files.batches())
+        assert "".join(row["c"] for batch in batches for row in batch.to_pylist()) == expected
+        for source in files.sources:
+            content = source.path.read_bytes()
+            assert source.sha256 == hashlib.sha256(content).hexdigest()
+            assert (source.num_bytes, source.num_rows) == (len(content), 1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["1,x", "1"], "line 3: Expected 2 columns, got 1"),
+        (["1,x", "", '0,"a\nb"', "7,x"], "line 6, column 'y': a label must be 0, 1, true or"),
+        (["1,x", ",x"], "line 3, column 'y': must have a value, got a missing value"),
+    ],
+)
+def test_faults_name_their_line(tmp_path, lines, words):
+    path = write(tmp_path, "y,c", *lines)
+    with pytest.raises(DatasetFormatError, match=rf"a\.csv, {words}"):
+        rows_of(path, simple())
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "words"),
+    [
+        ({"dense": {"d": {}}}, "z", "'z'"),
+        ({"dense": {"d": {}}}, "inf", "must be finite, got "),
+        ({"dense": {"d": {"missing": "error"}}}, "", "must have a value"),
+        ({"categorical": {"d": {"missing": "error"}}}, "", "must have a value"),
+        ({"categorical": {"d": {"values": "integer"}}}, "3.5", "'3.5'"),
+        ({"categorical": {"d": {"values": "integer"}}}, "9" * 19, "'9999999999999999999'"),
+        ({"multi": {"d": {"values": "integer", "split": "|"}}}, "1|x", "got '1|x'"),
+        ({"multi": {"d": {}}}, "1", "set split to the character"),
+        ({"categorical": {"c": {}}, "weight": "d"}, "-1", "finite and at least 0, got "),
+        ({"categorical": {"c": {}}, "timestamp": "d"}, "yesterday", "got 'yesterday'"),
+        (
+            {"categorical": {"c": {}}, "timestamp": "d"},
+            "1414540800000",
+            'set timestamp_format: "ms"',
+        ),
+        (
+            {"categorical": {"c": {}}, "timestamp": "d", "timestamp_format": "%y%m%d%H"},
+            "1410x",
+            "the form '%y%m%d%H', got '1410x'",
+        ),
+        ({"categorical": {"c": {}}, "group": "d"}, "", "a group must be known"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_value_that_its_meaning_does_not_accept_is_named(tmp_path, keys, value, words, kind):
+    good = {"dense": "1", "timestamp": "1"}
+    first = "1" if set(keys) & set(good) or "weight" in keys or "multi" in keys else "2"
+    if "timestamp_format" in keys:
+        first = "14102100"
+    if kind == "csv":
+        path = write(tmp_path, "y,c,d", f"1,x,{first}", f"0,x,{value}")
+        place = r"a\.csv, line 3, column 'd'"
+    else:
+        path = tmp_path / "a.parquet"
+        pq.write_table(
+            pa.table({"y": [1, 0], "c": ["x", "x"], "d": [first, value]}), path, row_group_size=1
+        )
+        place = r"a\.parquet, row group 1, row 0, column 'd'"
+    if "set split" in words:  # all rows are text
+        place = place.replace("line 3", "line 2").replace("group 1", "group 0")
+    with pytest.raises(DatasetFormatError, match=place) as caught:
+        rows_of(path, simple(**keys))
+    assert words in str(caught.value)
+
+
+def test_a_rule_makes_labels_of_numbers(tmp_path):
+    path = write(tmp_path, "y,c", "4,a", "3.5,b")
+    found = rows_of(path, simple(positive=">= 4"))
+    assert [row["y"] for row in found] == [1, 0]
+
+
+def test_text_that_means_missing_is_named_in_the_schema(tmp_path):
+    path = write(tmp_path, "y,c,d", "1,NA,NA", "1,x,2")
+    found = rows_of(path, simple(dense={"d": {}}, missing_values=["NA"]))
+    assert [(row["c"], row["d"]) for row in found] == [(None, None), ("x", 2.0)]
+    found = rows_of(path, simple())
+    assert [row["c"] for row in found] == ["NA", "x"]
+
+
+@pytest.mark.parametrize("last", ["c", "z"])
+def test_a_quote_that_is_never_closed_is_refused(tmp_path, last):
+    if last == "c":
+        path = write(tmp_path, "y,c", "1,a", '1,"a', "1,a")
+    else:
+        path = write(tmp_path, "y,c,z", "1,a,b", '1,a,"b', "1,a,b")  # z is not in the schema
+    with pytest.raises(DatasetFormatError, match="never closed"):
+        rows_of(path, simple())
+
+
+def test_a_quoted_line_break_at_the_end_is_a_value(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('y,c\n1,"a\n"\n')
+    assert rows_of(path, simple()) == [{"c": "a\n", "y": 1}]
+
+
+def test_damaged_files_are_refused(tmp_path):
+    empty, cut = tmp_path / "a.csv", tmp_path / "b.csv.gz"
+    empty.write_text("")
+    with pytest.raises(DatasetFormatError, match="must begin with a line of column names"):
+        rows_of(empty, simple())
+    whole = gzip.compress(b"y,c\n" + b"".join(b"1,%d\n" % (i * i) for i in range(5000)))
+    cut.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DatasetFormatError, match=r"b\.csv\.gz"):
+        rows_of(cut, simple())
+    cut.write_bytes(b"y,c\n")
+    with pytest.raises(DatasetFormatError, match=r"b\.csv\.gz cannot be read"):
+        rows_of(cut, simple())
+    text = tmp_path / "c.csv"
+    text.write_bytes(b"y,c\n1,x\n1,\xff\n")
+    with pytest.raises(DatasetFormatError, match=r"c\.csv.*column 'c'.*UTF8"):
+        rows_of(text, simple())
+    text.write_bytes(b"y,c,\xff\n1,x,1\n")
+    with pytest.raises(DatasetFormatError, match=r"c\.csv, line 1: column names must be UTF-8"):
+        rows_of(text, simple())
+    parquet = tmp_path / "d.parquet"
+    parquet.write_bytes(b"PAR1 but not really")
+    with pytest.raises(DatasetFormatError, match="is not a Parquet file"):
+        rows_of(parquet, simple())
+
+
+def test_names_of_columns_and_files_are_checked(tmp_path):
+    path = write(tmp_path, "y,cc", "1,x")
+    with pytest.raises(DatasetFormatError, match="must have column 'c', has 'y', 'cc'; did you"):
+        rows_of(path, simple())
+    with pytest.raises(DatasetFormatError, match="column names must differ, got 'c' 2 times"):
+        rows_of(write(tmp_path, "y,c,c", "1,x,x", name="b.csv"), simple())
+    with pytest.raises(ConfigError, match=r"must end in \.csv"):
+        rows_of(write(tmp_path, "y,c", name="a.xls"), simple())
+    with pytest.raises(ConfigError, match="must be named once"):
+        TableFiles([path, path], simple())
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileNotFoundError, match="must hold CSV, TSV or Parquet"):
+        TableFiles([tmp_path / "folder"], simple())
+
+
+def test_integers_become_the_nearest_floats_in_csv_and_parquet(tmp_path):
+    path = write(tmp_path, "y,w,d", f"{2**60 + 1},{2**30 + 1},{2**60 + 1}")
+    pq.write_table(
+        pa.table({"y": [2**60 + 1], "w": [2**30 + 1], "d": [2**60 + 1]}), tmp_path / "b.parquet"
+    )
+    schema = Schema.from_dict({"label": "y", "positive": "> 4", "weight": "w", "dense": {"d": {}}})
+    expected = [{"d": float(2**60), "y": 1, "w": float(2**30)}]
+    assert rows_of(path, schema) == rows_of(tmp_path / "b.parquet", schema) == expected
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=8) | st.sampled_from(
+    ["", '"', '""', "a\nb", "\n", "\r\n", ",", "NA", " x ", "|", "a|b", "é", "\ufeff", "\x00", "0"]
+)
+WHOLE = st.integers(-(2**63), 2**63 - 1)
+RECORDS = st.fixed_dictionaries(
+    {
+        "y": st.sampled_from([0, 1]),
+        "text": st.none() | TEXT,
+        "number": st.none() | WHOLE,
+        "dense": st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        "bag": st.none() | st.lists(TEXT.filter(lambda text: "|" not in text), max_size=3),
+        "last": st.none() | TEXT,
+    }
+)
+
+
+RECORDS_NAMES = ("y", "text", "number", "dense", "bag", "last")
+
+
+@settings(deadline=None, max_examples=100)
+@given(records=st.lists(RECORDS, min_size=1, max_size=6), delimiter=st.sampled_from(",;\t"))
+def test_csv_and_parquet_of_the_same_rows_are_equal(tmp_path_factory, records, delimiter):
+    schema = Schema.from_dict(
+        {
+            "label": "y",
+            "delimiter": delimiter,
+            "dense": {"dense": {}},
+            "categorical": {"text": {}, "number": {"values": "integer"}, "last": {}},
+            "multi": {"bag": {"split": "|"}},
+        }
+    )
+    folder = tmp_path_factory.mktemp("table")
+    with (folder / "a.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, RECORDS_NAMES, delimiter=delimiter)
+        writer.writeheader()
+        for record in records:
+            bag = record["bag"]
+            writer.writerow({**record, "bag": None if bag is None else "|".join(bag)})
+    types = [pa.int8(), pa.string(), pa.int64(), pa.float64(), pa.list_(pa.string()), pa.string()]
+    table = pa.Table.from_pylist(records, pa.schema(list(zip(RECORDS_NAMES, types, strict=True))))
+    pq.write_table(table, folder / "b.parquet")
+
+    expected = [
+        {
+            "dense": record["dense"],
+            "text": record["text"] or None,
+            "number": record["number"],
+            "last": record["last"] or None,
+            "bag": [value for value in record["bag"] or () if value],
+            "y": record["y"],
+        }
+        for record in records
+    ]
+    for name in ("a.csv", "b.parquet"):
+        found = rows_of(folder / name, schema)
+        assert [{**row, "bag": row["bag"] or []} for row in found] == expected
+
+
+def test_parquet_text_in_dictionaries_and_plain_is_the_same_text(tmp_path):
+    texts = [None if row % 7 == 0 else f"value {row % 11}" for row in range(3000)]
+    names = [f"name {row}" for row in range(3000)]
+    path = tmp_path / "a.parquet"
+    table = pa.table({"y": [row % 2 for row in range(3000)], "c": texts, "d": names})
+    pq.write_table(table, path, row_group_size=1000)
+    found = rows_of(path, simple(categorical={"c": {}, "d": {}}))
+    assert [(row["c"], row["d"]) for row in found] == list(zip(texts, names, strict=True))

@@ -1,0 +1,337 @@
+import io
+import json
+from contextlib import redirect_stdout
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from recsys.cli.commands import main
+from recsys.datasets import Store, prepare_table, write_store
+from recsys.datasets.tabular.encoder import Encoder
+from recsys.datasets.tabular.files import TableFiles
+from recsys.datasets.tabular.schema import Schema
+from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
+
+pa = pytest.importorskip("pyarrow")
+
+CLICKS = {
+    "label": "click",
+    "dense": {"price": {"transform": "standardize", "missing": "mean"}},
+    "categorical": {"site": {}, "size": {"values": "integer", "missing": "own"}},
+    "multi": {"tags": {"split": "|"}},
+}
+PURCHASES = {
+    "group": "user",
+    "timestamp": "ts",
+    "categorical": {"user": {}, "item": {"values": "integer"}, "genre": {}},
+    "history": {"recent": {"of": "item", "max_length": 2}},
+    "split": {"by": "last_one_out"},
+    "negatives": {"item": "item", "item_columns": ["genre"], "per_positive": 3, "seed": 5},
+}
+
+
+def clicks(num_rows, seed=0):
+    rng = np.random.default_rng(seed)
+    return pd.DataFrame(
+        {
+            "click": rng.integers(0, 2, num_rows),
+            "price": np.where(rng.random(num_rows) < 0.2, np.nan, rng.normal(5, 2, num_rows)),
+            "site": rng.choice(["a", "b", "c"], num_rows),
+            "size": pd.array(rng.choice([1, 2, None], num_rows), "Int64"),
+            "tags": rng.choice(["x|y", "", "z"], num_rows),
+        }
+    )
+
+
+def purchases(num_users=6, num_rows=80, num_items=30):
+    rng = np.random.default_rng(1)
+    items = rng.integers(1, num_items, num_rows)
+    return pd.DataFrame(
+        {
+            "user": [f"u{each}" for each in rng.integers(0, num_users, num_rows)],
+            "item": items,
+            "genre": [f"g{each % 4}" for each in items],
+            "ts": rng.permutation(num_rows),
+        }
+    )
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(frame, name="rows.csv"):
+        frame.to_csv(tmp_path / name, index=False)
+        return [tmp_path / name]
+
+    return write
+
+
+def test_negatives_are_beside_the_positives_of_the_training_part(tmp_path):
+    frame = purchases()
+    report = write_store(frame, Schema.from_dict(PURCHASES), tmp_path / "store")
+    store = Store(report.path)
+    num_train = report.num_rows - report.splits["test"] - report.splits["validation"]
+    assert report.splits["test"] == report.splits["validation"] == 6
+    assert (report.splits["train"], report.num_lacking) == (4 * num_train, 0)
+    assert store.meta["ranking"] == {"item": "item", "item_features": ["genre"]}
+
+    labels = store.labels[: 4 * num_train].reshape(-1, 4)
+    assert (labels == [1, 0, 0, 0]).all()
+    assert (store.labels[4 * num_train :] == 1).all()
+    positive = np.flatnonzero(store.labels)
+    users, items, genres = store.sparse.T
+    known = set(zip(users[positive].tolist(), items[positive].tolist(), strict=True))
+    for sample in np.flatnonzero(store.labels == 0).tolist():
+        assert (users[sample], items[sample]) not in known
+        assert items[sample] > 0
+        beside = sample - sample % 4
+        for same in (users, store.groups, store.times):
+            assert same[sample] == same[beside]
+    assert (store.catalog[items, 0] == genres)[items > 0].all()
+
+
+def test_negatives_have_the_history_of_their_positive(tmp_path):
+    write_store(purchases(), Schema.from_dict(PURCHASES), tmp_path / "store")
+    store = Store(tmp_path / "store")
+    num_train = len(store.splits["train"])
+    histories = bags_of(store)
+    for sample in range(num_train):
+        assert histories[sample] == histories[sample - sample % 4]
+
+
+def bags_of(store):
+    ends = np.fromfile(store.path / "bag_ends.bin", np.int64)
+    values = np.fromfile(store.path / "bag_values.bin", np.int32)
+    return [values[begin:end].tolist() for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def test_the_seed_of_negatives_decides(tmp_path):
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        tree = PURCHASES | {"negatives": PURCHASES["negatives"] | {"seed": seed}}
+        write_store(purchases(), Schema.from_dict(tree), tmp_path / name)
+    first, again, other = (Store(tmp_path / name).sparse for name in "abc")
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+def test_a_group_with_all_items_has_fewer_negatives(tmp_path):
+    frame = pd.DataFrame({"user": list("aaaab"), "item": [1, 2, 3, 4, 1]})
+    tree = {
+        "group": "user",
+        "categorical": {"user": {}, "item": {"values": "integer"}},
+        "split": {"by": "fraction", "test": 0, "validation": 0},
+        "negatives": {"item": "item", "per_positive": 2},
+    }
+    report = write_store(frame, Schema.from_dict(tree), tmp_path / "store")
+    assert (report.num_lacking, report.num_samples) == (8, 7)
+    assert Store(report.path).labels.tolist() == [1, 1, 1, 1, 1, 0, 0]
+
+
+def test_rows_like_a_store_have_its_rows_and_statistics(tmp_path, files):
+    first = prepare_table(files(clicks(50)), tmp_path / "store", Schema.from_dict(CLICKS))
+    new = clicks(20, seed=3)
+    new.loc[[2, 5], "site"] = ["new", "newer"]
+    new.loc[4, "tags"] = "x|unknown|z"
+    report = prepare_table(files(new, "new.csv"), tmp_path / "like", like=first.path)
+    assert report.splits == {"train": 0, "test": 20, "validation": 0}
+    assert report.unknown["test"] == {"site": 2, "size": 0, "tags": 1}
+    store, like = Store(first.path), Store(report.path)
+    assert like.table_sizes == store.table_sizes
+    assert like.meta["dense_rules"] == store.meta["dense_rules"]
+    assert (like.sparse[:, 0] == 0).nonzero()[0].tolist() == [2, 5]
+    again = prepare_table(files(new, "new.csv"), tmp_path / "again", like=report.path)
+    assert (Store(again.path).sparse == like.sparse).all()
+
+
+def test_a_vocabulary_names_the_value_of_each_row(tmp_path):
+    frame = pd.DataFrame({"click": [1, 0, 1, 1], "site": ["b", "ä", None, "b"], "n": [7, 7, 8, 9]})
+    tree = {
+        "label": "click",
+        "categorical": {
+            "site": {"missing": "own"},
+            "n": {"values": "integer", "min_count": 2},
+            "hashed": {"numbering": "hash", "num_rows": 5},
+        },
+        "split": {"by": "fraction", "test": 0, "validation": 0},
+    }
+    write_store(frame.assign(hashed="x"), Schema.from_dict(tree), tmp_path / "store")
+    found = {
+        file.name: pa.ipc.open_file(file).read_all().column("value").to_pylist()
+        for file in (tmp_path / "store" / "vocabulary").iterdir()
+    }
+    assert found == {"0.arrow": [None, None, "b", "ä"], "1.arrow": [None, 7]}
+    assert Store(tmp_path / "store").table_sizes == {"site": 4, "n": 2, "hashed": 5}
+
+
+def test_rows_like_a_store_need_no_column_of_its_split(tmp_path):
+    split = {"by": "column", "column": "fold", "train": ["t"], "test": ["v"]}
+    frame = clicks(10).assign(fold=list("tttttttttv"))
+    write_store(frame, Schema.from_dict(CLICKS | {"split": split}), tmp_path / "store")
+    frame["fold"] = "else"
+    for name, rows in (("without", frame.drop(columns="fold")), ("with", frame)):
+        report = write_store(rows, None, tmp_path / name, like=tmp_path / "store")
+        assert report.splits["test"] == 10
+
+
+def test_an_encoder_gives_the_samples_of_the_store(tmp_path, files):
+    rows = files(clicks(30))
+    prepare_table(rows, tmp_path / "store", Schema.from_dict(CLICKS))
+    store = Store(tmp_path / "store")
+    with Encoder(store) as encoder:
+        (batch,) = TableFiles(rows, encoder.schema).batches()
+        encoded = encoder.encode(batch)
+    mine, theirs = encoded.as_batch(), store.read(np.arange(30))
+    assert mine.sparse_features.keys() == theirs.sparse_features.keys()
+    assert mine.sparse_features.values().equal(theirs.sparse_features.values())
+    assert mine.sparse_features.offsets().equal(theirs.sparse_features.offsets())
+    assert mine.dense_features.equal(theirs.dense_features)
+    assert mine.labels.equal(theirs.labels)
+    assert set(encoder.unknown) == {"site", "size", "tags"}
+
+
+def test_an_encoder_needs_no_label_and_counts_unknown_values(tmp_path, files):
+    prepare_table(files(clicks(30)), tmp_path / "store", Schema.from_dict(CLICKS))
+    new = clicks(4, seed=8).drop(columns="click").assign(site=["a", "q", None, "b"])
+    with Encoder(tmp_path / "store") as encoder:
+        table = TableFiles(files(new), encoder.schema, optional=encoder.optional_columns)
+        (batch,) = table.batches()
+        encoded = encoder.encode(batch)
+        encoder.encode(batch)
+    assert encoded.labels is None
+    assert encoder.num_rows == 8
+    assert encoder.unknown["site"] == 2
+
+
+def test_an_encoder_refuses_histories(tmp_path):
+    write_store(purchases(), Schema.from_dict(PURCHASES), tmp_path / "store")
+    with pytest.raises(ConfigError, match=r"history needs all rows .* --like"):
+        Encoder(tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"split": {"by": "random", "test": 0.999999, "validation": 0}},
+            DatasetFormatError,
+            "training",
+        ),
+        ({"categorical": {}, "multi": {}}, ConfigError, "at least one in .categorical."),
+        (
+            {"split": {"by": "column", "column": "fold", "train": ["x"], "test": ["y"]}},
+            DatasetFormatError,
+            r"frame 0, row 2 \(from 0\), column 'fold': must be one of \['x', 'y'\], got z",
+        ),
+        (
+            {"dense": {"huge": {}}},
+            DatasetFormatError,
+            r"frame 1, row 0 \(from 0\), column 'huge': must be a number of float32, got 1e",
+        ),
+    ],
+)
+def test_bad_rows_and_schemas_leave_nothing(tmp_path, change, error, message):
+    frame = clicks(3).assign(fold=list("xyz"), huge=[0.0, 1e300, 0.0])
+    with pytest.raises(error, match=message):
+        write_store(
+            [frame[:1], frame[1:]] if "dense" in change else frame,
+            Schema.from_dict(CLICKS | change),
+            tmp_path / "store",
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_value_is_named_by_file_and_line(tmp_path, files):
+    split = {"by": "column", "column": "fold", "train": ["x"], "test": ["y"]}
+    schema = Schema.from_dict(CLICKS | {"split": split})
+    first = files(clicks(3).assign(fold=list("xyx")), "first.csv")
+    second = files(clicks(2).assign(fold=list("xz")), "second.csv")
+    with pytest.raises(DatasetFormatError, match=r"second.csv, line 3, column 'fold': must be one"):
+        prepare_table([*first, *second], tmp_path / "store", schema)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_table_without_rows_is_refused(tmp_path, files):
+    with pytest.raises(DatasetFormatError, match="at least one row"):
+        prepare_table(files(clicks(0)), tmp_path / "store", Schema.from_dict(CLICKS))
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_a_store_that_exists_stays(tmp_path, files):
+    (tmp_path / "store").mkdir()
+    with pytest.raises(AlreadyExists, match="exists already"):
+        prepare_table(files(clicks(3)), tmp_path / "store", Schema.from_dict(CLICKS))
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_groups_of_two_types_are_refused(tmp_path):
+    tree = CLICKS | {"group": "user"}
+    chunks = [clicks(2).assign(user=[1, 2]), clicks(2).assign(user=["1", "2"])]
+    with pytest.raises(DatasetFormatError, match="one type, got integers and text"):
+        write_store(chunks, Schema.from_dict(tree), tmp_path / "store")
+
+
+def test_either_a_schema_or_a_store_is_needed(tmp_path, files):
+    schema = Schema.from_dict(CLICKS)
+    with pytest.raises(ConfigError, match="either a schema or a store"):
+        prepare_table(files(clicks(3)), tmp_path / "store")
+    with pytest.raises(ConfigError, match="either a schema or a store"):
+        write_store(clicks(3), None, tmp_path / "store")
+    write_store(clicks(3), schema, tmp_path / "store")
+    with pytest.raises(ConfigError, match="either a schema or a store"):
+        prepare_table(files(clicks(3)), tmp_path / "new", schema, like=tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda store: (store / "vocabulary" / "0.arrow").unlink(), "must be a file"),
+        (lambda store: (store / "vocabulary" / "0.arrow").write_bytes(b"x"), "cannot be read"),
+        (lambda store: swap(store, "0", "1"), "values must be"),
+        (lambda store: swap(store, "0", "2"), "table 'site' has 4 rows, its vocabulary"),
+        (lambda store: edit(store, dense_rules=[]), "dense_rules must have the rule"),
+        (lambda store: edit(store, schema={"label": 3}), "schema: label must be text"),
+    ],
+)
+def test_damaged_stores_are_refused(tmp_path, damage, message):
+    frame = clicks(40).assign(tags="x|y|z|q")
+    write_store(frame, Schema.from_dict(CLICKS), tmp_path / "store")
+    damage(tmp_path / "store")
+    with pytest.raises(StoreError, match=message):
+        write_store(frame, None, tmp_path / "new", like=tmp_path / "store")
+    assert not (tmp_path / "new").exists()
+
+
+def swap(store, first, second):
+    names = [store / "vocabulary" / f"{name}.arrow" for name in (first, second)]
+    contents = [name.read_bytes() for name in names]
+    for name, content in zip(names, reversed(contents), strict=True):
+        name.write_bytes(content)
+
+
+def edit(store, **entries):
+    meta = json.loads((store / "meta.json").read_text())
+    (store / "meta.json").write_text(json.dumps(meta | entries))
+
+
+def test_a_store_of_criteo_is_no_model_for_tables(tmp_path, files):
+    write_store(clicks(9), Schema.from_dict(CLICKS), tmp_path / "store")
+    meta = json.loads((tmp_path / "store" / "meta.json").read_text())
+    del meta["schema"]
+    (tmp_path / "store" / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(StoreError, match="has no schema"):
+        prepare_table(files(clicks(3)), tmp_path / "new", like=tmp_path / "store")
+
+
+def test_the_command_prepares_and_tells_unknown_values(tmp_path, files):
+    (tmp_path / "schema.toml").write_text(Schema.from_dict(CLICKS).to_toml())
+    (rows,) = files(clicks(28).assign(site=["a"] * 26 + ["b", "c"]))
+    out = str(tmp_path / "store")
+    with redirect_stdout(io.StringIO()) as printed:
+        schema = ["--schema", str(tmp_path / "schema.toml")]
+        assert main(["prepare", "table", str(rows), *schema, "--out", out]) == 0
+        like = ["--like", out, "--out", str(tmp_path / "like")]
+        assert main(["prepare", "table", str(rows), *like]) == 0
+    text = printed.getvalue()
+    assert "28 rows, 28 samples (train 24, test 2, validation 2)" in text
+    assert "validation: values without a row of their own, which share row 0: site 2" in text
+    assert "28 rows, 28 samples (train 0, test 28, validation 0)" in text

@@ -1,0 +1,230 @@
+"""Random frames and schemas: a store holds what plain Python works out, from files and frames."""
+
+import csv
+import runpy
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from recsys.datasets import Store, store_writer
+from recsys.datasets.tabular import spool, vocabulary
+from recsys.datasets.tabular.frames import write_store
+from recsys.datasets.tabular.prepare import prepare_table
+from recsys.datasets.tabular.schema import Schema
+
+Expected = runpy.run_path(str(Path(__file__).with_name("table_oracle.py")))["Expected"]
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+_TEXT = st.text(alphabet='ab,"é漢|\n ', min_size=1, max_size=3)
+_PIECE = st.text(alphabet='ab,"é漢', min_size=1, max_size=2)
+_INTEGER = st.one_of(st.integers(-3, 3), st.sampled_from([2**62, -(2**63)]))
+_FLOAT = st.one_of(st.integers(-4, 9), st.floats(-1e6, 1e6).map(lambda x: round(x, 3)))
+
+
+@st.composite
+def frames(draw):
+    n = draw(st.integers(1, 25))
+
+    def column(values, can_miss=True):
+        return draw(st.lists(st.none() | values if can_miss else values, min_size=n, max_size=n))
+
+    return pd.DataFrame(
+        {
+            "click": column(st.integers(0, 1), can_miss=False),
+            "stars": column(st.integers(1, 5), can_miss=False),
+            "user": column(st.sampled_from(["u1", "u 2", "ü,3"]), can_miss=False),
+            "ts": column(st.integers(-5, 5), can_miss=False),
+            "w": column(st.sampled_from([0.0, 0.5, 2.0]), can_miss=False),
+            "fold": column(st.sampled_from(["x", "y", "z"]), can_miss=False),
+            "price": pd.Series(column(_FLOAT), dtype="object"),
+            "size": column(_FLOAT, can_miss=False),
+            "site": pd.Series(column(_TEXT), dtype="object"),
+            "page": pd.Series(column(_TEXT), dtype="object"),
+            "item": pd.Series(column(_INTEGER), dtype="object"),
+            "tags": pd.Series(column(st.lists(_PIECE, max_size=4)), dtype="object"),
+            "seen": pd.Series(column(st.lists(_INTEGER, max_size=4)), dtype="object"),
+        }
+    )
+
+
+@st.composite
+def schemas(draw):
+    def maybe(**choices):
+        chosen = {key: draw(st.none() | st.sampled_from(each)) for key, each in choices.items()}
+        return {key: value for key, value in chosen.items() if value is not None}
+
+    def dense():
+        return maybe(transform=["none", "log", "standardize"], missing=["mean", 1.5, -2])
+
+    def table():
+        if draw(st.booleans()):
+            return maybe(min_count=[2], max_rows=[3, 4])
+        return (
+            {"numbering": "hash", "num_rows": draw(st.integers(1, 7))}
+            if draw(st.booleans())
+            else {}
+        )
+
+    items, texts = table(), table()
+    missing = {} if texts.get("numbering") == "hash" else maybe(missing=["own", "rare"])
+    shared = {"table": "text"} if draw(st.booleans()) else {}
+    seen = {"table": "item"} if draw(st.booleans()) else {}
+    tree = {
+        "label": "click",
+        "group": "user",
+        "dense": {"price": dense(), "size": dense()},
+        "categorical": {
+            "site": texts | missing | shared,
+            "item": items | {"values": "integer"},
+            "page": texts | shared,
+        },
+        "multi": {"tags": {"split": "|"} | texts | shared | maybe(max_length=[1, 2])},
+        "sequence": {
+            "seen": items
+            | seen
+            | {"values": "integer", "split": "|"}
+            | {"max_length": draw(st.integers(1, 3))},
+        },
+        "history": {"recent": {"of": draw(st.sampled_from(["item", "site"])), "max_length": 2}},
+        **maybe(timestamp=["ts"], weight=["w"]),
+    }
+    if draw(st.booleans()):
+        tree |= {"label": "stars", "positive": draw(st.sampled_from([">= 4", "< 3", "== 5"]))}
+    for kind in ("dense", "multi", "sequence", "history"):
+        if draw(st.booleans()):
+            del tree[kind]
+    by = ["fraction", "random", "column", "last_one_out"]
+    shares = maybe(test=["1/14", 0.3, "1/3"], validation=[0.2, 0, "1/7"])
+    if "timestamp" in tree:
+        by += ["timestamp", "moments"]
+    split = {"by": draw(st.sampled_from(by))}
+    if split["by"] == "moments":
+        split = {"by": "timestamp", "test_from": draw(st.integers(-3, 5))}
+        split |= maybe(validation_from=[-4, 6])
+    elif split["by"] == "column":
+        split |= {"column": "fold", "train": ["x"], "test": ["y", "z"]}
+        if draw(st.booleans()):
+            split |= {"test": ["z"], "validation": ["y"]}
+    elif split["by"] != "last_one_out":
+        split |= shares
+    return tree | {"split": split}
+
+
+def write_csv(frame, file, end):
+    rows = frame.copy()
+    for name in ("tags", "seen"):
+        rows[name] = ["" if v is None else "|".join(map(str, v)) for v in frame[name]]
+    with file.open("w", newline="", encoding="utf-8") as opened:
+        writer = csv.writer(opened, lineterminator="\n")
+        writer.writerow(rows.columns)
+        for row in rows.itertuples(index=False):
+            writer.writerow(["" if each is None else each for each in row])
+    if not end:
+        file.write_bytes(file.read_bytes().removesuffix(b"\n"))
+
+
+def arrow_table(frame):
+    types = {
+        "price": pa.float64(),
+        "site": pa.string(),
+        "page": pa.large_string(),
+        "item": pa.int64(),
+        "tags": pa.list_(pa.string()),
+        "seen": pa.large_list(pa.int64()),
+    }
+    return pa.table(
+        {name: pa.array(values.tolist(), types.get(name)) for name, values in frame.items()}
+    )
+
+
+def samples_of(store):
+    """Every array of a store, with a list for each bag."""
+    features, place = {}, 0
+    ends = None if store.bags is None else np.fromfile(store.path / "bag_ends.bin", np.int64)
+    values = None if store.bags is None else np.fromfile(store.path / "bag_values.bin", np.int32)
+    bags = [each.name for each in store.features if each.is_bag]
+    for feature in store.features:
+        if feature.is_bag:
+            column = bags.index(feature.name)
+            starts = np.concatenate([[0], ends])[column :: len(bags)]
+            features[feature.name] = [
+                values[begin:end].tolist()
+                for begin, end in zip(starts, ends[column :: len(bags)], strict=False)
+            ]
+        else:
+            features[feature.name] = store.sparse[:, [place]].tolist()
+            place += 1
+    return features
+
+
+@pytest.fixture(autouse=True)
+def in_small_blocks_without_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr(store_writer, "flush_to_disk", lambda path: None)
+    monkeypatch.setattr(spool, "BLOCK_ROWS", 4)
+    monkeypatch.setattr(vocabulary, "_BLOCK_VALUES", 3)
+
+
+@given(frame=frames(), tree=schemas(), end=st.booleans())
+def test_a_store_is_what_plain_python_works_out(frame, tree, end):
+    expected = Expected(frame, tree)
+    assume(expected.sizes[0])
+    means = [name for name, keys in tree.get("dense", {}).items() if keys.get("missing") == "mean"]
+    is_train = np.array(expected.parts) == 0
+    assume(all(frame[name][is_train].notna().any() for name in means))
+    schema = Schema.from_dict(tree)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_csv(frame, folder / "rows.csv", end)
+        pq.write_table(arrow_table(frame), folder / "rows.parquet", row_group_size=7)
+        prepare_table([folder / "rows.csv"], folder / "csv", schema, num_threads=2)
+        prepare_table([folder / "rows.parquet"], folder / "parquet", schema)
+        write_store([frame.iloc[:5], frame.iloc[5:]], schema, folder / "frames")
+        store = Store(folder / "csv")
+        check_store(store, expected)
+        for other in ("parquet", "frames"):
+            require_equal_files(folder / "csv", folder / other)
+        prepare_table([folder / "rows.parquet"], folder / "like", like=folder / "csv")
+        check_like(Store(folder / "like"), store, expected)
+        assert not list(folder.glob(".*"))
+
+
+def check_store(store, expected):
+    tree = expected.schema
+    assert [len(part) for part in store.splits.values()] == expected.sizes
+    assert store.labels.tolist() == [expected.labels[row] for row in expected.order]
+    assert samples_of(store) == expected.features()
+    assert store.table_sizes == {table: size for table, (_, size) in expected.vocabularies.items()}
+    np.testing.assert_allclose(store.dense, expected.dense(), rtol=2e-6, atol=1e-6)
+    assert store.groups.tolist() == expected.groups()
+    for key, array in (("timestamp", store.times), ("weight", store.weights)):
+        if key in tree:
+            assert array.tolist() == expected.frame[tree[key]][expected.order].tolist()
+        else:
+            assert array is None
+    batch = store.read(np.arange(store.num_samples))
+    assert batch.sparse_features.stride() == store.num_samples
+
+
+def check_like(like, store, expected):
+    """All rows of the same file, in its order, have the rows that they have in the store."""
+    assert [len(part) for part in like.splits.values()] == [0, expected.n, 0]
+    assert like.table_sizes == store.table_sizes
+    mine, theirs = samples_of(like), samples_of(store)
+    for name, rows in theirs.items():
+        assert [mine[name][row] for row in expected.order] == rows
+    np.testing.assert_array_equal(like.dense[expected.order], store.dense)
+
+
+def require_equal_files(first, second):
+    names = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
+    assert names == sorted(path.relative_to(second) for path in second.rglob("*") if path.is_file())
+    for name in names:
+        if name.name != "meta.json":
+            assert (first / name).read_bytes() == (second / name).read_bytes(), name
