@@ -209,6 +209,12 @@ class EvalConfig:
         least=0,
         most=1,
     )
+    ranking_k: int = _key(
+        20, "recall and NDCG count the first k items, for data to be ranked", least=1
+    )
+    ranking_groups: int = _key(
+        1000, "groups whose items are ranked at the end, drawn by the data alone; 0: all", least=0
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)

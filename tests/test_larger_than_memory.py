@@ -4,9 +4,13 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 from recsys.config import load_config
+from recsys.datasets.store import StoreWriter
+from recsys.train.evaluation import open_saved_model
 from recsys.train.trainer import train
 
 NUM_ROWS, DIM = 1_600_000, 64
@@ -19,8 +23,9 @@ from types import SimpleNamespace
 from safetensors.torch import load_file
 from recsys.config import load_config
 from recsys.train.export import export_run
+from recsys.train.evaluation import evaluate_run
+from recsys.train.predict import predict_run
 from recsys.train.run_folder import RunFolder
-from recsys.train.trainer import evaluate_run
 
 def anonymous_bytes():
     status = Path("/proc/self/status").read_text()
@@ -39,6 +44,8 @@ watcher.start()
 found = None
 if command == "evaluate":
     found = {split: metrics.as_dict() for split, metrics in evaluate_run(run).items()}
+elif command.startswith("predict "):
+    found = predict_run(run, [command.removeprefix("predict ")], out, batch_size=64).num_samples
 elif command == "save":
     model = SimpleNamespace(state_dict=lambda: load_file(Path(run) / "model.safetensors"))
     RunFolder.create(out, load_config(Path(run) / "config.toml")).save_model(model)
@@ -84,6 +91,34 @@ def test_a_model_is_evaluated_without_its_tables_in_memory(large_run, tmp_path):
 
     assert metrics == record["metrics"]
     assert num_bytes < TABLE_BYTES / 2
+
+
+def test_samples_are_predicted_without_tables_in_memory(large_run, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder, _ = large_run
+    _, source, model = open_saved_model(folder)
+    batch = source.read(np.arange(400))
+    sizes = source.table_sizes
+    with StoreWriter(tmp_path / "store", dense_transform="none") as writer:
+        rows_FB = batch.sparse_features.values().numpy().reshape(len(sizes), 400)
+        writer.append(batch.labels.numpy().astype(np.int8), batch.dense_features.numpy(), rows_FB.T)
+        writer.finish(
+            dense_names=[f"int_{column}" for column in range(source.num_dense)],
+            table_sizes=sizes,
+            splits={"train": range(0), "test": range(400), "validation": range(0)},
+            about={"convention": "table", "sources": []},
+        )
+
+    num_samples, num_bytes = carry_out(
+        f"predict {tmp_path / 'store'}", folder, tmp_path / "scores.parquet"
+    )
+
+    assert num_samples == 400
+    assert num_bytes < TABLE_BYTES / 2
+    scores = parquet.read_table(tmp_path / "scores.parquet").column("score").to_numpy()
+    with torch.no_grad():
+        expected = torch.sigmoid(model(batch)[1][1]).numpy()
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("command", ["save", "torchrec", "classic", "safetensors"])

@@ -14,6 +14,7 @@ from recsys._version import __version__
 from recsys.cli.benches import add_bench_commands
 from recsys.cli.data import add_data_commands
 from recsys.cli.popularity import add_popularity_commands
+from recsys.cli.predict import add_predict_command
 from recsys.cli.table import add_table_commands
 from recsys.config import TrainConfig, load_config
 from recsys.errors import ConfigError, RecsysError
@@ -60,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_table_commands(commands)
     add_popularity_commands(commands)
     _add_run_commands(commands)
+    add_predict_command(commands)
     add_bench_commands(commands)
     return parser
 
@@ -196,16 +198,17 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from recsys.report.summary import format_metrics
+    from recsys.report.summary import format_metrics, format_unknown
+    from recsys.train.evaluation import evaluate_run, unknown_values
     from recsys.train.run_folder import write_json
-    from recsys.train.trainer import evaluate_run
 
     metrics = {
         split: found.as_dict() for split, found in evaluate_run(options.run, options.data).items()
     }
-    print(format_metrics(metrics))
+    unknown = unknown_values(options.run, options.data)
+    print("\n".join([format_metrics(metrics), *format_unknown(unknown)]))
     if options.json is not None:
-        write_json(options.json, {"metrics": metrics})
+        write_json(options.json, {"metrics": metrics} | ({"unknown": unknown} if unknown else {}))
     return 0
 
 

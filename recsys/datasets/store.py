@@ -177,7 +177,7 @@ class Store:
 
     def describe(self) -> dict[str, Any]:
         """The entry for this data in a run record."""
-        keys = ("convention", "max_ind_range", "sources", "num_samples", "splits")
+        keys = ("convention", "max_ind_range", "sources", "num_samples", "splits", "unknown")
         kept = {key: self.meta[key] for key in keys if key in self.meta}
         found = {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
         if "features" in self.meta:

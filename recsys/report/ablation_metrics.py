@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from recsys.config import EvalConfig
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -93,6 +95,27 @@ _ALL = (
         unit="1",
         title="test calibration",
         read=_quality("test", "calibration"),
+    ),
+    Metric(
+        name="gauc",
+        unit="1",
+        title="test GAUC",
+        read=_quality("test", "gauc"),
+        needs_baseline=False,
+    ),
+    Metric(
+        name="recall_at_k",
+        unit="1",
+        title="test recall at {ranking_k}",
+        read=_quality("test", "recall_at_k"),
+        needs_baseline=False,
+    ),
+    Metric(
+        name="ndcg_at_k",
+        unit="1",
+        title="test NDCG at {ranking_k}",
+        read=_quality("test", "ndcg_at_k"),
+        needs_baseline=False,
     ),
     Metric(
         name="popular_auc",
@@ -230,6 +253,7 @@ def column_title(metric: str, config: Mapping[str, Any]) -> str:
         target_split=config["target_split"],
         target_auc=config["target_auc"],
         late_percent=f"{100 * config.get('late_share', 0):g}",
+        ranking_k=config.get("base", {}).get("eval", {}).get("ranking_k", EvalConfig().ranking_k),
     )
 
 

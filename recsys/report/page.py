@@ -21,12 +21,11 @@ from recsys.report.ablation_metrics import column_title, format_number
 from recsys.report.ablation_table import format_commits, format_evaluations
 from recsys.report.paired import paired_cells, paired_note
 from recsys.report.summary import (
-    METRIC_NAMES,
     NO_METRICS,
     format_auc_error,
     format_best_auc,
-    format_metric,
     format_skipping,
+    tabulate_metrics,
 )
 from recsys.train.curves import draw_run, draw_skipping, draw_variations
 from recsys.train.run_folder import RunFolder, read_json
@@ -122,10 +121,7 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
         ],
         record=record,
         splits=list(measured),
-        metrics=[
-            [name.replace("_", " "), *(format_metric(each.get(name)) for each in measured.values())]
-            for name in METRIC_NAMES
-        ],
+        metrics=tabulate_metrics(measured),
         no_metrics=NO_METRICS,
         notes=format_auc_error(metrics) + format_best_auc(data),
         curves=_as_base64(draw_run(folder.read_history(), record["config"]["eval"]["split"])),

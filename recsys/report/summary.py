@@ -9,11 +9,10 @@ from recsys.pipeline.skip.guard_decisions import describe_decision
 from recsys.pipeline.stalls import format_stalls, stage_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 __all__ = [
-    "METRIC_NAMES",
     "NO_METRICS",
     "format_auc_error",
     "format_best_auc",
@@ -21,9 +20,27 @@ __all__ = [
     "format_metrics",
     "format_run",
     "format_skipping",
+    "format_unknown",
+    "tabulate_metrics",
 ]
 
-METRIC_NAMES = ("auc", "logloss", "normalized_entropy", "calibration", "accuracy", "num_samples")
+_METRIC_NAMES = ("auc", "logloss", "normalized_entropy", "calibration", "accuracy", "num_samples")
+# Of data that has them; shown where the first of each has a value.
+_PARTS_OF_SOME = (
+    ("gauc", "num_groups", "num_groups_left_out"),
+    (
+        "recall_at_k",
+        "recall_standard_error",
+        "popularity_recall_at_k",
+        "ndcg_at_k",
+        "ndcg_standard_error",
+        "popularity_ndcg_at_k",
+        "num_rankings",
+        "num_unknown_items",
+    ),
+)
+_DAYS_SHOWN = 31
+_COLUMNS_SHOWN = 8
 _TABLES_SHOWN = 4
 _DECISIONS_SHOWN = 5
 # What these policies do to samples.
@@ -46,11 +63,45 @@ def format_metrics(metrics: Mapping[str, Mapping[str, Any] | None]) -> str:
     measured = {split: values for split, values in metrics.items() if values is not None}
     if not measured:
         return NO_METRICS
-    lines = [" " * 20 + "".join(f"{split:>14}" for split in measured)]
-    for name in METRIC_NAMES:
-        cells = "".join(f"{format_metric(values.get(name)):>14}" for values in measured.values())
-        lines.append(f"{name.replace('_', ' '):<20}{cells}")
+    rows = tabulate_metrics(measured)
+    width = max(20, *(len(title) + 2 for title, *_ in rows))
+    lines = [" " * width + "".join(f"{split:>14}" for split in measured)]
+    for title, *cells in rows:
+        lines.append(f"{title:<{width}}" + "".join(f"{cell:>14}" for cell in cells))
     return "\n".join([*lines, *format_auc_error(measured)])
+
+
+def tabulate_metrics(metrics: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Lines of a table of metrics: a title, then a cell for each split.
+
+    Metrics that only some data has are there if a split has a value of them.
+    """
+    splits = list(metrics.values())
+    names = list(_METRIC_NAMES)
+    for part in _PARTS_OF_SOME:
+        if any(values.get(part[0]) is not None for values in splits):
+            names += part
+    rows = [
+        [_title(name, splits), *(format_metric(values.get(name)) for values in splits)]
+        for name in names
+    ]
+    by_day = [values.get("auc_by_day", {}) for values in splits]
+    days = sorted({day for values in by_day for day, auc in values.items() if auc is not None})
+    rows += [
+        [f"auc {day}", *(format_metric(values.get(day)) for values in by_day)]
+        for day in days[:_DAYS_SHOWN]
+    ]
+    if len(days) > _DAYS_SHOWN:
+        rows.append([f"{len(days) - _DAYS_SHOWN} later days: run.json", *("" for _ in splits)])
+    return rows
+
+
+def _title(name: str, splits: Sequence[Mapping[str, Any]]) -> str:
+    """Name of a metric for readers, with the k that it counts."""
+    counted = {values["ranking_k"] for values in splits if "ranking_k" in values}
+    if name.endswith("_at_k") and len(counted) == 1:
+        name = f"{name.removesuffix('k')}{counted.pop()}"
+    return name.replace("_", " ")
 
 
 def format_auc_error(metrics: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
@@ -66,6 +117,22 @@ def format_best_auc(data: Mapping[str, Any]) -> list[str]:
     """One line with the AUC of the true click probabilities; empty for data without them."""
     best_auc = data.get("best_auc")
     return [] if best_auc is None else [f"{'best AUC possible':<20}{format_metric(best_auc):>14}"]
+
+
+def format_unknown(unknown: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """A line for each part with values that have no row of their own; empty if there are none.
+
+    Args:
+        unknown: How many, by part of the data and column.
+    """
+    lines = []
+    for part, columns in unknown.items():
+        most_first = sorted(columns.items(), key=lambda each: -each[1])
+        shown = ", ".join(f"{column} {count:,}" for column, count in most_first[:_COLUMNS_SHOWN])
+        num_others = len(columns) - _COLUMNS_SHOWN
+        rest = f", and {num_others} more columns" if num_others > 0 else ""
+        lines.append(f"{part}: values without a row of their own, which share row 0: {shown}{rest}")
+    return lines
 
 
 def format_run(record: Mapping[str, Any], run_dir: Path) -> str:

@@ -70,8 +70,12 @@ __all__ = [
 _DEFAULT_DEPTH = 2
 
 
-def open_source(config: TrainConfig) -> SampleSource:
+def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
     """Open the data of a configuration.
+
+    Args:
+        config: The configuration.
+        to_train: Whether a split that is empty is refused.
 
     Raises:
         StoreError: the folder is not a store.
@@ -94,7 +98,7 @@ def open_source(config: TrainConfig) -> SampleSource:
     else:
         raise ConfigError(f"synthetic data must be 'synthetic:criteo-kaggle', got {config.data!r}")
     for split, samples in source.splits.items():
-        if not samples:
+        if to_train and not samples:
             raise ConfigError(
                 f"{config.data}: the {split} part is empty: of {source.num_samples} samples, "
                 f"{_describe_sizes(source)}; a store of several days needs 2 samples or more in "

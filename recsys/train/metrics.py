@@ -19,7 +19,7 @@ integers. So AUC is exact except for its last bit, unless a bin holds different 
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,16 +33,20 @@ from recsys._support.auc import (
     sum_of_products,
     twice_below,
 )
+from recsys.train.group_metrics import GroupMetrics
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Metrics", "MetricsAccumulator", "auc", "evaluate_logits"]
+    from recsys.train.ranking_metrics import RankingMetrics
+
+__all__ = ["Metrics", "MetricsAccumulator", "auc", "evaluate_logits", "keys_of_evaluation"]
 
 _MAX_EXACT_SAMPLES = 1 << 26
 _NUM_BINS = 1 << 20
 _WORRYING_AUC_ERROR = 1e-4
 _ROUNDING = 2.0**-52  # of two AUCs and a bound in float64
+_PARTS = ("groups", "auc_by_day", "ranking")  # fields of `Metrics` that only some data has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,10 @@ class Metrics:
         calibration: Mean prediction divided by mean label; None without positive labels.
         accuracy: Share of predictions on the right side of 0.5.
         num_samples: Number of samples.
+        groups: Quality inside groups; None for data without groups.
+        auc_by_day: AUC of each day, by date in UTC, None for a day with one kind of label; None for
+            data without times.
+        ranking: Quality of rankings of all items; None for data that is not judged by rankings.
     """
 
     auc: float | None
@@ -72,10 +80,23 @@ class Metrics:
     calibration: float | None
     accuracy: float
     num_samples: int
+    groups: GroupMetrics | None = None
+    auc_by_day: dict[str, float | None] | None = None
+    ranking: RankingMetrics | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The metrics in JSON types, under the names of the run record."""
-        return asdict(self)
+        """The metrics in JSON types, under the names of the run record.
+
+        Those of `groups` and `ranking` stand beside the others; those that are None are left out.
+        """
+        found = {name: getattr(self, name) for name in _field_names(Metrics) if name not in _PARTS}
+        if self.groups is not None:
+            found |= self.groups.as_dict()
+        if self.auc_by_day is not None:
+            found["auc_by_day"] = self.auc_by_day
+        if self.ranking is not None:
+            found |= self.ranking.as_dict()
+        return found
 
 
 class MetricsAccumulator:
@@ -182,6 +203,16 @@ def evaluate_logits(logits: NDArray[np.float32], labels: NDArray[Any]) -> Metric
     accumulator = MetricsAccumulator()
     accumulator.add(logits, labels)
     return accumulator.result()
+
+
+def keys_of_evaluation(has_groups: bool) -> list[str]:
+    """The keys that `Metrics.as_dict` gives an evaluation during training."""
+    of_groups = _field_names(GroupMetrics) if has_groups else []
+    return [name for name in _field_names(Metrics) if name not in _PARTS] + of_groups
+
+
+def _field_names(kind: type[Metrics | GroupMetrics]) -> list[str]:
+    return [each.name for each in fields(kind)]
 
 
 class _Histogram:

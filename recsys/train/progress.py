@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,7 +13,7 @@ from tqdm import tqdm
 from recsys._support.machine import peak_memory_bytes
 from recsys._support.states import SavedState
 from recsys.errors import TrainingDiverged
-from recsys.train.metrics import Metrics, auc
+from recsys.train.metrics import auc, keys_of_evaluation
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.pipeline.stalls import StageClock
+    from recsys.train.metrics import Metrics
     from recsys.train.run_folder import RunFolder
 
 __all__ = ["LOWER_LR", "Progress"]
@@ -208,7 +208,8 @@ class Progress:
         found = SavedState("progress state", state, _STATE_KEYS)
         evaluation = found["last_evaluation"]
         if evaluation is not None:
-            metrics = found.inner("last_evaluation", [field.name for field in fields(Metrics)])
+            has_groups = isinstance(evaluation, Mapping) and "gauc" in evaluation
+            metrics = found.inner("last_evaluation", keys_of_evaluation(has_groups))
             for key, value in evaluation.items():
                 if value is not None:
                     metrics.number(key)

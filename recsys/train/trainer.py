@@ -11,15 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
 from recsys._support.files import alone_in
 from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
-from recsys.config import OptimizerConfig, describe_config
-from recsys.datasets.loader import BatchLoader
+from recsys.config import describe_config
 from recsys.datasets.read_ahead import num_read_ahead
-from recsys.embeddings.lookup.device_tables import check_input
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
@@ -35,15 +30,14 @@ from recsys.train.build import (
     describe_schedule,
     describe_source,
     open_source,
-    require_features_of,
 )
 from recsys.train.checkpoint import load_checkpoint
 from recsys.train.cold_folder import cold_folder, remove_left_rows
 from recsys.train.curves import plot_curves, plot_timeline
+from recsys.train.evaluation import evaluate_split, with_ranking
 from recsys.train.full_steps import FullSteps
 from recsys.train.interrupts import interrupts
 from recsys.train.learning_rates import build_schedulers, continue_at
-from recsys.train.metrics import Metrics, MetricsAccumulator
 from recsys.train.popular_samples import PopularSamples
 from recsys.train.progress import LOWER_LR, Progress
 from recsys.train.resume import reopened
@@ -61,12 +55,14 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
 
     from recsys.config import TrainConfig
+    from recsys.datasets.loader import BatchLoader
     from recsys.datasets.source import SampleSource
     from recsys.pipeline import TrainPipeline
     from recsys.pipeline.suggestions import Suggestion
+    from recsys.train.metrics import Metrics
     from recsys.train.resume import Reopened
 
-__all__ = ["evaluate_run", "evaluate_split", "train"]
+__all__ = ["train"]
 
 _REPORTS_PER_RUN = 100
 _EVALUATIONS_PER_EPOCH = 10
@@ -371,10 +367,12 @@ def _evaluate_at_end(model: nn.Module, source: SampleSource, config: TrainConfig
     """Metrics over the whole test and validation splits, as the run record holds them."""
     share, batch_size = config.eval.popular_share, config.eval.batch_size
     popular = PopularSamples(source, share) if share else None
+    metrics: dict[str, Any] = {}
     with autocast(config):
-        test = evaluate_split(model, source, "test", batch_size, parts=popular)
-        validation = evaluate_split(model, source, "validation", batch_size)
-    metrics = {"test": test.as_dict(), "validation": validation.as_dict()}
+        for split in ("test", "validation"):
+            parts = popular if split == "test" else None
+            found = evaluate_split(model, source, split, batch_size, parts=parts)
+            metrics[split] = with_ranking(found, model, source, split, config.eval).as_dict()
     return metrics if popular is None else metrics | popular.results()
 
 
@@ -408,93 +406,3 @@ def _is_evaluation_due(full_steps: FullSteps, config: TrainConfig) -> bool:
     if config.eval.every_steps:
         return full_steps.has_passed(config.eval.every_steps)
     return full_steps.has_passed_one_of(_EVALUATIONS_PER_EPOCH * config.epochs)
-
-
-def evaluate_split(
-    model: nn.Module,
-    source: SampleSource,
-    split: str,
-    batch_size: int,
-    max_samples: int | None = None,
-    parts: PopularSamples | None = None,
-) -> Metrics:
-    """Metrics over a split.
-
-    Args:
-        model: Maps a batch to (loss, (loss, logits, labels)).
-        source: The data.
-        split: "train", "test" or "validation".
-        batch_size: Samples per forward pass.
-        max_samples: Stop after this number of samples.
-        parts: Gets the predictions, too; not together with `max_samples`.
-
-    Raises:
-        IdOutOfRange: an id is not a row of its table, here or in training before.
-        TrainingDiverged: a logit is not finite.
-    """
-    device = next(model.parameters()).device
-    accumulator = MetricsAccumulator()
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        for batch in BatchLoader(source, split, batch_size, shuffle=False):
-            _, (_, logits, labels) = model(batch.to(device))
-            wanted = None if max_samples is None else max_samples - accumulator.num_samples
-            scores = logits[:wanted].float().cpu().numpy()
-            num_bad = int((~np.isfinite(scores)).sum())
-            if num_bad:
-                raise TrainingDiverged(
-                    f"{split}: {num_bad} of {len(scores)} logits are not finite; {LOWER_LR}"
-                )
-            accumulator.add(scores, labels[:wanted].cpu().numpy())
-            if parts is not None:
-                parts.add(batch, scores, labels.cpu().numpy())
-            if accumulator.num_samples == max_samples:
-                break
-    check_input(model)
-    model.train(was_training)
-    return accumulator.result()
-
-
-def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metrics]:
-    """Metrics of a saved model on the test and validation splits.
-
-    Args:
-        run_dir: A run that saved its model.
-        data: A store or synthetic data; default: the data of the run.
-
-    Raises:
-        ConfigError: there is no saved model, or it does not fit the data.
-    """
-    folder = RunFolder.open(run_dir)
-    # Evaluation updates no rows: plain SGD allocates no state.
-    config = replace(
-        folder.read_config(),
-        optimizer=OptimizerConfig(),
-        dense_optimizer=None,
-        budget="",
-        plan="",
-        cold_tier="host",
-        cold_path="",
-    )
-    if data is not None:
-        config = replace(config, data=data)
-    if config.device == "cuda" and not torch.cuda.is_available():
-        warnings.warn(
-            "the run used device 'cuda', which is not available; evaluating on 'cpu'", stacklevel=2
-        )
-        config = replace(config, device="cpu")
-    source = open_source(config)
-    if folder.record_file.is_file():
-        require_features_of(folder.read_record(), source)
-    set_num_threads(config.num_threads)
-    # On the CPU, tables are mapped from the saved model, which may be larger than memory. FBGEMM
-    # cannot: it keeps all tables in one array that it allocates.
-    is_mapped = config.device == "cpu" and config.embeddings != "fbgemm"
-    model, _ = build_model(config, source, table_device="meta" if is_mapped else None)
-    folder.load_model(model.model)
-    with autocast(config):
-        return {
-            split: evaluate_split(model, source, split, config.eval.batch_size)
-            for split in ("test", "validation")
-        }

@@ -84,6 +84,7 @@ def test_options_are_these_and_no_others():
         "ablate": {"config": "", "--set": "", "--run": "", "--results": ""},
         "report": {"run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},
+        "predict": {"run": "", "data": "", "--out": "", "--batch-size": ""},
         "export": {"run": "", "--to": "", "--since": "", "--checkpoint": "", "--out": ""},
         "apply": {"full": "", "deltas": "", "--out": ""},
         "bench": {
@@ -174,6 +175,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
             "not in torch.optim, so embeddings 'torch' cannot use it",
         ),
         (["evaluate", "nowhere"], "nowhere is not a run"),
+        (["predict", "nowhere", "a.csv", "--out", "b.parquet"], "nowhere is not a run"),
         (["export", "nowhere", "--to", "classic", "--out", "f"], "nowhere is not a run"),
         (["report", "nowhere"], "nowhere has neither a run.json nor an ablate.json"),
         (["ablate", "nowhere.toml", "--run", "out"], "nowhere.toml cannot be read"),

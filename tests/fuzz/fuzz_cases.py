@@ -122,12 +122,14 @@ def bounded(num_bytes):
     }
     signal.setitimer(signal.ITIMER_PROF, SECONDS_PER_CASE)
     signal.setitimer(signal.ITIMER_REAL, SECONDS_OF_WAITING)
+    # Never stopped after a case: Python crashes if a thread of pyarrow allocates at that moment.
     tracemalloc.start()
+    tracemalloc.reset_peak()
+    at_start, _ = tracemalloc.get_traced_memory()
     try:
         yield
-        _, peak = tracemalloc.get_traced_memory()
+        peak = tracemalloc.get_traced_memory()[1] - at_start
     finally:
-        tracemalloc.stop()
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():

@@ -12,6 +12,7 @@ import shutil
 import struct
 import warnings
 import zipfile
+from copy import deepcopy
 
 import numpy as np
 
@@ -53,7 +54,8 @@ _TOKENS = (b"\x00", b"\xff", b"-", b"\n", b"\r", b"\t", b"9" * 50, b"[" * 2000, 
 
 def hostile_value(random):
     """A JSON value of a kind that no reader expects."""
-    return random.choice([random.choice(VALUES), random.choice(HUGE), random.choice(TEXTS)])
+    value = random.choice([random.choice(VALUES), random.choice(HUGE), random.choice(TEXTS)])
+    return deepcopy(value)  # the caller may change it
 
 
 def mutate_bytes(data, random):

@@ -22,7 +22,7 @@ LABELLED = {
     "timestamp": "time",
     "weight": "w",
     "missing_values": ["NA"],
-    "dense": {"price": {"transform": "log", "missing": "mean"}, "age": {"missing": 3.5}},
+    "dense": {"price": {"transform": "log", "missing": 1.0}, "age": {"missing": 3.5}},
     "categorical": {
         "user": {"values": "integer", "min_count": 2},
         "site": {"max_rows": 9, "missing": "own"},

@@ -1,5 +1,7 @@
 """Few cases of every reader, chosen by hypothesis; `make fuzz` runs many."""
 
+import tracemalloc
+
 import pytest
 from fuzz_cases import Reader, WrongOutcomeError, good_files, run_case
 from fuzz_data import DATA
@@ -11,6 +13,12 @@ from hypothesis import strategies as st
 
 READERS = (*DATA, *TABLES, *RUNS, *VALUES)
 NUM_CASES = {"dev": 5, "ci": 10, "stress": 1000}[settings.get_current_profile_name()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stop_tracing():
+    yield
+    tracemalloc.stop()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from statistics import fmean, stdev
 import pytest
 
 from recsys.ablate.run import ablate, late_quality
+from recsys.report.ablation_metrics import column_title
 from recsys.report.ablation_table import format_ablation, make_rows
 from recsys.report.paired import make_differences
 from recsys.train.trainer import train
@@ -222,6 +223,22 @@ def test_quality_of_popular_samples_is_tabulated_where_it_was_measured(ablation,
         assert means["eval.popular_share=0.4", f"popular_{name}"] == measured[name]
         assert means["eval.popular_share=0.0", f"popular_{name}"] is None
     assert "logloss of popular test samples" in format_ablation(record)
+
+
+def test_quality_of_groups_and_rankings_is_tabulated_where_it_was_measured():
+    cells = [cell_of("none", 0), cell_of("drop", 0)]
+    measured = {"gauc": 0.61, "recall_at_k": 0.123, "ndcg_at_k": 0.045}
+    cells[1]["run"]["metrics"]["test"] |= measured
+    config = {**CONFIG, "baseline": None, "base": {"eval": {"ranking_k": 5}}}
+
+    rows = make_rows(cells, config)
+
+    means = {(row["variation"], row["metric"]): row["mean"] for row in rows}
+    for name, value in measured.items():
+        assert means["drop", name] == value
+        assert means["none", name] is None
+    assert column_title("recall_at_k", config) == "test recall at 5"
+    assert column_title("ndcg_at_k", CONFIG) == "test NDCG at 20"
 
 
 def test_late_quality_is_the_mean_of_the_evaluations_in_the_last_part():

@@ -23,10 +23,11 @@ from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.pipeline.fae.hot_samples import find_hot_samples
 from recsys.train.build import build_loader, build_model, open_source, table_configs
+from recsys.train.evaluation import evaluate_run
 from recsys.train.export import export_run
 from recsys.train.popular_samples import PopularSamples
 from recsys.train.run_folder import RunFolder
-from recsys.train.trainer import evaluate_run, train
+from recsys.train.trainer import train
 from recsys.train.verify_tiers import format_verification, verify_budgets
 
 SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))

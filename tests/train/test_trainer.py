@@ -11,8 +11,9 @@ from safetensors import SafetensorError, safe_open
 from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
 from recsys.pipeline.stalls import STAGES, stage_seconds
 from recsys.train.build import autocast, build_model, open_source
+from recsys.train.evaluation import evaluate_run, evaluate_split
 from recsys.train.run_folder import RunFolder
-from recsys.train.trainer import evaluate_run, evaluate_split, train
+from recsys.train.trainer import train
 
 PROVIDERS = ["recsys", "torch", "fbgemm"]
 

@@ -148,14 +148,17 @@ def read_vocabulary(file: Path, numbers: Numbers, first_row: int) -> int:
         with pa.OSFile(str(file), "rb") as source, pa.ipc.open_file(source) as reader:
             for index in range(reader.num_record_batches):
                 values = reader.get_batch(index).column(0)
-                values.validate(full=True)  # the kernels trust its offsets
                 if values.type != numbers.arrow_type:
                     raise StoreError(
                         f"{file}: values must be {numbers.arrow_type}, got {values.type}; {again}"
                     )
+                # The kernels trust offsets. Parquet may hold text that is not UTF-8: bytes are
+                # bytes.
+                is_text = values.type == pa.large_string()
+                (values.view(pa.large_binary()) if is_text else values).validate(full=True)
                 numbers.number(values.slice(max(first_row - num_rows, 0)))
                 num_rows += len(values)
-    except (pa.ArrowException, OSError, IndexError) as error:
+    except (pa.ArrowException, OSError, IndexError, UnicodeDecodeError) as error:
         raise StoreError(f"{file} cannot be read ({error}); {again}") from error
     if numbers.num_values != num_rows - first_row:
         raise StoreError(

@@ -163,6 +163,17 @@ def test_a_vocabulary_names_the_value_of_each_row(tmp_path):
     assert Store(tmp_path / "store").table_sizes == {"site": 4, "n": 2, "hashed": 5}
 
 
+def test_text_of_parquet_that_is_not_utf8_is_numbered_by_its_bytes(tmp_path):
+    sites = pa.array([b"\xff", b"a", b"\xff"], pa.binary()).view(pa.string())
+    table = pa.table({"click": [1, 0, 1], "site": sites})
+    split = {"by": "fraction", "test": 0, "validation": 0}
+    schema = Schema.from_dict({"label": "click", "categorical": {"site": {}}, "split": split})
+    write_store(table, schema, tmp_path / "store")
+    write_store(table, None, tmp_path / "like", like=tmp_path / "store")
+    for name in ("store", "like"):
+        assert Store(tmp_path / name).sparse.ravel().tolist() == [1, 2, 1]
+
+
 def test_rows_like_a_store_need_no_column_of_its_split(tmp_path):
     split = {"by": "column", "column": "fold", "train": ["t"], "test": ["v"]}
     frame = clicks(10).assign(fold=list("tttttttttv"))

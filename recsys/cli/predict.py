@@ -1,0 +1,46 @@
+"""The command that predicts with a saved model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+__all__ = ["add_predict_command"]
+
+
+def add_predict_command(commands: _Commands) -> None:
+    """Add `predict`."""
+    predict = commands.add_parser("predict", help="predict samples with a saved model")
+    predict.add_argument("run", metavar="DIR", help="folder of a run")
+    predict.add_argument(
+        "data",
+        nargs="+",
+        metavar="DATA",
+        help="a store; or files like those that the run's store was prepared from, such as CSV or "
+        "Parquet, with or without the label",
+    )
+    predict.add_argument("--out", type=Path, required=True, metavar="FILE.parquet", help="new file")
+    predict.add_argument(
+        "--batch-size", type=int, default=8192, metavar="B", help="samples per forward pass"
+    )
+    predict.set_defaults(run_command=_predict)
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from recsys.report.summary import format_unknown
+    from recsys.train.predict import predict_run
+
+    report = predict_run(options.run, options.data, options.out, batch_size=options.batch_size)
+    columns = "row, score and label" if report.has_labels else "row and score"
+    print(
+        f"{report.path}: {report.num_samples:,} predictions in {report.seconds:.1f} s "
+        f"({report.num_samples / report.seconds:,.0f} samples/s); columns {columns}"
+    )
+    for line in format_unknown({"data": report.unknown} if report.unknown else {}):
+        print(line)
+    return 0

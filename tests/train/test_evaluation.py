@@ -1,0 +1,183 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from recsys.cli.commands import main
+from recsys.config import load_config
+from recsys.report.page import write_report
+from recsys.report.summary import format_metrics, format_run
+from recsys.train.evaluation import evaluate_run, evaluate_split, open_saved_model
+from recsys.train.group_metrics import auc_by_day, evaluate_groups
+from recsys.train.metrics import evaluate_logits
+from recsys.train.ranking import rank_items
+from recsys.train.run_folder import RunFolder
+from recsys.train.trainer import train
+from tests.train.judged_stores import SMALL_MODEL, write_store
+
+PLAIN = set(evaluate_logits(np.zeros(2, np.float32), np.array([0, 1])).as_dict())
+OF_GROUPS = {"gauc", "num_groups", "num_groups_left_out"}
+OF_RANKING = {"recall_at_k", "recall_standard_error", "ndcg_at_k", "ndcg_standard_error"}
+OF_RANKING |= {"popularity_recall_at_k", "popularity_ndcg_at_k"}
+OF_RANKING |= {"ranking_k", "num_rankings", "num_unknown_items"}
+
+
+def run(store, folder, *settings):
+    config = load_config(None, [*SMALL_MODEL, *settings], data=str(store.path))
+    return train(config, folder, show_progress=False)
+
+
+def logits_of(run_dir, split):
+    """Logits, labels and numbers of the samples of a split, all in one mini-batch."""
+    _, source, model = open_saved_model(run_dir)
+    samples = np.array(source.splits[split])
+    with torch.no_grad():
+        _, (_, logits, labels) = model(source.read(samples))
+    return logits.numpy(), labels.numpy(), samples
+
+
+def test_a_run_on_data_with_groups_and_times_has_their_metrics(tmp_path):
+    store = write_store(tmp_path / "store")
+
+    record = run(store, tmp_path / "run")
+
+    for split in ("test", "validation"):
+        found = record["metrics"][split]
+        assert set(found) == PLAIN | OF_GROUPS | {"auc_by_day"}
+        logits, labels, samples = logits_of(tmp_path / "run", split)
+        groups, times = store.groups[samples], store.times[samples]
+        assert {name: found[name] for name in OF_GROUPS} == evaluate_groups(
+            logits, labels, groups
+        ).as_dict()
+        assert found["auc_by_day"] == auc_by_day(logits, labels, times)
+        assert 0 < found["num_groups_left_out"] < 40
+    assert list(record["metrics"]["test"]["auc_by_day"]) == ["2014-10-23", "2014-10-24"]
+    saved = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (
+        saved["metrics"]
+        == record["metrics"]
+        == RunFolder(tmp_path / "run").read_record()["metrics"]
+    )
+    assert RunFolder(tmp_path / "run").read_history()[-1]["test"] == record["metrics"]["test"]
+
+
+def test_evaluations_on_the_way_have_gauc_and_no_days(tmp_path):
+    run(write_store(tmp_path / "store"), tmp_path / "run", "eval.max_samples=60")
+
+    *on_the_way, last = [
+        entry["validation"]
+        for entry in RunFolder(tmp_path / "run").read_history()
+        if "validation" in entry
+    ]
+
+    assert on_the_way
+    for found in on_the_way:
+        assert set(found) == PLAIN | OF_GROUPS
+        assert found["num_samples"] == 60
+    assert "auc_by_day" in last
+
+
+def test_a_resumed_run_has_the_metrics_of_an_uninterrupted_one(tmp_path):
+    store = write_store(tmp_path / "store")
+    settings = ("checkpoint.every_steps=5", "eval.every_steps=3")
+    whole = run(store, tmp_path / "whole", *settings)
+    config = load_config(None, [*SMALL_MODEL, *settings], data=str(store.path))
+    train(config, tmp_path / "run", show_progress=False)
+    (tmp_path / "run" / "run.json").unlink()
+
+    resumed = train(config, tmp_path / "run", resume=True, checkpoint=None, show_progress=False)
+
+    assert resumed["resumed"]
+    assert resumed["metrics"] == whole["metrics"]
+
+
+def test_a_saved_model_evaluates_to_the_metrics_of_its_run(tmp_path, capsys):
+    store = write_store(tmp_path / "store", is_ranked=True)
+    record = run(store, tmp_path / "run")
+
+    found = evaluate_run(tmp_path / "run")
+    status = main(["evaluate", str(tmp_path / "run"), "--json", str(tmp_path / "found.json")])
+
+    assert status == 0
+    assert {split: each.as_dict() for split, each in found.items()} == record["metrics"]
+    assert json.loads((tmp_path / "found.json").read_text())["metrics"] == record["metrics"]
+    printed = capsys.readouterr().out
+    assert printed == format_metrics(record["metrics"]) + "\n"
+    assert "recall at 20" in printed
+
+
+def test_a_model_is_evaluated_on_another_store(tmp_path):
+    run(write_store(tmp_path / "store"), tmp_path / "run")
+    other = write_store(tmp_path / "other", seed=1, num_samples=1400)
+
+    found = evaluate_run(tmp_path / "run", str(other.path))
+
+    _, _, model = open_saved_model(tmp_path / "run")
+    expected = evaluate_split(model, other, "test", batch_size=64)
+    assert found["test"].auc == expected.auc
+    assert found["test"].groups == expected.groups
+    assert found["test"].auc_by_day == expected.auc_by_day
+    assert found["test"].num_samples == 200
+    assert found["test"].groups.num_groups > 0
+
+
+@pytest.mark.usefixtures("whole_pictures")
+def test_data_of_positives_alone_is_judged_by_rankings_and_has_no_auc(tmp_path):
+    store = write_store(tmp_path / "store", is_ranked=True)
+
+    record = run(store, tmp_path / "run", "eval.ranking_k=5", "eval.ranking_groups=0")
+
+    _, _, model = open_saved_model(tmp_path / "run")
+
+    def score(batch):
+        with torch.no_grad():
+            return model(batch)[1][1].numpy()
+
+    for split in ("test", "validation"):
+        found = record["metrics"][split]
+        assert set(found) == PLAIN | OF_GROUPS | {"auc_by_day"} | OF_RANKING
+        assert (found["auc"], found["gauc"], found["num_groups"]) == (None, None, 0)
+        assert set(found["auc_by_day"].values()) == {None}
+        expected = rank_items(score, store, split, k=5, num_groups=0, batch_size=10_000)
+        assert {name: found[name] for name in OF_RANKING} == pytest.approx(expected.as_dict())
+        assert 0 < found["recall_at_k"] < 1
+    assert (tmp_path / "run" / "curves.png").is_file()
+
+
+def test_reports_show_metrics_of_groups_days_and_rankings(tmp_path):
+    plain = run(write_store(tmp_path / "plain"), tmp_path / "of-plain")
+    ranked = run(
+        write_store(tmp_path / "ranked", is_ranked=True), tmp_path / "of-ranked", "eval.ranking_k=7"
+    )
+
+    pages = [write_report(tmp_path / name).read_text() for name in ("of-plain", "of-ranked")]
+    texts = [
+        format_run(plain, tmp_path / "of-plain"),
+        format_run(ranked, tmp_path / "of-ranked"),
+    ]
+
+    gauc = f"{plain['metrics']['test']['gauc']:.4f}"
+    by_day = f"{plain['metrics']['validation']['auc_by_day']['2014-10-24']:.4f}"
+    recall = f"{ranked['metrics']['test']['recall_at_k']:.4f}"
+    for found in (pages[0], texts[0]):
+        assert gauc in found
+        assert by_day in found
+        assert "auc 2014-10-24" in found
+        assert "recall" not in found
+    for found in (pages[1], texts[1]):
+        assert recall in found
+        assert "popularity recall at 7" in found
+        assert "auc 2014-10-24" not in found  # without negatives no day has an AUC
+
+
+def test_many_days_are_cut_in_text():
+    days = {f"2014-{month:02}-01": 0.5 for month in range(1, 13)}
+    days |= {f"2015-{month:02}-{day:02}": 0.6 for month in range(1, 13) for day in (1, 2)}
+    days["2013-12-31"] = None  # is not shown
+
+    text = format_metrics({"test": {"auc": 0.5, "auc_by_day": days}})
+
+    lines = text.splitlines()
+    assert sum(line.startswith("auc 20") for line in lines) == 31
+    assert lines[-1].split() == ["5", "later", "days:", "run.json"]

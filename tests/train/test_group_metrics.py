@@ -1,0 +1,115 @@
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.train.group_metrics import auc_by_day, auc_by_part, evaluate_groups
+from recsys.train.metrics import auc
+
+SAMPLES = st.lists(
+    st.tuples(st.integers(-3, 3), st.booleans(), st.integers(-2, 3)), min_size=1, max_size=60
+)
+
+
+def arrays(samples):
+    scores, labels, keys = map(np.array, zip(*samples, strict=True))
+    return scores.astype(np.float32), labels.astype(np.int8), keys
+
+
+def aucs_in_plain_python(samples):
+    """By key, AUC pair by pair and the number of samples; AUC None without a pair."""
+    found = {}
+    for key in sorted({key for _, _, key in samples}):
+        own = [(score, label) for score, label, other in samples if other == key]
+        pairs = [
+            (positive > negative) + (positive == negative) / 2
+            for positive, is_positive in own
+            for negative, is_other_positive in own
+            if is_positive and not is_other_positive
+        ]
+        found[key] = (sum(pairs) / len(pairs) if pairs else None, len(own))
+    return found
+
+
+@given(SAMPLES)
+def test_the_auc_of_each_part_counts_its_own_pairs(samples):
+    found = auc_by_part(*arrays(samples))
+
+    aucs = [None if np.isnan(each) else pytest.approx(each) for each in found.aucs]
+    counted = zip(found.keys.tolist(), aucs, found.num_samples.tolist(), strict=True)
+    assert {key: (area, count) for key, area, count in counted} == aucs_in_plain_python(samples)
+
+
+@given(SAMPLES)
+def test_gauc_is_the_mean_of_the_aucs_by_samples(samples):
+    expected = aucs_in_plain_python(samples).values()
+    kept = [(area, count) for area, count in expected if area is not None]
+
+    found = evaluate_groups(*arrays(samples))
+
+    total = sum(count for _, count in kept)
+    gauc = sum(area * count for area, count in kept) / total if kept else None
+    assert found.gauc == (None if gauc is None else pytest.approx(gauc, abs=1e-12))
+    assert found.num_groups == len(kept)
+    assert found.num_groups_left_out == len(expected) - len(kept)
+
+
+def test_one_part_has_the_auc_of_all_samples():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=5000).astype(np.float32).round(2)
+    labels = rng.random(5000) < 1 / (1 + np.exp(-scores))
+
+    found = auc_by_part(scores, labels, np.full(5000, 7))
+
+    assert found.aucs.tolist() == [auc(scores, labels)]
+
+
+def test_groups_are_judged_apart():
+    # Every score of the second group is higher than every score of the first.
+    scores = np.array([0.1, 0.2, 0.8, 0.9], np.float32)
+    labels = np.array([0, 1, 0, 1])
+
+    assert auc(scores, labels) == 0.75
+    assert evaluate_groups(scores, labels, np.array([5, 5, 3, 3])).gauc == 1.0
+
+
+def test_days_are_those_of_utc():
+    moments = ["1969-12-31T23:59:59", "1970-01-01T00:00:00", "2014-10-21T23:59:59"]
+    moments += ["2014-10-22T00:00:00", "2014-10-21T00:00:00", "1970-01-01T12:00:00"]
+    times = [datetime.fromisoformat(each).replace(tzinfo=UTC).timestamp() for each in moments]
+    scores, labels = np.arange(6, dtype=np.float32), np.array([1, 1, 0, 1, 1, 0])
+
+    found = auc_by_day(scores, labels, np.array(times, np.int64))
+
+    assert list(found.items()) == [
+        ("1969-12-31", None),
+        ("1970-01-01", 0.0),
+        ("2014-10-21", 1.0),
+        ("2014-10-22", None),
+    ]
+
+
+def test_no_samples_have_no_parts():
+    none = np.empty(0, np.float32)
+
+    assert evaluate_groups(none, none, np.empty(0, np.int32)).as_dict() == {
+        "gauc": None,
+        "num_groups": 0,
+        "num_groups_left_out": 0,
+    }
+    assert auc_by_day(none, none, np.empty(0, np.int64)) == {}
+
+
+def test_bad_samples_are_refused():
+    zeros = np.zeros(2, np.float32)
+
+    with pytest.raises(ValueError, match=r"keys must be one for each score, \(2,\), got \(3,\)"):
+        auc_by_part(zeros, zeros, np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match=r"must both be \(N,\), got \(2,\) and \(1,\)"):
+        auc_by_part(zeros, zeros[:1], np.zeros(2, np.int32))
+    with pytest.raises(ValueError, match="1 of 2 scores are NaN"):
+        auc_by_part(np.array([0, np.nan]), zeros, np.zeros(2, np.int32))
+    with pytest.raises(ValueError, match=r"labels must be 0 or 1, got 2\.0 at place 1"):
+        auc_by_part(zeros, np.array([0.0, 2.0]), np.zeros(2, np.int32))

@@ -1,0 +1,248 @@
+import csv
+
+import numpy as np
+import pytest
+import torch
+
+from recsys.cli.commands import main
+from recsys.config import load_config
+from recsys.datasets.store import Store
+from recsys.datasets.tabular.prepare import prepare_table
+from recsys.datasets.tabular.schema import Schema
+from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
+from recsys.train.evaluation import evaluate_run, open_saved_model, unknown_values
+from recsys.train.predict import predict_run
+from recsys.train.trainer import train
+from tests.train.judged_stores import SMALL_MODEL, write_store
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+SCHEMA = Schema.from_dict(
+    {
+        "label": "click",
+        "group": "user",
+        "dense": {"price": {"transform": "log"}},
+        "categorical": {"site": {}, "user": {"values": "integer"}},
+        "multi": {"tags": {"split": "|"}},
+        "split": {"by": "fraction", "test": 0.2, "validation": 0.2},
+    }
+)
+
+
+def write_csv(path, *, num_rows=300, seed=0, new_sites=0, without=()):
+    """Write clicks; the last `new_sites` rows are of sites that no other row has."""
+    rng = np.random.default_rng(seed)
+    columns = {
+        "click": rng.integers(0, 2, num_rows),
+        "price": rng.exponential(size=num_rows).round(3),
+        "site": [f'site "{number}", é' for number in rng.integers(0, 9, num_rows)],
+        "user": rng.integers(0, 20, num_rows),
+        "tags": ["|".join(rng.choice(list("abcd"), rng.integers(0, 4))) for _ in range(num_rows)],
+    }
+    for number in range(new_sites):
+        columns["site"][-1 - number] = f"new {number}"
+    kept = {name: values for name, values in columns.items() if name not in without}
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(kept)
+        writer.writerows(zip(*kept.values(), strict=True))
+    return path
+
+
+def run(data, folder, *settings):
+    config = load_config(None, [*SMALL_MODEL, *settings], data=str(data))
+    train(config, folder, show_progress=False)
+    return folder
+
+
+@pytest.fixture
+def clicks(tmp_path):
+    """A run on a store of clicks."""
+    prepare_table([write_csv(tmp_path / "clicks.csv")], tmp_path / "clicks", SCHEMA)
+    return run(tmp_path / "clicks", tmp_path / "run")
+
+
+def read(file):
+    table = parquet.read_table(file)
+    return {name: table.column(name).to_numpy() for name in table.column_names}
+
+
+def scores_of(run_dir, samples=None):
+    """Probabilities of samples of the run's data, all in one mini-batch."""
+    _, source, model = open_saved_model(run_dir)
+    batch = source.read(np.arange(source.num_samples) if samples is None else samples)
+    with torch.no_grad():
+        _, (_, logits, _) = model(batch)
+    return torch.sigmoid(logits).numpy()
+
+
+@pytest.mark.parametrize("batch_size", [64, 10_000])
+def test_every_sample_of_a_store_is_predicted(tmp_path, batch_size):
+    store = write_store(tmp_path / "store")
+    run(store.path, tmp_path / "run")
+
+    report = predict_run(
+        tmp_path / "run", [store.path], tmp_path / "scores.parquet", batch_size=batch_size
+    )
+
+    found = read(tmp_path / "scores.parquet")
+    assert list(found) == ["row", "score", "label"]
+    assert [values.dtype for values in found.values()] == [np.int64, np.float32, np.int8]
+    assert found["row"].tolist() == list(range(700))
+    np.testing.assert_allclose(found["score"], scores_of(tmp_path / "run"), rtol=1e-5)
+    assert np.array_equal(found["label"], store.labels)
+    assert (report.num_samples, report.has_labels, report.unknown) == (700, True, {})
+
+
+def test_predictions_are_written_in_parts(tmp_path, monkeypatch):
+    store = write_store(tmp_path / "store")
+    run(store.path, tmp_path / "run")
+    predict_run(tmp_path / "run", [store.path], tmp_path / "whole.parquet", batch_size=64)
+    monkeypatch.setattr("recsys.train.predict._WRITTEN_ROWS", 200)
+
+    predict_run(tmp_path / "run", [store.path], tmp_path / "parts.parquet", batch_size=64)
+
+    assert parquet.read_table(tmp_path / "parts.parquet").equals(
+        parquet.read_table(tmp_path / "whole.parquet")
+    )
+    assert parquet.ParquetFile(tmp_path / "parts.parquet").num_row_groups == 3
+    assert parquet.ParquetFile(tmp_path / "whole.parquet").num_row_groups == 1
+
+
+def test_rows_of_a_file_get_the_predictions_of_the_store_made_from_it(tmp_path, clicks):
+    predict_run(clicks, [tmp_path / "clicks.csv"], tmp_path / "scores.parquet", batch_size=37)
+
+    found = read(tmp_path / "scores.parquet")
+    assert found["row"].tolist() == list(range(300))
+    # The split is in the order of the file, so samples are rows.
+    np.testing.assert_allclose(found["score"], scores_of(clicks), rtol=1e-5)
+    assert np.array_equal(found["label"], Store(tmp_path / "clicks").labels)
+
+
+def test_rows_need_neither_label_nor_group_column(tmp_path, clicks):
+    bare = write_csv(tmp_path / "bare.csv", without=["click"])
+
+    report = predict_run(clicks, [bare], tmp_path / "scores.parquet")
+
+    found = read(tmp_path / "scores.parquet")
+    assert list(found) == ["row", "score"]
+    np.testing.assert_allclose(found["score"], scores_of(clicks), rtol=1e-5)
+    assert not report.has_labels
+
+
+def test_tomorrows_file_is_predicted_as_the_store_like_todays_and_told_of_its_unknown_values(
+    tmp_path, clicks, capsys
+):
+    new = write_csv(tmp_path / "new.csv", seed=1, new_sites=5)
+    prepare_table([new], tmp_path / "new", like=tmp_path / "clicks")
+
+    report = predict_run(clicks, [new], tmp_path / "of_file.parquet")
+    predict_run(clicks, [tmp_path / "new"], tmp_path / "of_store.parquet")
+    metrics = evaluate_run(clicks, str(tmp_path / "new"))
+    assert main(["evaluate", str(clicks), "--data", str(tmp_path / "new")]) == 0
+
+    of_file, of_store = read(tmp_path / "of_file.parquet"), read(tmp_path / "of_store.parquet")
+    for name in ("row", "label"):
+        assert np.array_equal(of_file[name], of_store[name])
+    np.testing.assert_allclose(of_file["score"], of_store["score"], rtol=1e-5)
+    assert report.unknown["site"] == 5
+    assert unknown_values(clicks, str(tmp_path / "new"))["test"] == report.unknown
+    assert list(metrics) == ["test"]
+    assert metrics["test"].num_samples == 300
+    assert metrics["test"].groups.num_groups > 0
+    printed = capsys.readouterr().out
+    assert "test: values without a row of their own, which share row 0: site 5" in printed
+    assert "validation" not in printed
+
+
+def test_files_are_predicted_one_after_the_other(tmp_path, clicks):
+    first = write_csv(tmp_path / "first.csv", num_rows=70)
+    second = write_csv(tmp_path / "second.csv", num_rows=50, seed=3)
+    for name, files in (("both", [first, second]), ("one", [first]), ("other", [second])):
+        predict_run(clicks, files, tmp_path / f"{name}.parquet")
+
+    both, *parts = (read(tmp_path / f"{name}.parquet") for name in ("both", "one", "other"))
+    assert both["row"].tolist() == list(range(120))
+    np.testing.assert_allclose(
+        both["score"], np.concatenate([each["score"] for each in parts]), rtol=1e-5
+    )
+
+
+def test_the_command_tells_what_it_did(tmp_path, clicks, capsys):
+    new = write_csv(tmp_path / "new.csv", new_sites=2, without=["click"])
+    arguments = ["predict", str(clicks), str(new), "--out", str(tmp_path / "scores.parquet")]
+
+    assert main(arguments) == 0
+
+    printed = capsys.readouterr().out
+    assert "scores.parquet: 300 predictions" in printed
+    assert "columns row and score" in printed
+    assert "data: values without a row of their own, which share row 0: site 2" in printed
+    assert main(arguments) == 2
+    assert "recsys predict: " in capsys.readouterr().err
+
+
+def test_a_model_in_two_tiers_predicts_as_a_resident_one(tmp_path):
+    store = write_store(tmp_path / "store")
+    run(store.path, tmp_path / "resident")
+    run(store.path, tmp_path / "tiered", "budget=6KiB", "cold_tier=file")
+
+    for name in ("resident", "tiered"):
+        predict_run(tmp_path / name, [store.path], tmp_path / f"{name}.parquet")
+
+    resident, tiered = (read(tmp_path / f"{name}.parquet") for name in ("resident", "tiered"))
+    assert np.array_equal(resident["score"], tiered["score"])
+
+
+def test_what_cannot_be_predicted_is_refused_and_leaves_no_file(tmp_path, clicks, small_config):
+    out, file = tmp_path / "scores.parquet", tmp_path / "clicks.csv"
+    bad = tmp_path / "bad.csv"
+    bad.write_text(file.read_text() + "1,expensive,a,1,\n")
+    files = sorted(tmp_path.iterdir())
+
+    with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
+        predict_run(clicks, [file], out, batch_size=0)
+    with pytest.raises(AlreadyExists, match=r"clicks\.csv"):
+        predict_run(clicks, [file], file)
+    with pytest.raises(FileNotFoundError, match=r"missing\.csv"):
+        predict_run(clicks, [tmp_path / "missing.csv"], out)
+    with pytest.raises(DatasetFormatError, match=r"bad\.csv, line 302.*'price'.*expensive"):
+        predict_run(clicks, [bad], out)
+    assert sorted(tmp_path.iterdir()) == files
+
+    train(small_config(), tmp_path / "synthetic", show_progress=False)
+    with pytest.raises(ConfigError, match="trained on synthetic:criteo-kaggle, which has no vocab"):
+        predict_run(tmp_path / "synthetic", [file], out)
+    store = write_store(tmp_path / "store")
+    run(store.path, tmp_path / "of_store")
+    with pytest.raises(StoreError, match="has no schema"):
+        predict_run(tmp_path / "of_store", [file], out)
+    with pytest.raises(ConfigError, match="features by table must be those of the run"):
+        predict_run(clicks, [store.path], out)
+
+
+def test_a_store_that_was_prepared_again_does_not_encode_files(tmp_path, clicks):
+    (tmp_path / "clicks").rename(tmp_path / "old")
+    other = write_csv(tmp_path / "other.csv", seed=5)
+    prepare_table([other], tmp_path / "clicks", SCHEMA)
+
+    with pytest.raises(ConfigError, match="it was prepared again; train again, or"):
+        predict_run(clicks, [other], tmp_path / "scores.parquet")
+
+
+def test_a_file_does_not_give_histories(tmp_path):
+    schema = Schema.from_dict(
+        SCHEMA.as_dict() | {"history": {"visited": {"of": "site", "max_length": 3}}}
+    )
+    file = write_csv(tmp_path / "clicks.csv")
+    prepare_table([file], tmp_path / "clicks", schema)
+    run(tmp_path / "clicks", tmp_path / "run")
+
+    with pytest.raises(ConfigError, match="a history needs all rows of a file"):
+        predict_run(tmp_path / "run", [file], tmp_path / "scores.parquet")
+
+    prepare_table([file], tmp_path / "again", like=tmp_path / "clicks")
+    predict_run(tmp_path / "run", [tmp_path / "again"], tmp_path / "scores.parquet")
+    np.testing.assert_allclose(
+        read(tmp_path / "scores.parquet")["score"], scores_of(tmp_path / "run"), rtol=1e-5
+    )

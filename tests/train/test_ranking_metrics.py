@@ -1,0 +1,115 @@
+from math import log2
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.train.ranking_metrics import Rankings, ndcg_at, ranks_of, recall_at
+
+
+@st.composite
+def rankings(draw):
+    """Scores of items, which of them are candidates, and some candidates as relevant items."""
+    scores = draw(st.lists(st.integers(-3, 3), min_size=1, max_size=30))
+    is_candidate = draw(st.lists(st.booleans(), min_size=len(scores), max_size=len(scores)))
+    candidates = [item for item, is_one in enumerate(is_candidate) if is_one]
+    relevant = draw(st.lists(st.sampled_from(candidates), unique=True)) if candidates else []
+    return scores, is_candidate, relevant
+
+
+def places_shown(scores, is_candidate, relevant, k):
+    """Places of the relevant items among the first k: after all others of at least their score."""
+    places = []
+    for item in relevant:
+        better = [
+            other
+            for other, score in enumerate(scores)
+            if is_candidate[other] and other != item and score >= scores[item]
+        ]
+        if len(better) < k:
+            places.append(len(better) + 1)
+    return places
+
+
+@given(rankings(), st.integers(1, 12), st.integers(0, 3))
+def test_recall_and_ndcg_are_their_definitions(ranking, k, num_unknown):
+    scores, is_candidate, relevant = ranking
+    num_relevant = len(relevant) + num_unknown
+    if not num_relevant:
+        return
+    ranks = ranks_of(
+        np.array(scores, np.float32), np.array(relevant, np.int64), np.array(is_candidate)
+    )
+
+    places = places_shown(scores, is_candidate, relevant, k)
+    best = sum(1 / log2(1 + place) for place in range(1, min(k, num_relevant) + 1))
+    assert recall_at(k, ranks, num_relevant) == len(places) / num_relevant
+    ndcg = sum(1 / log2(1 + place) for place in places) / best
+    assert ndcg_at(k, ranks, num_relevant) == pytest.approx(ndcg, abs=1e-12)
+    assert ndcg <= 1
+
+
+def test_the_best_ranking_has_recall_and_ndcg_1():
+    scores = np.array([0, 5, 4, 3, 1], np.float32)
+    ranks = ranks_of(scores, np.array([2, 1, 3]), np.ones(5, np.bool_))
+
+    assert ranks.tolist() == [2, 1, 3]
+    assert recall_at(3, ranks, 3) == ndcg_at(3, ranks, 3) == 1
+    assert recall_at(2, ranks, 3) == pytest.approx(2 / 3)
+    assert ndcg_at(2, ranks, 3) == 1  # two is all that two places can hold
+
+
+def test_one_relevant_item_gains_by_its_rank():
+    scores = np.array([9, 8, 7, 6], np.float32)
+    ranks = ranks_of(scores, np.array([2]), np.ones(4, np.bool_))
+
+    assert (recall_at(2, ranks, 1), recall_at(3, ranks, 1)) == (0, 1)
+    assert ndcg_at(3, ranks, 1) == pytest.approx(1 / log2(4))
+
+
+def test_items_that_are_not_candidates_take_no_place():
+    scores = np.array([9, 8, 7, 6], np.float32)
+
+    ranks = ranks_of(scores, np.array([3]), np.array([False, True, False, True]))
+
+    assert ranks.tolist() == [2]
+
+
+def test_equal_scores_find_nothing():
+    ranks = ranks_of(np.zeros(21, np.float32), np.array([4]), np.ones(21, np.bool_))
+
+    assert recall_at(20, ranks, 1) == ndcg_at(20, ranks, 1) == 0
+
+
+def test_a_result_has_means_their_errors_and_those_by_popularity():
+    rankings, by_popularity = Rankings(2), Rankings(2)
+    everything = np.ones(3, np.bool_)
+    for relevant, num_unknown in (([0], 0), ([2], 0), ([1], 1)):
+        rankings.add(np.array([3, 2, 1]), np.array(relevant), everything, num_unknown)
+        by_popularity.add(np.array([0, 0, 1]), np.array(relevant), everything, num_unknown)
+
+    found = rankings.result(by_popularity)
+
+    last = (1 / log2(3)) / (1 + 1 / log2(3))
+    ndcgs = np.array([1, 0, last])
+    assert found.as_dict() == {
+        "recall_at_k": 0.5,
+        "recall_standard_error": pytest.approx(0.5 / 3**0.5),
+        "ndcg_at_k": pytest.approx(ndcgs.mean()),
+        "ndcg_standard_error": pytest.approx(ndcgs.std(ddof=1) / 3**0.5),
+        "popularity_recall_at_k": pytest.approx(1 / 3),
+        "popularity_ndcg_at_k": pytest.approx(1 / 3),
+        "ranking_k": 2,
+        "num_rankings": 3,
+        "num_unknown_items": 1,
+    }
+
+
+def test_without_rankings_there_is_nothing_to_tell():
+    found = Rankings(5).result(Rankings(5))
+
+    assert (found.recall_at_k, found.ndcg_at_k, found.num_rankings) == (None, None, 0)
+    one = Rankings(5)
+    one.add(np.zeros(1), np.array([0]), np.ones(1, np.bool_))
+    assert one.result(one).recall_standard_error is None
