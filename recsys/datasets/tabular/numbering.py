@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from recsys._support.hashing import GOLDEN
+from recsys._support.hashing import GOLDEN, mix64
 from recsys._support.jit import kernel
 from recsys.errors import ConfigError
 
@@ -243,17 +243,17 @@ def _with_room(array: NDArray[Any], num_used: int, num_new: int) -> NDArray[Any]
     return larger
 
 
+_mix64: Any = kernel(mix64)  # of one number
+
+
 @kernel
-def _split_mix(value: np.uint64) -> np.uint64:
+def _split_mix(value: np.uint64) -> Any:
     """SplitMix64's output for the state `value`."""
-    bits = value + GOLDEN
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+    return _mix64(value + GOLDEN)
 
 
 @kernel
-def _hash_text(data: NDArray[np.uint8], begin: np.int64, end: np.int64) -> np.uint64:
+def _hash_text(data: NDArray[np.uint8], begin: np.int64, end: np.int64) -> Any:
     bits = _FNV_BASIS
     for place in range(begin, end):
         bits = (bits ^ np.uint64(data[place])) * _FNV_PRIME
