@@ -23,6 +23,12 @@ from tables_of_benches import (
     step_table,
 )
 from tables_of_fuzz import fuzz_table
+from tables_of_own_data import (
+    clicks_table,
+    predict_table,
+    rankings_table,
+    table_prepare_table,
+)
 from tables_of_reliability import checkpoints_table, crash_table, threads_table
 from tables_of_runs import (
     ablate_table,
@@ -37,6 +43,7 @@ from tables_of_slipstream import (
     late_table,
     popular_table,
     random_table,
+    seeds_table,
     skipping_table,
     write_policies,
 )
@@ -58,9 +65,16 @@ DOCUMENTS = (
     "docs/schedules.md",
     "docs/slipstream.md",
     "docs/synthetic.md",
+    "docs/tables.md",
 )
 CURVES = ("tiers.json",)
-SKIPPING = ("slipstream_synthetic", "slipstream_drift", "slipstream_real")
+SKIPPING = (
+    "slipstream_goal",
+    "slipstream_goal_35",
+    "slipstream_synthetic",
+    "slipstream_drift",
+    "slipstream_real",
+)
 _NOT_MEASURED = "Not measured yet.\n"
 _PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -95,6 +109,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "lookup_summary": partial(lookup_summary_table, "lookup.json"),
     "prepare": partial(prepare_table, "prepare.json"),
     "prepare_kaggle_size": partial(prepare_table, "prepare_kaggle_size.json"),
+    "prepare_table": partial(table_prepare_table, "prepare_table.json"),
+    "predict": partial(predict_table, "predict.json"),
+    "clicks": partial(clicks_table, "own_data.json"),
+    "rankings": partial(rankings_table, "own_data.json"),
     "reference": partial(reference_table, "reference"),
     "step": partial(step_table, "step.json"),
     "synthetic": partial(synthetic_table, "synthetic.json"),
@@ -108,6 +126,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(skipping_table, f"{name}.json") for name in SKIPPING},
     **{f"{name}_random": partial(random_table, f"{name}.json") for name in SKIPPING},
     **{f"{name}_popular": partial(popular_table, f"{name}.json") for name in SKIPPING},
+    "slipstream_goal_seeds": partial(seeds_table, "slipstream_goal.json", without=(14,)),
+    "slipstream_goal_35_seeds": partial(seeds_table, "slipstream_goal_35.json", without=(22,)),
     "slipstream_preferences": partial(late_table, "slipstream_preferences.json"),
 }
 

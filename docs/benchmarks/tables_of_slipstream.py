@@ -27,6 +27,7 @@ __all__ = [
     "late_table",
     "popular_table",
     "random_table",
+    "seeds_table",
     "skipping_table",
     "write_policies",
 ]
@@ -150,6 +151,33 @@ def random_table(file: str) -> str:
     header = ["policy", "share", "times faster (95 %)"]
     header += ["test AUC", "logloss", "normalized entropy", "calibration"]
     return markdown(caption, header, lines)
+
+
+def seeds_table(file: str, without: Sequence[int]) -> str:
+    """Differences between variations of one share, over all seeds but some."""
+    record = read_record(file)
+    cells = [cell for cell in record["cells"] if cell["seed"] not in without]
+    seeds = [seed for seed in record["config"]["seeds"] if seed not in without]
+    record = {**record, "cells": cells, "config": {**record["config"], "seeds": seeds}}
+    lines = []
+    for baseline in record["config"]["variations"]:
+        paired = _paired(record, baseline)
+        for variation in record["config"]["variations"]:
+            if baseline.startswith(_RANDOM) or variation == baseline or variation == "none":
+                continue
+            entries = [paired[variation, metric, "difference"] for metric in _QUALITY]
+            lines.append([_name(variation), _name(baseline), *map(_entry, entries)])
+    left_out = ", ".join(map(str, without))
+    caption = (
+        f"The {len(seeds)} seeds without {left_out}: the first policy less the second, in pairs of "
+        "equal seeds: mean (95 % interval by Student's t)."
+    )
+    header = ["policy", "less", "test AUC", "logloss", "normalized entropy", "calibration"]
+    return markdown(caption, header, lines)
+
+
+def _name(variation: str) -> str:
+    return " ".join(_policy_and_share(variation)).strip()
 
 
 def write_policies(file: Path) -> None:

@@ -27,6 +27,7 @@ import torch
 
 from recsys._support.machine import set_num_threads, tune_allocator
 from recsys.bench.parts.harness import Row, in_own_process, ratio, summarize, take_turns
+from recsys.bench.parts.process_memory import process_memory
 from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage
 from recsys.config import load_config
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
@@ -252,25 +253,14 @@ def _memory(folder: Path, num_bytes: int) -> dict[str, float]:
     assert module.row_optimizer is not None
     module.sync()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _status()
+    before = process_memory()
     begin = time.perf_counter()
     save_checkpoint(folder / "saved", model=module, optimizers=module.row_optimizer)
     seconds = time.perf_counter() - begin
-    after = _status()
+    after = process_memory()
     shutil.rmtree(folder)
     return {
         "save_time": seconds,
         "peak_memory_beyond": after["VmHWM"] - before["VmRSS"],
         "memory_kept": after["RssAnon"] - before["RssAnon"],
     }
-
-
-def _status() -> dict[str, float]:
-    """Memory of this process in bytes, by the names of the system."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    found: dict[str, Any] = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        if value.endswith("kB"):
-            found[name] = 1024.0 * int(value.split()[0])
-    return found

@@ -83,6 +83,7 @@ def add_bench_commands(commands: _Commands) -> None:
     skipping.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048], metavar="B")
 
     for name, run_command, help_text in (
+        ("predict", _bench_predict, "predictions of a saved model, against its training"),
         ("synthetic", _bench_synthetic, "generating samples, against reading them from a store"),
         ("count", _bench_count, "counting lookups, against numpy and torch"),
         ("rand-em", _bench_rand_em, "FAE's interval for the number of hot rows, against the count"),
@@ -265,6 +266,17 @@ def _bench_skipping(options: argparse.Namespace) -> int:
     rows = bench_skipping(
         options.batch_sizes,
         num_rounds=2 if options.quick else 30,
+        table_sizes=[1000] * 26 if options.quick else (),
+    )
+    return _show_rows(rows, options)
+
+
+def _bench_predict(options: argparse.Namespace) -> int:
+    from recsys.bench.predict import bench_predict
+
+    rows = bench_predict(
+        num_samples=50_000 if options.quick else 2_000_000,
+        num_rounds=1 if options.quick else 6,
         table_sizes=[1000] * 26 if options.quick else (),
     )
     return _show_rows(rows, options)
