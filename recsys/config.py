@@ -213,7 +213,10 @@ class EvalConfig:
         20, "recall and NDCG count the first k items, for data to be ranked", least=1
     )
     ranking_groups: int = _key(
-        1000, "groups whose items are ranked at the end, drawn by the data alone; 0: all", least=0
+        1000,
+        "bound of the questions that are ranked at the end: so many groups are drawn by the data "
+        "alone, with one question each; of fewer groups, more of each; 0: all questions of all",
+        least=0,
     )
 
     def __post_init__(self) -> None:

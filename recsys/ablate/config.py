@@ -51,6 +51,7 @@ _KEYS = (
     "grid",
 )
 _TARGET_KEYS = {"eval.every_steps": "eval_every_samples", "eval.split": "target_split"}
+_KEYS_OF_ALL = ("eval.ranking_k", "eval.ranking_groups")  # they decide what recall and NDCG mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,11 @@ class AblationConfig:
                         f"variation {variation.name!r}: {key} is a table, got {value!r}; set its "
                         f"keys one by one, as in {key}.{next(iter(value), 'KEY')} = ..., under "
                         "[[ablate.variations]] if they belong together"
+                    )
+                if key in _KEYS_OF_ALL:
+                    raise ConfigError(
+                        f"variation {variation.name!r} sets {key} to {value!r}: recall and NDCG "
+                        "must mean the same in all variations; set it in the base configuration"
                     )
                 self._check_free(key, f"variation {variation.name!r}")
         for key, _ in _flatten(self.base):

@@ -26,6 +26,12 @@ def add_table_commands(commands: _Commands) -> None:
     inspect.add_argument(
         "--ignore", nargs="+", default=[], metavar="COLUMN", help="columns to leave out"
     )
+    inspect.add_argument(
+        "--quote",
+        default='"',
+        metavar="CHARACTER",
+        help='encloses fields of text files (default: "); empty for none',
+    )
     inspect.set_defaults(run_command=_inspect)
 
 
@@ -77,5 +83,8 @@ def _print_table_report(report: TableReport) -> None:
 def _inspect(options: argparse.Namespace) -> int:
     from recsys.datasets.tabular.guess import guess_schema
 
-    print(guess_schema(options.files, label=options.label, ignore=options.ignore).to_toml(), end="")
+    guess = guess_schema(
+        options.files, label=options.label, ignore=options.ignore, quote=options.quote
+    )
+    print(guess.to_toml(), end="")
     return 0

@@ -19,7 +19,8 @@ These exist only where meta.json names them among the dtypes:
           catalog.bin     (E, C)   int32, the rows of an item's further features, by the item's row
 
 `features` in meta.json lists the features in the order of a batch. Without it, every table has one
-feature with its name. `vocabulary/` holds what each row stands for; a store opens without it.
+feature with its name. Stores made from tables have a hash, `encoding`: where it is equal, features
+were made in the same way. `vocabulary/` holds what each row stands for; a store opens without it.
 
 The arrays are flat, little-endian and memory-mapped. A writer fills a folder beside the final name
 and renames it after everything is written and flushed, so a store that can be opened is complete.
@@ -55,7 +56,7 @@ __all__ = ["Store", "StoreWriter"]
 
 _IDS_END = 2**32
 # Entries of meta.json and arrays that only some stores have, and that decide what samples hold.
-_DECIDING = ("features", "schema", "ranking", "like")
+_DECIDING = ("features", "schema", "ranking", "encoding")
 _DECIDING_ARRAYS = ("bag_values", "weights", "groups", "times", "catalog")
 _LOWEST, _HIGHEST = float(np.finfo(np.float32).min), float(np.finfo(np.float32).max)
 
@@ -177,7 +178,15 @@ class Store:
 
     def describe(self) -> dict[str, Any]:
         """The entry for this data in a run record."""
-        keys = ("convention", "max_ind_range", "sources", "num_samples", "splits", "unknown")
+        keys = (
+            "convention",
+            "max_ind_range",
+            "sources",
+            "num_samples",
+            "splits",
+            "encoding",
+            "unknown",
+        )
         kept = {key: self.meta[key] for key in keys if key in self.meta}
         found = {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
         if "features" in self.meta:

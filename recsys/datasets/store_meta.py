@@ -68,6 +68,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise StoreError(
             f"{path} is not a store: it has no meta.json; prepare one with "
+            f"`recsys prepare table FILES --schema SCHEMA --out {path}`, or with "
             f"`recsys prepare criteo-kaggle RAW --out {path}`"
         )
     try:
@@ -150,7 +151,17 @@ def _require_features(file: Path, meta: dict[str, Any]) -> None:
                 f"{', '.join(KINDS)}, and each table with a feature and without a '.' in its name",
                 _are_features(features, tables),
             ),
-            ("schema", "a JSON object", isinstance(schema, dict)),
+            (
+                "schema",
+                "a JSON object, and categorical in it a JSON object of JSON objects",
+                isinstance(schema, dict) and _has_objects(schema.get("categorical", {})),
+            ),
+            ("encoding", "text", is_text(meta.get("encoding", ""))),
+            (
+                "unknown",
+                f"numbers of values by column, for parts of {', '.join(SPLITS)}",
+                _are_counts(meta.get("unknown", {})),
+            ),
         ),
     )
     ones = [each["name"] for each in features if each["kind"] == "one"]
@@ -164,8 +175,8 @@ def _require_features(file: Path, meta: dict[str, Any]) -> None:
         ),
         (
             "ranking",
-            "an item and its item_features, distinct features of kind one, with catalog in dtypes "
-            "if and only if there are item_features",
+            "an item and its item_features, distinct features of kind one, and perhaps repeats, "
+            "true or false, with catalog in dtypes if and only if there are item_features",
             "catalog" not in dtypes
             if ranking is None
             else _is_ranking(ranking, ones, has_catalog="catalog" in dtypes),
@@ -188,8 +199,24 @@ def _are_features(features: Any, tables: dict[str, int]) -> bool:
     return len(names) == len(features) and has_all and not any("." in table for table in tables)
 
 
+def _has_objects(value: Any) -> bool:
+    """Whether a parsed value is a JSON object of JSON objects."""
+    return isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
+
+
+def _are_counts(unknown: Any) -> bool:
+    """Whether a parsed value has a number for each column of some parts."""
+    if not _has_objects(unknown) or not unknown.keys() <= set(SPLITS):
+        return False
+    return all(
+        is_text(name) and is_count(count) for of in unknown.values() for name, count in of.items()
+    )
+
+
 def _is_ranking(ranking: Any, ones: list[str], *, has_catalog: bool) -> bool:
-    if not isinstance(ranking, dict) or ranking.keys() != {"item", "item_features"}:
+    if not isinstance(ranking, dict) or ranking.keys() - {"repeats"} != {"item", "item_features"}:
+        return False
+    if not isinstance(ranking.get("repeats", False), bool):
         return False
     others = ranking["item_features"]
     if not isinstance(others, list) or not all(map(is_text, [ranking["item"], *others])):

@@ -101,16 +101,19 @@ class SparseArch(nn.Module):
 
 
 class DenseArch(nn.Module):
-    """The bottom MLP."""
+    """The bottom MLP; without features it gives one vector for all samples, computed once."""
 
     def __init__(
         self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
     ) -> None:
         super().__init__()
         self.model = MLP(in_features, layer_sizes, device)
+        self._is_constant = not in_features
 
     def forward(self, features: Tensor) -> Tensor:
         """(B, I) -> (B, D)."""
+        if self._is_constant:
+            return cast("Tensor", self.model(features[:1])).expand(features.shape[0], -1)
         return cast("Tensor", self.model(features))
 
 
@@ -187,8 +190,15 @@ class DLRM(nn.Module):
 
     def forward(self, dense_features: Tensor, sparse_features: Features) -> Tensor:
         """Logits, (B, over_arch_layer_sizes[-1])."""
-        embedded_dense = self.dense_arch(dense_features)
-        embedded_sparse = self.sparse_arch(sparse_features)
+        return self.head(self.dense_arch(dense_features), self.sparse_arch(sparse_features))
+
+    def head(self, embedded_dense: Tensor, embedded_sparse: Tensor) -> Tensor:
+        """Logits of samples whose vectors are known.
+
+        Args:
+            embedded_dense: Results of `dense_arch`, (B, D).
+            embedded_sparse: Results of `sparse_arch`, (B, F, D).
+        """
         interactions = self.inter_arch(embedded_dense, embedded_sparse)
         return cast("Tensor", self.over_arch(interactions))
 

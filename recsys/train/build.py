@@ -99,10 +99,16 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
         raise ConfigError(f"synthetic data must be 'synthetic:criteo-kaggle', got {config.data!r}")
     for split, samples in source.splits.items():
         if to_train and not samples:
+            way_out = (
+                "training needs samples in each part; change [split] in the schema, and prepare "
+                "the table with it again"
+                if isinstance(source, Store) and "schema" in source.meta
+                else "a store of several days needs 2 samples or more in its last day and one "
+                "before it, any other data 14 or more"
+            )
             raise ConfigError(
                 f"{config.data}: the {split} part is empty: of {source.num_samples} samples, "
-                f"{_describe_sizes(source)}; a store of several days needs 2 samples or more in "
-                "its last day and one before it, any other data 14 or more"
+                f"{_describe_sizes(source)}; {way_out}"
             )
     return source
 
@@ -113,14 +119,14 @@ def _describe_sizes(source: SampleSource) -> str:
 
 
 def require_features_of(record: Mapping[str, Any], source: SampleSource) -> None:
-    """Check that data has the features of a run, table by table.
+    """Check that data has the features of a run, table by table, and encodes values as its data.
 
     Args:
         record: The run's record.
         source: The data.
 
     Raises:
-        ConfigError: features, their tables or the order of tables differ.
+        ConfigError: features, their tables, the order of tables, or the entry `encoding` differ.
     """
     found, data = features_by_table(source), record["data"]
     known: dict[str, list[str]] = {table: [] for table in data["table_sizes"]}
@@ -132,6 +138,27 @@ def require_features_of(record: Mapping[str, Any], source: SampleSource) -> None
             f"{source.describe()['name']}: its features by table must be those of the run, "
             f"{expected}, got {found}; prepare it as the data of the run was prepared"
         )
+    if isinstance(source, Store):
+        _require_encoding_of(data, source)
+
+
+def _require_encoding_of(data: Mapping[str, Any], store: Store) -> None:
+    """Check that a store encodes values as the data of a run did, if both say how."""
+    encodings = data.get("encoding"), store.meta.get("encoding")
+    if None in encodings or encodings[0] == encodings[1]:
+        return
+    name = data["name"]
+    if name == str(store.path):
+        raise ConfigError(
+            f"store {name} was prepared again after the run, and its values have other rows now, "
+            "or its dense columns other rules; train again, or restore the store"
+        )
+    raise ConfigError(
+        f"store {store.path}: values must have the rows, and dense columns the rules, that they "
+        f"had in {name}, the data of the run; got others, by the key encoding of meta.json; "
+        f"prepare the files with `recsys prepare table FILES --like {name} --out STORE`, or train "
+        f"again if {name} was prepared again since"
+    )
 
 
 def describe_source(source: SampleSource) -> dict[str, Any]:

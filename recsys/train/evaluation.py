@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from recsys.train.ranking import rank_items
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from recsys.batch import Batch
     from recsys.config import EvalConfig, TrainConfig
     from recsys.datasets.source import SampleSource
+    from recsys.models.dlrm import DLRM
     from recsys.train.popular_samples import PopularSamples
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "evaluate_run",
     "evaluate_split",
     "finite_scores",
+    "nonzero_counts",
     "open_saved_model",
     "unknown_values",
     "with_ranking",
@@ -79,8 +81,8 @@ def evaluate_split(
 
     Args:
         model: Maps a batch to (loss, (loss, logits, labels)).
-        source: The data. With groups or times, all scores are kept, in about 10 bytes a sample
-            more than `MetricsAccumulator` takes.
+        source: The data. With groups or times, all scores are kept, in 5 bytes a sample, and about
+            65 more are in use while they are sorted.
         split: "train", "test" or "validation".
         batch_size: Samples per forward pass.
         max_samples: Stop after this number of samples.
@@ -110,6 +112,7 @@ def evaluate_split(
     if not kept:
         return found
     all_scores, all_labels = (np.concatenate(each) for each in zip(*kept, strict=True))
+    kept.clear()
     first = source.splits[split].start
     own = slice(first, first + found.num_samples)
     return replace(
@@ -124,6 +127,13 @@ def with_ranking(
 ) -> Metrics:
     """The metrics of a split with recall and NDCG at k, if the data is to be ranked.
 
+    Args:
+        found: Its metrics without them.
+        model: The `DLRMTrain` of a `DLRM`.
+        source: The data.
+        split: "test" or "validation".
+        config: Has `k`, the bound of the questions, and the candidates per forward pass.
+
     Raises:
         IdOutOfRange: an id is not a row of its table.
         TrainingDiverged: a logit is not finite.
@@ -137,17 +147,13 @@ def with_ranking(
             stacklevel=3,
         )
         return found
-
-    def score(batch: Batch) -> NDArray[np.float32]:
-        return finite_scores(model, batch, f"{split}, ranking")[0]
-
     with _evaluating(model):
         ranking = rank_items(
-            score,
+            cast("DLRM", model.model),
             source,
             split,
             k=config.ranking_k,
-            num_groups=config.ranking_groups,
+            most_questions=config.ranking_groups,
             batch_size=config.batch_size,
         )
     check_input(model)
@@ -155,7 +161,10 @@ def with_ranking(
 
 
 def finite_scores(
-    model: nn.Module, batch: Batch, place: str
+    model: nn.Module,
+    batch: Batch,
+    place: str,
+    explain: Callable[[int], Exception] | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[Any]]:
     """Logits and labels of a mini-batch, on the CPU.
 
@@ -163,16 +172,20 @@ def finite_scores(
         model: Maps a batch to (loss, (loss, logits, labels)).
         batch: The mini-batch, on any device.
         place: Where the samples come from, for the error.
+        explain: Makes another error, given the place in the mini-batch of the first sample whose
+            logit is not finite.
 
     Raises:
         TrainingDiverged: a logit is not finite.
     """
     _, (_, logits, labels) = model(batch.to(next(model.parameters()).device))
     scores: NDArray[np.float32] = logits.float().cpu().numpy()
-    num_bad = int((~np.isfinite(scores)).sum())
-    if num_bad:
+    is_bad = ~np.isfinite(scores)
+    if is_bad.any():
+        if explain is not None:
+            raise explain(int(np.argmax(is_bad)))
         raise TrainingDiverged(
-            f"{place}: {num_bad} of {len(scores)} logits are not finite; {LOWER_LR}"
+            f"{place}: {int(is_bad.sum())} of {len(scores)} logits are not finite; {LOWER_LR}"
         )
     return scores, labels.cpu().numpy()
 
@@ -180,19 +193,22 @@ def finite_scores(
 def open_saved_model(run_dir: str | Path, data: str | None = None) -> SavedModel:
     """Open the model of a run and its data.
 
-    On the CPU, tables are mapped from the saved model, which may be larger than memory.
+    On the CPU, tables are mapped from the saved model, which may be larger than memory. The model
+    of a run on a GPU is evaluated there if the run had no budget, and else on the CPU.
 
     Args:
         run_dir: A run that saved its model.
         data: A store or synthetic data; default: the data of the run.
 
     Raises:
-        ConfigError: there is no saved model, it does not fit the data, or the data is empty.
+        ConfigError: there is no saved model, it does not fit the data, the data encodes values in
+            another way than that of the run, or it is empty.
     """
     folder = RunFolder.open(run_dir)
+    trained = folder.read_config()
     # Evaluation updates no rows: plain SGD allocates no state.
     config = replace(
-        folder.read_config(),
+        trained,
         optimizer=OptimizerConfig(),
         dense_optimizer=None,
         budget="",
@@ -205,6 +221,13 @@ def open_saved_model(run_dir: str | Path, data: str | None = None) -> SavedModel
     if config.device == "cuda" and not torch.cuda.is_available():
         warnings.warn(
             "the run used device 'cuda', which is not available; evaluating on 'cpu'", stacklevel=3
+        )
+        config = replace(config, device="cpu")
+    elif config.device == "cuda" and trained.budget:
+        warnings.warn(
+            f"the run kept rows on device 'cuda' in budget {trained.budget!r}, and all its tables "
+            "may not fit there; evaluating on 'cpu'",
+            stacklevel=3,
         )
         config = replace(config, device="cpu")
     source = open_source(config, to_train=False)
@@ -261,11 +284,13 @@ def unknown_values(run_dir: str | Path, data: str | None = None) -> dict[str, di
     config = RunFolder.open(run_dir).read_config()
     source = open_source(config if data is None else replace(config, data=data), to_train=False)
     counts = source.meta.get("unknown", {}) if isinstance(source, Store) else {}
-    found = {
-        split: {column: count for column, count in counts.get(split, {}).items() if count}
-        for split in ("test", "validation")
-    }
+    found = {split: nonzero_counts(counts.get(split, {})) for split in ("test", "validation")}
     return {split: columns for split, columns in found.items() if columns}
+
+
+def nonzero_counts(counts: Mapping[str, int]) -> dict[str, int]:
+    """The counts that are not 0, in their order."""
+    return {name: count for name, count in counts.items() if count}
 
 
 @contextmanager
@@ -273,6 +298,8 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients inside the `with` block."""
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        yield
-    model.train(was_training)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

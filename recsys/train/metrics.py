@@ -51,7 +51,7 @@ _PARTS = ("groups", "auc_by_day", "ranking")  # fields of `Metrics` that only so
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Quality over a set of samples.
+    """Quality over a set of samples. Each counts once: sample weights are not read.
 
     Attributes:
         auc: Probability that a positive sample has a higher score than a negative one; a tie counts

@@ -3,7 +3,7 @@
     FILE.parquet    row      int64, the number of the sample in the store, or of the row in the
                              files, from 0 up
                     score    float32, the probability of a positive
-                    label    int8, 0 or 1; only where labels are known
+                    label    int8, 0 or 1, null where it is missing; only where labels are known
 
 Memory is bounded: data is read, predicted and written block by block. On the CPU, tables are mapped
 from the saved model, which may be larger than memory.
@@ -12,9 +12,11 @@ from the saved model, which may be larger than memory.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,12 +27,12 @@ from recsys._support.files import appearing_whole, require_new, require_place
 from recsys.datasets.read_ahead import ReadAhead, num_read_ahead
 from recsys.datasets.store import Store
 from recsys.datasets.tabular.columns import import_pyarrow
+from recsys.datasets.tabular.encode import NO_LABEL
 from recsys.datasets.tabular.encoder import Encoder
-from recsys.datasets.tabular.files import TableFiles
 from recsys.embeddings.lookup.device_tables import check_input
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, DatasetFormatError
 from recsys.train.build import autocast
-from recsys.train.evaluation import finite_scores, open_saved_model
+from recsys.train.evaluation import finite_scores, nonzero_counts, open_saved_model
 from recsys.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from recsys.batch import Batch, SampleSource
+    from recsys.batch import Batch
     from recsys.train.evaluation import SavedModel
 
 __all__ = ["PredictReport", "predict_run"]
@@ -78,9 +80,9 @@ def predict_run(
 
     Args:
         run_dir: A run that saved its model.
-        data: One store; or files with the columns of the run's store, in order, with or without
-            labels, groups, times and weights. Files are encoded by the vocabularies of the run's
-            store.
+        data: One store; or files with the columns of the run's store that are features, in order,
+            with or without the label. Other columns are not read. Files are encoded by the
+            vocabularies of the run's store.
         out: A new file.
         batch_size: Samples per forward pass.
 
@@ -88,12 +90,13 @@ def predict_run(
         AlreadyExists: `out` exists.
         ConfigError: there is no saved model, it does not fit the data, the run's store has changed
             or has histories, which files alone do not give, or `batch_size` is less than 1.
-        DatasetFormatError, FileNotFoundError: a file cannot be read.
+        DatasetFormatError: a file cannot be read, a row breaks the schema, or the model gives a row
+            no finite score.
+        FileNotFoundError: a file does not exist.
         IdOutOfRange: a row is not one of its table.
         MissingDependency: pyarrow is not installed.
         StoreError: the store is damaged, or files are given and the run's store was not made from a
             table.
-        TrainingDiverged: a logit is not finite.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
@@ -107,6 +110,7 @@ def predict_run(
     with ExitStack() as stack:
         samples: _StoreSamples | _FileSamples
         if is_store:
+            assert isinstance(saved.source, Store)
             samples = _StoreSamples(saved.source, batch_size)
         else:
             store = _store_of_run(run_dir, saved)
@@ -144,25 +148,27 @@ def _store_of_run(run_dir: str | Path, saved: SavedModel) -> Store:
 
 
 class _StoreSamples:
-    """The samples of a source, in their order.
+    """The samples of a store, in their order.
 
     Args:
-        source: The source.
+        store: The store.
         batch_size: B.
 
     Attributes:
         has_labels: True.
+        dense_names: The dense features.
     """
 
     has_labels = True
 
-    def __init__(self, source: SampleSource, batch_size: int) -> None:
-        self._source, self._batch_size = source, batch_size
+    def __init__(self, store: Store, batch_size: int) -> None:
+        self._store, self._batch_size = store, batch_size
+        self.dense_names: list[str] = store.meta["dense_names"]
 
     def batches(self) -> Iterator[Batch]:
         """Mini-batches; some are read ahead."""
-        num_samples, size = self._source.num_samples, self._batch_size
-        reader = ReadAhead(self._source, num_read_ahead(_PREFETCH, size))
+        num_samples, size = self._store.num_samples, self._batch_size
+        reader = ReadAhead(self._store, num_read_ahead(_PREFETCH, size))
         parts = (
             np.arange(begin, min(begin + size, num_samples))
             for begin in range(0, num_samples, size)
@@ -170,15 +176,16 @@ class _StoreSamples:
         with closing(reader.read(parts)) as batches:
             yield from batches
 
+    def place(self, sample: int) -> str:
+        """Words for a sample, by its number."""
+        return f"store {self._store.path}, sample {sample}"
+
     def unknown(self) -> dict[str, int]:
         """Values with row 0, by column, over all splits."""
-        if not isinstance(self._source, Store):
-            return {}
-        found: dict[str, int] = {}
-        for columns in self._source.meta.get("unknown", {}).values():
-            for column, count in columns.items():
-                found[column] = found.get(column, 0) + count
-        return {column: count for column, count in found.items() if count}
+        found: Counter[str] = Counter()
+        for columns in self._store.meta.get("unknown", {}).values():
+            found.update(columns)
+        return nonzero_counts(found)
 
 
 class _FileSamples:
@@ -191,12 +198,14 @@ class _FileSamples:
 
     Attributes:
         has_labels: Whether the files have the column of the label.
+        dense_names: The dense features.
     """
 
     def __init__(self, encoder: Encoder, paths: Sequence[str | Path], batch_size: int) -> None:
         self._encoder, self._batch_size = encoder, batch_size
-        self._files = TableFiles(paths, encoder.schema, optional=encoder.optional_columns)
+        self._files = encoder.open_files(paths)
         self.has_labels = encoder.schema.label in self._files.columns
+        self.dense_names = list(encoder.schema.dense)
 
     def batches(self) -> Iterator[Batch]:
         """Mini-batches; a thread reads and encodes the next block meanwhile."""
@@ -207,9 +216,13 @@ class _FileSamples:
                 upcoming = reader.submit(next, blocks, None)
                 yield from block
 
+    def place(self, row: int) -> str:
+        """Words for a row, by its number among the rows of all files."""
+        return self._files.place(row)
+
     def unknown(self) -> dict[str, int]:
         """Values with row 0, by column, of the rows so far."""
-        return {column: count for column, count in self._encoder.unknown.items() if count}
+        return nonzero_counts(self._encoder.unknown)
 
     def _blocks(self) -> Iterator[list[Batch]]:
         for block in self._files.batches():
@@ -229,21 +242,26 @@ def _write(saved: SavedModel, samples: _StoreSamples | _FileSamples, file: Path)
 
     fields = [pa.field("row", pa.int64(), False), pa.field("score", pa.float32(), False)]
     if samples.has_labels:
-        fields.append(pa.field("label", pa.int8(), False))
+        fields.append(pa.field("label", pa.int8()))
     num_samples = num_written = 0
     kept: list[tuple[NDArray[np.float32], NDArray[np.int8]]] = []
     with parquet.ParquetWriter(file, pa.schema(fields), use_dictionary=False) as writer:
 
         def write() -> None:
             scores, labels = (np.concatenate(each) for each in zip(*kept, strict=True))
-            columns = [np.arange(num_written, num_samples), scores, labels]
-            arrays = [pa.array(each) for each in columns[: len(fields)]]
-            writer.write_table(pa.Table.from_arrays(arrays, schema=pa.schema(fields)))
+            arrays = [
+                pa.array(np.arange(num_written, num_samples)),
+                pa.array(scores),
+                pa.array(labels, mask=labels == NO_LABEL),
+            ]
+            table = pa.Table.from_arrays(arrays[: len(fields)], schema=pa.schema(fields))
+            writer.write_table(table)
             kept.clear()
 
         with torch.no_grad(), autocast(saved.config):
             for batch in samples.batches():
-                logits, labels = finite_scores(saved.model, batch, "predict")
+                explain = partial(_unscored, samples, batch, num_samples)
+                logits, labels = finite_scores(saved.model, batch, "predict", explain)
                 kept.append((_sigmoid(logits), labels.astype(np.int8)))
                 num_samples += len(logits)
                 if num_samples - num_written >= _WRITTEN_ROWS:
@@ -253,6 +271,28 @@ def _write(saved: SavedModel, samples: _StoreSamples | _FileSamples, file: Path)
             write()
     check_input(saved.model)
     return num_samples
+
+
+def _unscored(
+    samples: _StoreSamples | _FileSamples, batch: Batch, num_before: int, number: int
+) -> DatasetFormatError:
+    """The error for a sample of a mini-batch whose logit is not finite.
+
+    Args:
+        samples: All samples.
+        batch: The mini-batch.
+        num_before: Samples before the mini-batch.
+        number: The place of the sample in the mini-batch.
+    """
+    dense, found = batch.dense_features[number], ""
+    if len(dense):
+        column = int(dense.abs().argmax())
+        found = f", whose largest dense feature is {samples.dense_names[column]!r} with "
+        found += f"{float(dense[column]):g} after its transform"
+    return DatasetFormatError(
+        f"{samples.place(num_before + number)}: a score must be finite, the model gives none for "
+        f"this row{found}; correct the row, or leave it out"
+    )
 
 
 def _sigmoid(logits: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -35,11 +35,11 @@ class RankingMetrics:
     """Quality of rankings of all items.
 
     Attributes:
-        recall_at_k: Mean over the rankings of recall at `ranking_k`; None without a ranking.
-        recall_standard_error: Standard error of this mean as an estimate from a sample of groups;
-            None with fewer than two rankings.
-        ndcg_at_k: Mean over the rankings of NDCG at `ranking_k`; None without a ranking.
-        ndcg_standard_error: The same of NDCG.
+        recall_at_k: Recall at `ranking_k`: the mean over the groups of the mean over the rankings
+            of a group; None without a ranking.
+        recall_standard_error: Standard error of `recall_at_k` as an estimate from a sample of
+            groups; None with fewer than two groups.
+        ndcg_at_k, ndcg_standard_error: The same of NDCG.
         popularity_recall_at_k, popularity_ndcg_at_k: The same of rankings by popularity.
         ranking_k: k.
         num_rankings: Number of rankings.
@@ -108,12 +108,14 @@ class Rankings:
 
     def __init__(self, k: int) -> None:
         self._k = k
+        self._groups: list[int] = []
         self._recalls: list[float] = []
         self._ndcgs: list[float] = []
         self._num_unknown = 0
 
     def add(
         self,
+        group: int,
         scores: NDArray[Any],
         relevant: NDArray[np.integer],
         is_candidate: NDArray[np.bool_],
@@ -122,6 +124,7 @@ class Rankings:
         """Add a ranking.
 
         Args:
+            group: The group that the ranking is for.
             scores: Score of each item, higher for better.
             relevant: The relevant items; each a candidate, each once.
             is_candidate: Whether each item is ranked.
@@ -131,30 +134,33 @@ class Rankings:
             scores (E,); relevant (T,) in [0, E); is_candidate (E,); T + num_unknown >= 1.
         """
         ranks, num_relevant = ranks_of(scores, relevant, is_candidate), len(relevant) + num_unknown
+        self._groups.append(group)
         self._recalls.append(recall_at(self._k, ranks, num_relevant))
         self._ndcgs.append(ndcg_at(self._k, ranks, num_relevant))
         self._num_unknown += num_unknown
 
     def result(self, by_popularity: Rankings) -> RankingMetrics:
         """The metrics of all rankings so far, beside those of rankings by popularity."""
-        recall, recall_error = _mean(self._recalls)
-        ndcg, ndcg_error = _mean(self._ndcgs)
+        recall, recall_error = self._mean(self._recalls)
+        ndcg, ndcg_error = self._mean(self._ndcgs)
         return RankingMetrics(
             recall_at_k=recall,
             recall_standard_error=recall_error,
             ndcg_at_k=ndcg,
             ndcg_standard_error=ndcg_error,
-            popularity_recall_at_k=_mean(by_popularity._recalls)[0],
-            popularity_ndcg_at_k=_mean(by_popularity._ndcgs)[0],
+            popularity_recall_at_k=by_popularity._mean(by_popularity._recalls)[0],
+            popularity_ndcg_at_k=by_popularity._mean(by_popularity._ndcgs)[0],
             ranking_k=self._k,
             num_rankings=len(self._recalls),
             num_unknown_items=self._num_unknown,
         )
 
-
-def _mean(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean and its standard error."""
-    if not values:
-        return None, None
-    error = None if len(values) < 2 else float(np.std(values, ddof=1) / np.sqrt(len(values)))
-    return float(np.mean(values)), error
+    def _mean(self, values: Sequence[float]) -> tuple[float | None, float | None]:
+        """The mean over the groups of their means, and its standard error."""
+        if not values:
+            return None, None
+        _, numbers = np.unique(self._groups, return_inverse=True)
+        means = np.bincount(numbers, values) / np.bincount(numbers)
+        num_groups = len(means)
+        error = None if num_groups < 2 else float(np.std(means, ddof=1) / np.sqrt(num_groups))
+        return float(np.mean(means)), error

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from recsys.datasets.source import SampleSource
     from recsys.pipeline import TrainPipeline
     from recsys.pipeline.suggestions import Suggestion
+    from recsys.train.interrupts import Interrupted
     from recsys.train.metrics import Metrics
     from recsys.train.resume import Reopened
 
@@ -79,8 +80,9 @@ def train(
     """Train a model, save it, evaluate it, and write the results to a run folder.
 
     The first Ctrl-C, or SIGTERM, ends training after the current step; a checkpoint, the model and
-    the measurements are written. The second Ctrl-C interrupts at once and writes only the
-    measurements.
+    the measurements are written. During the evaluation after the last step it ends the run after
+    the metrics of the split that is evaluated. The second Ctrl-C interrupts at once and writes only
+    the measurements.
 
     Args:
         config: The configuration.
@@ -196,7 +198,7 @@ def _train(
             with progress:
                 _fit(run, interrupted)
             metrics[config.eval.split] = progress.last_evaluation
-            is_whole = progress.num_samples == num_samples
+            is_whole = is_finished = progress.num_samples == num_samples
             if checkpoints is not None and not is_whole:
                 checkpoints.wait()
             if config.save_model:
@@ -205,12 +207,13 @@ def _train(
                 folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
             if is_whole:
                 clock.start()
-                metrics |= _evaluate_at_end(model, source, config)
+                is_finished = _evaluate_at_end(model, source, config, metrics, interrupted)
                 clock.mark("evaluate")
-                folder.append_history({**progress.position(), **metrics})
+                if is_finished:
+                    folder.append_history({**progress.position(), **metrics})
             if checkpoints is not None:
                 checkpoints.close()
-            record["status"] = "finished" if is_whole else "interrupted"
+            record["status"] = "finished" if is_finished else "interrupted"
     except KeyboardInterrupt:
         metrics[config.eval.split] = metrics[config.eval.split] or progress.last_evaluation
         record["status"] = "interrupted"
@@ -363,17 +366,43 @@ def _evaluate(model: nn.Module, source: SampleSource, split: str, config: TrainC
         return evaluate_split(model, source, split, config.eval.batch_size, config.eval.max_samples)
 
 
-def _evaluate_at_end(model: nn.Module, source: SampleSource, config: TrainConfig) -> dict[str, Any]:
-    """Metrics over the whole test and validation splits, as the run record holds them."""
+def _evaluate_at_end(
+    model: nn.Module,
+    source: SampleSource,
+    config: TrainConfig,
+    metrics: dict[str, Any],
+    interrupted: Interrupted,
+) -> bool:
+    """Evaluate the whole test and validation splits.
+
+    Args:
+        model: The model.
+        source: The data.
+        config: The configuration.
+        metrics: Gets the metrics of each split as soon as they are known, as the run record holds
+            them.
+        interrupted: Once it is set, no further split is evaluated. A signal from before does not
+            count: the training that it ended is over.
+
+    Returns:
+        Whether both splits were evaluated.
+    """
     share, batch_size = config.eval.popular_share, config.eval.batch_size
     popular = PopularSamples(source, share) if share else None
-    metrics: dict[str, Any] = {}
+    interrupted.clear()
+    interrupted.ends_after = "the metrics of this split"
     with autocast(config):
         for split in ("test", "validation"):
+            if interrupted.is_set():
+                return False
             parts = popular if split == "test" else None
             found = evaluate_split(model, source, split, batch_size, parts=parts)
+            metrics[split] = found.as_dict()
+            if parts is not None:
+                metrics.update(parts.results())
+            # A ranking may take minutes, and a second Ctrl-C may end it.
             metrics[split] = with_ranking(found, model, source, split, config.eval).as_dict()
-    return metrics if popular is None else metrics | popular.results()
+    return True
 
 
 def _warn_of_no_effect(config: TrainConfig, num_steps: int) -> None:

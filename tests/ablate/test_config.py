@@ -134,6 +134,15 @@ def test_a_target_decides_when_cells_evaluate_and_on_which_part(ablation):
             "variation 'epoch=1': unknown key epoch; did you mean epochs?",
         ),
         (
+            "[ablate]\nseeds = [0]\n[ablate.grid]\neval.ranking_k = [10, 20]",
+            "variation 'eval.ranking_k=10' sets eval.ranking_k to 10: recall and NDCG must mean "
+            "the same in all variations; set it in the base configuration",
+        ),
+        (
+            "[ablate]\nseeds = [0]\n[[ablate.variations]]\nname = 'all'\neval.ranking_groups = 0",
+            "variation 'all' sets eval.ranking_groups to 0: recall and NDCG must mean the same",
+        ),
+        (
             f"[ablate]\nseeds = [0]\nbaseline = 'none'\n{TWO_VARIATIONS}",
             "ablate.baseline must name one of two or more variations, got 'none'; the variations "
             "are ['sgd', 'adagrad']",
@@ -222,6 +231,15 @@ def test_the_example_is_three_providers_by_two_recipes_by_five_seeds(pytestconfi
         for seed in range(5)
     }
     assert (config.target_auc, config.target_split) == (0.7, "test")
+
+
+def test_the_base_configuration_decides_what_recall_means(ablation):
+    base = "eval.ranking_k = 5\neval.ranking_groups = 0"
+
+    cells = ablation(f"{base}\n[ablate]\nseeds = [0]\n{TWO_VARIATIONS}").cells()
+
+    evals = [cell.config.eval for cell in cells]
+    assert [(each.ranking_k, each.ranking_groups) for each in evals] == [(5, 0), (5, 0)]
 
 
 def test_a_grid_of_more_cells_than_can_be_trained_is_refused(ablation):

@@ -61,7 +61,7 @@ def test_options_are_these_and_no_others():
             "torchrec-npy": {"prefix": "", "--table-sizes": "", "--out": ""},
             "table": {"files": "", "--schema": "", "--like": "", "--out": ""},
         },
-        "inspect": {"files": "", "--label": "", "--ignore": ""},
+        "inspect": {"files": "", "--label": "", "--ignore": "", "--quote": ""},
         "convert": {"store": "", "--to": "", "--out": "", "--split": ""},
         "profile": {"store": "", "--out": "", "--samples": "", "--rate": ""},
         "plan": {
@@ -106,6 +106,7 @@ def test_options_are_these_and_no_others():
             "models": {"--batch-sizes": "", "--optimizers": "", "--quick": "", "--json": ""},
             "checkpoints": {"--quick": "", "--folder": "", "--json": ""},
             "skipping": {"--quick": "", "--batch-sizes": "", "--json": ""},
+            "predict": {"--quick": "", "--json": ""},
             "synthetic": {"--quick": "", "--json": ""},
             "count": {"--quick": "", "--json": ""},
             "rand-em": {"--quick": "", "--json": ""},
@@ -124,6 +125,23 @@ def test_options_are_these_and_no_others():
             },
         },
     }
+
+
+def test_the_page_of_commands_lists_every_command(pytestconfig):
+    def commands(parser, name):
+        found = [
+            command
+            for action in parser._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for key, sub in action.choices.items()
+            for command in commands(sub, f"{name} {key}")
+        ]
+        return found or [name]
+
+    lines = (pytestconfig.rootpath / "docs" / "commands.md").read_text().splitlines()
+    rows = " ".join(line.split(" | ")[0] for line in lines if line.startswith("| `"))
+
+    assert [name for name in commands(build_parser(), "recsys") if f"`{name}" not in rows] == []
 
 
 def test_prepare_train_evaluate(raw_line, tmp_path, small_settings, capsys):

@@ -285,6 +285,15 @@ NO_BAGS = {"labels": "<i1", "dense": "<f4", "sparse": "<i4", "catalog": "<i4"}
         ("dtypes", NO_BAGS | {"bag_values": "<i4", "bag_ends": "<i8", "more": "<i8"}),
         ("schema", None),
         ("schema", "click"),
+        ("schema", {"categorical": []}),
+        ("schema", {"categorical": {"user": "integer"}}),
+        ("encoding", None),
+        ("encoding", 5),
+        ("unknown", 3),
+        ("unknown", {"days": {}}),
+        ("unknown", {"test": ["user"]}),
+        ("unknown", {"test": {"user": "3"}}),
+        ("unknown", {"test": {"user": -1}}),
         ("ranking", None),
         ("ranking", []),
         ("ranking", {"item": "item"}),
@@ -295,6 +304,7 @@ NO_BAGS = {"labels": "<i1", "dense": "<f4", "sparse": "<i4", "catalog": "<i4"}
         ("ranking", {"item": "item", "item_features": ["tags"]}),
         ("ranking", {"item": "history", "item_features": ["user"]}),
         ("ranking", {"item": "item", "item_features": [{}]}),
+        ("ranking", {"item": "item", "item_features": ["user"], "repeats": 1}),
     ],
 )
 def test_a_description_that_would_be_read_wrongly_is_refused_by_name(store, key, value):
@@ -397,7 +407,7 @@ def test_a_row_of_the_catalog_that_no_table_has_is_refused_when_the_store_is_ope
     "change",
     [
         {"schema": {"label": "buy"}},
-        {"like": "another store"},
+        {"encoding": "another hash"},
         {"features": [{**each._asdict(), "name": f"{each.name}_"} for each in FEATURES]},
         {"ranking": {"item": "user", "item_features": ["item"]}},
     ],
@@ -410,3 +420,18 @@ def test_stores_of_other_schemas_have_another_fingerprint(store, change):
     store.meta = meta
 
     assert store.fingerprint != before
+
+
+def test_a_store_says_how_its_features_were_made(store):
+    assert "encoding" not in store.describe()
+    meta = json.loads((store.path / "meta.json").read_text()) | {"encoding": "a hash"}
+    (store.path / "meta.json").write_text(json.dumps(meta))
+
+    assert Store(store.path).describe()["encoding"] == "a hash"
+
+
+def test_the_way_to_a_store_is_named_for_tables_and_for_criteo(tmp_path):
+    with pytest.raises(
+        StoreError, match=r"prepare table FILES --schema SCHEMA .* or with `recsys prepare criteo-k"
+    ):
+        Store(tmp_path)

@@ -36,6 +36,7 @@ class Reader:
         outputs: Names in the folder that must not exist after an error.
         names_file: Whether errors must name the folder.
         allowed: Further classes of errors: those of Python, for arguments of Python functions.
+        of_all_rows: Words of errors that are about all rows together, and so name no file.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Reader:
     outputs: tuple = ()
     names_file: bool = True
     allowed: tuple = ()
+    of_all_rows: tuple = ()
 
 
 class WrongOutcomeError(AssertionError):
@@ -95,8 +97,10 @@ def _outcome(reader, folder, call):
             call()
         except (RecsysError, OSError) as error:
             message = str(error)
-            is_of_arguments = isinstance(error, ConfigError)
-            if (reader.names_file and not is_of_arguments) or not isinstance(error, RecsysError):
+            is_of_no_file = isinstance(error, ConfigError) or any(
+                words in message for words in reader.of_all_rows
+            )
+            if (reader.names_file and not is_of_no_file) or not isinstance(error, RecsysError):
                 _require(str(folder) in message, f"{type(error).__name__} names no file: {message}")
             _require(len(message) < 20_000, f"{type(error).__name__} of {len(message)} characters")
             return type(error).__name__

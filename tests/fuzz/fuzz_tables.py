@@ -22,7 +22,7 @@ LABELLED = {
     "timestamp": "time",
     "weight": "w",
     "missing_values": ["NA"],
-    "dense": {"price": {"transform": "log", "missing": 1.0}, "age": {"missing": 3.5}},
+    "dense": {"price": {"transform": "log", "missing": "mean"}, "age": {"missing": 3.5}},
     "categorical": {
         "user": {"values": "integer", "min_count": 2},
         "site": {"max_rows": 9, "missing": "own"},
@@ -126,6 +126,11 @@ def attack_like(folder, random):
 
 
 _BYTES = "bytes, numbers; links, folders, pipes"
+_OF_ALL_ROWS = (
+    "a table must have at least one row",
+    "the training part has none of",
+    "missing values take the mean of the training part",
+)
 TABLES = (
     *(
         Reader(
@@ -134,6 +139,7 @@ TABLES = (
             partial(make_file, name=name),
             partial(attack_file, name=name),
             ("store",),
+            of_all_rows=_OF_ALL_ROWS,
         )
         for kind, name in (
             ("CSV", "a.csv"),

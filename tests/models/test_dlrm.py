@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 from math import sqrt
 
@@ -226,3 +227,41 @@ def test_weights_multiply_the_losses_of_samples_and_b_divides_their_sum():
     torch.testing.assert_close(weighted.detach(), (losses * weights).sum() / len(losses))
     torch.testing.assert_close(plain.detach(), losses.mean())
     assert model.uses_sample_weights
+
+
+def test_logits_follow_from_the_vectors_of_dense_and_sparse_features():
+    model, batch = make_dlrm(), make_batch()
+
+    vectors = model.dense_arch(batch.dense_features), model.sparse_arch(batch.sparse_features)
+
+    assert [each.shape for each in vectors] == [(6, 4), (6, len(SIZES), 4)]
+    assert torch.equal(model.head(*vectors), model(batch.dense_features, batch.sparse_features))
+
+
+@pytest.mark.parametrize("batch_size", [1, 6])
+def test_without_dense_features_the_bottom_mlp_runs_on_one_row(batch_size):
+    batch, seen = make_batch(batch_size), []
+    once = DLRM(TorchEmbeddingBags(make_tables()), 0, [8, 4], [16, 8, 1])
+    for_each = copy.deepcopy(once)
+    for_each.dense_arch._is_constant = False
+    once.dense_arch.model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+
+    inputs = batch.dense_features[:, :0], batch.sparse_features
+    logits = [model(*inputs) for model in (once, for_each)]
+    for each in logits:
+        each.square().sum().backward()
+
+    assert seen == [(1, 0)]
+    torch.testing.assert_close(*logits, rtol=1e-6, atol=1e-6)
+    expected = {name: value.grad.to_dense() for name, value in for_each.named_parameters()}
+    for name, parameter in once.named_parameters():
+        gradient = parameter.grad.to_dense()
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_without_dense_features_a_mini_batch_of_no_sample_has_no_logit():
+    model = DLRM(TorchEmbeddingBags(make_tables()), 0, [8, 4], [16, 8, 1])
+
+    logits = model.head(model.dense_arch(torch.empty(0, 0)), torch.empty(0, len(SIZES), 4))
+
+    assert logits.shape == (0, 1)

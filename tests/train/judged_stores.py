@@ -64,3 +64,42 @@ def write_store(path, *, is_ranked=False, num_samples=700, seed=0):
             catalog=genres[:, None] if is_ranked else None,
         )
     return Store(path)
+
+
+def write_random_store(path, *, come_again):
+    """Write a store of 40 users whose 60 items say nothing of them, and open it.
+
+    A user has 20 positives and 60 negatives in training, then 25 positives for test, then 5 for
+    validation. All are drawn with equal chances. With `come_again` a user may have an item many
+    times, otherwise at most once. The dense feature makes each sample a question of its own.
+    """
+    rng = np.random.default_rng(0)
+    draws = rng.integers(0, 60, (40, 60))
+    if not come_again:
+        draws = rng.permuted(np.tile(np.arange(60), (40, 1)), axis=1)
+    negatives = rng.integers(0, 60, (40, 60))
+    parts = [draws[:, :20], negatives, draws[:, 20:45], draws[:, 45:50]]
+    items = np.concatenate([part.ravel() for part in parts]) + 1
+    users = np.concatenate([np.repeat(np.arange(40), part.shape[1]) for part in parts])
+    ends = np.cumsum([0, 3200, 1000, 200]).tolist()
+    labels = np.ones(len(items), np.int8)
+    labels[800:3200] = 0
+    about = {"convention": "table", "sources": [], "ranking": {"item": "item", "item_features": []}}
+    features = (Feature("item", "item"), Feature("user", "user"))
+    with StoreWriter(path, dense_transform="none", features=features, has_groups=True) as writer:
+        writer.append(
+            labels,
+            rng.normal(size=(len(items), 1)).astype(np.float32),
+            np.stack([items, users], 1).astype(np.int32),
+            groups=users.astype(np.int32),
+        )
+        writer.finish(
+            dense_names=["noise"],
+            splits={
+                split: range(*ends[place : place + 2])
+                for place, split in enumerate(("train", "test", "validation"))
+            },
+            about=about,
+            table_sizes={"item": 61, "user": 40},
+        )
+    return Store(path)

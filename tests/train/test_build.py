@@ -47,3 +47,16 @@ def test_a_run_may_train_in_the_order_of_the_data(small_config, shuffle):
 def test_an_order_of_the_data_and_that_of_fae_are_refused_together(small_config):
     with pytest.raises(ConfigError, match="shuffle false is not for schedule 'fae'"):
         small_config("shuffle=false", "schedule.name=fae", "budget=1MiB")
+
+
+def test_a_table_with_an_empty_part_is_told_to_change_its_split(table_store):
+    data = table_store(num_samples=8)
+
+    with pytest.raises(ConfigError) as caught:
+        open_source(load_config(data=str(data)))
+
+    assert str(caught.value) == (
+        f"{data}: the validation part is empty: of 8 samples, train has 7, test has 1, validation "
+        "has 0; training needs samples in each part; change [split] in the schema, and prepare the "
+        "table with it again"
+    )

@@ -1,20 +1,30 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from recsys.cli.commands import main
-from recsys.config import load_config
+from recsys.config import EvalConfig, load_config
+from recsys.datasets import write_store as write_store_of_frame
+from recsys.datasets.store import Store
+from recsys.errors import TrainingDiverged
 from recsys.report.page import write_report
 from recsys.report.summary import format_metrics, format_run
-from recsys.train.evaluation import evaluate_run, evaluate_split, open_saved_model
+from recsys.train.build import build_model
+from recsys.train.evaluation import (
+    evaluate_run,
+    evaluate_split,
+    open_saved_model,
+    with_ranking,
+)
 from recsys.train.group_metrics import auc_by_day, evaluate_groups
 from recsys.train.metrics import evaluate_logits
 from recsys.train.ranking import rank_items
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
-from tests.train.judged_stores import SMALL_MODEL, write_store
+from tests.train.judged_stores import SMALL_MODEL, write_random_store, write_store
 
 PLAIN = set(evaluate_logits(np.zeros(2, np.float32), np.array([0, 1])).as_dict())
 OF_GROUPS = {"gauc", "num_groups", "num_groups_left_out"}
@@ -62,8 +72,20 @@ def test_a_run_on_data_with_groups_and_times_has_their_metrics(tmp_path):
     assert RunFolder(tmp_path / "run").read_history()[-1]["test"] == record["metrics"]["test"]
 
 
-def test_evaluations_on_the_way_have_gauc_and_no_days(tmp_path):
-    run(write_store(tmp_path / "store"), tmp_path / "run", "eval.max_samples=60")
+def test_evaluations_on_the_way_have_gauc_and_no_days(tmp_path, monkeypatch):
+    store, expected = write_store(tmp_path / "store"), []
+
+    def evaluate_and_look(model, source, split, *arguments, **parts):
+        samples = np.array(source.splits[split])
+        with torch.no_grad():
+            _, (_, logits, labels) = model(source.read(samples))
+        first, groups = slice(60), source.groups[samples]
+        own = evaluate_groups(logits.numpy()[first], labels.numpy()[first], groups[first])
+        expected.append(own.as_dict())
+        return evaluate_split(model, source, split, *arguments, **parts)
+
+    monkeypatch.setattr("recsys.train.trainer.evaluate_split", evaluate_and_look)
+    run(store, tmp_path / "run", "eval.max_samples=60")
 
     *on_the_way, last = [
         entry["validation"]
@@ -71,9 +93,10 @@ def test_evaluations_on_the_way_have_gauc_and_no_days(tmp_path):
         if "validation" in entry
     ]
 
-    assert on_the_way
-    for found in on_the_way:
+    assert len({found["gauc"] for found in on_the_way}) > 1
+    for found, own in zip(on_the_way, expected, strict=False):
         assert set(found) == PLAIN | OF_GROUPS
+        assert {name: found[name] for name in OF_GROUPS} == own
         assert found["num_samples"] == 60
     assert "auc_by_day" in last
 
@@ -122,6 +145,28 @@ def test_a_model_is_evaluated_on_another_store(tmp_path):
     assert found["test"].groups.num_groups > 0
 
 
+def test_a_run_with_a_budget_on_a_gpu_is_evaluated_on_the_cpu(tmp_path, monkeypatch):
+    from recsys.train.build import build_model
+
+    run(write_store(tmp_path / "store"), tmp_path / "run")
+    folder = RunFolder.open(tmp_path / "run")
+    folder.write_config(replace(folder.read_config(), device="cuda", budget="6KiB"))
+    table_devices = []
+
+    def build(*arguments, table_device):
+        table_devices.append(table_device)
+        return build_model(*arguments, table_device=table_device)
+
+    monkeypatch.setattr("recsys.train.evaluation.build_model", build)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+    with pytest.warns(UserWarning, match="in budget '6KiB', and all its tables .* on 'cpu'"):
+        config, _, model = open_saved_model(tmp_path / "run")
+
+    assert (config.device, table_devices) == ("cpu", ["meta"])
+    assert {each.device.type for each in model.state_dict().values()} == {"cpu"}
+
+
 @pytest.mark.usefixtures("whole_pictures")
 def test_data_of_positives_alone_is_judged_by_rankings_and_has_no_auc(tmp_path):
     store = write_store(tmp_path / "store", is_ranked=True)
@@ -130,16 +175,15 @@ def test_data_of_positives_alone_is_judged_by_rankings_and_has_no_auc(tmp_path):
 
     _, _, model = open_saved_model(tmp_path / "run")
 
-    def score(batch):
-        with torch.no_grad():
-            return model(batch)[1][1].numpy()
-
     for split in ("test", "validation"):
         found = record["metrics"][split]
         assert set(found) == PLAIN | OF_GROUPS | {"auc_by_day"} | OF_RANKING
         assert (found["auc"], found["gauc"], found["num_groups"]) == (None, None, 0)
         assert set(found["auc_by_day"].values()) == {None}
-        expected = rank_items(score, store, split, k=5, num_groups=0, batch_size=10_000)
+        with torch.no_grad():
+            expected = rank_items(
+                model.model, store, split, k=5, most_questions=0, batch_size=10_000
+            )
         assert {name: found[name] for name in OF_RANKING} == pytest.approx(expected.as_dict())
         assert 0 < found["recall_at_k"] < 1
     assert (tmp_path / "run" / "curves.png").is_file()
@@ -181,3 +225,66 @@ def test_many_days_are_cut_in_text():
     lines = text.splitlines()
     assert sum(line.startswith("auc 20") for line in lines) == 31
     assert lines[-1].split() == ["5", "later", "days:", "run.json"]
+
+
+@pytest.mark.parametrize(("come_again", "k"), [(True, 6), (False, 4)])
+def test_rankings_of_random_items_are_at_the_level_of_chance(tmp_path, come_again, k):
+    store = write_random_store(tmp_path / "store", come_again=come_again)
+    run(
+        store,
+        tmp_path / "run",
+        "optimizer.name=adagrad",
+        "optimizer.lr=0.1",
+        "epochs=10",
+        "eval.every_steps=500",
+    )
+    _, source, model = open_saved_model(tmp_path / "run")
+    source.meta["ranking"]["repeats"] = come_again
+    config = EvalConfig(ranking_k=k, ranking_groups=0)
+
+    found = evaluate_split(model, source, "test", batch_size=1000)
+    ranking = with_ranking(found, model, source, "test", config).ranking
+
+    # It knows what each user had in training, which says nothing of the test part.
+    assert evaluate_split(model, source, "train", batch_size=1000).auc > 0.7
+    # k of 60 candidates, or of the 40 that are new. Each of 1,000 answers is found with this chance
+    # whatever the ranking, so the standard deviation of the mean is 0.0095.
+    assert ranking.num_rankings == 1000
+    assert ranking.recall_at_k == pytest.approx(0.1, abs=0.035)
+    assert ranking.popularity_recall_at_k == pytest.approx(0.1, abs=0.035)
+
+
+def test_a_store_like_another_of_positives_alone_is_not_ranked(tmp_path):
+    pd = pytest.importorskip("pandas")
+    pytest.importorskip("pyarrow")
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(
+        {"user": rng.integers(0, 20, 300).astype(str), "item": rng.integers(0, 30, 300).astype(str)}
+    )
+    (tmp_path / "schema.toml").write_text(
+        'group = "user"\n[categorical.user]\n[categorical.item]\n[negatives]\nitem = "item"\n'
+    )
+    write_store_of_frame(frame, tmp_path / "schema.toml", tmp_path / "store")
+    run(Store(tmp_path / "store"), tmp_path / "run")
+    write_store_of_frame(frame[:50], None, tmp_path / "new", like=tmp_path / "store")
+
+    with pytest.warns(UserWarning, match="new has no training part: what its groups chose before"):
+        found = evaluate_run(tmp_path / "run", str(tmp_path / "new"))
+
+    assert found["test"].num_samples == 50
+    assert found["test"].ranking is None
+
+
+def test_a_model_is_in_training_mode_after_an_evaluation_that_failed(tmp_path):
+    store = write_store(tmp_path / "store", is_ranked=True)
+    model, _ = build_model(load_config(None, SMALL_MODEL, data=str(store.path)), store)
+    found = evaluate_split(model, store, "test", batch_size=100)
+    with torch.no_grad():
+        next(model.model.over_arch.parameters()).fill_(torch.nan)
+
+    with pytest.raises(TrainingDiverged, match=r"test: .* logits are not finite"):
+        evaluate_split(model, store, "test", batch_size=100)
+    assert model.training
+    with pytest.raises(TrainingDiverged, match=r"test, ranking: .* scores are not finite"):
+        with_ranking(found, model, store, "test", EvalConfig())
+    assert model.training

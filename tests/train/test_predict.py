@@ -1,4 +1,5 @@
 import csv
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from recsys.datasets.tabular.schema import Schema
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 from recsys.train.evaluation import evaluate_run, open_saved_model, unknown_values
 from recsys.train.predict import predict_run
+from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 from tests.train.judged_stores import SMALL_MODEL, write_store
 
@@ -29,8 +31,11 @@ SCHEMA = Schema.from_dict(
 )
 
 
-def write_csv(path, *, num_rows=300, seed=0, new_sites=0, without=()):
-    """Write clicks; the last `new_sites` rows are of sites that no other row has."""
+def write_csv(path, *, num_rows=300, seed=0, new_sites=0, without=(), more=()):
+    """Write clicks; the last `new_sites` rows are of sites that no other row has.
+
+    `more` adds columns, and replaces those that are there.
+    """
     rng = np.random.default_rng(seed)
     columns = {
         "click": rng.integers(0, 2, num_rows),
@@ -41,6 +46,7 @@ def write_csv(path, *, num_rows=300, seed=0, new_sites=0, without=()):
     }
     for number in range(new_sites):
         columns["site"][-1 - number] = f"new {number}"
+    columns |= dict(more)
     kept = {name: values for name, values in columns.items() if name not in without}
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -119,7 +125,7 @@ def test_rows_of_a_file_get_the_predictions_of_the_store_made_from_it(tmp_path, 
     assert np.array_equal(found["label"], Store(tmp_path / "clicks").labels)
 
 
-def test_rows_need_neither_label_nor_group_column(tmp_path, clicks):
+def test_rows_need_no_label(tmp_path, clicks):
     bare = write_csv(tmp_path / "bare.csv", without=["click"])
 
     report = predict_run(clicks, [bare], tmp_path / "scores.parquet")
@@ -128,6 +134,197 @@ def test_rows_need_neither_label_nor_group_column(tmp_path, clicks):
     assert list(found) == ["row", "score"]
     np.testing.assert_allclose(found["score"], scores_of(clicks), rtol=1e-5)
     assert not report.has_labels
+
+
+@pytest.mark.parametrize("seen", ["not at all", "empty"])
+def test_groups_times_weights_and_the_split_are_not_read(tmp_path, seen):
+    tree = SCHEMA.as_dict() | {"group": "session", "timestamp": "time", "weight": "w"}
+    tree["split"] = {"by": "column", "column": "fold", "train": ["a"], "test": ["b"]}
+    tree["split"]["validation"] = ["c"]
+    others = {
+        "session": [f"s{row // 4}" for row in range(300)],
+        "time": [1_700_000_000 + row for row in range(300)],
+        "w": [1.5] * 300,
+        "fold": ["a"] * 200 + ["b"] * 50 + ["c"] * 50,
+    }
+    file = write_csv(tmp_path / "events.csv", more=others)
+    prepare_table([file], tmp_path / "events", Schema.from_dict(tree))
+    run(tmp_path / "events", tmp_path / "run")
+    empty = {name: [""] * 300 for name in others} if seen == "empty" else {}
+    new = write_csv(tmp_path / "new.csv", more=empty)
+
+    predict_run(tmp_path / "run", [new], tmp_path / "scores.parquet")
+
+    found = read(tmp_path / "scores.parquet")
+    np.testing.assert_allclose(found["score"], scores_of(tmp_path / "run"), rtol=1e-5)
+    assert np.array_equal(found["label"], Store(tmp_path / "events").labels)
+
+
+def test_an_empty_group_is_a_missing_value_of_its_feature(tmp_path, clicks):
+    new = write_csv(tmp_path / "new.csv", more={"user": [""] * 300})
+
+    report = predict_run(clicks, [new], tmp_path / "scores.parquet")
+
+    found = read(tmp_path / "scores.parquet")["score"]
+    assert np.isfinite(found).all()
+    assert np.abs(found - scores_of(clicks)).max() > 1e-3
+    assert report.unknown == {}
+
+
+def test_a_label_that_is_missing_is_null(tmp_path, clicks):
+    new = write_csv(tmp_path / "new.csv", more={"click": [1, "", 0] * 100})
+
+    report = predict_run(clicks, [new], tmp_path / "scores.parquet")
+
+    labels = parquet.read_table(tmp_path / "scores.parquet").column("label")
+    assert labels.to_pylist() == [1, None, 0] * 100
+    assert report.has_labels
+    np.testing.assert_allclose(
+        read(tmp_path / "scores.parquet")["score"], scores_of(clicks), rtol=1e-5
+    )
+
+
+def test_data_of_positives_alone_has_no_label_to_read(tmp_path):
+    tree = SCHEMA.as_dict() | {"negatives": {"item": "site", "per_positive": 1}}
+    del tree["label"]
+    file = write_csv(tmp_path / "clicks.csv", without=["click"])
+    prepare_table([file], tmp_path / "clicks", Schema.from_dict(tree))
+    run(tmp_path / "clicks", tmp_path / "run", "eval.ranking_k=5")
+
+    report = predict_run(tmp_path / "run", [file], tmp_path / "scores.parquet")
+
+    positives = np.flatnonzero(Store(tmp_path / "clicks").labels)
+    np.testing.assert_allclose(
+        read(tmp_path / "scores.parquet")["score"],
+        scores_of(tmp_path / "run", positives),
+        rtol=1e-5,
+    )
+    assert not report.has_labels
+
+
+@pytest.mark.parametrize(
+    ("suffix", "without", "settings"),
+    [
+        (".parquet", (), ()),
+        (".csv", ("multi",), ()),
+        (".parquet", ("multi",), ("embeddings=torch",)),
+        (".csv", (), ("embeddings=torch",)),
+        (".csv", (), ("precision=bf16",)),
+        (".csv", ("dense",), ()),
+    ],
+)
+def test_a_file_is_predicted_as_the_store_made_from_it(tmp_path, suffix, without, settings):
+    tree = {key: value for key, value in SCHEMA.as_dict().items() if key not in without}
+    file = write_csv(tmp_path / "clicks.csv")
+    prepare_table([file], tmp_path / "clicks", Schema.from_dict(tree))
+    run(tmp_path / "clicks", tmp_path / "run", *settings)
+    if suffix == ".parquet":
+        file = as_parquet(file)
+
+    predict_run(tmp_path / "run", [file], tmp_path / "of_file.parquet")
+
+    predict_run(tmp_path / "run", [tmp_path / "clicks"], tmp_path / "of_store.parquet")
+    of_file, of_store = read(tmp_path / "of_file.parquet"), read(tmp_path / "of_store.parquet")
+    np.testing.assert_allclose(of_file["score"], of_store["score"], rtol=1e-5)
+    assert np.array_equal(of_file["label"], of_store["label"])
+    assert of_file["score"].std() > 0
+    tolerance = 2e-2 if "precision=bf16" in settings else 1e-5
+    np.testing.assert_allclose(of_file["score"], scores_of(tmp_path / "run"), rtol=tolerance)
+
+
+def as_parquet(file):
+    """The table of a CSV file in a Parquet file, in two row groups."""
+    from pyarrow import csv as arrow_csv
+
+    path = file.with_suffix(".parquet")
+    parquet.write_table(arrow_csv.read_csv(file), path, row_group_size=170)
+    return path
+
+
+def test_files_to_predict_are_not_hashed(tmp_path, clicks, monkeypatch):
+    monkeypatch.setattr("recsys.datasets.tabular.hashing_file.hashlib", None)
+
+    for file in (tmp_path / "clicks.csv", as_parquet(tmp_path / "clicks.csv")):
+        report = predict_run(clicks, [file], tmp_path / f"scores of {file.name}.parquet")
+        assert report.num_samples == 300
+
+
+@pytest.mark.parametrize(
+    ("price", "words"),
+    [
+        ("1e300", r"must be a number of float32, got 1e\+300"),
+        ("3e38", r"transform 'standardize' makes a larger number of 3e\+38"),
+    ],
+)
+def test_a_row_that_cannot_be_encoded_is_named_by_its_file(tmp_path, price, words):
+    tree = SCHEMA.as_dict() | {"dense": {"price": {"transform": "standardize"}}}
+    prices = {"price": [row / 1000 for row in range(300)]}
+    first = write_csv(tmp_path / "first.csv", more=prices)
+    prepare_table([first], tmp_path / "clicks", Schema.from_dict(tree))
+    run(tmp_path / "clicks", tmp_path / "run")
+    second = write_csv(tmp_path / "second.csv", num_rows=3, more={"price": [1, price, 1]})
+    message = rf"second\.csv, line 3, column 'price': .*{words}"
+
+    with pytest.raises(DatasetFormatError, match=message):
+        predict_run(tmp_path / "run", [first, second], tmp_path / "scores.parquet")
+    with pytest.raises(DatasetFormatError, match=message):
+        prepare_table([first, second], tmp_path / "like", like=tmp_path / "clicks")
+
+    assert not (tmp_path / "scores.parquet").exists()
+    assert not (tmp_path / "like").exists()
+
+
+def test_a_row_without_a_finite_score_is_named(tmp_path):
+    file = write_csv(tmp_path / "clicks.csv")
+    schema = Schema.from_dict(SCHEMA.as_dict() | {"dense": {"price": {}}})
+    prepare_table([file], tmp_path / "clicks", schema)
+    run(tmp_path / "clicks", tmp_path / "run")
+    folder = RunFolder.open(tmp_path / "run")
+    state = {name: value.clone() for name, value in folder.load_state().items()}
+    state["dense_arch.model._mlp.0._linear.weight"].fill_(1e10)
+    folder.save_model(SimpleNamespace(state_dict=lambda: state))
+    huge = write_csv(tmp_path / "huge.csv", num_rows=3, more={"price": [1, "1e30", 1]})
+    prepare_table([huge], tmp_path / "huge", like=tmp_path / "clicks")
+    message = r": a score must be finite.* feature is 'price' with 1e\+30 .*; correct the row, or"
+
+    with pytest.raises(DatasetFormatError, match=rf"huge\.csv, line 3{message}"):
+        predict_run(tmp_path / "run", [file, huge], tmp_path / "scores.parquet")
+    with pytest.raises(DatasetFormatError, match=rf"store .*huge, sample 1{message}"):
+        predict_run(tmp_path / "run", [tmp_path / "huge"], tmp_path / "scores.parquet")
+
+    assert not (tmp_path / "scores.parquet").exists()
+
+
+def test_a_store_with_other_rows_for_its_values_is_refused(tmp_path, clicks):
+    new = write_csv(tmp_path / "new.csv", seed=5)
+    prepare_table([new], tmp_path / "new", SCHEMA)
+    known = Store(tmp_path / "clicks")
+    assert Store(tmp_path / "new").table_sizes == known.table_sizes
+    assert RunFolder.open(clicks).read_record()["data"]["encoding"] == known.meta["encoding"]
+    message = rf"store .*new: values must have the rows, .* --like {known.path} --out STORE`"
+
+    with pytest.raises(ConfigError, match=message):
+        evaluate_run(clicks, str(tmp_path / "new"))
+    with pytest.raises(ConfigError, match=message):
+        predict_run(clicks, [tmp_path / "new"], tmp_path / "scores.parquet")
+
+    prepare_table([new], tmp_path / "like", like=known.path)
+    assert evaluate_run(clicks, str(tmp_path / "like"))["test"].num_samples == 300
+    prepare_table([tmp_path / "clicks.csv"], tmp_path / "same", SCHEMA)
+    found, own = evaluate_run(clicks, str(tmp_path / "same")), evaluate_run(clicks)
+    assert found["test"].as_dict() == own["test"].as_dict()
+
+
+def test_a_store_with_its_dense_columns_in_another_order_is_refused(tmp_path):
+    file = write_csv(tmp_path / "clicks.csv", more={"age": list(range(300))})
+    for name, columns in (("store", ["price", "age"]), ("swapped", ["age", "price"])):
+        dense = {column: {"transform": "standardize"} for column in columns}
+        schema = Schema.from_dict(SCHEMA.as_dict() | {"dense": dense})
+        prepare_table([file], tmp_path / name, schema)
+    run(tmp_path / "store", tmp_path / "run")
+
+    with pytest.raises(ConfigError, match=r"swapped: values must have the rows, and dense columns"):
+        evaluate_run(tmp_path / "run", str(tmp_path / "swapped"))
 
 
 def test_tomorrows_file_is_predicted_as_the_store_like_todays_and_told_of_its_unknown_values(
@@ -168,11 +365,14 @@ def test_files_are_predicted_one_after_the_other(tmp_path, clicks):
     )
 
 
-def test_the_command_tells_what_it_did(tmp_path, clicks, capsys):
+def test_the_command_tells_what_it_did(tmp_path, clicks, capsys, monkeypatch):
     new = write_csv(tmp_path / "new.csv", new_sites=2, without=["click"])
     arguments = ["predict", str(clicks), str(new), "--out", str(tmp_path / "scores.parquet")]
+    tuned = []
+    monkeypatch.setattr("recsys._support.machine.tune_allocator", lambda: tuned.append(True))
 
     assert main(arguments) == 0
+    assert tuned == [True]
 
     printed = capsys.readouterr().out
     assert "scores.parquet: 300 predictions" in printed
@@ -221,13 +421,25 @@ def test_what_cannot_be_predicted_is_refused_and_leaves_no_file(tmp_path, clicks
         predict_run(clicks, [store.path], out)
 
 
-def test_a_store_that_was_prepared_again_does_not_encode_files(tmp_path, clicks):
+def test_a_store_that_was_prepared_again_is_refused(tmp_path, clicks):
     (tmp_path / "clicks").rename(tmp_path / "old")
     other = write_csv(tmp_path / "other.csv", seed=5)
     prepare_table([other], tmp_path / "clicks", SCHEMA)
+    message = "prepared again after the run, .*; train again, or restore the store"
+
+    with pytest.raises(ConfigError, match=message):
+        predict_run(clicks, [other], tmp_path / "scores.parquet")
+    with pytest.raises(ConfigError, match=message):
+        evaluate_run(clicks)
+
+
+def test_files_are_encoded_by_the_store_of_the_run_alone(tmp_path, clicks):
+    (tmp_path / "clicks").rename(tmp_path / "old")
+    schema = Schema.from_dict(SCHEMA.as_dict() | {"missing_values": ["NA"]})
+    prepare_table([tmp_path / "clicks.csv"], tmp_path / "clicks", schema)
 
     with pytest.raises(ConfigError, match="it was prepared again; train again, or"):
-        predict_run(clicks, [other], tmp_path / "scores.parquet")
+        predict_run(clicks, [tmp_path / "clicks.csv"], tmp_path / "scores.parquet")
 
 
 def test_a_file_does_not_give_histories(tmp_path):
@@ -238,10 +450,11 @@ def test_a_file_does_not_give_histories(tmp_path):
     prepare_table([file], tmp_path / "clicks", schema)
     run(tmp_path / "clicks", tmp_path / "run")
 
-    with pytest.raises(ConfigError, match="a history needs all rows of a file"):
+    with pytest.raises(ConfigError, match=r"one of labelled rows with .* --like .*; rows without"):
         predict_run(tmp_path / "run", [file], tmp_path / "scores.parquet")
 
-    prepare_table([file], tmp_path / "again", like=tmp_path / "clicks")
+    with pytest.warns(UserWarning, match="histories list rows of these files alone"):
+        prepare_table([file], tmp_path / "again", like=tmp_path / "clicks")
     predict_run(tmp_path / "run", [tmp_path / "again"], tmp_path / "scores.parquet")
     np.testing.assert_allclose(
         read(tmp_path / "scores.parquet")["score"], scores_of(tmp_path / "run"), rtol=1e-5

@@ -1,11 +1,20 @@
-from math import log2
+from itertools import product
+from math import log2, sqrt
+from statistics import mean, stdev
 
 import numpy as np
 import pytest
+import torch
 
+from recsys.batch import JaggedIds
+from recsys.config import load_config
 from recsys.datasets.store import Store, StoreWriter
 from recsys.datasets.store_features import Feature
+from recsys.errors import TrainingDiverged
+from recsys.train.build import autocast, build_model
 from recsys.train.ranking import rank_items
+from recsys.train.ranking_metrics import Rankings
+from tests.train.judged_stores import SMALL_MODEL
 
 FEATURES = [
     Feature("genre", "genre"),
@@ -13,18 +22,19 @@ FEATURES = [
     Feature("item", "item"),
     Feature("user", "user"),
 ]
-ONES, SIZES = ["genre", "item", "user"], {"genre": 5, "item": 12, "user": 9}
+SIZES = {"genre": 5, "item": 12, "user": 9}
 
 
 @pytest.fixture
 def write(tmp_path):
     """A function that writes a store: positives in every split, and negatives in training."""
 
-    def write(samples, sizes, *, name="store", schema=None):
+    def write(samples, sizes, *, schema=None, has_history=True, num_dense=1):
         """Samples are (label, group, item, history); the rest follows from them."""
         genres = np.arange(12) % 4 + 1
+        features = [each for each in FEATURES if has_history or not each.is_bag]
         writer = StoreWriter(
-            tmp_path / name, dense_transform="none", features=FEATURES, has_groups=True
+            tmp_path / "store", dense_transform="none", features=features, has_groups=True
         )
         labels, groups, items, histories = zip(*samples, strict=True)
         items, groups = np.array(items, np.int32), np.array(groups, np.int32)
@@ -39,76 +49,105 @@ def write(tmp_path):
             "ranking": {"item": "item", "item_features": ["genre"]},
             "schema": schema or {},
         }
+        rows = np.array([row for each in histories for row in each], np.int32)
+        lengths = np.array([[len(each)] for each in histories])
         with writer:
             writer.append(
                 np.array(labels, np.int8),
-                groups[:, None].astype(np.float32),
+                groups[:, None].astype(np.float32)[:, :num_dense],
                 np.stack([genres[items], items, groups % 9], 1).astype(np.int32),
-                bag_values=np.array([row for each in histories for row in each], np.int32),
-                bag_lengths=np.array([[len(each)] for each in histories]),
+                bag_values=rows if has_history else None,
+                bag_lengths=lengths if has_history else None,
                 groups=groups,
             )
             writer.finish(
-                dense_names=["age"],
+                dense_names=["age"][:num_dense],
                 splits=splits,
                 about=about,
                 table_sizes=SIZES,
                 catalog=genres[:, None].astype(np.int32),
             )
-        return Store(tmp_path / name)
+        return Store(tmp_path / "store")
 
     return write
 
 
-def value_of(item, genre, user, dense, history):
+def value_of(age, item, history, genre, user):
     """A score of one candidate; it depends on every feature."""
-    return float((item * 7 + user * 5 + int(dense) * 3 + sum(history) * item) % 11 + genre / 8)
+    return (item * 7 + user * 5 + age * 3 + history * item) % 11 + genre / 8
 
 
-def score(batch):
-    features = batch.sparse_features
-    item, genre, user = (features[name].values().tolist() for name in ("item", "genre", "user"))
-    bags = features["history"]
-    bounds = bags.offsets().tolist()
-    return np.array(
-        [
-            value_of(
-                item[place],
-                genre[place],
-                user[place],
-                batch.dense_features[place, 0],
-                bags.values()[bounds[place] : bounds[place + 1]].tolist(),
-            )
-            for place in range(len(batch))
-        ],
-        np.float32,
-    )
+class Sums(torch.nn.Module):
+    """Pooled vectors of one column: sums of rows. In another order than that of the store."""
+
+    sparse_feature_names = ("item", "history", "genre", "user")
+
+    def forward(self, features):
+        sums = []
+        for name in self.sparse_feature_names:
+            bags = features[name]
+            totals = torch.nn.functional.pad(bags.values().cumsum(0), (1, 0))
+            sums.append(totals[bags.offsets()].diff())
+        return torch.stack(sums, 1).unsqueeze(-1).float()
 
 
-def ranked_in_plain_python(samples, sizes, k, first_row=1):
-    """Recall and NDCG of each question, and the items that were never found."""
+class Scorer(torch.nn.Module):
+    """A model that gives candidates a score in plain Python, by default `value_of`."""
+
+    def __init__(self, value=value_of):
+        super().__init__()
+        self.value = value
+        self.sparse_arch = Sums()
+        self.dense_arch = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+        self.dense_arch.weight.fill_(1)
+
+    def head(self, dense, pooled):
+        candidates = torch.cat([dense, pooled.squeeze(-1)], 1).tolist()
+        return torch.tensor([[float(self.value(*each))] for each in candidates])
+
+
+def ranked_in_plain_python(samples, sizes, k, first_row=1, *, come_again=False):
+    """Group, recall and NDCG of each question, and the number of answers without a row."""
     train, test = samples[: sizes[0]], samples[sizes[0] : sizes[0] + sizes[1]]
-    questions = {}
+    known, asked = {}, {}
+    for label, group, item, _ in train:
+        if label:
+            known.setdefault(group, set()).add(item)
     for label, group, item, history in test:
         if label:
-            questions.setdefault((group, tuple(history)), []).append(item)
-    recalls, ndcgs, num_unknown = [], [], 0
-    for (group, history), right in sorted(questions.items()):
-        known = {item for label, other, item, _ in train if label and other == group}
+            own = set() if come_again or item < first_row else known.get(group, set())
+            asked.setdefault((group, tuple(history), item in own), []).append(item)
+    questions, num_unknown = [], 0
+    for (group, history, is_again), right in sorted(asked.items()):
         answers = {item for item in right if item >= first_row}
         unknown = sum(item < first_row for item in right)
+        left_out = set() if come_again or is_again else known.get(group, set())
         scores = {
-            item: value_of(item, item % 4 + 1, group % 9, group, history)
+            item: value_of(group, item, sum(history), item % 4 + 1, group % 9)
             for item in range(first_row, 12)
-            if item not in known or item in answers
+            if item not in left_out
         }
         ranks = [sum(scores[item] <= other for other in scores.values()) for item in answers]
         total = len(answers) + unknown
-        recalls.append(sum(rank <= k for rank in ranks) / total)
         best = sum(1 / log2(1 + place) for place in range(1, min(k, total) + 1))
-        ndcgs.append(sum(1 / log2(1 + rank) for rank in ranks if rank <= k) / best)
+        ndcg = sum(1 / log2(1 + rank) for rank in ranks if rank <= k) / best
+        questions.append((group, sum(rank <= k for rank in ranks) / total, ndcg))
         num_unknown += unknown
-    return recalls, ndcgs, num_unknown
+    return questions, num_unknown
+
+
+def by_group(questions, column=1):
+    """Recalls, or NDCGs, of the questions of each group."""
+    found = {}
+    for question in questions:
+        found.setdefault(question[0], []).append(question[column])
+    return found
+
+
+def mean_and_error(questions, column):
+    """Mean over groups of the means of their questions, and its standard error."""
+    means = [mean(values) for values in by_group(questions, column).values()]
+    return pytest.approx(mean(means)), pytest.approx(stdev(means) / sqrt(len(means)))
 
 
 def random_samples(seed, sizes):
@@ -121,74 +160,116 @@ def random_samples(seed, sizes):
     return samples
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize(("k", "batch_size"), [(1, 7), (3, 1000), (5, 11)])
-def test_all_items_are_ranked_for_every_question(write, seed, k, batch_size):
-    sizes = (60, 25, 4)
-    samples = random_samples(seed, sizes)
-    recalls, ndcgs, num_unknown = ranked_in_plain_python(samples, sizes, k)
-
-    found = rank_items(
-        score, write(samples, sizes), "test", k=k, num_groups=0, batch_size=batch_size
+def rank(store, k, model=None, *, most_questions=0, batch_size=100):
+    return rank_items(
+        Scorer() if model is None else model,
+        store,
+        "test",
+        k=k,
+        most_questions=most_questions,
+        batch_size=batch_size,
     )
 
-    assert found.recall_at_k == pytest.approx(np.mean(recalls))
-    assert found.ndcg_at_k == pytest.approx(np.mean(ndcgs))
-    assert found.num_rankings == len(recalls)
+
+@pytest.mark.parametrize("come_again", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("k", "batch_size"), [(1, 7), (3, 1000), (5, 11)])
+def test_all_items_are_ranked_for_every_question(write, seed, k, batch_size, come_again):
+    sizes = (60, 40, 4)
+    samples = random_samples(seed, sizes)
+    questions, num_unknown = ranked_in_plain_python(samples, sizes, k, come_again=come_again)
+    store = write(samples, sizes)
+    store.meta["ranking"]["repeats"] = come_again
+
+    found = rank(store, k, batch_size=batch_size)
+
+    recall, ndcg = mean_and_error(questions, 1), mean_and_error(questions, 2)
+    assert (found.recall_at_k, found.recall_standard_error) == recall
+    assert (found.ndcg_at_k, found.ndcg_standard_error) == ndcg
+    assert found.num_rankings == len(questions)
     assert found.num_unknown_items == num_unknown
 
 
 def test_more_questions_than_scores_held_at_a_time_are_ranked_in_parts(write, monkeypatch):
     sizes = (60, 25, 4)
     store = write(random_samples(0, sizes), sizes)
-    whole = rank_items(score, store, "test", k=3, num_groups=0, batch_size=50)
+    whole = rank(store, 3)
 
     monkeypatch.setattr("recsys.train.ranking._MOST_SCORES", 30)
     monkeypatch.setattr("recsys.train.ranking._BLOCK", 7)
 
-    assert rank_items(score, store, "test", k=3, num_groups=0, batch_size=50) == whole
+    assert rank(store, 3) == whole
 
 
-def test_groups_are_drawn_by_the_data_alone(write):
+def test_groups_and_one_question_of_each_are_drawn_by_the_data_alone(write):
     sizes = (60, 60, 4)
     samples = random_samples(1, sizes)
     store = write(samples, sizes)
-    groups = []
+    groups = set()
 
-    def listen(batch):
-        groups.extend(batch.dense_features[:, 0].int().tolist())
-        return score(batch)
+    def listen(age, *others):
+        groups.add(int(age))
+        return value_of(age, *others)
 
-    found = [rank_items(listen, store, "test", k=3, num_groups=5, batch_size=50) for _ in range(2)]
+    found = [rank(store, 3, Scorer(listen), most_questions=5) for _ in range(2)]
 
-    drawn = set(groups)
     assert found[0] == found[1]
-    assert len(drawn) == 5
-    own = [
-        each
-        for place, each in enumerate(samples)
-        if place < sizes[0] or place >= sizes[0] + sizes[1] or each[1] in drawn
-    ]
-    kept = (sizes[0], len(own) - sizes[0] - sizes[2], sizes[2])
-    assert found[0].recall_at_k == pytest.approx(np.mean(ranked_in_plain_python(own, kept, 3)[0]))
+    assert len(groups) == found[0].num_rankings == 5
+    recalls = by_group(ranked_in_plain_python(samples, sizes, 3)[0])
+    possible = [mean(each) for each in product(*(recalls[group] for group in groups))]
+    assert found[0].recall_at_k in [pytest.approx(each) for each in possible]
+
+
+def test_fewer_groups_than_questions_are_asked_equally_many(write):
+    sizes = (60, 90, 4)
+    samples = random_samples(3, sizes)
+    store = write(samples, sizes)
+    recalls = by_group(ranked_in_plain_python(samples, sizes, 3)[0]).values()
+    per_group = 30 // len(recalls)
+
+    found = rank(store, 3, most_questions=30)
+
+    assert 1 < per_group < max(map(len, recalls))
+    assert found.num_rankings == sum(min(per_group, len(each)) for each in recalls)
+    assert rank(store, 3, most_questions=10_000) == rank(store, 3)
 
 
 def test_what_a_group_chose_in_training_takes_no_place_and_its_negatives_do(write):
-    # Group 0 chose items 1 and 2 and refused 3; it chooses 2 again, and 4.
-    samples = [(1, 0, 1, []), (1, 0, 2, []), (0, 0, 3, []), (1, 0, 2, []), (1, 0, 4, [])]
-    store = write([*samples, (1, 1, 5, [])], (3, 2, 1))
-    order = {1: 12.0, 3: 11.0, 2: 10.0, 4: 9.0}
+    # Group 0 chose items 1 and 2 and refused 3; it chooses 4.
+    samples = [(1, 0, 1, []), (1, 0, 2, []), (0, 0, 3, []), (1, 0, 4, []), (1, 1, 5, [])]
+    store, order = write(samples, (3, 1, 1)), {1: 12, 3: 11, 2: 10, 4: 9}
+    model = Scorer(lambda _, item, *__: order.get(item, -item))
 
-    def by_order(batch):
-        items = batch.sparse_features["item"].values().tolist()
-        return np.array([order.get(item, -item) for item in items], np.float32)
+    hits = [rank(store, k, model).recall_at_k for k in (1, 2)]
 
-    hits = [
-        rank_items(by_order, store, "test", k=k, num_groups=0, batch_size=100).recall_at_k
-        for k in (1, 2, 3)
-    ]
+    assert hits == [0, 1]
 
-    assert hits == [0, 0.5, 1]
+
+def test_what_a_group_chose_before_gets_no_help_when_it_is_chosen_again(write):
+    # Group 0 chose items 1 and 2; it chooses 2 again, and 4.
+    samples = [(1, 0, 1, []), (1, 0, 2, []), (1, 0, 2, []), (1, 0, 4, []), (1, 1, 5, [])]
+    store = write(samples, (2, 2, 1))
+    order = {1: 12, 2: 11, 3: 10, 4: 9}
+    model = Scorer(lambda _, item, *__: order.get(item, -item))
+
+    found = {k: rank(store, k, model) for k in (1, 2)}
+
+    assert [each.recall_at_k for each in found.values()] == [0, 1]  # 2 after 1, 4 after 3
+    assert found[2].ndcg_at_k == pytest.approx(1 / log2(3))
+    assert found[2].num_rankings == 2
+    assert found[2].recall_standard_error is None  # of one group
+
+
+def test_where_items_come_again_all_of_them_are_candidates(write):
+    samples = [(1, 0, 1, []), (1, 0, 2, []), (1, 0, 2, []), (1, 0, 4, []), (1, 1, 5, [])]
+    store = write(samples, (2, 2, 1))
+    store.meta["ranking"]["repeats"] = True
+    order = {1: 12, 2: 11, 3: 10, 4: 9}
+    model = Scorer(lambda _, item, *__: order.get(item, -item))
+
+    hits = [rank(store, k, model).recall_at_k for k in (1, 2, 3, 4)]
+
+    assert hits == [0, 0.5, 0.5, 1]
 
 
 def test_rankings_by_popularity_stand_beside_those_of_the_model(write):
@@ -203,7 +284,7 @@ def test_rankings_by_popularity_stand_beside_those_of_the_model(write):
     ]
     store = write([*train, (1, 0, 7, []), (1, 6, 9, [])], (6, 1, 1))
 
-    found = {k: rank_items(score, store, "test", k=k, num_groups=0, batch_size=100) for k in (2, 3)}
+    found = {k: rank(store, k) for k in (2, 3)}
 
     assert [each.popularity_recall_at_k for each in found.values()] == [0, 1]  # after 5 and 3
     assert found[3].popularity_ndcg_at_k == pytest.approx(1 / log2(4))
@@ -213,11 +294,78 @@ def test_the_row_of_missing_values_is_no_item(write):
     sizes = (30, 25, 4)
     samples = random_samples(2, sizes)
     schema = {"categorical": {"item": {"missing": "own"}, "user": {"missing": "rare"}}}
-    recalls, _, num_unknown = ranked_in_plain_python(samples, sizes, 4, first_row=2)
+    questions, num_unknown = ranked_in_plain_python(samples, sizes, 4, first_row=2)
 
-    found = rank_items(
-        score, write(samples, sizes, schema=schema), "test", k=4, num_groups=0, batch_size=64
-    )
+    found = rank(write(samples, sizes, schema=schema), 4)
 
-    assert found.recall_at_k == pytest.approx(np.mean(recalls))
+    assert found.recall_at_k == mean_and_error(questions, 1)[0]
     assert found.num_unknown_items == num_unknown > 0
+
+
+def test_scores_that_are_not_finite_are_refused(write):
+    sizes = (60, 25, 4)
+    store = write(random_samples(0, sizes), sizes)
+
+    with pytest.raises(TrainingDiverged, match=r"test, ranking: .* are not finite; lower"):
+        rank(store, 3, Scorer(lambda _, item, *__: np.nan if item == 7 else 0))
+
+
+def scores_of_samples(dlrm, store, samples):
+    """Scores of all items: every candidate as a sample with all of its features."""
+    num_items = SIZES["item"]
+    asked = torch.arange(len(samples)).repeat_interleave(num_items)
+    batch = store.read(np.array(samples)).select(asked)
+    features, rows = batch.sparse_features, torch.arange(num_items).repeat(len(samples))
+    values = features.values().clone()
+    genres = torch.from_numpy(store.catalog[:, 0].astype(np.int64))
+    for name, column in (("item", rows), ("genre", genres[rows])):
+        begin = int(features.offsets()[features.keys().index(name) * len(batch)])
+        values[begin : begin + len(batch)] = column
+    ids = JaggedIds(features.keys(), values, features.offsets())
+    return dlrm(batch.dense_features, ids).view(len(samples), num_items).float().numpy()
+
+
+@pytest.mark.parametrize("provider", ["recsys", "torch", "fbgemm"])
+@pytest.mark.parametrize(("has_history", "num_dense"), [(True, 1), (True, 0), (False, 1)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16", 1e-2)])
+def test_scores_are_those_of_samples_with_the_item(
+    write, monkeypatch, provider, has_history, num_dense, precision, tolerance
+):
+    if provider == "fbgemm":
+        pytest.importorskip("fbgemm_gpu", exc_type=ImportError)
+    sizes = (30, 14, 2)
+    samples = random_samples(4, sizes)
+    samples[30:44] = [(1, group, *samples[30 + group][2:]) for group in range(14)]
+    store = write(samples, sizes, has_history=has_history, num_dense=num_dense)
+    settings = [*SMALL_MODEL, f"embeddings={provider}", f"precision={precision}"]
+    config = load_config(None, settings, data=str(store.path))
+    dlrm = build_model(config, store)[0].model
+    heard = {}
+
+    class Listening(Rankings):
+        def add(self, group, scores, *others):
+            if scores.dtype == np.float32:  # not by popularity
+                heard[group] = scores
+            super().add(group, scores, *others)
+
+    monkeypatch.setattr("recsys.train.ranking.Rankings", Listening)
+    with torch.no_grad(), autocast(config):
+        rank(store, 3, dlrm, batch_size=5)
+        expected = scores_of_samples(dlrm, store, range(30, 44))
+
+    assert list(heard) == list(range(14))
+    np.testing.assert_allclose(
+        np.stack(list(heard.values()))[:, 1:], expected[:, 1:], rtol=0, atol=tolerance
+    )
+    assert expected[:, 1:].std(1).min() > tolerance
+
+
+def test_what_a_question_alone_decides_is_computed_once_for_it(write):
+    sizes = (60, 25, 4)
+    store, model, rows = write(random_samples(0, sizes), sizes), Scorer(), []
+    model.dense_arch.register_forward_hook(lambda _, __, vectors: rows.append(len(vectors)))
+
+    found = rank(store, 3, model, batch_size=4)
+
+    assert sum(rows) == found.num_rankings
+    assert max(rows) == 4

@@ -85,9 +85,9 @@ def test_equal_scores_find_nothing():
 def test_a_result_has_means_their_errors_and_those_by_popularity():
     rankings, by_popularity = Rankings(2), Rankings(2)
     everything = np.ones(3, np.bool_)
-    for relevant, num_unknown in (([0], 0), ([2], 0), ([1], 1)):
-        rankings.add(np.array([3, 2, 1]), np.array(relevant), everything, num_unknown)
-        by_popularity.add(np.array([0, 0, 1]), np.array(relevant), everything, num_unknown)
+    for group, (relevant, num_unknown) in enumerate((([0], 0), ([2], 0), ([1], 1))):
+        rankings.add(group, np.array([3, 2, 1]), np.array(relevant), everything, num_unknown)
+        by_popularity.add(group, np.array([0, 0, 1]), np.array(relevant), everything, num_unknown)
 
     found = rankings.result(by_popularity)
 
@@ -111,5 +111,19 @@ def test_without_rankings_there_is_nothing_to_tell():
 
     assert (found.recall_at_k, found.ndcg_at_k, found.num_rankings) == (None, None, 0)
     one = Rankings(5)
-    one.add(np.zeros(1), np.array([0]), np.ones(1, np.bool_))
+    one.add(7, np.zeros(1), np.array([0]), np.ones(1, np.bool_))
     assert one.result(one).recall_standard_error is None
+
+
+def test_a_group_counts_once_however_many_rankings_it_has():
+    rankings, everything = Rankings(1), np.ones(2, np.bool_)
+    for group, relevant in ((5, 0), (3, 0), (5, 1), (5, 1), (5, 1), (8, 1)):
+        rankings.add(group, np.array([2, 1]), np.array([relevant]), everything)
+
+    found = rankings.result(rankings)
+
+    means = np.array([1, 1 / 4, 0])
+    assert found.recall_at_k == found.popularity_recall_at_k == pytest.approx(means.mean())
+    assert found.recall_standard_error == pytest.approx(means.std(ddof=1) / 3**0.5)
+    assert found.ndcg_standard_error == pytest.approx(means.std(ddof=1) / 3**0.5)
+    assert found.num_rankings == 6

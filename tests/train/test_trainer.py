@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
 from recsys.pipeline.stalls import STAGES, stage_seconds
 from recsys.train.build import autocast, build_model, open_source
-from recsys.train.evaluation import evaluate_run, evaluate_split
+from recsys.train.evaluation import evaluate_run, evaluate_split, with_ranking
 from recsys.train.run_folder import RunFolder
 from recsys.train.trainer import train
 
@@ -534,6 +534,68 @@ def test_ctrl_c_behind_the_last_step_costs_nothing(small_config, tmp_path, monke
 
     assert record["status"] == "finished"
     assert record["metrics"]["test"]["num_samples"] == 150
+
+
+def test_ctrl_c_during_the_last_evaluation_ends_it_after_the_split(
+    small_config, tmp_path, monkeypatch, capfd
+):
+    def interrupt_and_evaluate(*arguments, **parts):
+        if len(arguments) < 5:  # over everything
+            signal.raise_signal(signal.SIGINT)
+        return evaluate_split(*arguments, **parts)
+
+    monkeypatch.setattr("recsys.train.trainer.evaluate_split", interrupt_and_evaluate)
+
+    record = run(small_config("eval.max_samples=60"), tmp_path / "run")
+
+    assert record["status"] == "interrupted"
+    assert record["metrics"]["test"]["num_samples"] == 150
+    assert record["metrics"]["validation"]["num_samples"] == 60  # while it trained
+    assert not any("test" in entry for entry in history(tmp_path / "run"))
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+    assert evaluate_run(tmp_path / "run")["test"].as_dict() == record["metrics"]["test"]
+    said = capfd.readouterr().err
+    assert "ending after the metrics of this split; press Ctrl-C again to stop at once" in said
+    assert "this step" not in said
+
+
+def test_ctrl_c_during_the_last_split_is_too_late_to_leave_anything_out(
+    small_config, tmp_path, monkeypatch
+):
+    def interrupt_and_rank(found, model, source, split, config):
+        if split == "validation":
+            signal.raise_signal(signal.SIGINT)
+        return with_ranking(found, model, source, split, config)
+
+    monkeypatch.setattr("recsys.train.trainer.with_ranking", interrupt_and_rank)
+
+    record = run(small_config("eval.max_samples=60"), tmp_path / "run")
+
+    assert record["status"] == "finished"
+    assert record["metrics"]["validation"]["num_samples"] == 150
+
+
+def test_a_second_ctrl_c_during_the_last_evaluation_keeps_the_metrics_until_then(
+    small_config, tmp_path, monkeypatch
+):
+    def interrupt_twice(found, model, source, split, config):
+        if split == "validation":
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return with_ranking(found, model, source, split, config)
+
+    monkeypatch.setattr("recsys.train.trainer.with_ranking", interrupt_twice)
+    config = small_config("eval.max_samples=60", "eval.popular_share=0.5")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "run")
+
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    found = evaluate_run(tmp_path / "run")
+    assert record["status"] == "interrupted"
+    for split in ("test", "validation"):
+        assert record["metrics"][split] == found[split].as_dict()
+    assert record["metrics"]["test_popular"]["num_samples"] > 0
 
 
 def test_a_model_that_cannot_be_written_leaves_no_half_of_it(small_config, tmp_path, monkeypatch):

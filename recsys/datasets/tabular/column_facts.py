@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from recsys.datasets.tabular.columns import import_pyarrow, plain
+from recsys.datasets.tabular.date_forms import FIRST_SECONDS, date_form
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["ColumnFacts", "measure_column"]
 
 _SEPARATORS = "|;, "
-_DATE_FORMS = {8: ("%Y%m%d", "%y%m%d%H"), 10: ("%Y%m%d%H",), 14: ("%Y%m%d%H%M%S",)}
-_FIRST_SECONDS, _LAST_SECONDS = 631_152_000, 1_990_010_100  # 1990 to 2033; 1990010100 is a date
+_LAST_SECONDS = 1_990_010_100  # in 2033; the digits are those of a date
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +104,17 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
 def _parse_numbers(array: pa.Array) -> pa.Array:
     """Text that is integers or numbers throughout, as these; else the text."""
     arrow = import_pyarrow()
+    import pyarrow.compute as pc
+
     for kind in (arrow.int64(), arrow.float64()):
         try:
             numbers = array.cast(kind)
         except arrow.ArrowInvalid:
             continue
         # Integers beyond 64 bits, and numbers with leading zeros, are names rather than amounts.
-        first = array[0].as_py().lstrip("-")
-        if kind == arrow.float64() and first.isdecimal() and len(first) > 15:
-            return array
-        if len(first) > 1 and first[0] == "0" and first.isdecimal():
+        too_long = "" if kind == arrow.int64() else "|[0-9]{16,}"
+        is_name = pc.match_substring_regex(array, f"^-?(0[0-9]+{too_long})$")
+        if pc.any(is_name).as_py():
             return array
         return plain(numbers).drop_null()
     return array
@@ -139,20 +140,11 @@ def _is_iso(array: pa.Array) -> bool:
 
 def _time_format(array: pa.Array, least: float, most: float) -> str | None:
     """The key under which numbers may be times: since 1970 in some unit, or the digits of dates."""
-    arrow = import_pyarrow()
-    import pyarrow.compute as pc
-
     for form, per_second in (("", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)):
-        if _FIRST_SECONDS * per_second <= least and most < _LAST_SECONDS * per_second:
+        if FIRST_SECONDS * per_second <= least and most < _LAST_SECONDS * per_second:
             return form
-    if arrow.types.is_integer(array.type) and least > 0:
-        digits = {len(str(int(least))), len(str(int(most)))}
-        for form in _DATE_FORMS.get(max(digits), ()) if len(digits) == 1 else ():
-            text = array.unique().cast(arrow.string())
-            read = pc.strptime(text, format=form, unit="s", error_is_null=True)
-            first = pc.min(read.cast(arrow.int64())).as_py()
-            if read.null_count == 0 and first >= _FIRST_SECONDS:
-                return form
+    if import_pyarrow().types.is_integer(array.type):
+        return date_form(array) or None
     return None
 
 

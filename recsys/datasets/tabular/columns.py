@@ -12,8 +12,10 @@
     multi, sequence         list of these           a null list is an empty one; no null elements
 
 A column that is categorical and also the group, or the column of the split, has the type of the
-categorical one, and no nulls. Empty text and nan are missing. Files and frames both pass through
-`conform`, so the same values give the same batch.
+categorical one, and no nulls. Empty text and nan are missing. Booleans are integers, 1 for true.
+They are no text, because text files write them in several ways; only the column of the split takes
+them as true and false. Files and frames both pass through `conform`, so the same values give the
+same batch.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from recsys.datasets.tabular.date_forms import date_form
 from recsys.datasets.tabular.schema_parts import (
     TIME_UNITS,
     CategoricalColumn,
@@ -32,7 +35,7 @@ from recsys.datasets.tabular.schema_parts import (
 from recsys.errors import DatasetFormatError, MissingDependency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     import pyarrow as pa
 
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 __all__ = ["conform", "import_pyarrow", "plain"]
 
 _FIRST_MILLISECONDS = 100_000_000_000  # as seconds: the year 5138
+_GROUP_WAY_OUT = "fill it in, or leave the row out: a group must be known"
+_SPLIT_WAY_OUT = "fill it in, or leave the row out: the split must be known"
 
 
 def import_pyarrow() -> Any:
@@ -58,13 +63,20 @@ def import_pyarrow() -> Any:
     return pyarrow
 
 
-def conform(batch: pa.RecordBatch, schema: Schema, place: Callable[[int], str]) -> pa.RecordBatch:
+def conform(
+    batch: pa.RecordBatch,
+    schema: Schema,
+    place: Callable[[int], str],
+    *,
+    optional: Collection[str] = (),
+) -> pa.RecordBatch:
     """Give the columns of a batch the types of the schema, and check their values.
 
     Args:
         batch: Columns that the schema names, in any order; columns it does not name are dropped.
         schema: What they mean.
         place: Names a row of the batch, by its number from 0, in messages, such as "a.csv, line 7".
+        optional: The label and the column of the split may have nulls if they are named here.
 
     Returns:
         The columns of the batch that the schema names, in the schema's order.
@@ -76,7 +88,10 @@ def conform(batch: pa.RecordBatch, schema: Schema, place: Callable[[int], str]) 
     arrow = import_pyarrow()
     found = set(batch.schema.names)
     names = [name for name in schema.columns if name in found]
-    arrays = [_conform_column(batch.column(name), name, schema, place) for name in names]
+    arrays = [
+        _conform_column(batch.column(name), name, schema, place, may_be_null=name in optional)
+        for name in names
+    ]
     return arrow.RecordBatch.from_arrays(arrays, names=names)
 
 
@@ -89,10 +104,15 @@ class _Fault(Exception):
 
 
 def _conform_column(
-    array: pa.Array, name: str, schema: Schema, place: Callable[[int], str]
+    array: pa.Array,
+    name: str,
+    schema: Schema,
+    place: Callable[[int], str],
+    *,
+    may_be_null: bool,
 ) -> pa.Array:
     try:
-        return _convert(plain(array), name, schema)
+        return _convert(plain(array), name, schema, may_be_null=may_be_null)
     except _Fault as fault:
         value = f", got {array.type}"
         if fault.row is not None:
@@ -104,19 +124,24 @@ def _conform_column(
         ) from None
 
 
-def _convert(array: pa.Array, name: str, schema: Schema) -> pa.Array:
+def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -> pa.Array:
     column: Any = schema.dense.get(name) or schema.value_columns.get(name)
     if isinstance(column, DenseColumn):
         return _dense(array, column)
     if isinstance(column, CategoricalColumn):
         array = _values(array, column.values)
-        is_split = isinstance(schema.split, ColumnSplit) and schema.split.column == name
-        if column.missing == "error" or name == schema.group or is_split:
+        if name == schema.group:
+            _require_valid(array, _GROUP_WAY_OUT)
+        if isinstance(schema.split, ColumnSplit) and schema.split.column == name:
+            _require_valid(array, _SPLIT_WAY_OUT)
+        if column.missing == "error":
             _require_valid(array, 'fill it in, or set missing to "rare" or "own"')
         return array
     if column is not None:
-        return _lists(array, column.values, column.split)
+        return _lists(array, column.values, column.split, schema.missing_values)
     if name == schema.label:
+        if not may_be_null:
+            _require_valid(array, "fill it in, or leave the row out: a label must be known")
         return _label(array, schema.positive_rule)
     if name == schema.timestamp:
         return _seconds(array, schema.timestamp_format)
@@ -124,10 +149,13 @@ def _convert(array: pa.Array, name: str, schema: Schema) -> pa.Array:
         return _weight(array)
     if name == schema.group:
         array = _integers(array) if _is_integer(array.type) else _strings(array)
-        _require_valid(array, "fill it in, or leave the row out: a group must be known")
+        _require_valid(array, _GROUP_WAY_OUT)
         return array
+    if import_pyarrow().types.is_boolean(array.type):
+        array = array.cast(import_pyarrow().string())
     array = _strings(array)
-    _require_valid(array, "fill it in: the split must be known")
+    if not may_be_null:
+        _require_valid(array, _SPLIT_WAY_OUT)
     return array
 
 
@@ -225,20 +253,24 @@ def _strings(array: pa.Array) -> pa.Array:
     kind = array.type
     if arrow.types.is_string(kind):
         return array
-    if _is_integer(kind) or arrow.types.is_boolean(kind):
+    if _is_integer(kind):
         return array.cast(arrow.string())
     if arrow.types.is_floating(kind) and array.null_count == len(array):
         return arrow.nulls(len(array), arrow.string())  # an empty column of a frame
+    if arrow.types.is_boolean(kind):  # text files write True, or true
+        way_out = 'set values to "integer", which takes true as 1, or convert it to text'
+        raise _Fault(None, "must be text or integers", way_out)
     raise _Fault(None, "must be text or integers", "convert it to text")
 
 
-def _lists(array: pa.Array, values: str, split: str) -> pa.Array:
-    """Lists without null or empty elements; null lists stay."""
+def _lists(array: pa.Array, values: str, split: str, missing_values: tuple[str, ...]) -> pa.Array:
+    """Lists without missing elements, which split text may name; null lists stay."""
     arrow = import_pyarrow()
     import pyarrow.compute as pc
 
     types = arrow.types
-    if types.is_string(array.type):
+    is_text = types.is_string(array.type)
+    if is_text:
         if not split and array.null_count < len(array):
             raise _Fault(None, "must be lists", "set split to the character between the values")
         array = pc.split_pattern(array, pattern=split or "|")
@@ -250,6 +282,9 @@ def _lists(array: pa.Array, values: str, split: str) -> pa.Array:
         raise _Fault(None, "must be text or lists", "make the column categorical")
     lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
     flat = plain(array.flatten())  # leaves out what null lists hold
+    if is_text and missing_values:
+        is_missing = pc.is_in(flat, value_set=arrow.array(missing_values, arrow.string()))
+        flat = pc.if_else(is_missing, arrow.scalar(None, flat.type), flat)
     ends = np.cumsum(lengths, dtype=np.int64)
     try:
         flat = _values(flat, values)
@@ -270,7 +305,6 @@ def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
     arrow = import_pyarrow()
     import pyarrow.compute as pc
 
-    _require_valid(array, "fill it in, or leave the row out: a label must be known")
     if rule is not None:
         way_out = "correct it, or leave the row out"
         number = _cast(array, arrow.float64(), "must be a number", way_out)
@@ -332,6 +366,9 @@ def _seconds(array: pa.Array, form: str) -> pa.Array:
     elif not _is_integer(array.type):
         raise _Fault(None, "must be seconds, ISO text or timestamps", "convert it")
     array = _cast(array, arrow.int64(), "a time must be seconds since 1970", way_out)
+    if not form and len(array) and (digits := date_form(array)):
+        rule = f"a time must be seconds since 1970, not a date of the form {digits!r}"
+        raise _Fault(0, rule, f'set timestamp_format to "{digits}"')
     if form:
         return arrow.array(array.to_numpy() // TIME_UNITS[form])
     _require(

@@ -7,7 +7,7 @@ their rows are known only after the training part was counted. Hashed values get
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
@@ -31,10 +31,22 @@ if TYPE_CHECKING:
 
     from recsys.datasets.tabular.schema import Schema, Table
 
-__all__ = ["GROUP", "LABEL", "PART", "TIME", "WEIGHT", "RowEncoder", "new_numbers"]
+__all__ = [
+    "GROUP",
+    "LABEL",
+    "NO_LABEL",
+    "PART",
+    "TIME",
+    "WEIGHT",
+    "RowEncoder",
+    "new_numbers",
+    "roles_of",
+]
 
 # Spooled columns that are no features; a feature's column has the feature's name.
 LABEL, WEIGHT, GROUP, TIME, PART = "/label", "/weight", "/group", "/time", "/part"
+# The label of a row whose label is missing, which only rows to predict may be.
+NO_LABEL: Final = -1
 
 _ROLE_DTYPES: dict[str, Any] = {
     LABEL: np.int8,
@@ -51,6 +63,18 @@ def new_numbers(table: Table) -> Numbers | HashedRows:
     if table.numbering == "hash":
         return HashedRows(table.num_rows)
     return (IntegerNumbers if table.values == "integer" else TextNumbers)(table.name)
+
+
+def roles_of(schema: Schema) -> dict[str, str]:
+    """The column of each role that the schema has: label, weight, group, time, part."""
+    columns = {
+        LABEL: schema.label,
+        WEIGHT: schema.weight,
+        GROUP: schema.group,
+        TIME: schema.timestamp,
+        PART: schema.split.column if isinstance(schema.split, ColumnSplit) else "",
+    }
+    return {role: column for role, column in columns.items() if column}
 
 
 class RowEncoder:
@@ -86,15 +110,8 @@ class RowEncoder:
         self._numbers = dict(numbers)
         self._grow = grow
         self._columns = schema.value_columns
-        roles = {
-            LABEL: schema.label,
-            WEIGHT: schema.weight,
-            GROUP: schema.group,
-            TIME: schema.timestamp,
-            PART: schema.split.column if isinstance(schema.split, ColumnSplit) else "",
-        }
         self._roles = {
-            role: column for role, column in roles.items() if column and role not in without
+            role: column for role, column in roles_of(schema).items() if role not in without
         }
         self._pool = ThreadPoolExecutor(num_threads or num_cores(), "recsys-encode")
 
@@ -120,7 +137,8 @@ class RowEncoder:
 
         Returns:
             An array for each column: (n,) float64 for dense columns, NaN where a value is missing;
-            (n,) int32 numbers, `MISSING` or `UNKNOWN`; bags of numbers.
+            (n,) int32 numbers, `MISSING` or `UNKNOWN`; bags of numbers; (n,) int8 labels,
+            `NO_LABEL` where one is missing.
 
         Raises:
             DatasetFormatError: a dense value is too large, or the value of the split's column is
@@ -144,6 +162,8 @@ class RowEncoder:
                 return {role: self._group(column)}
             if role == PART:
                 return {role: self._part(column)}
+            if role == LABEL:
+                column = column.fill_null(NO_LABEL)
             return {role: column.to_numpy(zero_copy_only=False)}
 
         work = [
@@ -185,9 +205,11 @@ class RowEncoder:
         if self.group_numbers is None:
             self.group_numbers = (IntegerNumbers if is_integer else TextNumbers)(self._roles[GROUP])
         if is_integer != isinstance(self.group_numbers, IntegerNumbers):
+            mine, first = ("integers", "text") if is_integer else ("text", "integers")
             raise DatasetFormatError(
-                f"column {self._roles[GROUP]!r}: groups must be of one type, got integers and "
-                "text; convert the column in all files"
+                f"{self._place(self.num_rows)}, column {self._roles[GROUP]!r}: groups must be of "
+                f"one type, got {mine} here and {first} in {self._place(0)}; use one kind of file, "
+                "or make the groups text in all of them (in CSV they are)"
             )
         return self.group_numbers.number(column)
 

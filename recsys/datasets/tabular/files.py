@@ -25,6 +25,8 @@ __all__ = ["ParquetFile", "SourceFile", "TableFiles", "find_files", "open_file"]
 
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _BATCH_ROWS = 65_536
+_LARGE_GROUP_BYTES = 256 << 20
+_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class SourceFile:
         path: As it was named.
         num_bytes: Its size.
         num_rows: Rows of data in it.
-        sha256: Hash of its bytes, in hex.
+        sha256: Hash of its bytes, in hex; empty if it was not computed.
     """
 
     path: Path
@@ -66,7 +68,9 @@ class TableFiles:
             paths.
         schema: What the columns mean.
         optional: Columns of the schema that the files may lack, such as the label of rows to
-            predict. All files have such a column, or none.
+            predict. All files have such a column, or none. A label and the column of the split may
+            have missing values then.
+        with_hash: Whether to compute the hash of each file in `sources`.
 
     Raises:
         FileNotFoundError: a file does not exist, or a folder has no table in it.
@@ -76,12 +80,21 @@ class TableFiles:
     """
 
     def __init__(
-        self, paths: Sequence[str | Path], schema: Schema, *, optional: Collection[str] = ()
+        self,
+        paths: Sequence[str | Path],
+        schema: Schema,
+        *,
+        optional: Collection[str] = (),
+        with_hash: bool = True,
     ) -> None:
         import_pyarrow()
         self.schema = schema
         self.sources: list[SourceFile] = []
-        self._files = [open_file(path, schema.delimiter) for path in find_files(paths)]
+        self._optional = frozenset(optional)
+        self._with_hash = with_hash
+        self._files = [
+            open_file(path, schema.delimiter, schema.quote) for path in find_files(paths)
+        ]
         self.num_bytes = sum(file.path.stat().st_size for file in self._files)
         first = self._files[0]
         self.columns = tuple(
@@ -92,11 +105,12 @@ class TableFiles:
 
     def place(self, row: int) -> str:
         """Words for a row that was read, by its number from 0 among the rows of all files."""
-        for file, source in zip(self._files, self.sources, strict=False):
+        sources = tuple(self.sources)  # a thread that reads ahead appends to it
+        for file, source in zip(self._files, sources, strict=False):
             if row < source.num_rows:
                 return file.place(row)
             row -= source.num_rows
-        return self._files[len(self.sources)].place(row)
+        return self._files[len(sources)].place(row)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Read all files once, as `recsys.datasets.tabular.columns.conform` describes.
@@ -107,13 +121,14 @@ class TableFiles:
         """
         self.sources = []
         for file in self._files:
-            hashing = HashingFile(file.path)
+            hashing = HashingFile(file.path, with_hash=self._with_hash)
             num_rows = 0
             try:
                 for batch in file.batches(self.columns, self.schema, hashing):
                     first = num_rows
                     num_rows += batch.num_rows
-                    yield conform(batch, self.schema, partial(_place, file, first))
+                    place = partial(_place, file, first)
+                    yield conform(batch, self.schema, place, optional=self._optional)
                 sha256 = hashing.finish()
             finally:
                 hashing.abandon()
@@ -180,8 +195,8 @@ class ParquetFile:
         arrow = import_pyarrow()
         from pyarrow import parquet
 
-        options: Any = {"pre_buffer": True, "read_dictionary": self._short_columns(columns)}
-        with parquet.ParquetFile(self.path, **options) as file:
+        short = self._short_columns(columns)
+        with parquet.ParquetFile(self.path, read_dictionary=short, **self._buffering()) as file:
             for group in range(file.num_row_groups):
                 try:
                     yield from file.iter_batches(
@@ -192,6 +207,13 @@ class ParquetFile:
                         f"{self.path}, row group {group}: cannot be read: {str(error)[:200]}; "
                         "write the file anew"
                     ) from error
+
+    def _buffering(self) -> dict[str, Any]:
+        """Options for reading: a large row group in small pieces, others whole, which is faster."""
+        largest = max((group.total_byte_size for group in self._groups), default=0)
+        if largest > _LARGE_GROUP_BYTES:
+            return {"buffer_size": _BUFFER_BYTES, "pre_buffer": False}
+        return {"pre_buffer": True}
 
     def _short_columns(self, columns: Sequence[str]) -> list[str]:
         """Columns that take less than 4 bytes a value: text in dictionaries, fastest read so."""
@@ -215,7 +237,7 @@ class ParquetFile:
 
         found, num_found = [], 0
         try:
-            with parquet.ParquetFile(self.path) as file:
+            with parquet.ParquetFile(self.path, **self._buffering()) as file:
                 for batch in file.iter_batches(_BATCH_ROWS):
                     found.append(batch)
                     num_found += batch.num_rows
@@ -231,6 +253,9 @@ class ParquetFile:
 def find_files(paths: Sequence[str | Path]) -> list[Path]:
     """The files that paths name; a folder stands for all tables in it, in order of their paths.
 
+    Files and folders in it whose names begin with a dot or an underscore are left out: programs
+    keep copies and unfinished files under such names.
+
     Raises:
         FileNotFoundError: a path does not exist, or a folder has no table in it.
         ConfigError: there are no paths, or two lead to the same file.
@@ -243,7 +268,7 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
         inside = sorted(
             file
             for file in path.rglob("*")
-            if file.is_file() and _kind(file) and not file.name.startswith((".", "_"))
+            if file.is_file() and _kind(file) and not _is_hidden(file.relative_to(path))
         )
         if not inside:
             raise FileNotFoundError(
@@ -256,8 +281,13 @@ def find_files(paths: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def open_file(path: Path, delimiter: str = "") -> TextFile | ParquetFile:
+def open_file(path: Path, delimiter: str = "", quote: str = '"') -> TextFile | ParquetFile:
     """Open a file by the kind that its name says.
+
+    Args:
+        path: The file.
+        delimiter: Of a text file; see `TextFile`.
+        quote: Of a text file; see `TextFile`.
 
     Raises:
         ConfigError: its name does not say what kind of file it is.
@@ -267,7 +297,7 @@ def open_file(path: Path, delimiter: str = "") -> TextFile | ParquetFile:
     if kind == "parquet":
         return ParquetFile(path)
     if kind == "text":
-        return TextFile(path, delimiter)
+        return TextFile(path, delimiter, quote)
     raise ConfigError(
         f"{path}: the name of a table must end in .csv, .tsv or .txt (.gz or .zst may follow), "
         ".parquet or .pq; rename it"
@@ -276,6 +306,10 @@ def open_file(path: Path, delimiter: str = "") -> TextFile | ParquetFile:
 
 def _place(file: TextFile | ParquetFile, first: int, row: int) -> str:
     return file.place(first + row)
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in path.parts)
 
 
 def _kind(path: Path) -> str:

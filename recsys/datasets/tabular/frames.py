@@ -5,13 +5,16 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import json
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from recsys.datasets.store import Store
 from recsys.datasets.tabular.columns import conform, import_pyarrow
-from recsys.datasets.tabular.encoder import read_rules
+from recsys.datasets.tabular.encoder import read_schema
 from recsys.datasets.tabular.named import find_schema
 from recsys.datasets.tabular.prepare import columns_for_split, write_table
 from recsys.datasets.tabular.schema import Schema
@@ -63,7 +66,7 @@ def write_store(
     if (schema is None) == (known is None):
         raise ConfigError("write_store needs either a schema or a store to be like; give one")
     if known is not None:
-        schema = read_rules(known).schema
+        schema = read_schema(known)
     elif not isinstance(schema, Schema):
         assert schema is not None
         schema = find_schema(str(schema))
@@ -89,7 +92,7 @@ class _FrameBatches:
         self._frames: Iterable[Any] = [frames] if is_one else frames
         self._schema = schema
         self._names = [name for name in schema.columns if name not in ignored]
-        self._hash = hashlib.sha256()
+        self._hash = _ValueHash()
         self._frame_rows: list[int] = []
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
@@ -108,14 +111,14 @@ class _FrameBatches:
         return f"frame {number}, row {row - start} (from 0)"
 
     def describe(self) -> list[dict[str, Any]]:
-        """The entry `sources` of meta.json: the hash is that of the batches in Arrow's format."""
+        """The entry `sources` of meta.json: the hash is that of the values, in any chunks."""
         return [
             {"name": "frames", "num_rows": sum(self._frame_rows), "sha256": self._hash.hexdigest()},
         ]
 
     def _conformed(self, batch: pa.RecordBatch, name: str, first: int) -> pa.RecordBatch:
         batch = conform(batch, self._schema, lambda row: f"{name}, row {first + row} (from 0)")
-        self._hash.update(batch.serialize())
+        self._hash.add(batch)
         return batch
 
     def _batches_of(self, frame: Any, number: int) -> Iterator[pa.RecordBatch]:
@@ -134,7 +137,7 @@ class _FrameBatches:
             yield from frame.select(names).to_batches(_BATCH_ROWS)
             return
         for start in range(0, len(frame), _BATCH_ROWS):
-            block = frame[names].iloc[start : start + _BATCH_ROWS]
+            block = frame.iloc[start : start + _BATCH_ROWS][names]
             arrays = []
             for name in names:
                 try:
@@ -148,3 +151,47 @@ class _FrameBatches:
                 is_chunked = isinstance(array, arrow.ChunkedArray)  # of a column of Arrow's
                 arrays.append(array.combine_chunks() if is_chunked else array)
             yield arrow.RecordBatch.from_arrays(arrays, names=names)
+
+
+class _ValueHash:
+    """SHA-256 of rows: equal for equal rows, in batches of any sizes.
+
+    Each column has a hash of which values there are, one of the values, and, for texts and lists,
+    one of their lengths. The whole is a hash of these, with the names and types of the columns.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[str, ...], Any] = {}
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Add rows that `conform` made."""
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            self._add((name, str(column.type)), column)
+
+    def hexdigest(self) -> str:
+        """The hash of all rows so far, in hex."""
+        parts = [[*key, part.hexdigest()] for key, part in self._parts.items()]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def _add(self, key: tuple[str, ...], array: pa.Array) -> None:
+        arrow = import_pyarrow()
+        import pyarrow.compute as pc
+
+        self._update((*key, "valid"), array.is_valid())
+        if arrow.types.is_list(array.type):
+            self._update((*key, "lengths"), pc.list_value_length(array).fill_null(0))
+            self._add((*key, "elements"), array.flatten())
+        elif arrow.types.is_string(array.type):
+            texts = array.fill_null("")
+            self._update((*key, "lengths"), pc.binary_length(texts))
+            whole = arrow.ListArray.from_arrays(arrow.array([0, len(texts)], arrow.int32()), texts)
+            self._part((*key, "values")).update(pc.binary_join(whole, "")[0].as_buffer())
+        else:
+            self._update((*key, "values"), array.fill_null(0))
+
+    def _update(self, key: tuple[str, ...], array: pa.Array) -> None:
+        values = array.to_numpy(zero_copy_only=False)
+        self._part(key).update(np.ascontiguousarray(values).data)
+
+    def _part(self, key: tuple[str, ...]) -> Any:
+        return self._parts.setdefault(key, hashlib.sha256())

@@ -10,14 +10,18 @@ import tomli_w
 
 from recsys._support.untrusted import is_text
 from recsys.datasets.tabular.column_facts import ColumnFacts, measure_column
+from recsys.datasets.tabular.columns import import_pyarrow
 from recsys.datasets.tabular.files import ParquetFile, find_files, open_file
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.item_values import columns_of_items
+from recsys.datasets.tabular.schema import Schema, check_delimiter
 from recsys.datasets.tabular.text_files import TextFile
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from pathlib import Path
+
+    import pyarrow as pa
 
 __all__ = ["Guess", "guess_schema"]
 
@@ -91,38 +95,51 @@ class Guess:
 
 
 def guess_schema(
-    paths: Sequence[str | Path], *, label: str = "", ignore: Collection[str] = ()
+    paths: Sequence[str | Path],
+    *,
+    label: str = "",
+    ignore: Collection[str] = (),
+    quote: str = '"',
 ) -> Guess:
-    """Guess what the columns of a table mean, from the first 100,000 rows of its first file.
+    """Guess what the columns of a table mean, from its first 100,000 rows.
 
     Args:
-        paths: Files and folders, as for `TableFiles`.
+        paths: Files and folders, as for `TableFiles`. Those that hold the first 100,000 rows must
+            have the columns of the first file.
         label: The column of labels; empty to guess it.
         ignore: Columns to leave out.
+        quote: The key `quote` of the schema.
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ConfigError: `label` or `ignore` names no column; or there is no label, and no group and
-            item that negatives could be drawn for.
-        DatasetFormatError: the file breaks its format, or has no rows.
+        ConfigError: `label` or `ignore` names no column; `quote` is not one character; or there is
+            no label, and no group and item that negatives could be drawn for.
+        DatasetFormatError: a file breaks its format, the files have no rows, or a column has
+            different types in two files.
         MissingDependency: pyarrow is not installed.
     """
-    file, delimiter = _open(find_files(paths)[0])
+    check_delimiter("", quote)
+    files = find_files(paths)
+    file, delimiter = _open(files[0], quote)
     for name in (*([label] if label else []), *ignore):
         if name not in file.column_names:
             shown = ", ".join(map(repr, file.column_names[:30]))
             raise ConfigError(f"{file.path} has no column {name!r}; its columns are {shown}")
-    table = file.sample(_SAMPLE_ROWS)
+    table = _sample(file, files[1:], delimiter, quote)
     if not table.num_rows:
         raise DatasetFormatError(f"{file.path} must have at least one row of data, has none")
     draft = _Draft(table.num_rows)
     if delimiter:
         draft.tree["delimiter"] = delimiter
+    if quote != '"':
+        draft.tree["quote"] = quote
     facts = {}
     for name in file.column_names:
         draft.reasons[name] = "named by --ignore"
         if not name or not is_text(name):
             draft.reasons[name] = "its name is not printable text"
+        elif name.startswith("/"):
+            draft.reasons[name] = "its name begins with a slash"
         elif name not in ignore:
             draft.reasons[name] = ""
             facts[name] = measure_column(name, table.column(name))
@@ -130,19 +147,45 @@ def guess_schema(
     for each in facts.values():
         if not draft.reasons[each.name]:
             draft.give_kind(each)
-    draft.complete(str(file.path))
+    draft.complete(str(file.path), table)
     return Guess(Schema.from_dict(draft.tree), draft.reasons, draft.role_reasons, table.num_rows)
 
 
-def _open(path: Path) -> tuple[TextFile | ParquetFile, str]:
+def _open(path: Path, quote: str) -> tuple[TextFile | ParquetFile, str]:
     """Open a file; a text file with the delimiter that its first line holds most often."""
-    file = open_file(path)
+    file = open_file(path, quote=quote)
     if isinstance(file, TextFile):
         header = file.delimiter.join(file.column_names)
         best = max((file.delimiter, "\t", ";", "|", ","), key=header.count)
         if header.count(best) > header.count(file.delimiter):
-            return TextFile(path, best), best
+            return TextFile(path, best, quote), best
     return file, ""
+
+
+def _sample(
+    first: TextFile | ParquetFile, others: Sequence[Path], delimiter: str, quote: str
+) -> pa.Table:
+    """The first rows of all files, with the columns of the first one."""
+    arrow = import_pyarrow()
+    table = first.sample(_SAMPLE_ROWS)
+    for path in others:
+        if table.num_rows >= _SAMPLE_ROWS:
+            break
+        file = open_file(path, delimiter, quote)
+        for name in first.column_names:
+            if name not in file.column_names:
+                raise DatasetFormatError(
+                    f"{path} must have column {name!r}, as {first.path} has; name one file"
+                )
+        rows = file.sample(_SAMPLE_ROWS - table.num_rows).select(list(first.column_names))
+        try:
+            table = arrow.concat_tables([table, rows], promote_options="permissive")
+        except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+            raise DatasetFormatError(
+                f"{path}: columns must have types like those of {first.path}: {str(error)[:200]}; "
+                "name one file"
+            ) from error
+    return table
 
 
 class _Draft:
@@ -150,6 +193,7 @@ class _Draft:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
+        self._tables: set[str] = set()
         self.tree: dict[str, Any] = {}
         self.reasons: dict[str, str] = {}
         self.role_reasons: dict[str, str] = {}
@@ -185,7 +229,8 @@ class _Draft:
 
     def give_kind(self, each: ColumnFacts) -> None:
         """Find the kind of a column that has no role but perhaps that of the group."""
-        values = "integer" if "integer" in (each.kind, each.element_kind) else "string"
+        is_integer = each.kind == "bool" or "integer" in (each.kind, each.element_kind)
+        values = "integer" if is_integer else "string"
         keys: dict[str, Any] = {"values": values} if values == "integer" else {}
         missing = f", {each.num_missing / self.num_rows:.1%} missing" if each.num_missing else ""
         facts = f"{each.num_distinct:,} different values in {self.num_rows:,} rows{missing}"
@@ -210,10 +255,16 @@ class _Draft:
             advice = "" if is_id else "; dense if they are amounts"
             self._add("categorical", each, keys, f"integers, {facts}{advice}")
         else:
-            self._add("categorical", each, keys, f"text, {facts}")
+            what = "true (1) or false (0)" if each.kind == "bool" else "text"
+            self._add("categorical", each, keys, f"{what}, {facts}")
 
-    def complete(self, path: str) -> None:
-        """Add split, and for data without a label negatives and a history."""
+    def complete(self, path: str, table: pa.Table) -> None:
+        """Add split, and for data without a label negatives and a history.
+
+        Args:
+            path: The file, for messages.
+            table: The rows that were looked at.
+        """
         tree, categorical = self.tree, self.tree.get("categorical", {})
         if "label" not in tree:
             item = next((name for name in categorical if name.lower() in _ITEMS), "")
@@ -222,7 +273,7 @@ class _Draft:
                     f"{path}: no column looks like a label; name it by --label COLUMN, or, if "
                     "every row is a positive, write a schema with [negatives]"
                 )
-            tree["negatives"] = {"item": item}
+            tree["negatives"] = {"item": item, **self._take_item_columns(item, table)}
             if "timestamp" in tree or tree["group"].lower() in _SESSIONS:
                 tree["history"] = {"recent": {"of": item, "max_length": _HISTORY_LENGTH}}
                 tree.setdefault("split", {"by": "last_one_out"})
@@ -247,8 +298,35 @@ class _Draft:
         self._take("label", each, f"{why}; values {_words(each)}" if each.few_values else why)
 
     def _add(self, kind: str, each: ColumnFacts, keys: dict[str, Any], why: str) -> None:
+        if kind != "dense" and "." in each.name:  # which names of tables do not have
+            keys["table"] = self._new_table(each.name.replace(".", "_"))
         self.tree.setdefault(kind, {})[each.name] = keys
         self.reasons[each.name] = why
+
+    def _new_table(self, name: str) -> str:
+        """This name of a table, or one like it that no column and no other table has."""
+        while name in self.reasons or name in self._tables:
+            name += "_"
+        self._tables.add(name)
+        return name
+
+    def _take_item_columns(self, item: str, table: pa.Table) -> dict[str, list[str]]:
+        """Find columns with one value for each item: keys of the negatives for them.
+
+        Categorical columns change with the item. Others cannot, and are left out.
+        """
+        tree = self.tree
+        kinds = {
+            name: kind for kind in ("dense", "categorical", "multi") for name in tree.get(kind, {})
+        }
+        others = [name for name in kinds if name not in (item, tree["group"])]
+        found = columns_of_items(table, item, others)
+        for name in found:
+            if kinds[name] != "categorical":
+                del tree[kinds[name]][name]
+                self.reasons[name] = f"one value for each {item}, which negatives would keep"
+        changing = [name for name in found if kinds[name] == "categorical"]
+        return {"item_columns": changing} if changing else {}
 
     def _add_bag(self, each: ColumnFacts, keys: dict[str, Any], missing: str) -> None:
         if each.separator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,11 +19,15 @@ class HashingFile:
 
     Args:
         path: The file.
+        with_hash: Whether to compute the hash.
+
+    Attributes:
+        num_bytes: Bytes read so far; the size of the file after `finish`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, with_hash: bool = True) -> None:
         self._file = path.open("rb")
-        self._hash = hashlib.sha256()
+        self._hash = hashlib.sha256() if with_hash else None
         self.num_bytes = 0
 
     @property
@@ -33,7 +38,8 @@ class HashingFile:
     def read(self, size: int = -1) -> bytes:
         """Read the next bytes; fewer than `size` only at the end of the file."""
         data = self._file.read(size)
-        self._hash.update(data)
+        if self._hash is not None:
+            self._hash.update(data)
         self.num_bytes += len(data)
         return data
 
@@ -45,7 +51,14 @@ class HashingFile:
         """Do nothing, for readers that close what they were given: `finish` closes the file."""
 
     def finish(self) -> str:
-        """Read what is left, close the file, and return the hash of its whole content, in hex."""
+        """Close the file; returns the hash of its whole content, in hex, or "" without a hash.
+
+        With a hash, what is left of the file is read before.
+        """
+        if self._hash is None:
+            self.num_bytes = os.fstat(self._file.fileno()).st_size
+            self._file.close()
+            return ""
         while self.read(_CHUNK_BYTES):
             pass
         self._file.close()

@@ -2,6 +2,11 @@
 
 Rows are ordered by time, or by their place in the file if there are no times; rows of equal time
 keep the order of the file. A row's own value is not in its history.
+
+A history must not tell the label of its row. In an impression log, the clicked item and the items
+shown beside it have one time: an item of the same impression in a history says that it was the one
+that was clicked. For data with labels and times, a history therefore ends before the first row of
+its group with an equal time.
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["Histories", "in_group_order"]
+
+_NO_TIMES = np.empty(0, np.int64)
 
 
 def in_group_order(groups: NDArray[np.int32], times: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -36,19 +43,33 @@ class Histories:
     Args:
         order: All rows, by `in_group_order`.
         groups: The group of each row.
-        labels: 1 for positive rows.
+        is_listed: Whether a row is in the histories of later rows.
+        times: The time of each row, by which `order` is sorted: a history ends before the first
+            row of its group with an equal time. None: it ends before the row itself.
 
     Shape:
-        order, groups, labels (N,).
+        order, groups, is_listed, times (N,).
     """
 
     def __init__(
-        self, order: NDArray[np.int64], groups: NDArray[np.int32], labels: NDArray[np.int8]
+        self,
+        order: NDArray[np.int64],
+        groups: NDArray[np.int32],
+        is_listed: NDArray[np.bool_],
+        times: NDArray[np.int64] | None = None,
     ) -> None:
-        self._positives = np.empty(int(np.count_nonzero(labels)), np.int64)
+        self._listed = np.empty(int(np.count_nonzero(is_listed)), np.int64)
         self._ends = np.empty(len(order), np.int64)
         self._lengths = np.empty(len(order), np.int32)
-        _history_kernel(order, groups, labels, self._positives, self._ends, self._lengths)
+        _history_kernel(
+            order,
+            groups,
+            is_listed,
+            _NO_TIMES if times is None else times,
+            self._listed,
+            self._ends,
+            self._lengths,
+        )
 
     def of_rows(self, rows: NDArray[np.int64], values: NDArray[np.int32], max_length: int) -> Bags:
         """The histories of some rows: the newest `max_length` values, oldest first.
@@ -60,7 +81,7 @@ class Histories:
         """
         lengths = np.minimum(self._lengths[rows], np.int32(max_length))
         history = np.empty(int(lengths.sum()), np.int32)
-        _gather_kernel(self._positives, self._ends[rows], lengths, values, history)
+        _gather_kernel(self._listed, self._ends[rows], lengths, values, history)
         return Bags(history, lengths)
 
 
@@ -68,26 +89,32 @@ class Histories:
 def _history_kernel(
     order: NDArray[np.int64],
     groups: NDArray[np.int32],
-    labels: NDArray[np.int8],
-    positives: NDArray[np.int64],
+    is_listed: NDArray[np.bool_],
+    times: NDArray[np.int64],
+    listed: NDArray[np.int64],
     ends: NDArray[np.int64],
     lengths: NDArray[np.int32],
 ) -> None:
-    """The positive rows in order; and how many of them end and form the history of each row."""
-    num_positives, start, group = 0, 0, -1
+    """The listed rows in order; and how many of them end and form the history of each row."""
+    num_listed, start, end, group, time = 0, 0, 0, -1, 0
     for row in order:
-        if groups[row] != group:
-            start, group = num_positives, groups[row]
-        ends[row] = num_positives
-        lengths[row] = num_positives - start
-        if labels[row]:
-            positives[num_positives] = row
-            num_positives += 1
+        is_first = groups[row] != group
+        if is_first:
+            start, group = num_listed, groups[row]
+        if is_first or not len(times) or times[row] != time:
+            end = num_listed
+            if len(times):
+                time = times[row]
+        ends[row] = end
+        lengths[row] = end - start
+        if is_listed[row]:
+            listed[num_listed] = row
+            num_listed += 1
 
 
 @kernel
 def _gather_kernel(
-    positives: NDArray[np.int64],
+    listed: NDArray[np.int64],
     ends: NDArray[np.int64],
     lengths: NDArray[np.int32],
     values: NDArray[np.int32],
@@ -95,6 +122,6 @@ def _gather_kernel(
 ) -> None:
     place = 0
     for row in range(len(ends)):
-        for positive in positives[ends[row] - lengths[row] : ends[row]]:
-            history[place] = values[positive]
+        for earlier in listed[ends[row] - lengths[row] : ends[row]]:
+            history[place] = values[earlier]
             place += 1

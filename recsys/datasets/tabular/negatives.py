@@ -1,20 +1,32 @@
 """Negatives for data that has positives only: the same row with another item.
 
 For each positive of the training part, k items are drawn among those that the training part has: by
-equal chances, or by training counts ** 0.75. An item that the positive's group has in any part is
-drawn again. The draws of a row depend on the seed, its row number and the items alone:
+equal chances, or by training counts ** 0.75. A drawn item that is a training positive of the row's
+owner is replaced by the next draw. Owners are chosen so that no feature tells negatives from
+positives:
+
+    the schema has                      owner of a row     never drawn
+    ----------------------------------  -----------------  --------------------------------------
+    no history of the item              its group          items of the group's training rows
+    a history of the item               its own item       its own item
+
+With a history, the second rule is needed: if items of the history were never negatives, "the item
+is in the history" would mark positives. Rows of test and validation are not looked at: an answer
+that is never drawn as a negative would be marked by that.
+
+The draws of a row depend on the seed, its row number and the items alone:
 
     state(row, number) = mix64(mix64(mix64(seed) + row) + number)
     draw(row, number, d) = mix64(state(row, number) + (d + 1) * GOLDEN)        d = 0, 1, ...
 
-The upper 53 bits of a draw, divided by 2**53, are uniform in [0, 1). If all of `_MAX_DRAWS` draws
-find items of the group, the next item in the table that the group lacks is taken. A group that has
-all items gets `NO_ITEM`.
+The upper 53 bits of a draw, divided by 2**53, are uniform in [0, 1). If all `_MAX_DRAWS` draws find
+positives of the owner, the next item in the table, after the last draw, that is none is taken. If
+every item is one, there is no negative: `NO_ITEM`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -53,23 +65,23 @@ class ItemCatalog:
 
 
 class KnownPositives:
-    """The items of each group, in any part.
+    """The training positives of each owner.
 
     Args:
-        groups: The group of each row.
-        items: The item of each row.
+        owners: The owner of each row of the training part: its group, or its item.
+        items: The item of each of them.
 
     Shape:
-        groups, items (N,).
+        owners, items (N,).
     """
 
-    def __init__(self, groups: NDArray[np.int32], items: NDArray[np.int32]) -> None:
-        pairs = (groups.astype(np.int64) << 32) | items
+    def __init__(self, owners: NDArray[np.int32], items: NDArray[np.int32]) -> None:
+        pairs = (owners.astype(np.int64) << 32) | items
         pairs.sort()
         pairs = pairs[np.diff(pairs, prepend=-1) > 0]
-        num_groups = int(pairs[-1] >> 32) + 1 if len(pairs) else 0
+        num_owners = int(pairs[-1] >> 32) + 1 if len(pairs) else 0
         self.items = (pairs & 0xFFFFFFFF).astype(np.int32)
-        self.starts = np.searchsorted(pairs, np.arange(num_groups + 1, dtype=np.int64) << 32)
+        self.starts = np.searchsorted(pairs, np.arange(num_owners + 1, dtype=np.int64) << 32)
 
 
 class Sampler:
@@ -77,7 +89,7 @@ class Sampler:
 
     Args:
         catalog: The training part.
-        known: The items of each group.
+        known: The training positives of each owner, which are not drawn for it.
         by: "uniform" or "popularity".
         per_positive: Negatives for each positive, k.
         seed: Of all draws.
@@ -103,23 +115,23 @@ class Sampler:
         self._per_positive = per_positive
         self._seed = mix64(np.array([seed], np.uint64))[0]
 
-    def draw(self, rows: NDArray[np.int64], groups: NDArray[np.int32]) -> NDArray[np.int32]:
+    def draw(self, rows: NDArray[np.int64], owners: NDArray[np.int32]) -> NDArray[np.int32]:
         """Draw the negatives of some positives.
 
         Args:
             rows: Their row numbers.
-            groups: Their groups.
+            owners: Their owners.
 
         Returns:
-            Items, or `NO_ITEM` where the group has all items.
+            Items, or `NO_ITEM` where each item is a positive of the owner.
 
         Shape:
-            rows, groups (n,); result (n, k).
+            rows, owners (n,); result (n, k).
         """
         drawn = np.empty((len(rows), self._per_positive), np.int32)
         _draw_kernel(
             rows,
-            groups,
+            owners,
             self._items,
             self._ends,
             self._known.starts,
@@ -143,11 +155,7 @@ def _catalog_kernel(
             rows[item, column] = columns[position, column]
 
 
-@kernel
-def _mixed(bits: np.uint64) -> np.uint64:
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+_mix64: Any = kernel(mix64)  # of one number
 
 
 @kernel
@@ -159,7 +167,7 @@ def _is_known(items: NDArray[np.int32], begin: int, end: int, item: int) -> bool
 @kernel
 def _draw_kernel(
     rows: NDArray[np.int64],
-    groups: NDArray[np.int32],
+    owners: NDArray[np.int32],
     items: NDArray[np.int32],
     ends: NDArray[np.float64],
     starts: NDArray[np.int64],
@@ -168,13 +176,13 @@ def _draw_kernel(
     drawn: NDArray[np.int32],
 ) -> None:
     for position in range(len(rows)):
-        begin, end = starts[groups[position]], starts[groups[position] + 1]
+        begin, end = starts[owners[position]], starts[owners[position] + 1]
         for number in range(drawn.shape[1]):
-            state = _mixed(_mixed(seed + np.uint64(rows[position])) + np.uint64(number))
+            state = _mix64(_mix64(seed + np.uint64(rows[position])) + np.uint64(number))
             item, place = NO_ITEM, np.int64(0)
             for _ in range(_MAX_DRAWS if len(items) else 0):
                 state += GOLDEN
-                uniform = np.float64(_mixed(state) >> np.uint64(11)) * 2.0**-53
+                uniform = np.float64(_mix64(state) >> np.uint64(11)) * 2.0**-53
                 place = np.searchsorted(ends, uniform * ends[-1], side="right")
                 place = min(place, np.int64(len(items) - 1))
                 if not _is_known(known, begin, end, items[place]):

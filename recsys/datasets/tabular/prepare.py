@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,12 @@ from recsys.datasets.store import Store
 from recsys.datasets.store_features import Feature
 from recsys.datasets.store_writer import StoreWriter
 from recsys.datasets.tabular.encode import PART, RowEncoder, new_numbers
-from recsys.datasets.tabular.encoder import dense_rules_as_json, read_rules
+from recsys.datasets.tabular.encoder import (
+    dense_rules_as_json,
+    encoding_of,
+    read_rules,
+    read_schema,
+)
 from recsys.datasets.tabular.files import TableFiles
 from recsys.datasets.tabular.part_writer import PartWriter
 from recsys.datasets.tabular.schema_parts import ColumnSplit
@@ -59,7 +65,8 @@ class TableReport:
         num_embeddings: Rows of all of them.
         unknown: For each part, how many values of each numbered column share row 0 because the
             training part has them too rarely or not at all; missing values aside.
-        num_lacking: Negatives that could not be drawn, because their group has all items.
+        num_lacking: Negatives that could not be drawn: each item of the training part would be a
+            positive.
     """
 
     path: Path
@@ -84,7 +91,8 @@ def prepare_table(
     """Read files, in the order given, and write a store.
 
     With `like`, values get the rows that they have in that store, unknown ones row 0; dense columns
-    are treated by the statistics of its training part; and all rows are for test.
+    are treated by the statistics of its training part; and all rows are for test. Histories list
+    rows of these files alone, which a warning says.
 
     Args:
         files: CSV, TSV (plain, .gz, .zst) or Parquet; folders of them.
@@ -111,7 +119,7 @@ def prepare_table(
     if (schema is None) == (known is None):
         raise ConfigError("prepare_table needs either a schema or a store to be like; give one")
     if known is not None:
-        schema = read_rules(known).schema
+        schema = read_schema(known)
     assert schema is not None
     table = TableFiles(files, schema, optional=columns_for_split(schema) if known else ())
     with tqdm(
@@ -176,6 +184,12 @@ def write_table(
     if store.exists():
         raise AlreadyExists(f"store {store} exists already; remove it or choose another folder")
     rules = None if like is None else read_rules(like)
+    if like is not None and schema.history:
+        warnings.warn(
+            "histories list rows of these files alone and begin empty; where groups come again, "
+            f"name the files of store {like.path} too, before the new ones",
+            stacklevel=2,
+        )
     numbers: dict[str, Numbers | HashedRows] = (
         {table.name: new_numbers(table) for table in schema.tables}
         if rules is None
@@ -196,7 +210,7 @@ def write_table(
             raise DatasetFormatError("a table must have at least one row, got none")
         rows = SpooledRows(spool, schema, is_new=like is not None)
         with _new_writer(store, schema) as writer:
-            return _write(rows, numbers, writer, sources(), rules, like)
+            return _write(rows, numbers, writer, sources(), rules, like, place)
 
 
 def _counted(batches: Iterator[pa.RecordBatch], progress: tqdm[None]) -> Iterator[pa.RecordBatch]:
@@ -233,6 +247,7 @@ def _write(
     sources: Sequence[Mapping[str, Any]],
     rules: StoreRules | None,
     like: Store | None,
+    place: Callable[[int], str],
 ) -> TableReport:
     schema = rows.schema
     if rules is None:
@@ -246,19 +261,24 @@ def _write(
         maker = rules.maker
         assert like is not None
         shutil.copytree(like.path / "vocabulary", writer.folder / "vocabulary")
-    parts = PartWriter(rows, maker, writer)
+    parts = PartWriter(rows, maker, writer, place)
     splits = parts.write()
     about: dict[str, Any] = {
         "convention": "table",
         "sources": list(sources),
         "schema": schema.as_dict(),
         "dense_rules": dense_rules_as_json(maker.dense),
+        "encoding": encoding_of(schema, maker.dense, writer.folder),
         "unknown": parts.unknown,
     }
     catalog = None
     if schema.negatives is not None:
         others = list(schema.negatives.item_columns)
-        about["ranking"] = {"item": schema.negatives.item, "item_features": others}
+        about["ranking"] = {
+            "item": schema.negatives.item,
+            "item_features": others,
+            "repeats": schema.has_repeats,
+        }
         if others:
             catalog = like.catalog if like is not None else parts.catalog_rows
     path = writer.finish(

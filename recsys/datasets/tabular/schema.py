@@ -38,7 +38,7 @@ from recsys.datasets.tabular.schema_parts import (
 )
 from recsys.errors import ConfigError
 
-__all__ = ["Feature", "Schema", "Table"]
+__all__ = ["Feature", "Schema", "Table", "check_delimiter"]
 
 _T = TypeVar("_T")
 _SPLITS: dict[str, type[Split]] = {
@@ -115,6 +115,8 @@ class Schema:
             or digits, such as "%y%m%d%H" (UTC). Empty: seconds, ISO text or Arrow timestamps.
         weight: Column of factors of each sample's loss; empty for none.
         delimiter: Character between the fields of text files; empty: tab for .tsv, else a comma.
+        quote: Character around fields of text files that hold delimiters or line breaks; empty: no
+            field is quoted.
         missing_values: What stands for a missing value in text files, beside an empty field.
         dense: Dense columns by name, in the order of the store.
         categorical: Columns with one value a row, by name.
@@ -132,6 +134,7 @@ class Schema:
     timestamp_format: str = ""
     weight: str = ""
     delimiter: str = ""
+    quote: str = '"'
     missing_values: tuple[str, ...] = ()
     dense: Mapping[str, DenseColumn] = field(default_factory=dict)
     categorical: Mapping[str, CategoricalColumn] = field(default_factory=dict)
@@ -148,8 +151,8 @@ class Schema:
         _check_label(self)
         if isinstance(self.split, TimestampSplit) and not self.timestamp:
             raise ConfigError("split by 'timestamp' needs the key timestamp, a column of times")
-        if isinstance(self.split, LastOneOutSplit) and not self.group:
-            raise ConfigError("split by 'last_one_out' needs the key group, a column of groups")
+        if isinstance(self.split, LastOneOutSplit):
+            _check_last_one_out(self)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Schema:
@@ -274,9 +277,29 @@ class Schema:
         return tuple(dict.fromkeys(names))
 
     @property
+    def has_repeats(self) -> bool:
+        """Whether items come again in a group: a history lists the item of the negatives."""
+        if self.negatives is None:
+            return False
+        return any(history.of == self.negatives.item for history in self.history.values())
+
+    @property
     def positive_rule(self) -> PositiveRule | None:
         """The rule of the key `positive`; None without one."""
         return PositiveRule.parse(self.positive) if self.positive else None
+
+
+def check_delimiter(delimiter: str, quote: str) -> None:
+    """Check the keys `delimiter` and `quote`.
+
+    Raises:
+        ConfigError: one is not a character of ASCII, or both are the same.
+    """
+    for name, value in (("delimiter", delimiter), ("quote", quote)):
+        if len(value) > 1 or not value.isascii() or value in ("\n", "\r", "\0"):
+            raise ConfigError(f"{name} must be one character of ASCII, got {value!r}")
+    if quote and quote in (delimiter or ",\t"):
+        raise ConfigError(f"quote must differ from the delimiter, got {quote!r}")
 
 
 def _check_columns(schema: Schema) -> None:
@@ -286,6 +309,11 @@ def _check_columns(schema: Schema) -> None:
         for name in getattr(schema, kind):
             if not name or not is_text(name):
                 raise ConfigError(f"{kind}: a name must be printable text, got {name!r}")
+            if name.startswith("/"):
+                raise ConfigError(
+                    f"{kind}: a name must not begin with '/', as names of recsys's own do, got "
+                    f"{name!r}; rename the column"
+                )
             if name in meanings:
                 raise ConfigError(
                     f"{kind}.{name}: {name!r} is named in {meanings[name]} already; a column has "
@@ -314,10 +342,7 @@ def _check_columns(schema: Schema) -> None:
             raise ConfigError(f"split.column: {column!r} is the label, timestamp or weight")
         if column in meanings and meanings[column] != "categorical":
             raise ConfigError(f"split.column: {column!r} is named in {meanings[column]}, too")
-    if len(schema.delimiter) > 1 or schema.delimiter in ('"', "\n", "\r"):
-        raise ConfigError(
-            f"delimiter must be one character other than a quote, got {schema.delimiter!r}"
-        )
+    check_delimiter(schema.delimiter, schema.quote)
     _check_timestamp_format(schema)
 
 
@@ -335,9 +360,15 @@ def _check_timestamp_format(schema: Schema) -> None:
 
 
 def _check_tables(schema: Schema) -> None:
-    """Check that the columns of each table agree."""
+    """Check the names of tables, and that the columns of each agree."""
     columns = schema.value_columns
     for table in schema.tables:
+        if not is_text(table.name) or "." in table.name:
+            raise ConfigError(
+                f"column {table.columns[0]!r}: the name of its table must be printable text "
+                f"without a '.', got {table.name!r}; set the key table of the column to another "
+                f'name, such as "{_plain_name(table.name)}"'
+            )
         for name in table.columns:
             for key in _TABLE_KEYS:
                 mine, first = getattr(columns[name], key), getattr(table, key)
@@ -350,6 +381,10 @@ def _check_tables(schema: Schema) -> None:
             raise ConfigError(
                 f"table {table.name!r}: max_rows must be 0 or at least 3 with missing 'own'"
             )
+
+
+def _plain_name(name: str) -> str:
+    return "".join("_" if letter == "." or not letter.isprintable() else letter for letter in name)
 
 
 def _check_history(schema: Schema) -> None:
@@ -390,6 +425,17 @@ def _check_label(schema: Schema) -> None:
         )
 
 
+def _check_last_one_out(schema: Schema) -> None:
+    if not schema.group:
+        raise ConfigError("split by 'last_one_out' needs the key group, a column of groups")
+    if schema.label:
+        raise ConfigError(
+            "split by 'last_one_out' tests on positives alone, which no metric can judge in data "
+            f"with a label, got label {schema.label!r}; take another split, or keep the positive "
+            "rows alone, leave out label and add [negatives]"
+        )
+
+
 def _require_table(place: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{place} must be a table of keys, got {str(value)[:40]!r}")
@@ -426,6 +472,9 @@ def _build(kind: type[_T], value: Any, place: str) -> _T:
 
 def _checked(place: str, value: Any, kind: Any) -> Any:
     """Check the type of one value; a list becomes a tuple of text."""
+    for text in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(text, str) and not _is_unicode(text):
+            raise ConfigError(f"{place} must be text that UTF-8 can hold, got {text[:40]!r}")
     if kind is str and not isinstance(value, str):
         raise ConfigError(f"{place} must be text, got {str(value)[:40]!r}")
     if kind is int and not is_int(value):
@@ -440,6 +489,15 @@ def _checked(place: str, value: Any, kind: Any) -> Any:
     if kind == float | str and type(value) not in (str, int, float):
         raise ConfigError(f"{place} must be a number or text, got {str(value)[:40]!r}")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether text has no surrogates, which JSON allows and UTF-8 does not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _as_keys(part: Any) -> dict[str, Any]:

@@ -106,7 +106,8 @@ class ValueColumn:
         num_rows: Rows of the table, with numbering "hash" only.
         min_count: Values that the training part has less often share row 0.
         max_rows: 0 for no limit; else the most frequent `max_rows` - 1 values keep rows of their
-            own (of equally frequent ones, the first seen).
+            own (of equally frequent ones, the first seen); `max_rows` - 2 of them if missing values
+            have a row of their own.
         table: The vocabulary and embedding table; empty for one of the column's own name.
     """
 
@@ -140,8 +141,8 @@ class CategoricalColumn(ValueColumn):
     """A column with one value in each row.
 
     Attributes:
-        missing: "rare" (row 0), "own" (row 1) or "error". With numbering "hash", "own" is refused:
-            a missing value is hashed as a value of its own.
+        missing: "rare" (row 0), "own" (row 1) or "error". With numbering "hash", "rare" is the row
+            that the empty text hashes to, and "own" is refused.
     """
 
     missing: str = _key("rare", "for missing values", choices=("rare", "own", "error"))
@@ -165,7 +166,7 @@ class MultiColumn(ValueColumn):
     """
 
     split: str = _key("", "character between values; empty: lists")
-    max_length: int = _key(0, "most values kept; 0: no limit", least=0)
+    max_length: int = _key(0, "most values kept; 0: no limit", least=0, most=_MOST_ROWS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -187,7 +188,9 @@ class SequenceColumn(MultiColumn):
 class HistoryColumn:
     """A sequence made from earlier rows: values of a column in positive rows of the same group.
 
-    Earlier means by timestamp if the schema has one, else by order in the file.
+    Earlier means by timestamp if the schema has one, else by order in the file. With a label and a
+    timestamp, rows of an equal time are not earlier. Histories of training rows list training rows
+    alone; those of other rows list all earlier positive rows.
 
     Attributes:
         of: The categorical column; the history shares its table.
@@ -195,7 +198,7 @@ class HistoryColumn:
     """
 
     of: str = _key("", "categorical column whose earlier values are listed")
-    max_length: int = _key(20, "most values kept, the last ones", least=1)
+    max_length: int = _key(20, "most values kept, the last ones", least=1, most=_MOST_ROWS)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -267,7 +270,7 @@ class TimestampSplit(FractionSplit):
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSplit:
-    """By the values of a column, compared as text.
+    """By the values of a column, compared as text; booleans are the texts true and false.
 
     Attributes:
         column: The column.
@@ -295,9 +298,9 @@ class ColumnSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class LastOneOutSplit:
-    """The last positive row of each group is test, the one before it validation.
+    """The last row of each group is test, the one before it validation; for data without a label.
 
-    This holds for groups of at least three positive rows; all other rows are for training.
+    This holds for groups of at least three rows; all other rows are for training.
     """
 
 
@@ -308,8 +311,8 @@ Split = FractionSplit | RandomSplit | TimestampSplit | ColumnSplit | LastOneOutS
 class Negatives:
     """Rows drawn beside each positive of the training part, when the data has positives only.
 
-    A negative is its positive with another item, which is no known positive of the group in any
-    part.
+    A negative is its positive with another item. Without a history of the item, that is no item of
+    the group's training rows. With one, items come again: it is any item but the positive's own.
 
     Attributes:
         item: The categorical column that is redrawn.
@@ -321,7 +324,7 @@ class Negatives:
 
     item: str = _key("", "categorical column that is redrawn")
     item_columns: tuple[str, ...] = _key((), "columns that change with the item")
-    per_positive: int = _key(4, "negatives for each positive", least=1)
+    per_positive: int = _key(4, "negatives for each positive", least=1, most=1000)
     by: str = _key("uniform", "chance of an item", choices=("uniform", "popularity"))
     seed: int = _key(0, "seed of the draw", least=0)
 

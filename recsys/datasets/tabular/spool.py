@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -85,9 +85,14 @@ class Spool:
         parent.mkdir(parents=True, exist_ok=True)
         self._folder = Path(mkdtemp(prefix=".recsys-spool-", dir=parent))
         self._numbers = {name: number for number, name in enumerate(self._dtypes)}
-        self._files = {
-            path: path.open("wb") for name in self._dtypes for path in self._paths_of(name)
-        }
+        self._files: dict[Path, BufferedWriter] = {}
+        try:
+            for name in self._dtypes:
+                for path in self._paths_of(name):
+                    self._files[path] = path.open("wb")
+        except BaseException:
+            self.__exit__()
+            raise
 
     def append(self, num_rows: int, columns: Columns) -> None:
         """Add rows at the end.
@@ -106,9 +111,12 @@ class Spool:
         self.num_rows += num_rows
 
     def flush(self) -> None:
-        """Write all appended rows to the files, before they are read."""
+        """Write all appended rows to the files and close them, before they are read.
+
+        Reading opens the files again: with both, a wide table would need twice the handles.
+        """
         for file in self._files.values():
-            file.flush()
+            file.close()
 
     def column(self, name: str) -> NDArray[Any]:
         """All values of a column without bags, in memory, (num_rows,)."""
@@ -165,7 +173,8 @@ class Spool:
 
     def __exit__(self, *error: object) -> None:
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # closing flushes, which fails again on a full disk
+                file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recsys._support.jit import kernel
-from recsys.datasets.tabular.encode import GROUP, LABEL, TIME, WEIGHT
+from recsys.datasets.tabular.encode import GROUP, LABEL, NO_LABEL, TIME, WEIGHT
 from recsys.datasets.tabular.numbering import MISSING
 from recsys.datasets.tabular.schema_parts import CategoricalColumn
 from recsys.datasets.tabular.spool import Bags
 from recsys.errors import DatasetFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -53,7 +53,8 @@ class StoreRows:
     Attributes:
         dense: Dense features, (n, I) float32.
         features: For each feature, in the order of the store: its rows (n,) int32, or bags.
-        labels: 0 or 1, (n,) int8; None if they are not known.
+        labels: 0 or 1, (n,) int8, and `NO_LABEL` for rows to predict that have none; None if no
+            row has one.
         weights: Of each row, (n,) float32; None if the schema has none.
         groups: Of each row, (n,) int32; None if the schema has none.
         times: Seconds since 1970, (n,) int64; None if the schema has none.
@@ -107,7 +108,7 @@ class StoreRows:
         return {name: array for name, array in arrays.items() if array is not None}
 
     def as_batch(self) -> Batch:
-        """A mini-batch with the features in the order of the store; unknown labels are 0."""
+        """A mini-batch with the features in the order of the store, and `NO_LABEL` for no label."""
         import torch
 
         from recsys.batch import Batch, JaggedIds
@@ -122,7 +123,7 @@ class StoreRows:
         ]
         offsets = np.zeros(len(lengths) * num_rows + 1, np.int64)
         np.cumsum(np.concatenate(lengths), out=offsets[1:])
-        labels = np.zeros(num_rows, np.int8) if self.labels is None else self.labels
+        labels = np.full(num_rows, NO_LABEL, np.int8) if self.labels is None else self.labels
         return Batch(
             torch.from_numpy(self.dense),
             JaggedIds(
@@ -152,12 +153,20 @@ class RowMaker:
     dense: Mapping[str, DenseRule]
     unknown: dict[str, int] = field(default_factory=dict)
 
-    def make(self, columns: Columns, histories: Mapping[str, Bags] | None = None) -> StoreRows:
+    def make(
+        self,
+        columns: Columns,
+        histories: Mapping[str, Bags] | None = None,
+        *,
+        place: Callable[[int], str],
+    ) -> StoreRows:
         """The rows of a store.
 
         Args:
             columns: Encoded columns.
             histories: The encoded bag of each history.
+            place: Names a row of these, by its number from 0, in messages, such as "a.csv, line
+                7".
 
         Raises:
             DatasetFormatError: a dense feature is too large for float32.
@@ -165,15 +174,16 @@ class RowMaker:
         first = next(iter(columns.values()))
         num_rows = len(first.lengths if isinstance(first, Bags) else first)
         dense = np.empty((num_rows, len(self.dense)), np.float32)
-        for place, (name, rule) in enumerate(self.dense.items()):
+        for column, (name, rule) in enumerate(self.dense.items()):
             values = columns[name]
             assert not isinstance(values, Bags)
-            dense[:, place] = rule.apply(values)
-            if not np.isfinite(dense[:, place]).all():
-                row = int(np.argmin(np.isfinite(dense[:, place])))
+            dense[:, column] = rule.apply(values)
+            if not np.isfinite(dense[:, column]).all():
+                row = int(np.argmin(np.isfinite(dense[:, column])))
                 raise DatasetFormatError(
-                    f"column {name!r}: dense features are float32, got {values[row]}, which is too "
-                    'large; set transform = "log", or correct it'
+                    f"{place(row)}, column {name!r}: dense features are float32, and transform "
+                    f"{rule.transform!r} makes a larger number of {values[row]}; correct it, or "
+                    'set transform = "log"'
                 )
         features: dict[str, NDArray[np.int32] | Bags] = {}
         for feature in self.schema.features:

@@ -47,9 +47,9 @@ class Expected:
         label = schema.get("label")
         values = frame[label].tolist() if label else [1] * self.n
         self.labels = [int(eval(f"{v} {rule}")) if rule else int(v) for v in values]
+        self.times = self._times()
         self.parts = self._parts()
-        self.order = [row for part in range(3) for row in range(self.n) if self.parts[row] == part]
-        self.sizes = [self.parts.count(part) for part in range(3)]
+        self.num_train = self.parts.count(0)
         kinds = ("categorical", "multi", "sequence")
         self.columns = {name: keys for kind in kinds for name, keys in schema.get(kind, {}).items()}
         self.bags = {*schema.get("multi", {}), *schema.get("sequence", {})}
@@ -57,12 +57,20 @@ class Expected:
         for name, keys in self.columns.items():
             table = keys.get("table", name)
             self.vocabularies.setdefault(table, self._vocabulary(table))
+        self.samples = self._samples()
+        self.order = [row for row, _ in self.samples]
+        self.sizes = [[self.parts[row] for row in self.order].count(part) for part in range(3)]
+
+    def _times(self):
+        """Seconds of each row; None without times."""
+        if "timestamp" not in self.schema:
+            return None
+        ticks = {"ms": 1000}.get(self.schema.get("timestamp_format"), 1)
+        return [time // ticks for time in self.frame[self.schema["timestamp"]].tolist()]
 
     def in_time(self):
         """Rows by time; the order of the file where there is none."""
-        rows = pd.DataFrame({"row": range(self.n)})
-        time = self.schema.get("timestamp")
-        rows["time"] = list(self.frame[time]) if time else 0
+        rows = pd.DataFrame({"row": range(self.n), "time": self.times or 0})
         return rows.sort_values("time", kind="stable")["row"].tolist()
 
     def _parts(self):
@@ -94,7 +102,7 @@ class Expected:
                     parts[rows[-1]], parts[rows[-2]] = 1, 2
             return parts
         if by == "timestamp" and "test_from" in split:
-            times, first = self.frame[self.schema["timestamp"]].tolist(), split["test_from"]
+            times, first = self.times, split["test_from"]
             second = split.get("validation_from")
             if second is None:
                 return self._halved([int(time >= first) for time in times])
@@ -157,31 +165,114 @@ class Expected:
             return 1 if keys.get("missing") == "own" else 0
         return rows.get(value, 0)
 
-    def histories(self, keys):
-        """The rows of the history of each row of the frame."""
-        earlier, result = defaultdict(list), [None] * self.n
-        for row in self.in_time():
-            group = self.frame[self.schema["group"]][row]
-            result[row] = earlier[group][-keys.get("max_length", 20) :]
-            if self.labels[row]:
-                value = self.frame[keys["of"]][row]
-                earlier[group] = [*earlier[group], self.row_of(keys["of"], value)]
+    def _samples(self):
+        """The row of each sample, and the row of its item if it is a negative, else None."""
+        found = []
+        for part in range(3):
+            for row in range(self.n):
+                if self.parts[row] == part:
+                    found.append((row, None))
+                    if part == 0 and "negatives" in self.schema:
+                        found += [(row, item) for item in self._negatives(row)]
+        return found
+
+    def has_repeats(self):
+        histories = self.schema.get("history", {}).values()
+        return any(keys["of"] == self.schema["negatives"]["item"] for keys in histories)
+
+    def train_items(self):
+        """The items of the training part and how often they are there, by row of their table."""
+        name = self.schema["negatives"]["item"]
+        first = 2 if self.columns[name].get("missing") == "own" else 1
+        rows = [self.item(row) for row in range(self.n) if self.parts[row] == 0]
+        return sorted(Counter(row for row in rows if row >= first).items())
+
+    def item(self, row):
+        name = self.schema["negatives"]["item"]
+        return self.row_of(name, self.frame[name][row])
+
+    def _negatives(self, row):
+        """The items of the negatives of a row: those that can be drawn."""
+        keys, groups = self.schema["negatives"], self.frame[self.schema["group"]]
+        items, counts = zip(*(self.train_items() or [(0, 0)]), strict=True)
+        known = {self.item(row)}
+        if not self.has_repeats():
+            known = {
+                self.item(other)
+                for other in range(self.n)
+                if self.parts[other] == 0 and groups[other] == groups[row]
+            }
+        if not set(items) - known - {0}:
+            return []
+        weights = np.array(counts) ** (0.75 if keys.get("by") == "popularity" else 0.0)
+        ends = np.cumsum(weights)
+        drawn = []
+        for number in range(keys.get("per_positive", 4)):
+            state = finish_mix((finish_mix(keys.get("seed", 0)) + row) % M)
+            state = finish_mix((state + number) % M)
+            for draw in range(256):
+                bits = finish_mix((state + (draw + 1) * 0x9E3779B97F4A7C15) % M)
+                place = int(np.searchsorted(ends, (bits >> 11) / 2**53 * ends[-1], side="right"))
+                if items[place] not in known:
+                    break
+            while items[place] in known:
+                place = (place + 1) % len(items)
+            drawn.append(items[place])
+        return drawn
+
+    def catalog_row(self, name, item):
+        """What an item column looks up in the last training row of an item."""
+        rows = [r for r in range(self.n) if self.parts[r] == 0 and self.item(r) == item]
+        return self.row_of(name, self.frame[name][rows[-1]])
+
+    def histories(self, keys, is_new=False):
+        """The rows of the history of each row of the frame.
+
+        With `is_new`, the rows are those of a store that is like another: none is for training.
+        """
+        groups, in_time = self.frame[self.schema["group"]], self.in_time()
+        has_both = "label" in self.schema and self.times is not None
+        result = [None] * self.n
+        for place, row in enumerate(in_time):
+            is_free = is_new or self.parts[row] != 0
+            earlier = [
+                other
+                for other in in_time[:place]
+                if groups[other] == groups[row]
+                and self.labels[other]
+                and (is_free or self.parts[other] == 0)
+                and not (has_both and self.times[other] == self.times[row])
+            ]
+            values = [self.row_of(keys["of"], self.frame[keys["of"]][other]) for other in earlier]
+            result[row] = values[-keys.get("max_length", 20) :]
         return result
 
-    def features(self):
-        """A list of rows for each feature and each sample, in the order of the store."""
+    def features(self, is_new=False):
+        """A list of rows for each feature and each sample, in the order of the store.
+
+        With `is_new`, the samples are the rows of the frame.
+        """
+        samples = [(row, None) for row in range(self.n)] if is_new else self.samples
+        negatives = self.schema.get("negatives", {})
         found = {}
         for name in self.columns:
-            found[name] = [
-                [self.row_of(name, each) for each in self.bag(name, row)]
-                if name in self.bags
-                else [self.row_of(name, self.frame[name][row])]
-                for row in self.order
-            ]
+            found[name] = lists = []
+            for row, item in samples:
+                if item is not None and name == negatives["item"]:
+                    lists.append([item])
+                elif item is not None and name in negatives.get("item_columns", ()):
+                    lists.append([self.catalog_row(name, item)])
+                elif name in self.bags:
+                    lists.append([self.row_of(name, each) for each in self.bag(name, row)])
+                else:
+                    lists.append([self.row_of(name, self.frame[name][row])])
         for name, keys in self.schema.get("history", {}).items():
-            histories = self.histories(keys)
-            found[name] = [histories[row] for row in self.order]
+            histories = self.histories(keys, is_new)
+            found[name] = [histories[row] for row, _ in samples]
         return found
+
+    def sample_labels(self):
+        return [self.labels[row] if item is None else 0 for row, item in self.samples]
 
     def dense(self):
         """(N, I) float64."""
@@ -189,7 +280,7 @@ class Expected:
         for name, keys in self.schema.get("dense", {}).items():
             values = pd.Series(self.frame[name].tolist(), dtype="float64")
             is_train = np.array(self.parts) == 0
-            fill = keys.get("missing", 0.0)
+            fill = {"error": 0.0}.get(keys.get("missing"), keys.get("missing", 0.0))
             values = values.fillna(values[is_train].mean() if fill == "mean" else fill)
             if keys.get("transform") == "log":
                 values = np.log(1 + values.clip(lower=0))
@@ -199,9 +290,9 @@ class Expected:
                     deviation = 1.0
                 values = (values - values[is_train].mean()) / deviation
             columns.append(values.to_numpy()[self.order])
-        return np.stack(columns, axis=1) if columns else np.empty((self.n, 0))
+        return np.stack(columns, axis=1) if columns else np.empty((len(self.order), 0))
 
     def groups(self):
-        """Numbers of groups by first appearance in the file."""
+        """Numbers of groups, by first appearance in the file, of each sample."""
         numbers, _ = pd.factorize(self.frame[self.schema["group"]])
         return numbers[self.order].tolist()

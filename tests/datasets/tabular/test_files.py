@@ -2,10 +2,12 @@ import csv
 import gzip
 import hashlib
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recsys.datasets.tabular import files as table_files
 from recsys.datasets.tabular.files import TableFiles
 from recsys.datasets.tabular.schema import Schema
 from recsys.errors import ConfigError, DatasetFormatError
@@ -134,6 +136,28 @@ def test_a_column_that_all_files_lack_may_be_optional(tmp_path):
         TableFiles([path, other], simple(), optional=["y"])
 
 
+@pytest.mark.parametrize("keys", [{}, {"positive": ">= 1"}])
+@pytest.mark.parametrize(
+    ("lines", "labels"), [(["1,x", ",x", "0,x"], [1, None, 0]), ([",x"], [None])]
+)
+def test_labels_of_an_optional_column_may_be_missing(tmp_path, keys, lines, labels):
+    path = write(tmp_path, "y,c", *lines)
+    found = rows_of(path, simple(**keys), optional=["y"])
+    assert [row["y"] for row in found] == labels
+    with pytest.raises(DatasetFormatError, match="a label must be known"):
+        rows_of(path, simple(**keys))
+
+
+def test_files_may_be_read_without_their_hashes(tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.datasets.tabular.hashing_file.hashlib", None)
+    write(tmp_path, "y,c", "1,b", name="1.csv")
+    pq.write_table(pa.table({"c": ["p"], "y": [1]}), tmp_path / "2.parquet")
+    files = TableFiles([tmp_path], simple(), with_hash=False)
+    assert [batch.column("c").to_pylist() for batch in files.batches()] == [["b"], ["p"]]
+    for source in files.sources:
+        assert (source.sha256, source.num_bytes) == ("", source.path.stat().st_size)
+
+
 def test_files_are_read_in_order_and_hashed(tmp_path):
     first = write(tmp_path, "y,c", "1,b", name="2.csv")
     second = write(tmp_path, "c,y", "a,0", name="1.csv")
@@ -222,6 +246,62 @@ def test_text_that_means_missing_is_named_in_the_schema(tmp_path):
     assert [(row["c"], row["d"]) for row in found] == [(None, None), ("x", 2.0)]
     found = rows_of(path, simple())
     assert [row["c"] for row in found] == ["NA", "x"]
+
+
+def test_text_that_means_missing_is_missing_in_a_bag(tmp_path):
+    path = write(tmp_path, "y,c,n", "1,NA|a|NA,NA", "0,b||c,1|NA|3", "1,NA|NA,2")
+    bags = {"c": {"split": "|"}, "n": {"split": "|", "values": "integer"}}
+    found = rows_of(path, simple(categorical={}, multi=bags, missing_values=["NA", "?"]))
+    assert [row["c"] for row in found] == [["a"], ["b", "c"], []]
+    assert [row["n"] for row in found] == [None, [1, 3], [2]]
+    found = rows_of(path, simple(categorical={}, multi={"c": {"split": "|"}}))
+    assert found[0]["c"] == ["NA", "a", "NA"]
+
+
+def test_booleans_are_integers_and_no_text(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"y": [1, 0, 1], "c": [True, None, False]}), path)
+    with pytest.raises(DatasetFormatError, match='got bool; set values to "integer", which takes'):
+        rows_of(path, simple())
+    found = rows_of(path, simple(categorical={"c": {"values": "integer"}}))
+    assert [row["c"] for row in found] == [1, None, 0]
+
+
+def test_a_column_of_booleans_may_split(tmp_path):
+    split = {"by": "column", "column": "is_train", "train": [True], "test": [False]}
+    schema = simple(split=split)
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"y": [1, 0], "c": ["x", "z"], "is_train": [True, False]}), path)
+    assert schema.split.train == ("true",)
+    assert [row["is_train"] for row in rows_of(path, schema)] == ["true", "false"]
+
+
+@pytest.mark.parametrize(
+    ("values", "form"),
+    [
+        ([20141021, 20141022], "%Y%m%d"),
+        ([2014102100, 2014123123], "%Y%m%d%H"),
+        ([14102100, 14123123], "%y%m%d%H"),
+        ([20141021.0, 20141022.0], "%Y%m%d"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_digits_of_dates_are_no_seconds(tmp_path, values, form, kind):
+    path = tmp_path / f"a.{kind}"
+    if kind == "csv":
+        path = write(tmp_path, "y,c,d", *(f"1,x,{value}" for value in values))
+    else:
+        pq.write_table(pa.table({"y": [1, 1], "c": ["x", "x"], "d": values}), path)
+    way_out = f'set timestamp_format to "{form}"$'
+    with pytest.raises(DatasetFormatError, match=f"column 'd'.*{way_out}"):
+        rows_of(path, simple(timestamp="d"))
+
+
+def test_numbers_that_are_not_all_dates_are_seconds(tmp_path):
+    path = write(tmp_path, "y,c,d", "1,x,20141021", "1,x,20141399")
+    assert [row["d"] for row in rows_of(path, simple(timestamp="d"))] == [20141021, 20141399]
+    path = write(tmp_path, "y,c,d", "1,x,1711010100", "1,x,1711010101", name="b.csv")
+    assert [row["d"] for row in rows_of(path, simple(timestamp="d"))] == [1711010100, 1711010101]
 
 
 @pytest.mark.parametrize("last", ["c", "z"])
@@ -356,3 +436,99 @@ def test_parquet_text_in_dictionaries_and_plain_is_the_same_text(tmp_path):
     pq.write_table(table, path, row_group_size=1000)
     found = rows_of(path, simple(categorical={"c": {}, "d": {}}))
     assert [(row["c"], row["d"]) for row in found] == list(zip(texts, names, strict=True))
+
+
+@pytest.mark.parametrize("name", ["A.CSV", "A.TSV", "A.TSV.GZ", "A.Csv.Zst", "A.PARQUET", "A.PQ"])
+def test_capital_suffixes_mean_what_small_ones_do(tmp_path, name):
+    path, small = tmp_path / name, name.lower()
+    if small.endswith((".parquet", ".pq")):
+        pq.write_table(pa.table({"y": [1], "c": ["x"]}), path)
+    else:
+        text = b"y\tc\n1\tx\n" if ".tsv" in small else b"y,c\n1,x\n"
+        if small.endswith(".gz"):
+            text = gzip.compress(text)
+        path.write_bytes(text)
+        if small.endswith(".zst"):
+            with pa.CompressedOutputStream(path, "zstd") as out:
+                out.write(text)
+    for named in (path, tmp_path):
+        assert rows_of(named, simple()) == [{"c": "x", "y": 1}]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".b.csv", "_b.csv", ".ipynb_checkpoints/b.csv", "_temporary/0/b.csv", "days/.old/b.csv"],
+)
+def test_a_folder_leaves_hidden_files_and_folders_out(tmp_path, name):
+    folder = tmp_path / ".data"  # a folder that is named is read, hidden or not
+    (folder / name).parent.mkdir(parents=True)
+    write(folder, "y,c", "1,x", name=name)
+    (folder / "days").mkdir(exist_ok=True)
+    write(folder, "y,c", "1,seen", name="days/a.csv")
+    assert rows_of(folder, simple()) == [{"c": "seen", "y": 1}]
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Amsterdam", "+05:30"])
+def test_times_of_parquet_with_a_zone_are_seconds_of_utc(tmp_path, unit, zone):
+    ticks = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+    times = pa.array([1_700_000_000 * ticks + ticks // 2, -ticks], pa.timestamp(unit, zone))
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"y": [0, 1], "c": ["x", "x"], "t": times}), path)
+    found = rows_of(path, simple(timestamp="t"))
+    assert [row["t"] for row in found] == [1_700_000_000, -1]
+
+
+def test_a_fault_after_a_very_long_field_is_named_by_its_row(tmp_path):
+    path = write(tmp_path, "y,c", f"1,{'x' * 200_000}", "7,x")
+    with pytest.raises(DatasetFormatError, match=r"a\.csv, row 1 \(from 0\), column 'y': a label"):
+        rows_of(path, simple())
+
+
+def test_a_large_row_group_is_read_in_pieces(tmp_path, monkeypatch):
+    num_rows = 1 << 20
+    values = np.random.default_rng(0).random(num_rows)
+    table = pa.table({"y": np.ones(num_rows, np.int8), "d": values})
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path, row_group_size=num_rows, use_dictionary=False, compression="none")
+    monkeypatch.setattr(table_files, "_LARGE_GROUP_BYTES", 1 << 20)
+    del table
+    before, most, found = pa.total_allocated_bytes(), 0, []
+    for batch in TableFiles([path], Schema.from_dict({"label": "y", "dense": {"d": {}}})).batches():
+        most = max(most, pa.total_allocated_bytes() - before)
+        found.append(batch.column("d").to_numpy().copy())
+    assert (np.concatenate(found) == values).all()
+    assert most < values.nbytes / 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"group": "c"}, "fill it in, or leave the row out: a group must be known"),
+        (
+            {"split": {"by": "column", "column": "c", "train": ["x"], "test": ["z"]}},
+            "fill it in, or leave the row out: the split must be known",
+        ),
+        ({"categorical": {"c": {"missing": "error"}}}, 'or set missing to "rare" or "own"'),
+    ],
+)
+def test_advice_on_a_missing_value_fits_the_reason(tmp_path, keys, words):
+    path = write(tmp_path, "y,c", "1,x", "0,")
+    with pytest.raises(DatasetFormatError, match="line 3, column 'c': must have a value") as caught:
+        rows_of(path, simple(**keys))
+    assert str(caught.value).endswith(words)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"delimiter": "é"}, "delimiter must be one character of ASCII, got 'é'"),
+        ({"quote": "''"}, "quote must be one character of ASCII"),
+        ({"quote": "\n"}, "quote must be one character of ASCII"),
+        ({"quote": ","}, "quote must differ from the delimiter"),
+        ({"delimiter": ";", "quote": ";"}, "quote must differ from the delimiter"),
+    ],
+)
+def test_delimiter_and_quote_are_characters(keys, words):
+    with pytest.raises(ConfigError, match=words):
+        simple(**keys)

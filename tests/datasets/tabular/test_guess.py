@@ -5,6 +5,7 @@ import pytest
 from recsys.cli import main
 from recsys.datasets.tabular.files import TableFiles
 from recsys.datasets.tabular.guess import guess_schema
+from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.schema import Schema
 from recsys.errors import ConfigError, DatasetFormatError
 
@@ -208,3 +209,72 @@ def test_numbers_too_large_for_dates_are_only_numbers(tmp_path):
     columns = {"label": [0, 1], "day": ["inf", "1"], "c": [2**62, 5]}
     guess = guess_schema([write_csv(tmp_path, columns)])
     assert (list(guess.schema.dense), list(guess.schema.categorical)) == (["day"], ["c"])
+
+
+def test_the_rows_of_all_files_are_looked_at(tmp_path, monkeypatch):
+    first = write_csv(tmp_path, {"label": [0, 1], "c": ["a", "a"]})
+    second = write_csv(tmp_path, {"c": ["b", "b"], "d": [1, 2], "label": [1, 0]}, name="b.csv")
+    guess = guess_schema([first, second])
+    assert guess.num_rows == 4
+    assert list(guess.schema.categorical) == ["c"]  # one value in each file
+    assert guess_schema([tmp_path]).schema == guess.schema
+    monkeypatch.setattr("recsys.datasets.tabular.guess._SAMPLE_ROWS", 3)
+    assert guess_schema([first, second]).num_rows == 3
+
+
+def test_files_of_other_columns_are_no_sample(tmp_path):
+    first = write_csv(tmp_path, {"label": [0, 1], "c": ["a", "b"]})
+    second = write_csv(tmp_path, {"label": [0, 1]}, name="b.csv")
+    with pytest.raises(DatasetFormatError, match=r"b\.csv must have column 'c', as .*a\.csv has"):
+        guess_schema([first, second])
+    for name, values in (("c", ["a", "b"]), ("d", [1, 2])):
+        table = pa.table({"label": [0, 1], "c": values})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    with pytest.raises(DatasetFormatError, match=r"d\.parquet: columns must have types like"):
+        guess_schema([tmp_path / "c.parquet", tmp_path / "d.parquet"])
+
+
+def test_columns_that_belong_to_the_item_change_with_it(tmp_path):
+    items = [4, 5, 6] * 3
+    columns = {
+        "user": [1, 1, 1, 2, 2, 2, 3, 3, 3],
+        "item": items,
+        "genre": [f"g{item % 2}" for item in items],
+        "price": [item / 3 for item in items],
+        "tags": ["|".join("abc"[: item - 3]) for item in items],
+        "mood": [f"m{row % 2}" for row in range(9)],
+    }
+    path = write_csv(tmp_path, columns)
+    guess = guess_schema([path])
+    assert guess.schema.negatives.item_columns == ("genre",)
+    assert list(guess.schema.categorical) == ["user", "item", "genre", "mood"]
+    assert (dict(guess.schema.dense), dict(guess.schema.multi)) == ({}, {})
+    assert guess.reasons["price"] == "one value for each item, which negatives would keep"
+    assert "#   'tags': one value for each item" in guess.to_toml()
+    prepare_table([path], tmp_path / "store", guess.schema)  # warns of no column
+
+
+def test_a_column_of_booleans_is_drafted_as_integers(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"label": [0, 1, 1], "is_new": [True, False, None]}), path)
+    guess = guess_schema([path])
+    assert guess.schema.as_dict()["categorical"] == {"is_new": {"values": "integer"}}
+    assert guess.reasons["is_new"].startswith("true (1) or false (0), 2 different values")
+    (batch,) = TableFiles([path], guess.schema).batches()
+    assert batch.column("is_new").to_pylist() == [1, 0, None]
+
+
+def test_a_leading_zero_in_any_row_makes_text(tmp_path):
+    columns = {"label": [0, 1, 1], "zip": ["10115", "01067", "10115"], "n": ["10", "0", "-7"]}
+    guess = guess_schema([write_csv(tmp_path, columns)])
+    assert guess.schema.as_dict()["categorical"] == {"zip": {}, "n": {"values": "integer"}}
+
+
+def test_names_that_a_schema_refuses(tmp_path):
+    columns = {"user.id": [1, 2, 2], "user_id": [3, 3, 4], "/label": [5, 6, 6], "label": [0, 1, 1]}
+    guess = guess_schema([write_csv(tmp_path, columns)])
+    assert guess.schema.as_dict()["categorical"] == {
+        "user.id": {"values": "integer", "table": "user_id_"},
+        "user_id": {"values": "integer"},
+    }
+    assert guess.reasons["/label"] == "its name begins with a slash"

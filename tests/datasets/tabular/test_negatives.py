@@ -51,6 +51,39 @@ def test_draws_depend_on_the_seed_and_the_row_alone():
     assert len({tuple(row) for row in first.tolist()}) > 15
 
 
+def test_an_owner_may_be_the_item_itself():
+    """Then all items are drawn but the positive's own."""
+    groups, items = [0] * 6, [1, 2, 3, 1, 2, 3]
+    sampler = sampler_of(items, items, num_rows=4, per_positive=40)
+    for item, negatives in zip(items, draw(sampler, items).tolist(), strict=True):
+        assert set(negatives) == {1, 2, 3} - {item}
+    assert draw(sampler_of(groups, items, num_rows=4), groups).max() == NO_ITEM
+
+
+def test_draws_are_those_of_the_formula():
+    end = 2**64
+
+    def mix64(bits):
+        bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 % end
+        bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % end
+        return bits ^ (bits >> 31)
+
+    def negative(seed, row, number):
+        state = mix64((mix64((mix64(seed) + row) % end) + number) % end)
+        for step in range(256):
+            bits = mix64((state + (step + 1) * 0x9E3779B97F4A7C15) % end)
+            item = 1 + int((bits >> 11) / 2**53 * 100)
+            if item != 7:
+                return item
+        return None
+
+    items = list(range(1, 101))
+    sampler = sampler_of([0 if item == 7 else 1 for item in items], items, num_rows=101, seed=3)
+    drawn = draw(sampler, [0] * 50, first=20).tolist()
+    assert drawn == [[negative(3, row, number) for number in range(4)] for row in range(20, 70)]
+    assert drawn[:2] == [[87, 1, 55, 19], [51, 4, 88, 86]]
+
+
 def test_chances_are_equal_or_by_popularity():
     items = [1] * 16 + [2] * 81 + [3]
     groups = [0] * len(items)

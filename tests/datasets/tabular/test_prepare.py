@@ -9,11 +9,12 @@ import pytest
 from recsys.cli.commands import main
 from recsys.datasets import Store, prepare_table, write_store
 from recsys.datasets.tabular.encoder import Encoder
-from recsys.datasets.tabular.files import TableFiles
 from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.vocabulary import read_vocabulary
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 
 pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 CLICKS = {
     "label": "click",
@@ -73,16 +74,15 @@ def test_negatives_are_beside_the_positives_of_the_training_part(tmp_path):
     num_train = report.num_rows - report.splits["test"] - report.splits["validation"]
     assert report.splits["test"] == report.splits["validation"] == 6
     assert (report.splits["train"], report.num_lacking) == (4 * num_train, 0)
-    assert store.meta["ranking"] == {"item": "item", "item_features": ["genre"]}
+    about = {"item": "item", "item_features": ["genre"], "repeats": True}
+    assert store.meta["ranking"] == about
 
     labels = store.labels[: 4 * num_train].reshape(-1, 4)
     assert (labels == [1, 0, 0, 0]).all()
     assert (store.labels[4 * num_train :] == 1).all()
-    positive = np.flatnonzero(store.labels)
     users, items, genres = store.sparse.T
-    known = set(zip(users[positive].tolist(), items[positive].tolist(), strict=True))
     for sample in np.flatnonzero(store.labels == 0).tolist():
-        assert (users[sample], items[sample]) not in known
+        assert items[sample] != items[sample - sample % 4]
         assert items[sample] > 0
         beside = sample - sample % 4
         for same in (users, store.groups, store.times):
@@ -97,6 +97,113 @@ def test_negatives_have_the_history_of_their_positive(tmp_path):
     histories = bags_of(store)
     for sample in range(num_train):
         assert histories[sample] == histories[sample - sample % 4]
+
+
+def pairs_of(store, samples):
+    """The groups and items of samples."""
+    users, items, *_ = store.sparse[samples].T
+    return set(zip(users.tolist(), items.tolist(), strict=True))
+
+
+def test_answers_of_test_and_validation_may_be_negatives(tmp_path):
+    tree = {**PURCHASES, "history": {}}
+    write_store(purchases(), Schema.from_dict(tree), tmp_path / "store")
+    store = Store(tmp_path / "store")
+    assert store.meta["ranking"]["repeats"] is False
+    num_train = len(store.splits["train"])
+    train = np.arange(num_train)
+    negatives = pairs_of(store, train[store.labels[:num_train] == 0])
+    answers = pairs_of(store, np.arange(num_train, store.num_samples))
+    positives = pairs_of(store, train[store.labels[:num_train] == 1])
+    assert not negatives & positives
+    assert negatives & (answers - positives)
+
+
+def test_where_items_come_again_negatives_may_be_in_the_history(tmp_path):
+    write_store(purchases(), Schema.from_dict(PURCHASES), tmp_path / "store")
+    store = Store(tmp_path / "store")
+    histories = bags_of(store)
+    in_history = [store.sparse[each, 1] in histories[each] for each in store.splits["train"]]
+    of_negatives = np.array(in_history).reshape(-1, 4)[:, 1:]
+    assert of_negatives.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({}, "column 'genre' has"),
+        ({"dense": {"size": {}}, "multi": {"words": {}}}, "columns 'size', 'genre', 'words' have"),
+        ({"history": {}, "dense": {"mood": {}}}, "column 'genre' has"),
+    ],
+)
+def test_columns_that_belong_to_the_item_are_warned_of(tmp_path, change, names):
+    frame = purchases()
+    frame["size"] = frame["item"] * 0.5
+    frame["words"] = [["a"] * (each % 3) for each in frame["item"]]
+    frame["mood"] = np.arange(len(frame))
+    tree = PURCHASES | {"negatives": {"item": "item"}} | change
+    with pytest.warns(UserWarning, match=f"{names} one value for each 'item'.*item_columns, leave"):
+        write_store(frame, Schema.from_dict(tree), tmp_path / "store")
+
+
+def test_an_impression_is_not_in_the_histories_of_its_own_rows(tmp_path):
+    """The clicked item of an impression comes first, as many logs have it."""
+    frame = pd.DataFrame(
+        {
+            "click": [1, 0, 0, 1, 0, 1],
+            "user": ["u"] * 6,
+            "item": ["a", "b", "c", "d", "a", "b"],
+            "ts": [10, 10, 10, 20, 20, 20],
+        }
+    )
+    tree = {
+        "label": "click",
+        "group": "user",
+        "timestamp": "ts",
+        "categorical": {"item": {}},
+        "history": {"recent": {"of": "item"}},
+        "split": {"by": "fraction", "test": 0, "validation": 0},
+    }
+    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
+    assert bags_of(Store(tmp_path / "store")) == [[], [], [], [1], [1], [1]]
+    del tree["timestamp"]
+    write_store(frame, Schema.from_dict(tree), tmp_path / "file_order")
+    in_order = [[], [1], [1], [1], [1, 4], [1, 4]]
+    assert bags_of(Store(tmp_path / "file_order")) == in_order
+
+
+def test_histories_of_training_rows_have_no_row_of_other_parts(tmp_path):
+    frame = pd.DataFrame(
+        {
+            "click": [1] * 6,
+            "user": ["u"] * 6,
+            "item": ["a", "b", "c", "d", "e", "f"],
+            "fold": ["train", "test", "train", "valid", "train", "test"],
+        }
+    )
+    tree = {
+        "label": "click",
+        "group": "user",
+        "categorical": {"item": {}},
+        "history": {"recent": {"of": "item"}},
+        "split": {
+            "by": "column",
+            "column": "fold",
+            "train": ["train"],
+            "test": ["test"],
+            "validation": ["valid"],
+        },
+    }
+    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
+    a, c = 1, 2  # rows; those of other parts are unknown to training: row 0
+    train, test, valid = [[], [a], [a, c]], [[a], [a, 0, c, 0, 3]], [[a, 0, c]]
+    assert bags_of(Store(tmp_path / "store")) == [*train, *test, *valid]
+
+
+def test_rows_like_a_store_begin_with_empty_histories(tmp_path):
+    write_store(purchases(), Schema.from_dict(PURCHASES), tmp_path / "store")
+    with pytest.warns(UserWarning, match=r"begin empty; .* name the files of store .*store too"):
+        write_store(purchases(), None, tmp_path / "like", like=tmp_path / "store")
 
 
 def bags_of(store):
@@ -138,6 +245,7 @@ def test_rows_like_a_store_have_its_rows_and_statistics(tmp_path, files):
     store, like = Store(first.path), Store(report.path)
     assert like.table_sizes == store.table_sizes
     assert like.meta["dense_rules"] == store.meta["dense_rules"]
+    assert like.meta["encoding"] == store.meta["encoding"]
     assert (like.sparse[:, 0] == 0).nonzero()[0].tolist() == [2, 5]
     again = prepare_table(files(new, "new.csv"), tmp_path / "again", like=report.path)
     assert (Store(again.path).sparse == like.sparse).all()
@@ -184,12 +292,20 @@ def test_rows_like_a_store_need_no_column_of_its_split(tmp_path):
         assert report.splits["test"] == 10
 
 
+def test_rows_like_a_store_may_have_an_empty_column_of_its_split(tmp_path, files):
+    split = {"by": "column", "column": "fold", "train": ["t"], "test": ["v"]}
+    frame = clicks(10).assign(fold=list("tttttttttv"))
+    write_store(frame, Schema.from_dict(CLICKS | {"split": split}), tmp_path / "store")
+    report = prepare_table(files(frame.assign(fold="")), tmp_path / "like", like=tmp_path / "store")
+    assert report.splits["test"] == 10
+
+
 def test_an_encoder_gives_the_samples_of_the_store(tmp_path, files):
     rows = files(clicks(30))
     prepare_table(rows, tmp_path / "store", Schema.from_dict(CLICKS))
     store = Store(tmp_path / "store")
     with Encoder(store) as encoder:
-        (batch,) = TableFiles(rows, encoder.schema).batches()
+        (batch,) = encoder.open_files(rows).batches()
         encoded = encoder.encode(batch)
     mine, theirs = encoded.as_batch(), store.read(np.arange(30))
     assert mine.sparse_features.keys() == theirs.sparse_features.keys()
@@ -204,8 +320,7 @@ def test_an_encoder_needs_no_label_and_counts_unknown_values(tmp_path, files):
     prepare_table(files(clicks(30)), tmp_path / "store", Schema.from_dict(CLICKS))
     new = clicks(4, seed=8).drop(columns="click").assign(site=["a", "q", None, "b"])
     with Encoder(tmp_path / "store") as encoder:
-        table = TableFiles(files(new), encoder.schema, optional=encoder.optional_columns)
-        (batch,) = table.batches()
+        (batch,) = encoder.open_files(files(new)).batches()
         encoded = encoder.encode(batch)
         encoder.encode(batch)
     assert encoded.labels is None
@@ -213,10 +328,68 @@ def test_an_encoder_needs_no_label_and_counts_unknown_values(tmp_path, files):
     assert encoder.unknown["site"] == 2
 
 
+def test_an_encoder_reads_features_and_labels_alone(tmp_path, files):
+    tree = CLICKS | {"group": "size", "timestamp": "time", "weight": "w"}
+    frame = clicks(30).assign(size=7, time=range(30), w=1.0)
+    prepare_table(files(frame), tmp_path / "store", Schema.from_dict(tree))
+    new = frame.assign(size=None, time="never", click=pd.array([1, None] * 15, "Int64"))
+    with Encoder(tmp_path / "store") as encoder:
+        table = encoder.open_files(files(new))
+        (batch,) = table.batches()
+        encoded = encoder.encode(batch)
+    assert table.columns == ("price", "site", "size", "tags", "click")
+    assert encoded.features["size"].tolist() == [1] * 30  # the row of missing values
+    assert encoded.labels.tolist() == [1, -1] * 15
+    assert (encoded.weights, encoded.groups, encoded.times) == (None, None, None)
+
+
 def test_an_encoder_refuses_histories(tmp_path):
     write_store(purchases(), Schema.from_dict(PURCHASES), tmp_path / "store")
-    with pytest.raises(ConfigError, match=r"history needs all rows .* --like"):
+    with pytest.raises(ConfigError, match=r"make one of rows with `recsys prepare .* --like .*`$"):
         Encoder(tmp_path / "store")
+
+
+def test_vocabularies_of_a_store_to_be_like_are_read_once(tmp_path, files, monkeypatch):
+    prepare_table(files(clicks(30)), tmp_path / "store", Schema.from_dict(CLICKS))
+    names = []
+
+    def read(file, *others):
+        names.append(file.name)
+        return read_vocabulary(file, *others)
+
+    monkeypatch.setattr("recsys.datasets.tabular.encoder.read_vocabulary", read)
+    prepare_table(files(clicks(5)), tmp_path / "of_files", like=tmp_path / "store")
+    write_store(clicks(5), None, tmp_path / "of_frames", like=tmp_path / "store")
+    assert names == ["0.arrow", "1.arrow", "2.arrow"] * 2
+
+
+def test_stores_have_one_encoding_if_their_features_are_made_alike(tmp_path):
+    def encoding(change, frame):
+        path = tmp_path / str(len(list(tmp_path.iterdir())))
+        write_store(frame, Schema.from_dict(CLICKS | change), path)
+        return Store(path).meta["encoding"]
+
+    frame = clicks(56)
+    dense = {"price": {}, "age": {}}
+    changes = [
+        {"dense": dense},
+        {"dense": dict(reversed(dense.items()))},
+        {"dense": {"age": {}, "price": {"transform": "log"}}},
+        {"categorical": {"size": {"values": "integer", "missing": "own"}, "site": {}}},
+        {"categorical": {"site": {}, "size": {"values": "integer"}}},
+        {"categorical": {"site": {"numbering": "hash", "num_rows": 4}}},
+        {"multi": {"tags": {"split": "|", "max_length": 1}}},
+        {"sequence": {"tags": {"split": "|", "max_length": 9}}, "multi": {}},
+    ]
+    own = encoding({}, frame)
+    others = [encoding(change, frame.assign(age=frame["price"])) for change in changes]
+    others.append(encoding({}, frame[::-1]))
+
+    assert len({own, *others}) == 1 + len(changes) + 1
+    assert encoding({"missing_values": ["NA"]}, frame) == own
+    assert encoding({"weight": "w"}, frame.assign(w=2.0)) == own
+    other_tests = pd.concat([frame[:48], clicks(8, seed=9)])
+    assert encoding({}, other_tests) == own
 
 
 @pytest.mark.parametrize(
@@ -277,8 +450,21 @@ def test_a_store_that_exists_stays(tmp_path, files):
 def test_groups_of_two_types_are_refused(tmp_path):
     tree = CLICKS | {"group": "user"}
     chunks = [clicks(2).assign(user=[1, 2]), clicks(2).assign(user=["1", "2"])]
-    with pytest.raises(DatasetFormatError, match="one type, got integers and text"):
+    rule = r"frame 1, row 0 .* groups must be of one type, got text here and integers in frame 0, "
+    with pytest.raises(DatasetFormatError, match=rule):
         write_store(chunks, Schema.from_dict(tree), tmp_path / "store")
+
+
+def test_groups_of_two_kinds_of_files_are_named_with_the_way_out(tmp_path, files):
+    (text,) = files(clicks(2).assign(user=[1, 2]))
+    pq.write_table(pa.Table.from_pandas(clicks(2).assign(user=[1, 2])), tmp_path / "z.parquet")
+    schema = Schema.from_dict(CLICKS | {"group": "user"})
+    rule = (
+        r"z\.parquet, row group 0, row 0, column 'user': groups must be of one type, got integers "
+        r"here and text in .*rows\.csv, line 2; use one kind of file"
+    )
+    with pytest.raises(DatasetFormatError, match=rule):
+        prepare_table([text, tmp_path / "z.parquet"], tmp_path / "store", schema)
 
 
 def test_either_a_schema_or_a_store_is_needed(tmp_path, files):

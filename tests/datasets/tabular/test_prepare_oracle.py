@@ -48,8 +48,8 @@ def frames(draw):
             "site": pd.Series(column(_TEXT), dtype="object"),
             "page": pd.Series(column(_TEXT), dtype="object"),
             "item": pd.Series(column(_INTEGER), dtype="object"),
-            "tags": pd.Series(column(st.lists(_PIECE, max_size=4)), dtype="object"),
-            "seen": pd.Series(column(st.lists(_INTEGER, max_size=4)), dtype="object"),
+            "tags": pd.Series(column(st.lists(st.none() | _PIECE, max_size=4)), dtype="object"),
+            "seen": pd.Series(column(st.lists(st.none() | _INTEGER, max_size=4)), dtype="object"),
         }
     )
 
@@ -60,8 +60,8 @@ def schemas(draw):
         chosen = {key: draw(st.none() | st.sampled_from(each)) for key, each in choices.items()}
         return {key: value for key, value in chosen.items() if value is not None}
 
-    def dense():
-        return maybe(transform=["none", "log", "standardize"], missing=["mean", 1.5, -2])
+    def dense(*missing):
+        return maybe(transform=["none", "log", "standardize"], missing=["mean", 1.5, -2, *missing])
 
     def table():
         if draw(st.booleans()):
@@ -79,7 +79,7 @@ def schemas(draw):
     tree = {
         "label": "click",
         "group": "user",
-        "dense": {"price": dense(), "size": dense()},
+        "dense": {"price": dense(), "size": dense("error")},
         "categorical": {
             "site": texts | missing | shared,
             "item": items | {"values": "integer"},
@@ -93,14 +93,22 @@ def schemas(draw):
             | {"max_length": draw(st.integers(1, 3))},
         },
         "history": {"recent": {"of": draw(st.sampled_from(["item", "site"])), "max_length": 2}},
-        **maybe(timestamp=["ts"], weight=["w"]),
+        **maybe(timestamp=["ts"], weight=["w"], missing_values=[["NA"], ["null", "?"]]),
     }
+    if "timestamp" in tree:
+        tree |= maybe(timestamp_format=["ms"])
     if draw(st.booleans()):
         tree |= {"label": "stars", "positive": draw(st.sampled_from([">= 4", "< 3", "== 5"]))}
+    elif items.get("numbering") != "hash" and draw(st.booleans()):
+        del tree["label"]
+        chosen = maybe(item_columns=[["site"], ["page", "site"]], by=["popularity"], seed=[7])
+        tree["negatives"] = {"item": "item", "per_positive": draw(st.integers(1, 3)), **chosen}
     for kind in ("dense", "multi", "sequence", "history"):
         if draw(st.booleans()):
             del tree[kind]
-    by = ["fraction", "random", "column", "last_one_out"]
+    by = ["fraction", "random", "column"]
+    if "negatives" in tree:
+        by.append("last_one_out")
     shares = maybe(test=["1/14", 0.3, "1/3"], validation=[0.2, 0, "1/7"])
     if "timestamp" in tree:
         by += ["timestamp", "moments"]
@@ -117,15 +125,18 @@ def schemas(draw):
     return tree | {"split": split}
 
 
-def write_csv(frame, file, end):
+def write_csv(frame, file, end, missing=""):
     rows = frame.copy()
     for name in ("tags", "seen"):
-        rows[name] = ["" if v is None else "|".join(map(str, v)) for v in frame[name]]
+        rows[name] = [
+            missing if bag is None else "|".join(missing if v is None else str(v) for v in bag)
+            for bag in frame[name]
+        ]
     with file.open("w", newline="", encoding="utf-8") as opened:
         writer = csv.writer(opened, lineterminator="\n")
         writer.writerow(rows.columns)
         for row in rows.itertuples(index=False):
-            writer.writerow(["" if each is None else each for each in row])
+            writer.writerow([missing if each is None else each for each in row])
     if not end:
         file.write_bytes(file.read_bytes().removesuffix(b"\n"))
 
@@ -171,17 +182,20 @@ def in_small_blocks_without_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(vocabulary, "_BLOCK_VALUES", 3)
 
 
+@pytest.mark.filterwarnings("ignore:histories list rows of these files alone")
+@pytest.mark.filterwarnings("ignore:negatives. column")
 @given(frame=frames(), tree=schemas(), end=st.booleans())
 def test_a_store_is_what_plain_python_works_out(frame, tree, end):
     expected = Expected(frame, tree)
-    assume(expected.sizes[0])
+    assume(expected.num_train)
     means = [name for name, keys in tree.get("dense", {}).items() if keys.get("missing") == "mean"]
     is_train = np.array(expected.parts) == 0
     assume(all(frame[name][is_train].notna().any() for name in means))
     schema = Schema.from_dict(tree)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_csv(frame, folder / "rows.csv", end)
+        missing = tree.get("missing_values", [""])[-1] if end else ""
+        write_csv(frame, folder / "rows.csv", end, missing)
         pq.write_table(arrow_table(frame), folder / "rows.parquet", row_group_size=7)
         prepare_table([folder / "rows.csv"], folder / "csv", schema, num_threads=2)
         prepare_table([folder / "rows.parquet"], folder / "parquet", schema)
@@ -198,16 +212,22 @@ def test_a_store_is_what_plain_python_works_out(frame, tree, end):
 def check_store(store, expected):
     tree = expected.schema
     assert [len(part) for part in store.splits.values()] == expected.sizes
-    assert store.labels.tolist() == [expected.labels[row] for row in expected.order]
+    assert store.labels.tolist() == expected.sample_labels()
     assert samples_of(store) == expected.features()
     assert store.table_sizes == {table: size for table, (_, size) in expected.vocabularies.items()}
     np.testing.assert_allclose(store.dense, expected.dense(), rtol=2e-6, atol=1e-6)
     assert store.groups.tolist() == expected.groups()
-    for key, array in (("timestamp", store.times), ("weight", store.weights)):
+    order, weights = expected.order, expected.frame["w"].tolist()
+    for key, array, values in (
+        ("timestamp", store.times, expected.times),
+        ("weight", store.weights, weights),
+    ):
         if key in tree:
-            assert array.tolist() == expected.frame[tree[key]][expected.order].tolist()
+            assert array.tolist() == [values[row] for row in order]
         else:
             assert array is None
+    if "negatives" in tree:
+        assert store.meta["ranking"]["repeats"] == expected.has_repeats()
     batch = store.read(np.arange(store.num_samples))
     assert batch.sparse_features.stride() == store.num_samples
 
@@ -216,9 +236,8 @@ def check_like(like, store, expected):
     """All rows of the same file, in its order, have the rows that they have in the store."""
     assert [len(part) for part in like.splits.values()] == [0, expected.n, 0]
     assert like.table_sizes == store.table_sizes
-    mine, theirs = samples_of(like), samples_of(store)
-    for name, rows in theirs.items():
-        assert [mine[name][row] for row in expected.order] == rows
+    assert like.labels.tolist() == expected.labels
+    assert samples_of(like) == expected.features(is_new=True)
     np.testing.assert_array_equal(like.dense[expected.order], store.dense)
 
 

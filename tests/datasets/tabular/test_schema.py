@@ -136,11 +136,33 @@ def test_shares_are_exact():
         ({**SMALL, "positive": "about 4"}, "positive must be ==, >=, >, <= or <"),
         ({**SMALL, "positive": ">= nan"}, "positive must be"),
         ({"positive": ">= 4", **POSITIVES}, "positive needs the key label"),
-        ({**SMALL, "delimiter": "::"}, "delimiter must be one character"),
+        ({**SMALL, "delimiter": "::"}, "delimiter must be one character of ASCII"),
+        (
+            {**SMALL, "missing_values": ["\ud800"]},
+            "missing_values must be text that UTF-8 can hold",
+        ),
+        (
+            {**SMALL, "multi": {"m": {"split": "\ud800"}}},
+            "multi.m.split must be text that UTF-8 can hold",
+        ),
+        (
+            {**POSITIVES, "negatives": {"item": "i", "per_positive": 2**31}},
+            "negatives: per_positive must be in [1, 1000], got 2147483648",
+        ),
+        (
+            {
+                **POSITIVES,
+                "negatives": {"item": "i"},
+                "history": {"h": {"of": "i", "max_length": 2**40}},
+            },
+            "history.h: max_length must be",
+        ),
         ({**SMALL, "timestamp_format": "ms"}, "timestamp_format needs the key timestamp"),
         ({**SMALL, "timestamp": "t", "timestamp_format": "min"}, "must be one of ms, us, ns"),
         ({**SMALL, "missing_values": "NA"}, "missing_values must be a list, got 'NA'"),
         ({**SMALL, "missing_values": [1.5]}, "missing_values must list text or integers"),
+        ({**SMALL, "missing_values": ["\ud800"]}, "missing_values must be text that UTF-8"),
+        ({**SMALL, "multi": {"m": {"split": "\udfff"}}}, "multi.m.split must be text that UTF-8"),
         ({"label": "y", "categorical": {"c": {"min_count": 0}}}, "min_count must be at least 1"),
         ({"label": "y", "categorical": {"c": {"min_count": "2"}}}, "must be an integer"),
         ({"label": "y", "categorical": {"c": {"min_count": True}}}, "must be an integer"),
@@ -178,6 +200,21 @@ def test_shares_are_exact():
         ({**SMALL, "split": {"by": "user"}}, "split.by must be one of fraction, timestamp"),
         ({**SMALL, "split": {"by": "timestamp"}}, "needs the key timestamp"),
         ({**SMALL, "split": {"by": "last_one_out"}}, "needs the key group"),
+        (
+            {**SMALL, "group": "u", "split": {"by": "last_one_out"}},
+            "no metric can judge in data with a label, got label 'y'; take another split, or",
+        ),
+        ({**SMALL, "dense": {"/label": {}}}, "dense: a name must not begin with '/'"),
+        ({**SMALL, "group": "u", "history": {"/time": {"of": "c"}}}, "must not begin with '/'"),
+        (
+            {"label": "y", "categorical": {"user.id": {}}},
+            "column 'user.id': the name of its table must be printable text without a '.', got "
+            "'user.id'; set the key table of the column to another name, such as \"user_id\"",
+        ),
+        (
+            {"label": "y", "multi": {"m": {"table": "item\u00a0id"}}},
+            "got 'item\\xa0id'; set the key table of the column to another name, such as",
+        ),
         ({**SMALL, "split": {"test": 1}}, "split: test must be in [0, 1)"),
         ({**SMALL, "split": {"test": "1/0"}}, "split: test must be in [0, 1)"),
         ({**SMALL, "split": {"test": "1e999999999"}}, "split: test must be in [0, 1)"),
@@ -208,6 +245,8 @@ def test_shares_are_exact():
         ({**POSITIVES, "negatives": {"item": "x"}}, "'x' must be a categorical column"),
         ({**POSITIVES, "negatives": {"item": "u"}}, "'u' is the group, which is never redrawn"),
         ({**POSITIVES, "negatives": {}}, "negatives: item is required"),
+        ({**POSITIVES, "negatives": {"item": "i", "per_positive": 2**32}}, "per_positive must be"),
+        ({**SMALL, "multi": {"m": {"max_length": 2**32}}}, "max_length must be"),
         (
             {**POSITIVES, "negatives": {"item": "i", "item_columns": ["f", "f"]}},
             "item_columns must name each further column once",
@@ -265,3 +304,9 @@ def test_a_name_that_is_not_known_is_told(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('label = "y"\n[categorical.c]\n')
     assert find_schema(str(path)) == Schema.from_dict(SMALL)
+
+
+def test_a_name_with_a_dot_needs_another_name_for_its_table():
+    columns = {"user.id": {"table": "user_id"}}
+    schema = Schema.from_dict({"label": "y", "categorical": columns, "dense": {"a.b": {}}})
+    assert [table.name for table in schema.tables] == ["user_id"]

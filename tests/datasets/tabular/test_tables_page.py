@@ -6,16 +6,24 @@ import pytest
 
 from recsys.datasets.tabular import schema_parts
 from recsys.datasets.tabular.named import NAMED_SCHEMAS
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.schema import _SPLITS, Schema
 
+
+def names(kind):
+    return {each.name for each in fields(kind)}
+
+
+TABLES = {"dense", "categorical", "multi", "sequence", "history", "split", "negatives"}
+# The keys that each section lists in a table; the others are those of the section that it names.
 SECTIONS = {
-    "### The whole table": Schema,
-    "### `[dense.": schema_parts.DenseColumn,
-    "### `[categorical.": schema_parts.CategoricalColumn,
-    "### `[history.": schema_parts.HistoryColumn,
-    "### `[negatives]`": schema_parts.Negatives,
+    "### The whole table": names(Schema) - TABLES,
+    "### `[dense.": names(schema_parts.DenseColumn),
+    "### `[categorical.": names(schema_parts.CategoricalColumn),
+    "### `[multi.": names(schema_parts.MultiColumn) - names(schema_parts.ValueColumn),
+    "### `[sequence.": names(schema_parts.SequenceColumn) - names(schema_parts.MultiColumn),
+    "### `[history.": names(schema_parts.HistoryColumn),
+    "### `[negatives]`": names(schema_parts.Negatives),
 }
-COLUMNS = {"dense", "categorical", "multi", "sequence", "history", "split", "negatives"}
 
 
 @pytest.fixture
@@ -23,16 +31,27 @@ def page(pytestconfig):
     return (pytestconfig.rootpath / "docs" / "tables.md").read_text()
 
 
+def section(page, title):
+    return page.split(title, 1)[1].split("\n#", 1)[0]
+
+
 @pytest.mark.parametrize("title", SECTIONS)
 def test_the_page_lists_every_key(page, title):
-    section = page.split(title, 1)[1].split("\n#", 1)[0]
-    listed = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
-    assert listed == {each.name for each in fields(SECTIONS[title])} - COLUMNS
+    listed = re.findall(r"^\| `(\w+)` \|", section(page, title), re.MULTILINE)
+    assert set(listed) == SECTIONS[title]
+
+
+def test_the_page_lists_every_split_and_its_keys(page):
+    rows = re.findall(r'^\| `"(\w+)"` \| (.*)', section(page, "### `[split]`"), re.MULTILINE)
+    listed = dict(rows)
+    assert listed.keys() == _SPLITS.keys()
+    for by, kind in _SPLITS.items():
+        assert names(kind) <= set(re.findall(r"`(\w+)`", listed[by])), by
 
 
 def test_the_page_names_every_named_schema(page):
-    section = page.split("## Named schemas", 1)[1]
-    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(NAMED_SCHEMAS)
+    listed = re.findall(r"^\| `(\w+)` \|", page.split("## Named schemas", 1)[1], re.MULTILINE)
+    assert set(listed) == set(NAMED_SCHEMAS)
 
 
 def test_the_schema_of_the_page_is_valid(page):

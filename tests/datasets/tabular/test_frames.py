@@ -1,0 +1,97 @@
+from datetime import timedelta, timezone
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from recsys.datasets import Store, write_store
+from recsys.datasets.tabular import frames
+from recsys.datasets.tabular.schema import Schema
+
+pa = pytest.importorskip("pyarrow")
+
+SCHEMA = Schema.from_dict(
+    {
+        "label": "click",
+        "dense": {"price": {}},
+        "categorical": {"site": {}, "item": {"values": "integer"}},
+        "multi": {"tags": {}},
+        "split": {"by": "fraction", "test": 0, "validation": 0},
+    }
+)
+FRAME = pd.DataFrame(
+    {
+        "click": [0, 1, 1, 0, 1],
+        "price": [0.5, None, 2.0, 0.0, 4.0],
+        "site": ["ab", "c", None, "é", "c"],
+        "item": [5, 0, 7, 5, -1],
+        "tags": [["x"], ["y", "zz"], None, [], ["x"]],
+    }
+)
+
+
+def hash_of(rows, path, schema=SCHEMA):
+    write_store(rows, schema, path)
+    (source,) = Store(path).meta["sources"]
+    return source["sha256"]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_the_same_rows_in_other_chunks_are_the_same_data(tmp_path, num_rows):
+    chunks = [FRAME[start : start + num_rows] for start in range(0, len(FRAME), num_rows)]
+
+    assert hash_of(FRAME, tmp_path / "a") == hash_of(chunks, tmp_path / "b")
+    assert Store(tmp_path / "a").fingerprint == Store(tmp_path / "b").fingerprint
+
+
+def test_frames_of_pandas_and_tables_of_arrow_are_the_same_data(tmp_path):
+    table = pa.Table.from_pandas(FRAME)
+
+    assert hash_of(FRAME, tmp_path / "a") == hash_of(table, tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("column", "values"),
+    [
+        ("click", [0, 1, 1, 1, 1]),
+        ("price", [0.5, 0.0, 2.0, 0.0, 4.0]),
+        ("site", ["a", "bc", None, "é", "c"]),
+        ("site", ["ab", "c", "é", None, "c"]),
+        ("item", [5, 7, 0, 5, -1]),
+        ("tags", [["x", "y"], ["zz"], None, [], ["x"]]),
+        ("tags", [["x"], ["yz", "z"], None, [], ["x"]]),
+        ("tags", [["x"], ["y", "zz"], [], None, ["x"]]),
+    ],
+)
+def test_other_values_are_other_data(tmp_path, column, values):
+    other = FRAME.assign(**{column: values})
+
+    assert hash_of(FRAME, tmp_path / "a") != hash_of(other, tmp_path / "b")
+
+
+def test_columns_of_a_frame_are_taken_block_by_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(frames, "_BATCH_ROWS", 2)
+    taken, take = [], pd.DataFrame.__getitem__
+
+    def record(frame, key):
+        taken.append(len(frame))
+        return take(frame, key)
+
+    monkeypatch.setattr(pd.DataFrame, "__getitem__", record)
+    report = write_store(FRAME, SCHEMA, tmp_path / "store")
+
+    assert report.num_rows == 5
+    assert max(taken) == 2
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+def test_times_of_pandas_with_a_zone_are_seconds_of_utc(tmp_path, unit):
+    local = pd.Series(["2024-01-01 00:00:00", "2024-07-01 00:00:01.9"], dtype="datetime64[ns]")
+    zoned = local.dt.tz_localize(timezone(timedelta(hours=2))).dt.as_unit(unit)
+    tree = {"label": "click", "timestamp": "when", "categorical": {"site": {}}}
+    frame = pd.DataFrame({"click": [0, 1], "site": ["a", "b"], "when": zoned})
+
+    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
+
+    expected = [1704060000, 1719784801]
+    assert np.asarray(Store(tmp_path / "store").times).tolist() == expected
