@@ -17,7 +17,7 @@ from recsys.errors import ConfigError
 from recsys.pipeline import Importance, RandomDrop
 from recsys.pipeline.skip.guard import Guard
 from recsys.pipeline.skip.paper import Paper
-from recsys.train.skip_policy import skip_policy
+from recsys.train.parts.skip_policy import skip_policy
 
 DROP = "skip.policy=drop_input"
 FAE = ("schedule.name=fae", "schedule.rate=100", "schedule.adaptive=false", "budget=1MiB")

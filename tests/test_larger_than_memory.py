@@ -10,7 +10,7 @@ import torch
 
 from recsys.config import load_config
 from recsys.datasets.store import StoreWriter
-from recsys.train.evaluation import open_saved_model
+from recsys.train.judge.evaluation import open_saved_model
 from recsys.train.trainer import train
 
 NUM_ROWS, DIM = 1_600_000, 64
@@ -22,10 +22,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from safetensors.torch import load_file
 from recsys.config import load_config
-from recsys.train.export import export_run
-from recsys.train.evaluation import evaluate_run
-from recsys.train.predict import predict_run
-from recsys.train.run_folder import RunFolder
+from recsys.train.exports.export import export_run
+from recsys.train.judge.evaluation import evaluate_run
+from recsys.train.judge.predict import predict_run
+from recsys.train.run_files.run_folder import RunFolder
 
 def anonymous_bytes():
     status = Path("/proc/self/status").read_text()

@@ -31,7 +31,7 @@ import recsys
 from recsys._support.machine import describe_environment
 from recsys.bench.parts.harness import ratio, rows_by_provider, summarize
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
-from recsys.train.run_folder import write_json
+from recsys.train.run_files.run_folder import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

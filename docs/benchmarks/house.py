@@ -27,7 +27,7 @@ from numba.core.dispatcher import Dispatcher
 import recsys
 from recsys.batch import JaggedIds
 from recsys.embeddings import SGD, HotColdEmbeddingBagCollection, TableConfig
-from recsys.train.tier_report import describe_tiers
+from recsys.train.loop.tier_report import describe_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,8 +29,8 @@ from sklearn.linear_model import LogisticRegression
 
 from recsys._support.machine import describe_environment
 from recsys.datasets import Store
-from recsys.train.metrics import evaluate_logits
-from recsys.train.run_folder import read_json, write_json
+from recsys.train.metrics.metrics import evaluate_logits
+from recsys.train.run_files.run_folder import read_json, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

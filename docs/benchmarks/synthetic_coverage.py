@@ -17,7 +17,7 @@ import numpy as np
 
 from recsys._support.machine import describe_environment
 from recsys.datasets import Store, SyntheticCriteo
-from recsys.train.metrics import auc
+from recsys.train.metrics.metrics import auc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

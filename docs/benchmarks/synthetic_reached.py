@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from recsys.config import load_config
 from recsys.datasets import SyntheticCriteo
-from recsys.train.build import open_source
+from recsys.train.parts.build import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from recsys.bench.parts.tiers_curve import curve_file
 from recsys.report.ablation_metrics import column_title, format_number
 from recsys.report.ablation_table import make_rows
 from recsys.report.paired import format_difference, make_differences
-from recsys.train.curves import draw_policies
+from recsys.train.run_files.curves import draw_policies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

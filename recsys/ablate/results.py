@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 from recsys._support.files import appearing_whole, require_place
 from recsys._support.untrusted import is_finite_number, is_int, is_text
 from recsys.errors import AlreadyExists, ConfigError
-from recsys.train.run_folder import fault_of_record, read_json
+from recsys.train.run_files.run_folder import fault_of_record, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

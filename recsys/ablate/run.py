@@ -26,9 +26,9 @@ from recsys.errors import AlreadyExists, CheckpointError, ConfigError, TrainingD
 from recsys.report.ablation_table import make_rows
 from recsys.report.page import write_report
 from recsys.report.paired import make_differences
-from recsys.train.build import describe_source, open_source
 from recsys.train.checkpoint import newest
-from recsys.train.run_folder import RunFolder, write_json
+from recsys.train.parts.build import describe_source, open_source
+from recsys.train.run_files.run_folder import RunFolder, write_json
 from recsys.train.trainer_process import train_in_own_process
 
 if TYPE_CHECKING:

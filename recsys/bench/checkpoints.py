@@ -34,8 +34,8 @@ from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.table import TableConfig
 from recsys.pipeline.stalls import StageClock
-from recsys.train.build import build_loader, build_model, build_pipeline, open_source
 from recsys.train.checkpoint import Checkpoints, save_checkpoint
+from recsys.train.parts.build import build_loader, build_model, build_pipeline, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -58,8 +58,8 @@ from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD
 from recsys.errors import ConfigError
 from recsys.models.dlrm import DLRM, DLRMTrain
-from recsys.train.build import table_configs
-from recsys.train.tier_report import describe_tiers
+from recsys.train.loop.tier_report import describe_tiers
+from recsys.train.parts.build import table_configs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -51,7 +51,7 @@ from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
-from recsys.train.providers import build_embeddings
+from recsys.train.parts.providers import build_embeddings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -28,8 +28,8 @@ from recsys.bench.parts.process_memory import peak_of_anonymous_memory
 from recsys.bench.synthetic import write_store
 from recsys.config import load_config
 from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.train.build import open_source
-from recsys.train.predict import predict_run
+from recsys.train.judge.predict import predict_run
+from recsys.train.parts.build import open_source
 from recsys.train.trainer import train
 
 if TYPE_CHECKING:

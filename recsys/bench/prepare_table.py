@@ -21,9 +21,9 @@ import pandas as pd
 
 from recsys._support.machine import peak_memory_bytes
 from recsys.bench.parts.harness import Row, in_own_process, ratio, rows_by_provider, take_turns
-from recsys.datasets.tabular.columns import import_pyarrow
 from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.reading.columns import import_pyarrow
+from recsys.datasets.tabular.schemas.schema import Schema
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -26,7 +26,7 @@ from recsys.config import load_config
 from recsys.embeddings.staleness.settings import LEAD, Staleness
 from recsys.errors import ConfigError
 from recsys.pipeline import DropInput, Observe, TrainPipeline
-from recsys.train.build import build_loader, build_model, open_source
+from recsys.train.parts.build import build_loader, build_model, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -55,7 +55,7 @@ from recsys.errors import MissingDependency
 from recsys.models.dlrm import DenseArch, OverArch
 from recsys.models.interaction import InteractionArch
 from recsys.models.linear import onednn_product, weight_gradient
-from recsys.train.build import autocast, build_model, open_source
+from recsys.train.parts.build import autocast, build_model, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -39,8 +39,8 @@ from recsys.bench.parts.worker import Worker, end_turn, freeze_garbage, settle
 from recsys.config import ModelConfig, OptimizerConfig, SyntheticConfig, TrainConfig
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
-from recsys.train.build import build_model
-from recsys.train.tier_report import describe_tiers
+from recsys.train.loop.tier_report import describe_tiers
+from recsys.train.parts.build import build_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -18,7 +18,7 @@ from recsys.cli.predict import add_predict_command
 from recsys.cli.table import add_table_commands
 from recsys.config import TrainConfig, load_config
 from recsys.errors import ConfigError, RecsysError
-from recsys.train.export import FORMATS
+from recsys.train.exports.export import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,7 +178,7 @@ def _add_run_commands(commands: _Commands) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from recsys.report.summary import format_run
-    from recsys.train.resume import resumed_config
+    from recsys.train.loop.resume import resumed_config
     from recsys.train.trainer import train
 
     run_dir = Path(options.run or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
@@ -199,8 +199,8 @@ def _train(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from recsys.report.summary import format_metrics, format_unknown
-    from recsys.train.evaluation import evaluate_run, unknown_values
-    from recsys.train.run_folder import write_json
+    from recsys.train.judge.evaluation import evaluate_run, unknown_values
+    from recsys.train.run_files.run_folder import write_json
 
     metrics = {
         split: found.as_dict() for split, found in evaluate_run(options.run, options.data).items()
@@ -213,7 +213,7 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from recsys.train.export import export_run, export_run_checkpoint, export_run_delta
+    from recsys.train.exports.export import export_run, export_run_checkpoint, export_run_delta
 
     number = options.checkpoint
     if number is not None and options.to != "safetensors":
@@ -233,7 +233,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _apply(options: argparse.Namespace) -> int:
-    from recsys.train.deltas import apply_deltas
+    from recsys.train.exports.deltas import apply_deltas
 
     print(f"wrote {apply_deltas(options.full, options.deltas, options.out)}")
     return 0

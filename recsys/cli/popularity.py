@@ -140,8 +140,8 @@ def _profile(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from recsys.embeddings.popularity.plan import plan_hot_rows
     from recsys.embeddings.popularity.profile import PopularityProfile
-    from recsys.train.build import table_configs
-    from recsys.train.providers import row_optimizer
+    from recsys.train.parts.build import table_configs
+    from recsys.train.parts.providers import row_optimizer
 
     config = load_config(options.config, options.set)
     profile = PopularityProfile.load(options.profile)
@@ -167,7 +167,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _open(name: str) -> SampleSource:
     from recsys.datasets.store import Store
-    from recsys.train.build import open_source
+    from recsys.train.parts.build import open_source
 
     if name.startswith(SYNTHETIC_PREFIX):
         return open_source(load_config(None, [], data=name))

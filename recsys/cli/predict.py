@@ -34,7 +34,7 @@ def add_predict_command(commands: _Commands) -> None:
 def _predict(options: argparse.Namespace) -> int:
     from recsys._support.machine import tune_allocator
     from recsys.report.summary import format_unknown
-    from recsys.train.predict import predict_run
+    from recsys.train.judge.predict import predict_run
 
     tune_allocator()
     report = predict_run(options.run, options.data, options.out, batch_size=options.batch_size)

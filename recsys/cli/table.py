@@ -55,8 +55,8 @@ def add_table_format(formats: _Commands) -> None:
 
 
 def _prepare_table(options: argparse.Namespace) -> int:
-    from recsys.datasets.tabular.named import find_schema
     from recsys.datasets.tabular.prepare import prepare_table
+    from recsys.datasets.tabular.schemas.named import find_schema
 
     schema = None if options.schema is None else find_schema(options.schema)
     report = prepare_table(
@@ -81,7 +81,7 @@ def _print_table_report(report: TableReport) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from recsys.datasets.tabular.guess import guess_schema
+    from recsys.datasets.tabular.guessing.guess import guess_schema
 
     guess = guess_schema(
         options.files, label=options.label, ignore=options.ignore, quote=options.quote

@@ -8,7 +8,7 @@ from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.datasets.tabular.frames import write_store
 from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.schemas.schema import Schema
 
 __all__ = [
     "BatchLoader",

@@ -27,8 +27,8 @@ from recsys.report.summary import (
     format_skipping,
     tabulate_metrics,
 )
-from recsys.train.curves import draw_run, draw_skipping, draw_variations
-from recsys.train.run_folder import RunFolder, read_json
+from recsys.train.run_files.curves import draw_run, draw_skipping, draw_variations
+from recsys.train.run_files.run_folder import RunFolder, read_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -20,7 +20,18 @@ from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.pipeline.suggestions import of_load
 from recsys.pipeline.timeline import Timeline
-from recsys.train.build import (
+from recsys.train.checkpoint import load_checkpoint
+from recsys.train.judge.evaluation import evaluate_split, with_ranking
+from recsys.train.judge.popular_samples import PopularSamples
+from recsys.train.loop.cold_folder import cold_folder, remove_left_rows
+from recsys.train.loop.full_steps import FullSteps
+from recsys.train.loop.interrupts import interrupts
+from recsys.train.loop.progress import LOWER_LR, Progress
+from recsys.train.loop.resume import reopened
+from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
+from recsys.train.loop.run_state import RunState
+from recsys.train.loop.tier_report import describe_tiers
+from recsys.train.parts.build import (
     autocast,
     build_loader,
     build_model,
@@ -31,21 +42,10 @@ from recsys.train.build import (
     describe_source,
     open_source,
 )
-from recsys.train.checkpoint import load_checkpoint
-from recsys.train.cold_folder import cold_folder, remove_left_rows
-from recsys.train.curves import plot_curves, plot_timeline
-from recsys.train.evaluation import evaluate_split, with_ranking
-from recsys.train.full_steps import FullSteps
-from recsys.train.interrupts import interrupts
-from recsys.train.learning_rates import build_schedulers, continue_at
-from recsys.train.popular_samples import PopularSamples
-from recsys.train.progress import LOWER_LR, Progress
-from recsys.train.resume import reopened
-from recsys.train.run_checkpoints import RunCheckpoints, writes_checkpoints
-from recsys.train.run_folder import RunFolder
-from recsys.train.run_state import RunState
-from recsys.train.skip_policy import warn_of_no_skipping
-from recsys.train.tier_report import describe_tiers
+from recsys.train.parts.learning_rates import build_schedulers, continue_at
+from recsys.train.parts.skip_policy import warn_of_no_skipping
+from recsys.train.run_files.curves import plot_curves, plot_timeline
+from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import threading
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from recsys.datasets.source import SampleSource
     from recsys.pipeline import TrainPipeline
     from recsys.pipeline.suggestions import Suggestion
-    from recsys.train.interrupts import Interrupted
-    from recsys.train.metrics import Metrics
-    from recsys.train.resume import Reopened
+    from recsys.train.loop.interrupts import Interrupted
+    from recsys.train.loop.resume import Reopened
+    from recsys.train.metrics.metrics import Metrics
 
 __all__ = ["train"]
 

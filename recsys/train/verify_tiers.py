@@ -23,15 +23,15 @@ from recsys.embeddings.popularity.plan import HotPlan
 from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import StageClock
-from recsys.train.build import (
+from recsys.train.loop.tier_report import describe_tiers
+from recsys.train.parts.build import (
     build_loader,
     build_model,
     build_pipeline,
     compile_kernels,
     open_source,
 )
-from recsys.train.providers import row_optimizer
-from recsys.train.tier_report import describe_tiers
+from recsys.train.parts.providers import row_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

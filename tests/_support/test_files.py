@@ -8,7 +8,7 @@ import torch
 from recsys._support.files import appearing_whole
 from recsys.config import TrainConfig
 from recsys.embeddings.tiers.cold.cold_files import ColdFiles
-from recsys.train.run_folder import RunFolder
+from recsys.train.run_files.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ NOTHING_LEFT_TO_COMPILE = """
 import os
 import numpy as np
 from numba.core.dispatcher import Dispatcher
-from recsys.train.build import autocast, build_model, compile_kernels, open_source
+from recsys.train.parts.build import autocast, build_model, compile_kernels, open_source
 from recsys.config import load_config
 
 def made_ready_by_a_step(setting):

@@ -4,7 +4,7 @@ import pytest
 
 from recsys.ablate.config import load_ablation
 from recsys.errors import ConfigError
-from recsys.train.build import open_source
+from recsys.train.parts.build import open_source
 
 TWO_VARIATIONS = """
 [[ablate.variations]]

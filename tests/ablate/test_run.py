@@ -11,7 +11,7 @@ from recsys.ablate.run import ablate, seconds_to_auc
 from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 from recsys.errors import AlreadyExists, ConfigError, StoreError
 from recsys.report.ablation_table import format_ablation
-from recsys.train.progress import Progress
+from recsys.train.loop.progress import Progress
 from recsys.train.trainer import train
 
 TWO_VARIATIONS = """

@@ -363,7 +363,7 @@ def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
     from recsys.datasets.convert import FORMATS as DATA_FORMATS
     from recsys.datasets.criteo.kaggle import CONVENTIONS
     from recsys.datasets.source import SPLITS
-    from recsys.train.export import FORMATS as MODEL_FORMATS
+    from recsys.train.exports.export import FORMATS as MODEL_FORMATS
 
     def choices(*path):
         parser = build_parser()

@@ -7,7 +7,7 @@ from recsys.config import OptimizerConfig
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.table import TableConfig
 from recsys.errors import ConfigError
-from recsys.train.providers import build_embeddings
+from recsys.train.parts.providers import build_embeddings
 
 PROVIDERS = ["recsys", "torch", "fbgemm"]
 TABLES = [

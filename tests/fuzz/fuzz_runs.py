@@ -21,10 +21,10 @@ from recsys.ablate.run import ablate
 from recsys.config import build_config, describe_keys, load_config, to_toml
 from recsys.errors import ConfigError
 from recsys.report.page import write_report
-from recsys.train import curves
-from recsys.train.build import build_model, open_source
-from recsys.train.export import FORMATS, export_run
-from recsys.train.run_folder import RunFolder
+from recsys.train.exports.export import FORMATS, export_run
+from recsys.train.parts.build import build_model, open_source
+from recsys.train.run_files import curves
+from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
 
 SETTINGS = (

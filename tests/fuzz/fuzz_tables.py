@@ -11,9 +11,9 @@ from fuzz_cases import Reader
 from fuzz_data import nothing
 from fuzz_mutations import mutate_bytes, mutate_file, mutate_json, mutate_tree
 
-from recsys.datasets.tabular.guess import guess_schema
+from recsys.datasets.tabular.guessing.guess import guess_schema
 from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.schemas.schema import Schema
 
 NUM_ROWS = 40
 LABELLED = {

@@ -14,7 +14,7 @@ from recsys.pipeline.suggestions import Suggestion
 from recsys.report.ablation_table import format_ablation
 from recsys.report.page import write_report
 from recsys.report.summary import format_metrics
-from recsys.train.run_folder import RunFolder
+from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
 
 

@@ -33,7 +33,7 @@ import recsys.train.trainer
 from recsys._support.machine import describe_environment
 from recsys.train.checkpoint import newest
 from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
-from recsys.train.run_folder import write_json
+from recsys.train.run_files.run_folder import write_json
 
 SETTINGS = {
     "synthetic.num_samples": 60_000,

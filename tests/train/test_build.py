@@ -5,7 +5,7 @@ import torch
 from recsys.config import load_config
 from recsys.datasets.criteo.days import prepare_criteo_1tb
 from recsys.errors import ConfigError
-from recsys.train.build import build_loader, choose_plan, open_source
+from recsys.train.parts.build import build_loader, choose_plan, open_source
 
 
 def test_a_last_day_too_short_to_halve_is_what_is_said_to_be_wrong(raw_line, tmp_path):

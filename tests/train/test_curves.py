@@ -3,14 +3,16 @@
 import pytest
 
 from recsys.pipeline.timeline import Timeline
-from recsys.train.curves import draw_shares, draw_skipping, draw_timeline, draw_variations
+from recsys.train.run_files.curves import draw_shares, draw_skipping, draw_timeline, draw_variations
 
 
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that are made into pictures."""
     found = []
-    monkeypatch.setattr("recsys.train.curves._as_png", lambda figure: found.append(figure) or b"")
+    monkeypatch.setattr(
+        "recsys.train.run_files.curves._as_png", lambda figure: found.append(figure) or b""
+    )
     return found
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from recsys.errors import AlreadyExists, CheckpointError
 from recsys.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
-from recsys.train.deltas import apply_deltas, export_checkpoint, export_delta
+from recsys.train.exports.deltas import apply_deltas, export_checkpoint, export_delta
 
 TRAININGS = SimpleNamespace(
     **runpy.run_path(str(Path(__file__).parent / "checkpoint" / "trainings.py"))

@@ -12,17 +12,17 @@ from recsys.datasets.store import Store
 from recsys.errors import TrainingDiverged
 from recsys.report.page import write_report
 from recsys.report.summary import format_metrics, format_run
-from recsys.train.build import build_model
-from recsys.train.evaluation import (
+from recsys.train.judge.evaluation import (
     evaluate_run,
     evaluate_split,
     open_saved_model,
     with_ranking,
 )
-from recsys.train.group_metrics import auc_by_day, evaluate_groups
-from recsys.train.metrics import evaluate_logits
-from recsys.train.ranking import rank_items
-from recsys.train.run_folder import RunFolder
+from recsys.train.judge.ranking import rank_items
+from recsys.train.metrics.group_metrics import auc_by_day, evaluate_groups
+from recsys.train.metrics.metrics import evaluate_logits
+from recsys.train.parts.build import build_model
+from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
 from tests.train.judged_stores import SMALL_MODEL, write_random_store, write_store
 
@@ -146,7 +146,7 @@ def test_a_model_is_evaluated_on_another_store(tmp_path):
 
 
 def test_a_run_with_a_budget_on_a_gpu_is_evaluated_on_the_cpu(tmp_path, monkeypatch):
-    from recsys.train.build import build_model
+    from recsys.train.parts.build import build_model
 
     run(write_store(tmp_path / "store"), tmp_path / "run")
     folder = RunFolder.open(tmp_path / "run")
@@ -157,7 +157,7 @@ def test_a_run_with_a_budget_on_a_gpu_is_evaluated_on_the_cpu(tmp_path, monkeypa
         table_devices.append(table_device)
         return build_model(*arguments, table_device=table_device)
 
-    monkeypatch.setattr("recsys.train.evaluation.build_model", build)
+    monkeypatch.setattr("recsys.train.judge.evaluation.build_model", build)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
     with pytest.warns(UserWarning, match="in budget '6KiB', and all its tables .* on 'cpu'"):

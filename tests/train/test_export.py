@@ -4,7 +4,7 @@ from safetensors.torch import load_file
 
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.models.convert import from_classic
-from recsys.train.export import export_run
+from recsys.train.exports.export import export_run
 from recsys.train.trainer import train
 
 

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recsys.train.full_steps import FullSteps
+from recsys.train.loop.full_steps import FullSteps
 
 
 class Loader:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from recsys.train.interrupts import interrupts
+from recsys.train.loop.interrupts import interrupts
 
 
 @pytest.fixture(autouse=True)

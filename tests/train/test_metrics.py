@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys._support.auc import area_under_curve
-from recsys.train.metrics import MetricsAccumulator, auc, evaluate_logits
+from recsys.train.metrics.metrics import MetricsAccumulator, auc, evaluate_logits
 
 
 def scores_and_labels(num_samples, width, seed=0):
@@ -192,7 +192,7 @@ def test_more_pairs_than_64_bits_can_count_are_counted():
 
 @pytest.mark.parametrize("width", [1.0, 1e-3, 1e-6])
 def test_auc_counted_in_bins_is_within_the_error_it_states(width, monkeypatch):
-    monkeypatch.setattr("recsys.train.metrics._NUM_BINS", 1 << 14)
+    monkeypatch.setattr("recsys.train.metrics.metrics._NUM_BINS", 1 << 14)
     scores, labels = scores_and_labels(200_000, width)
     accumulator = MetricsAccumulator(max_exact_samples=50_000)
 
@@ -220,7 +220,7 @@ def test_bins_of_equal_width_would_not_do():
 def counted_in_bins(batches, max_exact_samples, num_bins):
     """The metrics of (scores, labels) batches; large errors, which few samples have, unsaid."""
     accumulator = MetricsAccumulator(max_exact_samples)
-    with mock.patch("recsys.train.metrics._NUM_BINS", num_bins), warnings.catch_warnings():
+    with mock.patch("recsys.train.metrics.metrics._NUM_BINS", num_bins), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for scores, labels in batches:
             accumulator.add(scores, labels)

@@ -5,8 +5,8 @@ import pytest
 
 from recsys.datasets import SyntheticCriteo
 from recsys.errors import ConfigError, IdOutOfRange
-from recsys.train.metrics import evaluate_logits
-from recsys.train.popular_samples import PopularSamples
+from recsys.train.judge.popular_samples import PopularSamples
+from recsys.train.metrics.metrics import evaluate_logits
 from recsys.train.trainer import train
 
 SIZES = (30, 7, 1, 500)
@@ -62,8 +62,8 @@ def test_with_a_share_of_one_all_counted_samples_are_popular():
 
 
 def test_popularity_is_counted_in_training_samples_at_equal_distances(monkeypatch):
-    monkeypatch.setattr("recsys.train.popular_samples._MOST_COUNTED", 100)
-    monkeypatch.setattr("recsys.train.popular_samples._READ_SAMPLES", 30)
+    monkeypatch.setattr("recsys.train.judge.popular_samples._MOST_COUNTED", 100)
+    monkeypatch.setattr("recsys.train.judge.popular_samples._READ_SAMPLES", 30)
     source, read = source_of(), []
 
     class Watched:

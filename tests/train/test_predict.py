@@ -9,11 +9,11 @@ from recsys.cli.commands import main
 from recsys.config import load_config
 from recsys.datasets.store import Store
 from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
-from recsys.train.evaluation import evaluate_run, open_saved_model, unknown_values
-from recsys.train.predict import predict_run
-from recsys.train.run_folder import RunFolder
+from recsys.train.judge.evaluation import evaluate_run, open_saved_model, unknown_values
+from recsys.train.judge.predict import predict_run
+from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
 from tests.train.judged_stores import SMALL_MODEL, write_store
 
@@ -104,7 +104,7 @@ def test_predictions_are_written_in_parts(tmp_path, monkeypatch):
     store = write_store(tmp_path / "store")
     run(store.path, tmp_path / "run")
     predict_run(tmp_path / "run", [store.path], tmp_path / "whole.parquet", batch_size=64)
-    monkeypatch.setattr("recsys.train.predict._WRITTEN_ROWS", 200)
+    monkeypatch.setattr("recsys.train.judge.predict._WRITTEN_ROWS", 200)
 
     predict_run(tmp_path / "run", [store.path], tmp_path / "parts.parquet", batch_size=64)
 
@@ -242,7 +242,7 @@ def as_parquet(file):
 
 
 def test_files_to_predict_are_not_hashed(tmp_path, clicks, monkeypatch):
-    monkeypatch.setattr("recsys.datasets.tabular.hashing_file.hashlib", None)
+    monkeypatch.setattr("recsys.datasets.tabular.reading.hashing_file.hashlib", None)
 
     for file in (tmp_path / "clicks.csv", as_parquet(tmp_path / "clicks.csv")):
         report = predict_run(clicks, [file], tmp_path / f"scores of {file.name}.parquet")

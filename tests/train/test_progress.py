@@ -7,9 +7,9 @@ import torch
 
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import StageClock
-from recsys.train.metrics import evaluate_logits
-from recsys.train.progress import Progress
-from recsys.train.run_folder import RunFolder
+from recsys.train.loop.progress import Progress
+from recsys.train.metrics.metrics import evaluate_logits
+from recsys.train.run_files.run_folder import RunFolder
 
 TIMES = ("train_seconds", "samples_per_second")
 

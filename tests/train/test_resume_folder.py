@@ -25,10 +25,10 @@ from recsys.errors import (
 )
 from recsys.train.checkpoint import newest
 from recsys.train.checkpoint.manifest import read_manifest
-from recsys.train.progress import Progress
-from recsys.train.resume import resumed_config
-from recsys.train.run_checkpoints import RunCheckpoints
-from recsys.train.run_folder import RunFolder
+from recsys.train.loop.progress import Progress
+from recsys.train.loop.resume import resumed_config
+from recsys.train.loop.run_checkpoints import RunCheckpoints
+from recsys.train.run_files.run_folder import RunFolder
 
 SHARED = runpy.run_path(str(Path(__file__).with_name("resumed_runs.py")))
 CASES = SHARED["CASES"]

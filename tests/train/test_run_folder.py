@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from recsys.errors import ConfigError
-from recsys.train.run_folder import RunFolder
+from recsys.train.run_files.run_folder import RunFolder
 
 
 @pytest.fixture

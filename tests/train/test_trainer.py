@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 
 from recsys.errors import AlreadyExists, ConfigError, TrainingDiverged
 from recsys.pipeline.stalls import STAGES, stage_seconds
-from recsys.train.build import autocast, build_model, open_source
-from recsys.train.evaluation import evaluate_run, evaluate_split, with_ranking
-from recsys.train.run_folder import RunFolder
+from recsys.train.judge.evaluation import evaluate_run, evaluate_split, with_ranking
+from recsys.train.parts.build import autocast, build_model, open_source
+from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
 
 PROVIDERS = ["recsys", "torch", "fbgemm"]
@@ -603,7 +603,7 @@ def test_a_model_that_cannot_be_written_leaves_no_half_of_it(small_config, tmp_p
         file.write_bytes(b"half")
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr("recsys.train.run_folder.save_file", fill_the_disk)
+    monkeypatch.setattr("recsys.train.run_files.run_folder.save_file", fill_the_disk)
 
     with pytest.raises(OSError, match=r"model\.safetensors cannot be written: No space left"):
         run(small_config(), tmp_path / "run")

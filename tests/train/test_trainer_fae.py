@@ -12,7 +12,7 @@ from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.pipeline import FAE as Constants  # noqa: N811  # its class
 from recsys.pipeline import HotColdLoader
 from recsys.pipeline.fae.shuffle_scheduler import ShuffleScheduler
-from recsys.train.build import build_loader, build_model, choose_plan, open_source
+from recsys.train.parts.build import build_loader, build_model, choose_plan, open_source
 from recsys.train.trainer import train
 from recsys.train.verify_tiers import verify_budgets
 

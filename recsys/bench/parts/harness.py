@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from recsys._support.machine import describe_environment
-from recsys.train.run_folder import write_json
+from recsys.train.run_files.run_folder import write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

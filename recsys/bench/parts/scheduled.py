@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from recsys.embeddings.tiers.residency import TierCounts
 from recsys.errors import ConfigError
 from recsys.pipeline import Hotline, LookAhead, Sequential, TrainPipeline
-from recsys.train.tier_report import tiers_of
+from recsys.train.loop.tier_report import tiers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from recsys._support.files import require_place
 from recsys.errors import ConfigError
-from recsys.train.curves import draw_shares
+from recsys.train.run_files.curves import draw_shares
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recsys.datasets.store import Store
-from recsys.datasets.tabular.columns import conform, import_pyarrow
-from recsys.datasets.tabular.encoder import read_schema
-from recsys.datasets.tabular.named import find_schema
+from recsys.datasets.tabular.encoding.file_encoder import read_schema
 from recsys.datasets.tabular.prepare import columns_for_split, write_table
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.reading.columns import conform, import_pyarrow
+from recsys.datasets.tabular.schemas.named import find_schema
+from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:

@@ -24,20 +24,20 @@ from tqdm import tqdm
 from recsys.datasets.store import Store
 from recsys.datasets.store_features import Feature
 from recsys.datasets.store_writer import StoreWriter
-from recsys.datasets.tabular.encode import PART, RowEncoder, new_numbers
-from recsys.datasets.tabular.encoder import (
+from recsys.datasets.tabular.encoding.file_encoder import (
     dense_rules_as_json,
     encoding_of,
     read_rules,
     read_schema,
 )
-from recsys.datasets.tabular.files import TableFiles
-from recsys.datasets.tabular.part_writer import PartWriter
-from recsys.datasets.tabular.schema_parts import ColumnSplit
-from recsys.datasets.tabular.splits import TRAIN
-from recsys.datasets.tabular.spool import Spool
-from recsys.datasets.tabular.spooled_rows import SpooledRows
-from recsys.datasets.tabular.training_part import learn_rows
+from recsys.datasets.tabular.encoding.row_encoder import PART, RowEncoder, new_numbers
+from recsys.datasets.tabular.reading.files import TableFiles
+from recsys.datasets.tabular.schemas.schema_parts import ColumnSplit
+from recsys.datasets.tabular.store_parts.part_writer import PartWriter
+from recsys.datasets.tabular.store_parts.splits import TRAIN
+from recsys.datasets.tabular.store_parts.spool import Spool
+from recsys.datasets.tabular.store_parts.spooled_rows import SpooledRows
+from recsys.datasets.tabular.store_parts.training_part import learn_rows
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from recsys.datasets.tabular.encoder import StoreRules
-    from recsys.datasets.tabular.numbering import HashedRows, Numbers
-    from recsys.datasets.tabular.schema import Schema
+    from recsys.datasets.tabular.encoding.file_encoder import StoreRules
+    from recsys.datasets.tabular.encoding.numbering import HashedRows, Numbers
+    from recsys.datasets.tabular.schemas.schema import Schema
 
 __all__ = ["TableReport", "columns_for_split", "prepare_table", "write_table"]
 

@@ -13,8 +13,8 @@ from recsys.bench.parts.scheduled import (
 from recsys.config import ModelConfig, OptimizerConfig, TrainConfig
 from recsys.datasets import SyntheticCriteo
 from recsys.errors import ConfigError
-from recsys.train.build import build_model
-from recsys.train.tier_report import tiers_of
+from recsys.train.loop.tier_report import tiers_of
+from recsys.train.parts.build import build_model
 
 BATCH_SIZE, TABLES = 16, (3000, 2000, 7)
 

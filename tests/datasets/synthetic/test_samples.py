@@ -13,7 +13,7 @@ from recsys.datasets.criteo.shape import KAGGLE_COLUMNS, KAGGLE_TABLE_SIZES, pop
 from recsys.datasets.source import classic_splits
 from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.errors import ConfigError
-from recsys.train.metrics import auc
+from recsys.train.metrics.metrics import auc
 
 ODD_SIZES = [1, 2, 3, 7, 64, 1_001]
 # Aggregates of a sample of the real data with 137,139 rows: per cent of lookups that go to the

@@ -302,7 +302,7 @@ def test_every_setting_is_in_the_fingerprint_and_the_description(changed):
 
 
 def test_a_configuration_reaches_the_data():
-    from recsys.train.build import open_source
+    from recsys.train.parts.build import open_source
 
     config = load_config(
         None,

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from recsys.datasets.tabular.dense import DenseRule, Moments
+from recsys.datasets.tabular.encoding.dense import DenseRule, Moments
 from recsys.errors import DatasetFormatError
 
 

@@ -3,10 +3,10 @@ import tomllib
 import pytest
 
 from recsys.cli import main
-from recsys.datasets.tabular.files import TableFiles
-from recsys.datasets.tabular.guess import guess_schema
+from recsys.datasets.tabular.guessing.guess import guess_schema
 from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.reading.files import TableFiles
+from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import ConfigError, DatasetFormatError
 
 pa = pytest.importorskip("pyarrow")
@@ -218,7 +218,7 @@ def test_the_rows_of_all_files_are_looked_at(tmp_path, monkeypatch):
     assert guess.num_rows == 4
     assert list(guess.schema.categorical) == ["c"]  # one value in each file
     assert guess_schema([tmp_path]).schema == guess.schema
-    monkeypatch.setattr("recsys.datasets.tabular.guess._SAMPLE_ROWS", 3)
+    monkeypatch.setattr("recsys.datasets.tabular.guessing.guess._SAMPLE_ROWS", 3)
     assert guess_schema([first, second]).num_rows == 3
 
 

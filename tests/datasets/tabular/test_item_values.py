@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from recsys.datasets.tabular.item_values import ItemValues, columns_of_items
-from recsys.datasets.tabular.spool import Bags
+from recsys.datasets.tabular.encoding.bags import Bags
+from recsys.datasets.tabular.store_parts.item_values import ItemValues, columns_of_items
 
 pa = pytest.importorskip("pyarrow")
 

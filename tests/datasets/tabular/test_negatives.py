@@ -1,6 +1,11 @@
 import numpy as np
 
-from recsys.datasets.tabular.negatives import NO_ITEM, ItemCatalog, KnownPositives, Sampler
+from recsys.datasets.tabular.store_parts.negatives import (
+    NO_ITEM,
+    ItemCatalog,
+    KnownPositives,
+    Sampler,
+)
 
 
 def sampler_of(groups, items, *, num_rows, by="uniform", per_positive=4, seed=0, first_row=1):

@@ -8,9 +8,9 @@ import pytest
 
 from recsys.cli.commands import main
 from recsys.datasets import Store, prepare_table, write_store
-from recsys.datasets.tabular.encoder import Encoder
-from recsys.datasets.tabular.schema import Schema
-from recsys.datasets.tabular.vocabulary import read_vocabulary
+from recsys.datasets.tabular.encoding.file_encoder import Encoder
+from recsys.datasets.tabular.encoding.vocabulary import read_vocabulary
+from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 
 pa = pytest.importorskip("pyarrow")
@@ -357,7 +357,7 @@ def test_vocabularies_of_a_store_to_be_like_are_read_once(tmp_path, files, monke
         names.append(file.name)
         return read_vocabulary(file, *others)
 
-    monkeypatch.setattr("recsys.datasets.tabular.encoder.read_vocabulary", read)
+    monkeypatch.setattr("recsys.datasets.tabular.encoding.file_encoder.read_vocabulary", read)
     prepare_table(files(clicks(5)), tmp_path / "of_files", like=tmp_path / "store")
     write_store(clicks(5), None, tmp_path / "of_frames", like=tmp_path / "store")
     assert names == ["0.arrow", "1.arrow", "2.arrow"] * 2

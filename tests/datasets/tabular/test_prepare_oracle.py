@@ -12,10 +12,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from recsys.datasets import Store, store_writer
-from recsys.datasets.tabular import spool, vocabulary
+from recsys.datasets.tabular.encoding import vocabulary
 from recsys.datasets.tabular.frames import write_store
 from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.store_parts import spool
 
 Expected = runpy.run_path(str(Path(__file__).with_name("table_oracle.py")))["Expected"]
 

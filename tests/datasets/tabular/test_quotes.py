@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.cli import main
-from recsys.datasets.tabular import text_files
-from recsys.datasets.tabular.files import TableFiles
-from recsys.datasets.tabular.quotes import QuoteCheck
-from recsys.datasets.tabular.schema import Schema
+from recsys.datasets.tabular.reading import text_files
+from recsys.datasets.tabular.reading.files import TableFiles
+from recsys.datasets.tabular.reading.quotes import QuoteCheck
+from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import DatasetFormatError
 
 pytest.importorskip("pyarrow")

@@ -4,9 +4,9 @@ import tomllib
 
 import pytest
 
-from recsys.datasets.tabular.named import NAMED_SCHEMAS, find_schema, named_schema
-from recsys.datasets.tabular.schema import Feature, Schema
-from recsys.datasets.tabular.schema_parts import (
+from recsys.datasets.tabular.schemas.named import NAMED_SCHEMAS, find_schema, named_schema
+from recsys.datasets.tabular.schemas.schema import Feature, Schema
+from recsys.datasets.tabular.schemas.schema_parts import (
     DenseColumn,
     FractionSplit,
     PositiveRule,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recsys.datasets.source import classic_splits
-from recsys.datasets.tabular.splits import (
+from recsys.datasets.tabular.store_parts.splits import (
     TEST,
     TRAIN,
     VALIDATION,

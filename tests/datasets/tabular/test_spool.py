@@ -4,7 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recsys.datasets.tabular.spool import Bags, Spool
+from recsys.datasets.tabular.encoding.bags import Bags
+from recsys.datasets.tabular.store_parts.spool import Spool
 
 DTYPES = {"a": np.dtype(np.int8), "b": np.dtype(np.int32)}
 

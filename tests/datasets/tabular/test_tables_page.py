@@ -4,9 +4,9 @@ from dataclasses import fields
 
 import pytest
 
-from recsys.datasets.tabular import schema_parts
-from recsys.datasets.tabular.named import NAMED_SCHEMAS
-from recsys.datasets.tabular.schema import _SPLITS, Schema
+from recsys.datasets.tabular.schemas import schema_parts
+from recsys.datasets.tabular.schemas.named import NAMED_SCHEMAS
+from recsys.datasets.tabular.schemas.schema import _SPLITS, Schema
 
 
 def names(kind):

@@ -20,7 +20,7 @@ import torch
 
 from recsys.errors import AlreadyExists, RecsysError
 from recsys.train.checkpoint import Checkpoints, load_checkpoint
-from recsys.train.deltas import apply_deltas, export_checkpoint, export_delta
+from recsys.train.exports.deltas import apply_deltas, export_checkpoint, export_delta
 
 TRAININGS = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("trainings.py"))))
 make_training = TRAININGS.make_training

@@ -32,7 +32,7 @@ from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.table import TableConfig
 from recsys.train.checkpoint import Checkpoints, load_checkpoint, newest
 from recsys.train.checkpoint.manifest import manifest_numbers, read_manifest
-from recsys.train.deltas import apply_deltas, export_checkpoint, export_delta
+from recsys.train.exports.deltas import apply_deltas, export_checkpoint, export_delta
 
 SIZES, DIMS = (150, 7, 60), (4, 4, 8)
 SECONDS_PER_EXAMPLE = 30

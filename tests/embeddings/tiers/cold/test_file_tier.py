@@ -29,7 +29,7 @@ from recsys.errors import (
     ConfigError,
     TiersFailed,
 )
-from recsys.train.tier_report import describe_tiers
+from recsys.train.loop.tier_report import describe_tiers
 
 TABLES = [
     TableConfig(name="users/all", num_embeddings=300, embedding_dim=4, feature_names=("users",)),

@@ -1,0 +1,1 @@
+"""Gives each value of a column its row."""

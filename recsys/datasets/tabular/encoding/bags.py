@@ -1,0 +1,35 @@
+"""Columns of encoded rows in memory: an array, or bags of values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Bags", "Columns"]
+
+
+class Bags(NamedTuple):
+    """A bag of values for each of n rows.
+
+    Shape:
+        values (v,): row by row; lengths (n,), with sum v.
+    """
+
+    values: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+
+    def take(self, rows: NDArray[np.int64]) -> Bags:
+        """The bags of the given rows, in the given order."""
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        lengths = self.lengths[rows]
+        starts = ends[rows] - lengths
+        first = np.cumsum(lengths, dtype=np.int64) - lengths
+        places = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - first, lengths)
+        return Bags(self.values[places], lengths)
+
+
+Columns = dict[str, "NDArray[Any] | Bags"]

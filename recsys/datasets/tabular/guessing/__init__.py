@@ -1,0 +1,1 @@
+"""Drafts a schema from the first rows of a file."""

@@ -1,0 +1,180 @@
+"""Facts about one column of a sample of rows, from which its meaning is guessed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from recsys.datasets.tabular.reading.columns import import_pyarrow, plain
+from recsys.datasets.tabular.reading.date_forms import FIRST_SECONDS, date_form
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["ColumnFacts", "measure_column"]
+
+_SEPARATORS = "|;, "
+_LAST_SECONDS = 1_990_010_100  # in 2033; the digits are those of a date
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnFacts:
+    """What a sample shows of a column.
+
+    Attributes:
+        name: The column.
+        kind: "integer", "number", "text", "bool", "time", "list", "empty", or "other".
+        num_rows: Rows of the sample.
+        num_missing: Those without a value.
+        num_distinct: Different values; -1 for lists.
+        least: Lowest number; 0.0 for other kinds.
+        median: Median of the numbers.
+        most: Highest number.
+        few_values: The values as lower-case text if there are at most 10, sorted.
+        time_format: Key `timestamp_format` under which all values are times; None for no times.
+        separator: The character that splits most of the text into repeated parts; else "".
+        num_parts: Mean number of values of a list, or of parts of the text.
+        element_kind: For lists and split text: "integer" or "text", or "other".
+    """
+
+    name: str
+    kind: str
+    num_rows: int
+    num_missing: int = 0
+    num_distinct: int = 0
+    least: float = 0.0
+    median: float = 0.0
+    most: float = 0.0
+    few_values: tuple[str, ...] = ()
+    time_format: str | None = None
+    separator: str = ""
+    num_parts: float = 0.0
+    element_kind: str = ""
+
+
+def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
+    """Measure one column.
+
+    Args:
+        name: Its name.
+        column: Its values in the sample; text from text files.
+    """
+    arrow = import_pyarrow()
+    import pyarrow.compute as pc
+
+    types = arrow.types
+    array = plain(arrow.concat_arrays(column.chunks)) if column.num_chunks else arrow.nulls(0)
+    facts: dict[str, Any] = {"name": name, "num_rows": len(array), "num_missing": array.null_count}
+    array = array.drop_null()
+    if not len(array):
+        return ColumnFacts(kind="empty", **facts)
+    text = array if types.is_string(array.type) else None
+    if text is not None:
+        array = _parse_numbers(text)
+    if types.is_floating(array.type) and _is_whole_id(name, array):
+        # pandas writes integers of a column with missing values so: text "3.0", or doubles
+        array = text if text is not None else array.cast(arrow.int64())
+    kind = array.type
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        parts = plain(array.flatten()).drop_null()
+        facts["num_parts"] = len(parts) / len(array)
+        return ColumnFacts(kind="list", num_distinct=-1, element_kind=_element_kind(parts), **facts)
+    if not (types.is_primitive(kind) or types.is_string(kind) or types.is_decimal(kind)):
+        return ColumnFacts(kind="other", **facts)
+    counts = array.value_counts()
+    facts["num_distinct"] = len(counts)
+    if len(counts) <= 10:
+        values = (str(each).lower() for each in counts.field("values").to_pylist())
+        facts["few_values"] = tuple(sorted(values))
+    if types.is_temporal(kind):
+        return ColumnFacts(kind="time", time_format="", **facts)
+    if types.is_boolean(kind):
+        return ColumnFacts(kind="bool", **facts)
+    if types.is_string(kind):
+        facts["time_format"] = "" if _is_iso(array) else None
+        return ColumnFacts(kind="text", **facts, **_split_facts(array))
+    numbers = array.cast(arrow.float64(), safe=False)
+    facts["least"], facts["most"] = pc.min_max(numbers).as_py().values()
+    facts["median"] = pc.quantile(numbers)[0].as_py()
+    facts["time_format"] = _time_format(array, facts["least"], facts["most"])
+    return ColumnFacts(kind="integer" if types.is_integer(kind) else "number", **facts)
+
+
+def _parse_numbers(array: pa.Array) -> pa.Array:
+    """Text that is integers or numbers throughout, as these; else the text."""
+    arrow = import_pyarrow()
+    import pyarrow.compute as pc
+
+    for kind in (arrow.int64(), arrow.float64()):
+        try:
+            numbers = array.cast(kind)
+        except arrow.ArrowInvalid:
+            continue
+        # Integers beyond 64 bits, and numbers with leading zeros, are names rather than amounts.
+        too_long = "" if kind == arrow.int64() else "|[0-9]{16,}"
+        is_name = pc.match_substring_regex(array, f"^-?(0[0-9]+{too_long})$")
+        if pc.any(is_name).as_py():
+            return array
+        return plain(numbers).drop_null()
+    return array
+
+
+def _is_whole_id(name: str, array: pa.Array) -> bool:
+    import pyarrow.compute as pc
+
+    is_id = bool(re.search(r"(^|_|[a-z])(id|Id|ID)$", name))
+    return is_id and bool(pc.all(pc.equal(pc.floor(array), array)).as_py())
+
+
+def _is_iso(array: pa.Array) -> bool:
+    arrow = import_pyarrow()
+    for kind in (arrow.timestamp("us"), arrow.timestamp("us", "UTC")):
+        try:
+            array.cast(kind)
+        except arrow.ArrowInvalid:
+            continue
+        return True
+    return False
+
+
+def _time_format(array: pa.Array, least: float, most: float) -> str | None:
+    """The key under which numbers may be times: since 1970 in some unit, or the digits of dates."""
+    for form, per_second in (("", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9)):
+        if FIRST_SECONDS * per_second <= least and most < _LAST_SECONDS * per_second:
+            return form
+    if import_pyarrow().types.is_integer(array.type):
+        return date_form(array) or None
+    return None
+
+
+def _split_facts(array: pa.Array) -> dict[str, Any]:
+    """Whether a character splits the text into parts that repeat, as tags do and sentences do not.
+
+    At least a fifth of the values must contain it. The parts must be far fewer than they would be
+    if each were new; and a space must not split text that another character splits.
+    """
+    import pyarrow.compute as pc
+
+    num_distinct = len(array.unique())
+    for separator in _SEPARATORS:
+        has_it = pc.match_substring(array, separator)
+        if pc.sum(has_it).as_py() < 0.2 * len(array):
+            continue
+        parts = plain(pc.split_pattern(array, pattern=separator).flatten()).drop_null()
+        num_parts = len(parts.unique())
+        if num_parts <= num_distinct and 2 * num_parts < len(parts):
+            return {
+                "separator": separator,
+                "num_parts": len(parts) / len(array),
+                "element_kind": _element_kind(parts),
+            }
+    return {}
+
+
+def _element_kind(parts: pa.Array) -> str:
+    arrow = import_pyarrow()
+    if arrow.types.is_string(parts.type):
+        parts = _parse_numbers(parts) if len(parts) else parts
+        return "integer" if arrow.types.is_integer(parts.type) else "text"
+    return "integer" if arrow.types.is_integer(parts.type) else "other"

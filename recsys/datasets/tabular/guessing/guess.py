@@ -1,0 +1,402 @@
+"""Guesses a schema from the first rows of a table: a draft for a person to edit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+
+from recsys._support.untrusted import is_text
+from recsys.datasets.tabular.guessing.column_facts import ColumnFacts, measure_column
+from recsys.datasets.tabular.reading.columns import import_pyarrow
+from recsys.datasets.tabular.reading.files import ParquetFile, find_files, open_file
+from recsys.datasets.tabular.reading.text_files import TextFile
+from recsys.datasets.tabular.schemas.schema import Schema, check_delimiter
+from recsys.datasets.tabular.store_parts.item_values import columns_of_items
+from recsys.errors import ConfigError, DatasetFormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from pathlib import Path
+
+    import pyarrow as pa
+
+__all__ = ["Guess", "guess_schema"]
+
+_SAMPLE_ROWS = 100_000
+_SEQUENCE_LENGTH = 50
+_HISTORY_LENGTH = 20
+
+_LABELS = ("label", "click", "clicked", "is_click", "is_clicked", "target", "y", "converted")
+_RATINGS = ("rating", "ratings", "stars", "score")
+_USERS = ("user", "user_id", "userid", "uid", "customer_id", "visitor_id", "visitorid", "member_id")
+_SESSIONS = ("session", "session_id", "sessionid")
+_ITEMS = ("item", "item_id", "itemid", "iid", "product_id", "movie_id", "movieid", "article_id")
+_WEIGHTS = ("weight", "sample_weight")
+_SPLITS = ("split", "fold", "part", "subset")
+_PARTS = {
+    "train": ("train", "training"),
+    "test": ("test", "testing"),
+    "validation": ("valid", "validation", "val", "dev"),
+}
+_TIME_WORDS = {"time", "timestamp", "ts", "date", "datetime", "hour", "day", "at"}
+_ORDERED_WORDS = {"history", "hist", "sequence", "seq", "clicks", "recent", "last", "session"}
+_AMOUNT_WORDS = {
+    "price", "count", "num", "number", "amount", "qty", "quantity", "age", "duration", "length",
+    "total", "sum", "avg", "mean", "ratio", "rate", "rank", "distance", "size", "cost", "views",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A guessed schema.
+
+    Attributes:
+        schema: The schema.
+        reasons: Why, by column, in order of the file; for ignored columns, too.
+        role_reasons: Why, by the key `label`, `group`, `timestamp` or `weight`.
+        num_rows: Rows that were looked at.
+    """
+
+    schema: Schema
+    reasons: dict[str, str]
+    role_reasons: dict[str, str]
+    num_rows: int
+
+    def to_toml(self) -> str:
+        """The schema as TOML, with a comment on each column."""
+        tree = self.schema.as_dict()
+        tables = {name: tree.pop(name) for name in list(tree) if isinstance(tree[name], dict)}
+        lines = [
+            f"# A draft, guessed from the first {self.num_rows:,} rows. Check it, edit it "
+            "(docs/tables.md lists",
+            "# the keys), and run `recsys prepare table FILES --schema THIS.toml --out STORE`.",
+            "",
+        ]
+        for key, value in tree.items():
+            why = self.role_reasons.get(key, "")
+            lines.append(f"{_dump({key: value})}{'  # ' if why else ''}{why}")
+        read = self.schema.columns
+        ignored = [name for name in self.reasons if name not in read]
+        if ignored:
+            lines += ["", "# Not read:"]
+            lines += [f"#   {name!r}: {self.reasons[name]}" for name in ignored]
+        for kind, columns in tables.items():
+            if kind in ("split", "negatives"):
+                why = self.reasons.get(columns.get("column", ""), "")
+                lines += ["", *([f"# {why}"] if why else []), _dump({kind: columns})]
+                continue
+            for name, keys in columns.items():
+                why = self.reasons.get(name, "")
+                lines += ["", *([f"# {why}"] if why else []), _dump({kind: {name: keys}})]
+        return "\n".join(lines) + "\n"
+
+
+def guess_schema(
+    paths: Sequence[str | Path],
+    *,
+    label: str = "",
+    ignore: Collection[str] = (),
+    quote: str = '"',
+) -> Guess:
+    """Guess what the columns of a table mean, from its first 100,000 rows.
+
+    Args:
+        paths: Files and folders, as for `TableFiles`. Those that hold the first 100,000 rows must
+            have the columns of the first file.
+        label: The column of labels; empty to guess it.
+        ignore: Columns to leave out.
+        quote: The key `quote` of the schema.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ConfigError: `label` or `ignore` names no column; `quote` is not one character; or there is
+            no label, and no group and item that negatives could be drawn for.
+        DatasetFormatError: a file breaks its format, the files have no rows, or a column has
+            different types in two files.
+        MissingDependency: pyarrow is not installed.
+    """
+    check_delimiter("", quote)
+    files = find_files(paths)
+    file, delimiter = _open(files[0], quote)
+    for name in (*([label] if label else []), *ignore):
+        if name not in file.column_names:
+            shown = ", ".join(map(repr, file.column_names[:30]))
+            raise ConfigError(f"{file.path} has no column {name!r}; its columns are {shown}")
+    table = _sample(file, files[1:], delimiter, quote)
+    if not table.num_rows:
+        raise DatasetFormatError(f"{file.path} must have at least one row of data, has none")
+    draft = _Draft(table.num_rows)
+    if delimiter:
+        draft.tree["delimiter"] = delimiter
+    if quote != '"':
+        draft.tree["quote"] = quote
+    facts = {}
+    for name in file.column_names:
+        draft.reasons[name] = "named by --ignore"
+        if not name or not is_text(name):
+            draft.reasons[name] = "its name is not printable text"
+        elif name.startswith("/"):
+            draft.reasons[name] = "its name begins with a slash"
+        elif name not in ignore:
+            draft.reasons[name] = ""
+            facts[name] = measure_column(name, table.column(name))
+    draft.give_roles(facts, label)
+    for each in facts.values():
+        if not draft.reasons[each.name]:
+            draft.give_kind(each)
+    draft.complete(str(file.path), table)
+    return Guess(Schema.from_dict(draft.tree), draft.reasons, draft.role_reasons, table.num_rows)
+
+
+def _open(path: Path, quote: str) -> tuple[TextFile | ParquetFile, str]:
+    """Open a file; a text file with the delimiter that its first line holds most often."""
+    file = open_file(path, quote=quote)
+    if isinstance(file, TextFile):
+        header = file.delimiter.join(file.column_names)
+        best = max((file.delimiter, "\t", ";", "|", ","), key=header.count)
+        if header.count(best) > header.count(file.delimiter):
+            return TextFile(path, best, quote), best
+    return file, ""
+
+
+def _sample(
+    first: TextFile | ParquetFile, others: Sequence[Path], delimiter: str, quote: str
+) -> pa.Table:
+    """The first rows of all files, with the columns of the first one."""
+    arrow = import_pyarrow()
+    table = first.sample(_SAMPLE_ROWS)
+    for path in others:
+        if table.num_rows >= _SAMPLE_ROWS:
+            break
+        file = open_file(path, delimiter, quote)
+        for name in first.column_names:
+            if name not in file.column_names:
+                raise DatasetFormatError(
+                    f"{path} must have column {name!r}, as {first.path} has; name one file"
+                )
+        rows = file.sample(_SAMPLE_ROWS - table.num_rows).select(list(first.column_names))
+        try:
+            table = arrow.concat_tables([table, rows], promote_options="permissive")
+        except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+            raise DatasetFormatError(
+                f"{path}: columns must have types like those of {first.path}: {str(error)[:200]}; "
+                "name one file"
+            ) from error
+    return table
+
+
+class _Draft:
+    """A schema's keys while they are guessed, and the reasons."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._tables: set[str] = set()
+        self.tree: dict[str, Any] = {}
+        self.reasons: dict[str, str] = {}
+        self.role_reasons: dict[str, str] = {}
+
+    def give_roles(self, facts: dict[str, ColumnFacts], label: str) -> None:
+        """Find label, column of the split, weight, timestamp and group."""
+        chosen = facts.get(label) or _first(facts, _LABELS, _is_binary)
+        chosen = chosen or _first(facts, _RATINGS, lambda each: each.kind in ("integer", "number"))
+        if chosen is not None:
+            self._take_label(chosen, "named by --label" if label else "by its name")
+        split = _first(facts, _SPLITS, _is_split)
+        if split is not None:
+            self.reasons[split.name] = f"by its name; values {_words(split)} in these rows"
+            self.tree["split"] = _split_by(split)
+        weight = _first(facts, _WEIGHTS, lambda each: each.kind == "number" and each.least >= 0)
+        if weight is not None:
+            self._take("weight", weight, "by its name")
+        for each in facts.values():
+            if each.time_format is None or self.reasons[each.name] or "timestamp" in self.tree:
+                continue
+            is_sure = each.kind in ("time", "text")
+            if is_sure or _name_words(each.name) & _TIME_WORDS:
+                self._take("timestamp", each, _times_words(each.time_format))
+                if each.time_format:
+                    self.tree["timestamp_format"] = each.time_format
+        session = _first(facts, _SESSIONS, _is_id)
+        user = _first(facts, _USERS, _is_id)
+        if session is not None:
+            self._take("group", session, "by its name")
+            self.reasons[session.name] = "sessions do not come again"  # no table for them
+        elif user is not None:
+            self._take("group", user, "by its name")
+
+    def give_kind(self, each: ColumnFacts) -> None:
+        """Find the kind of a column that has no role but perhaps that of the group."""
+        is_integer = each.kind == "bool" or "integer" in (each.kind, each.element_kind)
+        values = "integer" if is_integer else "string"
+        keys: dict[str, Any] = {"values": values} if values == "integer" else {}
+        missing = f", {each.num_missing / self.num_rows:.1%} missing" if each.num_missing else ""
+        facts = f"{each.num_distinct:,} different values in {self.num_rows:,} rows{missing}"
+        if each.kind == "empty":
+            self.reasons[each.name] = "empty in these rows"
+        elif each.kind == "other" or each.element_kind == "other":
+            self.reasons[each.name] = "its type is neither numbers, text, times nor lists of these"
+        elif each.kind == "list" or each.separator:
+            self._add_bag(each, keys, missing)
+        elif each.time_format is not None and each.kind in ("time", "text"):
+            self.reasons[each.name] = "times; one column of times is read"
+        elif each.num_distinct == 1 and self.num_rows > 1:
+            self.reasons[each.name] = "one value in all these rows"
+        elif each.kind == "number" or (each.kind == "integer" and _is_amount(each)):
+            transform = "log" if each.least >= 0 and each.most > 20 * each.median else "standardize"
+            self._add("dense", each, {"transform": transform}, f"numbers from {each.least:g} to "
+                      f"{each.most:g}, median {each.median:g}{missing}")  # fmt: skip
+        elif each.num_distinct > 0.98 * self.num_rows > 100 and each.name != self.tree.get("group"):
+            self.reasons[each.name] = f"a number or name of the row: {facts}"
+        elif each.kind == "integer":
+            is_id = each.name.lower() in (*_USERS, *_ITEMS) or "id" in _name_words(each.name)
+            advice = "" if is_id else "; dense if they are amounts"
+            self._add("categorical", each, keys, f"integers, {facts}{advice}")
+        else:
+            what = "true (1) or false (0)" if each.kind == "bool" else "text"
+            self._add("categorical", each, keys, f"{what}, {facts}")
+
+    def complete(self, path: str, table: pa.Table) -> None:
+        """Add split, and for data without a label negatives and a history.
+
+        Args:
+            path: The file, for messages.
+            table: The rows that were looked at.
+        """
+        tree, categorical = self.tree, self.tree.get("categorical", {})
+        if "label" not in tree:
+            item = next((name for name in categorical if name.lower() in _ITEMS), "")
+            if "group" not in tree or not item:
+                raise ConfigError(
+                    f"{path}: no column looks like a label; name it by --label COLUMN, or, if "
+                    "every row is a positive, write a schema with [negatives]"
+                )
+            tree["negatives"] = {"item": item, **self._take_item_columns(item, table)}
+            if "timestamp" in tree or tree["group"].lower() in _SESSIONS:
+                tree["history"] = {"recent": {"of": item, "max_length": _HISTORY_LENGTH}}
+                tree.setdefault("split", {"by": "last_one_out"})
+        if "split" not in tree and "timestamp" in tree:
+            tree["split"] = {"by": "timestamp", "test": "1/10", "validation": "1/10"}
+        tree.setdefault("split", {"by": "fraction", "test": "1/10", "validation": "1/10"})
+
+    def _take(self, role: str, each: ColumnFacts, why: str) -> None:
+        self.tree[role], self.role_reasons[role] = each.name, why
+        if role != "group":
+            self.reasons[each.name] = why
+
+    def _take_label(self, each: ColumnFacts, why: str) -> None:
+        if not _is_binary(each):
+            if each.kind not in ("integer", "number"):
+                raise ConfigError(
+                    f"label {each.name!r} must hold 0 and 1, true and false, or numbers; found "
+                    f"{_words(each) or each.kind}; name another column"
+                )
+            self.tree["positive"] = f">= {each.median:g}"
+            why += "; the median is a guess of the rule"
+        self._take("label", each, f"{why}; values {_words(each)}" if each.few_values else why)
+
+    def _add(self, kind: str, each: ColumnFacts, keys: dict[str, Any], why: str) -> None:
+        if kind != "dense" and "." in each.name:  # which names of tables do not have
+            keys["table"] = self._new_table(each.name.replace(".", "_"))
+        self.tree.setdefault(kind, {})[each.name] = keys
+        self.reasons[each.name] = why
+
+    def _new_table(self, name: str) -> str:
+        """This name of a table, or one like it that no column and no other table has."""
+        while name in self.reasons or name in self._tables:
+            name += "_"
+        self._tables.add(name)
+        return name
+
+    def _take_item_columns(self, item: str, table: pa.Table) -> dict[str, list[str]]:
+        """Find columns with one value for each item: keys of the negatives for them.
+
+        Categorical columns change with the item. Others cannot, and are left out.
+        """
+        tree = self.tree
+        kinds = {
+            name: kind for kind in ("dense", "categorical", "multi") for name in tree.get(kind, {})
+        }
+        others = [name for name in kinds if name not in (item, tree["group"])]
+        found = columns_of_items(table, item, others)
+        for name in found:
+            if kinds[name] != "categorical":
+                del tree[kinds[name]][name]
+                self.reasons[name] = f"one value for each {item}, which negatives would keep"
+        changing = [name for name in found if kinds[name] == "categorical"]
+        return {"item_columns": changing} if changing else {}
+
+    def _add_bag(self, each: ColumnFacts, keys: dict[str, Any], missing: str) -> None:
+        if each.separator:
+            keys["split"] = each.separator
+        what = f"split by {each.separator!r}" if each.separator else "lists"
+        why = f"{what}, {each.num_parts:.1f} values on average{missing}"
+        if _name_words(each.name) & _ORDERED_WORDS:
+            keys["max_length"] = _SEQUENCE_LENGTH
+            self._add("sequence", each, keys, f"{why}; in order of time, by its name")
+        else:
+            self._add("multi", each, keys, why)
+
+
+def _first(facts: dict[str, ColumnFacts], names: Sequence[str], fits: Any) -> ColumnFacts | None:
+    """The column whose name is the earliest of `names`, and that fits."""
+    by_name = {name.lower(): each for name, each in reversed(facts.items())}
+    return next((by_name[name] for name in names if name in by_name and fits(by_name[name])), None)
+
+
+def _is_binary(each: ColumnFacts) -> bool:
+    values = set(each.few_values)
+    return bool(values) and (values <= {"0", "1", "0.0", "1.0"} or values <= {"true", "false"})
+
+
+def _is_split(each: ColumnFacts) -> bool:
+    known = {value for values in _PARTS.values() for value in values}
+    return bool(each.few_values) and set(each.few_values) <= known
+
+
+def _is_id(each: ColumnFacts) -> bool:
+    return each.kind in ("integer", "text") and each.num_missing == 0
+
+
+def _is_amount(each: ColumnFacts) -> bool:
+    return bool(_name_words(each.name) & _AMOUNT_WORDS)
+
+
+def _split_by(each: ColumnFacts) -> dict[str, Any]:
+    found: dict[str, list[str]] = {
+        part: [value for value in each.few_values if value in values]
+        for part, values in _PARTS.items()
+    }
+    for part in ("train", "test"):  # these rows may be of one part only
+        found[part] = found[part] or [part]
+    return {
+        "by": "column",
+        "column": each.name,
+        **{part: values for part, values in found.items() if values},
+    }
+
+
+def _name_words(name: str) -> set[str]:
+    """Lower-case words of a name such as user_id, userId or user-id."""
+    return {word.lower() for word in re.findall(r"[A-Za-z][a-z]*|[A-Z]+", name)}
+
+
+def _words(each: ColumnFacts) -> str:
+    return ", ".join(each.few_values)
+
+
+def _times_words(form: str) -> str:
+    return f"times of the form {form}" if form else "times"
+
+
+def _dump(keys: dict[str, Any]) -> str:
+    """TOML with each list on one line."""
+    text = tomli_w.dumps(keys).strip("\n")
+    return re.sub(
+        r" = \[\n((?:    .*,\n)+)\]$",
+        lambda found: " = [" + ", ".join(re.findall("    (.*),\n", found[1])) + "]",
+        text,
+        flags=re.MULTILINE,
+    )

@@ -1,0 +1,1 @@
+"""Yields record batches whose columns have the schema's types."""

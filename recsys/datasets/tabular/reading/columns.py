@@ -1,0 +1,408 @@
+"""Record batches of any types become record batches of the schema's types, and are checked.
+
+    meaning                 type                    nulls
+    ----------------------  ----------------------  --------------------------------
+    label                   int8, 0 or 1            none
+    weight                  float32, at least 0     none
+    timestamp               int64, seconds          none
+    group                   int64 or string         none
+    column of the split     string                  none
+    dense                   float64, finite         missing; none with missing "error"
+    categorical             int64 or string         missing; none with missing "error"
+    multi, sequence         list of these           a null list is an empty one; no null elements
+
+A column that is categorical and also the group, or the column of the split, has the type of the
+categorical one, and no nulls. Empty text and nan are missing. Booleans are integers, 1 for true.
+They are no text, because text files write them in several ways; only the column of the split takes
+them as true and false. Files and frames both pass through `conform`, so the same values give the
+same batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recsys.datasets.tabular.reading.date_forms import date_form
+from recsys.datasets.tabular.schemas.schema_parts import (
+    TIME_UNITS,
+    CategoricalColumn,
+    ColumnSplit,
+    DenseColumn,
+    PositiveRule,
+)
+from recsys.errors import DatasetFormatError, MissingDependency
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    import pyarrow as pa
+
+    from recsys.datasets.tabular.schemas.schema import Schema
+
+__all__ = ["conform", "import_pyarrow", "plain"]
+
+_FIRST_MILLISECONDS = 100_000_000_000  # as seconds: the year 5138
+_GROUP_WAY_OUT = "fill it in, or leave the row out: a group must be known"
+_SPLIT_WAY_OUT = "fill it in, or leave the row out: the split must be known"
+
+
+def import_pyarrow() -> Any:
+    """The package pyarrow.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise MissingDependency(
+            "tables need pyarrow, which is not installed; pip install 'recsys[table]'"
+        ) from error
+    return pyarrow
+
+
+def conform(
+    batch: pa.RecordBatch,
+    schema: Schema,
+    place: Callable[[int], str],
+    *,
+    optional: Collection[str] = (),
+) -> pa.RecordBatch:
+    """Give the columns of a batch the types of the schema, and check their values.
+
+    Args:
+        batch: Columns that the schema names, in any order; columns it does not name are dropped.
+        schema: What they mean.
+        place: Names a row of the batch, by its number from 0, in messages, such as "a.csv, line 7".
+        optional: The label and the column of the split may have nulls if they are named here.
+
+    Returns:
+        The columns of the batch that the schema names, in the schema's order.
+
+    Raises:
+        DatasetFormatError: a column has a type, or a value, that its meaning does not accept. The
+            message names row, column, rule, value and way out.
+    """
+    arrow = import_pyarrow()
+    found = set(batch.schema.names)
+    names = [name for name in schema.columns if name in found]
+    arrays = [
+        _conform_column(batch.column(name), name, schema, place, may_be_null=name in optional)
+        for name in names
+    ]
+    return arrow.RecordBatch.from_arrays(arrays, names=names)
+
+
+class _Fault(Exception):
+    """What a column breaks: the row of the batch (None: all of them), the rule, the way out."""
+
+    def __init__(self, row: int | None, rule: str, way_out: str) -> None:
+        super().__init__(rule)
+        self.row, self.rule, self.way_out = row, rule, way_out
+
+
+def _conform_column(
+    array: pa.Array,
+    name: str,
+    schema: Schema,
+    place: Callable[[int], str],
+    *,
+    may_be_null: bool,
+) -> pa.Array:
+    try:
+        return _convert(plain(array), name, schema, may_be_null=may_be_null)
+    except _Fault as fault:
+        value = f", got {array.type}"
+        if fault.row is not None:
+            value = f", got {repr(array[fault.row].as_py())[:60]}"
+            if not array[fault.row].is_valid:
+                value = ", got a missing value"
+        raise DatasetFormatError(
+            f"{place(fault.row or 0)}, column {name!r}: {fault.rule}{value}; {fault.way_out}"
+        ) from None
+
+
+def _convert(array: pa.Array, name: str, schema: Schema, *, may_be_null: bool) -> pa.Array:
+    column: Any = schema.dense.get(name) or schema.value_columns.get(name)
+    if isinstance(column, DenseColumn):
+        return _dense(array, column)
+    if isinstance(column, CategoricalColumn):
+        array = _values(array, column.values)
+        if name == schema.group:
+            _require_valid(array, _GROUP_WAY_OUT)
+        if isinstance(schema.split, ColumnSplit) and schema.split.column == name:
+            _require_valid(array, _SPLIT_WAY_OUT)
+        if column.missing == "error":
+            _require_valid(array, 'fill it in, or set missing to "rare" or "own"')
+        return array
+    if column is not None:
+        return _lists(array, column.values, column.split, schema.missing_values)
+    if name == schema.label:
+        if not may_be_null:
+            _require_valid(array, "fill it in, or leave the row out: a label must be known")
+        return _label(array, schema.positive_rule)
+    if name == schema.timestamp:
+        return _seconds(array, schema.timestamp_format)
+    if name == schema.weight:
+        return _weight(array)
+    if name == schema.group:
+        array = _integers(array) if _is_integer(array.type) else _strings(array)
+        _require_valid(array, _GROUP_WAY_OUT)
+        return array
+    if import_pyarrow().types.is_boolean(array.type):
+        array = array.cast(import_pyarrow().string())
+    array = _strings(array)
+    if not may_be_null:
+        _require_valid(array, _SPLIT_WAY_OUT)
+    return array
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """Without dictionary encoding or a large or view type; nulls for empty text and nan."""
+    arrow = import_pyarrow()
+    import pyarrow.compute as pc
+
+    kind = array.type
+    if arrow.types.is_dictionary(kind):
+        return plain(array.dictionary_decode())
+    if arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind):
+        array, kind = array.cast(arrow.string()), arrow.string()
+    if arrow.types.is_string(kind):
+        is_empty = pc.equal(pc.binary_length(array), 0)
+        if pc.any(is_empty).as_py():
+            array = pc.if_else(is_empty, arrow.scalar(None, kind), array)
+    elif arrow.types.is_floating(kind):
+        is_nan = pc.is_nan(array)
+        if pc.any(is_nan).as_py():
+            array = pc.if_else(is_nan, arrow.scalar(None, kind), array)
+    elif arrow.types.is_null(kind):
+        array = array.cast(arrow.string())
+    return array
+
+
+def _is_integer(kind: pa.DataType) -> bool:
+    return bool(import_pyarrow().types.is_integer(kind))
+
+
+def _require_valid(array: pa.Array, way_out: str) -> None:
+    if array.null_count:
+        row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+        raise _Fault(row, "must have a value", way_out)
+
+
+def _require(is_right: pa.Array, rule: str, way_out: str) -> None:
+    """Raise for the first row whose `is_right` is False; null is right."""
+    import pyarrow.compute as pc
+
+    if not pc.all(is_right, min_count=0).as_py():
+        row = int(np.flatnonzero(pc.equal(is_right, False).fill_null(False).to_numpy(False))[0])
+        raise _Fault(row, rule, way_out)
+
+
+def _cast(array: pa.Array, kind: pa.DataType, rule: str, way_out: str) -> pa.Array:
+    """Cast, or name the first row that cannot be cast. Integers become the nearest floats."""
+    arrow = import_pyarrow()
+    is_rounded = arrow.types.is_floating(kind) and _is_integer(array.type)
+    try:
+        return array.cast(kind, safe=not is_rounded)
+    except arrow.ArrowNotImplementedError:
+        raise _Fault(None, rule, way_out) from None
+    except arrow.ArrowInvalid:
+        low, high = 0, len(array)  # the first bad row is in [low, high)
+        while high - low > 1:
+            middle = (low + high) // 2
+            try:
+                array[low:middle].cast(kind)
+                low = middle
+            except arrow.ArrowInvalid:
+                high = middle
+        raise _Fault(low, rule, way_out) from None
+
+
+def _dense(array: pa.Array, column: DenseColumn) -> pa.Array:
+    arrow = import_pyarrow()
+    import pyarrow.compute as pc
+
+    if arrow.types.is_temporal(array.type):
+        raise _Fault(None, "must be numbers", "convert it, or leave it out of dense")
+    if not arrow.types.is_float64(array.type):
+        way_out = "correct it, name it in missing_values, or make the column categorical"
+        array = plain(_cast(array, arrow.float64(), "must be a number", way_out))
+    _require(pc.is_finite(array), "must be finite", "correct it, or leave the value out")
+    if column.missing == "error":
+        _require_valid(array, 'fill it in, or set missing to a number or "mean"')
+    return array
+
+
+def _values(array: pa.Array, values: str) -> pa.Array:
+    return _integers(array) if values == "integer" else _strings(array)
+
+
+def _integers(array: pa.Array) -> pa.Array:
+    arrow = import_pyarrow()
+    if arrow.types.is_temporal(array.type):
+        raise _Fault(None, "must be integers", "convert it to integers")
+    way_out = 'correct it, or set values to "string"'
+    return _cast(array, arrow.int64(), "must be an integer of 64 bits", way_out)
+
+
+def _strings(array: pa.Array) -> pa.Array:
+    arrow = import_pyarrow()
+    kind = array.type
+    if arrow.types.is_string(kind):
+        return array
+    if _is_integer(kind):
+        return array.cast(arrow.string())
+    if arrow.types.is_floating(kind) and array.null_count == len(array):
+        return arrow.nulls(len(array), arrow.string())  # an empty column of a frame
+    if arrow.types.is_boolean(kind):  # text files write True, or true
+        way_out = 'set values to "integer", which takes true as 1, or convert it to text'
+        raise _Fault(None, "must be text or integers", way_out)
+    raise _Fault(None, "must be text or integers", "convert it to text")
+
+
+def _lists(array: pa.Array, values: str, split: str, missing_values: tuple[str, ...]) -> pa.Array:
+    """Lists without missing elements, which split text may name; null lists stay."""
+    arrow = import_pyarrow()
+    import pyarrow.compute as pc
+
+    types = arrow.types
+    is_text = types.is_string(array.type)
+    if is_text:
+        if not split and array.null_count < len(array):
+            raise _Fault(None, "must be lists", "set split to the character between the values")
+        array = pc.split_pattern(array, pattern=split or "|")
+    if not (
+        types.is_list(array.type)
+        or types.is_large_list(array.type)
+        or types.is_fixed_size_list(array.type)
+    ):
+        raise _Fault(None, "must be text or lists", "make the column categorical")
+    lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+    flat = plain(array.flatten())  # leaves out what null lists hold
+    if is_text and missing_values:
+        is_missing = pc.is_in(flat, value_set=arrow.array(missing_values, arrow.string()))
+        flat = pc.if_else(is_missing, arrow.scalar(None, flat.type), flat)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    try:
+        flat = _values(flat, values)
+    except _Fault as fault:
+        if fault.row is not None:
+            fault.row = int(np.searchsorted(ends, fault.row, side="right"))
+        raise
+    if flat.null_count:
+        is_kept = flat.is_valid().to_numpy(zero_copy_only=False)
+        num_kept = np.concatenate([[0], np.cumsum(is_kept)])
+        ends, flat = num_kept[ends], flat.drop_null()
+    offsets = np.concatenate([[0], ends]).astype(np.int32)
+    is_null = array.is_null() if array.null_count else None
+    return arrow.ListArray.from_arrays(arrow.array(offsets), flat, mask=is_null)
+
+
+def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
+    arrow = import_pyarrow()
+    import pyarrow.compute as pc
+
+    if rule is not None:
+        way_out = "correct it, or leave the row out"
+        number = _cast(array, arrow.float64(), "must be a number", way_out)
+        compare = {
+            "==": pc.equal,
+            ">=": pc.greater_equal,
+            ">": pc.greater,
+            "<=": pc.less_equal,
+            "<": pc.less,
+        }[rule.comparison]
+        return compare(number, rule.number).cast(arrow.int8())
+    if arrow.types.is_boolean(array.type):
+        return array.cast(arrow.int8())
+    found = array.dictionary_encode()
+    known = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
+    numbers = [known.get(str(each).lower(), -1) for each in found.dictionary.to_pylist()]
+    label = arrow.array(numbers, arrow.int8()).take(found.indices)
+    _require(
+        pc.greater_equal(label, 0),
+        "a label must be 0, 1, true or false",
+        'correct it, or set positive to a rule such as ">= 4"',
+    )
+    return label
+
+
+def _weight(array: pa.Array) -> pa.Array:
+    arrow = import_pyarrow()
+    import pyarrow.compute as pc
+
+    way_out = "correct it, or leave the row out"
+    _require_valid(array, way_out)
+    array = _cast(array, arrow.float32(), "must be a number", way_out)
+    is_right = pc.and_(pc.is_finite(array), pc.greater_equal(array, 0))
+    _require(is_right, "a weight must be finite and at least 0", way_out)
+    return array
+
+
+def _seconds(array: pa.Array, form: str) -> pa.Array:
+    arrow = import_pyarrow()
+    import pyarrow.compute as pc
+
+    types, way_out = arrow.types, "correct it, or leave the row out"
+    _require_valid(array, way_out)
+    if "%" in form:
+        text = _strings(array)
+        read = pc.strptime(text, format=form, unit="s", error_is_null=True)
+        _require(read.is_valid(), f"a time must have the form {form!r}", "correct it")
+        return read.cast(arrow.int64())
+    if types.is_string(array.type):
+        array = _parse_times(array)
+    if types.is_date(array.type):
+        array = array.cast(arrow.timestamp("s"))
+    if types.is_timestamp(array.type):
+        per_second = TIME_UNITS.get(array.type.unit, 1)
+        return arrow.array(array.cast(arrow.int64()).to_numpy() // per_second)
+    if types.is_floating(array.type):
+        _require(pc.is_finite(array), "a time must be finite", way_out)
+        array = pc.floor(array)
+    elif not _is_integer(array.type):
+        raise _Fault(None, "must be seconds, ISO text or timestamps", "convert it")
+    array = _cast(array, arrow.int64(), "a time must be seconds since 1970", way_out)
+    if not form and len(array) and (digits := date_form(array)):
+        rule = f"a time must be seconds since 1970, not a date of the form {digits!r}"
+        raise _Fault(0, rule, f'set timestamp_format to "{digits}"')
+    if form:
+        return arrow.array(array.to_numpy() // TIME_UNITS[form])
+    _require(
+        pc.less(pc.abs(array), _FIRST_MILLISECONDS),
+        "a time must be seconds since 1970",
+        'set timestamp_format: "ms" for milliseconds, or the form of its digits',
+    )
+    return array
+
+
+def _parse_times(array: pa.Array) -> pa.Array:
+    """Times in text: integers, floats, or ISO with a zone or without one."""
+    arrow = import_pyarrow()
+    kinds = [
+        arrow.int64(),
+        arrow.float64(),
+        arrow.timestamp("us"),
+        arrow.timestamp("us", "UTC"),
+    ]
+    for kind in kinds:
+        try:
+            return array.cast(kind)
+        except arrow.ArrowInvalid:
+            continue
+    first = array[0].as_py()
+    likely = next((kind for kind in kinds if _can_cast(first, kind)), kinds[2])
+    rule = "a time must be seconds since 1970 or ISO text, all in one form"
+    return _cast(array, likely, rule, "correct it, or set timestamp_format")
+
+
+def _can_cast(text: str, kind: pa.DataType) -> bool:
+    arrow = import_pyarrow()
+    try:
+        arrow.scalar(text).cast(kind)
+    except arrow.ArrowInvalid:
+        return False
+    return True

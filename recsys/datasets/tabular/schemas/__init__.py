@@ -1,0 +1,1 @@
+"""What a schema says: columns, splits, negatives, and the named ones."""

@@ -1,0 +1,1 @@
+"""Turns spooled rows into the parts of a store."""

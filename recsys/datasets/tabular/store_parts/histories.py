@@ -1,0 +1,127 @@
+"""Histories: for each row, values of earlier positive rows of the same group.
+
+Rows are ordered by time, or by their place in the file if there are no times; rows of equal time
+keep the order of the file. A row's own value is not in its history.
+
+A history must not tell the label of its row. In an impression log, the clicked item and the items
+shown beside it have one time: an item of the same impression in a history says that it was the one
+that was clicked. For data with labels and times, a history therefore ends before the first row of
+its group with an equal time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from recsys._support.jit import kernel
+from recsys.datasets.tabular.encoding.bags import Bags
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Histories", "in_group_order"]
+
+_NO_TIMES = np.empty(0, np.int64)
+
+
+def in_group_order(groups: NDArray[np.int32], times: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """All rows, group by group, in a group by time.
+
+    Shape:
+        groups, times, result (N,).
+    """
+    if times is None:
+        return np.argsort(groups, kind="stable")
+    return np.lexsort((times, groups))
+
+
+class Histories:
+    """The histories of all rows, as places in one array; 16 bytes a row beside `groups` and such.
+
+    Args:
+        order: All rows, by `in_group_order`.
+        groups: The group of each row.
+        is_listed: Whether a row is in the histories of later rows.
+        times: The time of each row, by which `order` is sorted: a history ends before the first
+            row of its group with an equal time. None: it ends before the row itself.
+
+    Shape:
+        order, groups, is_listed, times (N,).
+    """
+
+    def __init__(
+        self,
+        order: NDArray[np.int64],
+        groups: NDArray[np.int32],
+        is_listed: NDArray[np.bool_],
+        times: NDArray[np.int64] | None = None,
+    ) -> None:
+        self._listed = np.empty(int(np.count_nonzero(is_listed)), np.int64)
+        self._ends = np.empty(len(order), np.int64)
+        self._lengths = np.empty(len(order), np.int32)
+        _history_kernel(
+            order,
+            groups,
+            is_listed,
+            _NO_TIMES if times is None else times,
+            self._listed,
+            self._ends,
+            self._lengths,
+        )
+
+    def of_rows(self, rows: NDArray[np.int64], values: NDArray[np.int32], max_length: int) -> Bags:
+        """The histories of some rows: the newest `max_length` values, oldest first.
+
+        Args:
+            rows: Row numbers.
+            values: The value of every row, (N,).
+            max_length: The most values of a history.
+        """
+        lengths = np.minimum(self._lengths[rows], np.int32(max_length))
+        history = np.empty(int(lengths.sum()), np.int32)
+        _gather_kernel(self._listed, self._ends[rows], lengths, values, history)
+        return Bags(history, lengths)
+
+
+@kernel
+def _history_kernel(
+    order: NDArray[np.int64],
+    groups: NDArray[np.int32],
+    is_listed: NDArray[np.bool_],
+    times: NDArray[np.int64],
+    listed: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+) -> None:
+    """The listed rows in order; and how many of them end and form the history of each row."""
+    num_listed, start, end, group, time = 0, 0, 0, -1, 0
+    for row in order:
+        is_first = groups[row] != group
+        if is_first:
+            start, group = num_listed, groups[row]
+        if is_first or not len(times) or times[row] != time:
+            end = num_listed
+            if len(times):
+                time = times[row]
+        ends[row] = end
+        lengths[row] = end - start
+        if is_listed[row]:
+            listed[num_listed] = row
+            num_listed += 1
+
+
+@kernel
+def _gather_kernel(
+    listed: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    values: NDArray[np.int32],
+    history: NDArray[np.int32],
+) -> None:
+    place = 0
+    for row in range(len(ends)):
+        for earlier in listed[ends[row] - lengths[row] : ends[row]]:
+            history[place] = values[earlier]
+            place += 1

@@ -1,0 +1,1 @@
+"""A saved model in files for other programs."""

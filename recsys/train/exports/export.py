@@ -1,0 +1,140 @@
+"""Export of a run's model to the formats of other programs.
+
+format       content of FILE
+torchrec     torch.save of the state dict of TorchRec's `DLRM` (tables `t_<feature>`)
+classic      torch.save of a checkpoint for facebookresearch/dlrm's `--load-model
+             --inference-only`; without optimizer state, so its training cannot be continued
+safetensors  the state dict of TorchRec's `DLRM`, without pickle
+
+Checkpoints of a run, also of one that goes on, are exported as safetensors: whole, or only the rows
+that changed (`deltas`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recsys._support.files import appearing_whole, require_new
+from recsys.errors import ConfigError
+from recsys.models.convert import to_classic
+from recsys.train.exports.deltas import export_checkpoint, export_delta
+from recsys.train.run_files.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+__all__ = ["FORMATS", "export_run", "export_run_checkpoint", "export_run_delta"]
+
+FORMATS = ("torchrec", "classic", "safetensors")
+
+
+def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
+    """Write the model of a run in another program's format.
+
+    Args:
+        run_dir: A run that saved its model.
+        to: One of `FORMATS`.
+        file: A new file.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: the format is unknown or does not fit the model, `run_dir` is not a run, or the
+            run saved no model.
+        AlreadyExists: `file` exists.
+    """
+    if to not in FORMATS:
+        raise ConfigError(f"export: the format must be one of {FORMATS}, got {to!r}")
+    folder, file = RunFolder.open(run_dir), Path(file)
+    folder.require_model()
+    record = folder.read_record()
+    if to == "classic":
+        _require_own_tables(record)
+    require_new(file)
+    with appearing_whole(file) as partial:
+        if to == "safetensors":
+            shutil.copyfile(folder.model_file, partial)
+            return file
+        state = folder.load_state()
+        if to == "classic":
+            torch.save(_classic_checkpoint(state, record), partial)
+        else:
+            torch.save(state, partial)
+    return file
+
+
+def export_run_checkpoint(run_dir: str | Path, file: str | Path, number: int | None = None) -> Path:
+    """Write the whole model of a run's checkpoint, as safetensors; see `export_checkpoint`.
+
+    Args:
+        run_dir: A run with checkpoints.
+        file: A new file.
+        number: Number of the checkpoint; None for the newest complete one.
+
+    Raises:
+        AlreadyExists: `file` exists.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        ConfigError: `run_dir` is not a run.
+    """
+    folder = RunFolder.open(run_dir).checkpoints_folder
+    return export_checkpoint(folder, file, number)
+
+
+def export_run_delta(run_dir: str | Path, file: str | Path, since: int) -> Path:
+    """Write the rows that changed after a checkpoint of a run; see `export_delta`.
+
+    Args:
+        run_dir: A run with checkpoints.
+        file: A new file.
+        since: Number of the older checkpoint.
+
+    Raises:
+        AlreadyExists, CheckpointError, ConfigError: as for `export_run_checkpoint`.
+    """
+    folder = RunFolder.open(run_dir).checkpoints_folder
+    return export_delta(folder, file, since)
+
+
+def _require_own_tables(record: Mapping[str, Any]) -> None:
+    """Check that no two features share a table, as the classic DLRM requires.
+
+    Raises:
+        ConfigError: two features do.
+    """
+    uses = Counter(each["table"] for each in record["data"].get("features", ()))
+    shared = [table for table, num_features in uses.items() if num_features > 1]
+    if shared:
+        raise ConfigError(
+            f"export: format 'classic' has a table for each feature, but features share {shared}; "
+            "choose 'torchrec' or 'safetensors', or prepare the data with a table for each feature"
+        )
+
+
+def _classic_checkpoint(state: Mapping[str, Tensor], record: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint that `dlrm_s_pytorch.py --load-model --inference-only` reads."""
+    test = record["metrics"]["test"] or {}
+    num_steps = record["throughput"]["num_steps"]
+    epochs = record["config"]["epochs"]
+    unknown = float("nan")
+    return {
+        "state_dict": to_classic(state, list(record["data"]["table_sizes"])),
+        "epoch": epochs,
+        "nepochs": epochs,
+        "iter": num_steps,
+        "nbatches": num_steps,
+        "nbatches_test": 0,
+        "train_acc": unknown,
+        "train_loss": unknown,
+        "total_accu": 0.0,
+        "total_loss": 0.0,
+        "test_acc": test.get("accuracy", unknown),
+        "test_loss": test.get("logloss", unknown),
+    }

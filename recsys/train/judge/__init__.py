@@ -1,0 +1,1 @@
+"""A model applied to samples that it does not train on."""

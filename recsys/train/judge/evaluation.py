@@ -1,0 +1,305 @@
+"""Quality of a model on the splits of its data, during a run and of a saved model.
+
+Every split has the metrics of `MetricsAccumulator`. Data with more columns has more of them:
+
+    groups      GAUC
+    times       AUC of each day; not of a part of a split
+    ranking     recall and NDCG at k, if the data holds positive samples alone outside training
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from recsys._support.machine import set_num_threads
+from recsys.config import OptimizerConfig
+from recsys.datasets.loader import BatchLoader
+from recsys.datasets.store import Store
+from recsys.embeddings.lookup.device_tables import check_input
+from recsys.errors import ConfigError, TrainingDiverged
+from recsys.train.judge.ranking import rank_items
+from recsys.train.loop.progress import LOWER_LR
+from recsys.train.metrics.group_metrics import auc_by_day, evaluate_groups
+from recsys.train.metrics.metrics import Metrics, MetricsAccumulator
+from recsys.train.parts.build import autocast, build_model, open_source, require_features_of
+from recsys.train.run_files.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import nn
+
+    from recsys.batch import Batch
+    from recsys.config import EvalConfig, TrainConfig
+    from recsys.datasets.source import SampleSource
+    from recsys.models.dlrm import DLRM
+    from recsys.train.judge.popular_samples import PopularSamples
+
+__all__ = [
+    "SavedModel",
+    "evaluate_run",
+    "evaluate_split",
+    "finite_scores",
+    "nonzero_counts",
+    "open_saved_model",
+    "unknown_values",
+    "with_ranking",
+]
+
+
+class SavedModel(NamedTuple):
+    """The model of a run, with its data.
+
+    Attributes:
+        config: The configuration of the run, for evaluation on this machine.
+        source: The data.
+        model: Maps a batch to (loss, (loss, logits, labels)); in evaluation mode.
+    """
+
+    config: TrainConfig
+    source: SampleSource
+    model: nn.Module
+
+
+def evaluate_split(
+    model: nn.Module,
+    source: SampleSource,
+    split: str,
+    batch_size: int,
+    max_samples: int | None = None,
+    parts: PopularSamples | None = None,
+) -> Metrics:
+    """Metrics over a split, without a ranking.
+
+    Args:
+        model: Maps a batch to (loss, (loss, logits, labels)).
+        source: The data. With groups or times, all scores are kept, in 5 bytes a sample, and about
+            65 more are in use while they are sorted.
+        split: "train", "test" or "validation".
+        batch_size: Samples per forward pass.
+        max_samples: Stop after this number of samples.
+        parts: Gets the predictions, too; not together with `max_samples`.
+
+    Raises:
+        IdOutOfRange: an id is not a row of its table, here or in training before.
+        TrainingDiverged: a logit is not finite.
+    """
+    accumulator = MetricsAccumulator()
+    groups = source.groups if isinstance(source, Store) else None
+    times = source.times if isinstance(source, Store) and max_samples is None else None
+    kept: list[tuple[NDArray[np.float32], NDArray[np.bool_]]] = []
+    with _evaluating(model):
+        for batch in BatchLoader(source, split, batch_size, shuffle=False):
+            wanted = None if max_samples is None else max_samples - accumulator.num_samples
+            scores, labels = finite_scores(model, batch, split)
+            accumulator.add(scores[:wanted], labels[:wanted])
+            if groups is not None or times is not None:
+                kept.append((scores[:wanted].copy(), labels[:wanted] == 1))
+            if parts is not None:
+                parts.add(batch, scores, labels)
+            if accumulator.num_samples == max_samples:
+                break
+    check_input(model)
+    found = accumulator.result()
+    if not kept:
+        return found
+    all_scores, all_labels = (np.concatenate(each) for each in zip(*kept, strict=True))
+    kept.clear()
+    first = source.splits[split].start
+    own = slice(first, first + found.num_samples)
+    return replace(
+        found,
+        groups=None if groups is None else evaluate_groups(all_scores, all_labels, groups[own]),
+        auc_by_day=None if times is None else auc_by_day(all_scores, all_labels, times[own]),
+    )
+
+
+def with_ranking(
+    found: Metrics, model: nn.Module, source: SampleSource, split: str, config: EvalConfig
+) -> Metrics:
+    """The metrics of a split with recall and NDCG at k, if the data is to be ranked.
+
+    Args:
+        found: Its metrics without them.
+        model: The `DLRMTrain` of a `DLRM`.
+        source: The data.
+        split: "test" or "validation".
+        config: Has `k`, the bound of the questions, and the candidates per forward pass.
+
+    Raises:
+        IdOutOfRange: an id is not a row of its table.
+        TrainingDiverged: a logit is not finite.
+    """
+    if not isinstance(source, Store) or "ranking" not in source.meta or source.groups is None:
+        return found
+    if not source.splits["train"]:
+        warnings.warn(
+            f"{source.path} has no training part: what its groups chose before is not known, so "
+            "no items are ranked; evaluate on the store that the model was trained on",
+            stacklevel=3,
+        )
+        return found
+    with _evaluating(model):
+        ranking = rank_items(
+            cast("DLRM", model.model),
+            source,
+            split,
+            k=config.ranking_k,
+            most_questions=config.ranking_groups,
+            batch_size=config.batch_size,
+        )
+    check_input(model)
+    return replace(found, ranking=ranking)
+
+
+def finite_scores(
+    model: nn.Module,
+    batch: Batch,
+    place: str,
+    explain: Callable[[int], Exception] | None = None,
+) -> tuple[NDArray[np.float32], NDArray[Any]]:
+    """Logits and labels of a mini-batch, on the CPU.
+
+    Args:
+        model: Maps a batch to (loss, (loss, logits, labels)).
+        batch: The mini-batch, on any device.
+        place: Where the samples come from, for the error.
+        explain: Makes another error, given the place in the mini-batch of the first sample whose
+            logit is not finite.
+
+    Raises:
+        TrainingDiverged: a logit is not finite.
+    """
+    _, (_, logits, labels) = model(batch.to(next(model.parameters()).device))
+    scores: NDArray[np.float32] = logits.float().cpu().numpy()
+    is_bad = ~np.isfinite(scores)
+    if is_bad.any():
+        if explain is not None:
+            raise explain(int(np.argmax(is_bad)))
+        raise TrainingDiverged(
+            f"{place}: {int(is_bad.sum())} of {len(scores)} logits are not finite; {LOWER_LR}"
+        )
+    return scores, labels.cpu().numpy()
+
+
+def open_saved_model(run_dir: str | Path, data: str | None = None) -> SavedModel:
+    """Open the model of a run and its data.
+
+    On the CPU, tables are mapped from the saved model, which may be larger than memory. The model
+    of a run on a GPU is evaluated there if the run had no budget, and else on the CPU.
+
+    Args:
+        run_dir: A run that saved its model.
+        data: A store or synthetic data; default: the data of the run.
+
+    Raises:
+        ConfigError: there is no saved model, it does not fit the data, the data encodes values in
+            another way than that of the run, or it is empty.
+    """
+    folder = RunFolder.open(run_dir)
+    trained = folder.read_config()
+    # Evaluation updates no rows: plain SGD allocates no state.
+    config = replace(
+        trained,
+        optimizer=OptimizerConfig(),
+        dense_optimizer=None,
+        budget="",
+        plan="",
+        cold_tier="host",
+        cold_path="",
+    )
+    if data is not None:
+        config = replace(config, data=data)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        warnings.warn(
+            "the run used device 'cuda', which is not available; evaluating on 'cpu'", stacklevel=3
+        )
+        config = replace(config, device="cpu")
+    elif config.device == "cuda" and trained.budget:
+        warnings.warn(
+            f"the run kept rows on device 'cuda' in budget {trained.budget!r}, and all its tables "
+            "may not fit there; evaluating on 'cpu'",
+            stacklevel=3,
+        )
+        config = replace(config, device="cpu")
+    source = open_source(config, to_train=False)
+    if not source.num_samples:
+        raise ConfigError(f"{config.data} has no sample; name other data")
+    if folder.record_file.is_file():
+        require_features_of(folder.read_record(), source)
+    set_num_threads(config.num_threads)
+    # FBGEMM cannot map: it keeps all tables in one array that it allocates.
+    is_mapped = config.device == "cpu" and config.embeddings != "fbgemm"
+    model, _ = build_model(config, source, table_device="meta" if is_mapped else None)
+    folder.load_model(model.model)
+    return SavedModel(config, source, model.eval())
+
+
+def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metrics]:
+    """Metrics of a saved model on the test and validation splits, by split.
+
+    A split without samples is left out, such as the validation split of a store that
+    `recsys prepare table --like` made.
+
+    Args:
+        run_dir: A run that saved its model.
+        data: A store or synthetic data; default: the data of the run.
+
+    Raises:
+        ConfigError: there is no saved model, it does not fit the data, or both splits are empty.
+    """
+    config, source, model = open_saved_model(run_dir, data)
+    metrics = {}
+    splits = [split for split in ("test", "validation") if source.splits[split]]
+    if not splits:
+        raise ConfigError(
+            f"{config.data} has no test and no validation sample; name other data, or predict its "
+            "samples with `recsys predict`"
+        )
+    with autocast(config):
+        for split in splits:
+            found = evaluate_split(model, source, split, config.eval.batch_size)
+            metrics[split] = with_ranking(found, model, source, split, config.eval)
+    return metrics
+
+
+def unknown_values(run_dir: str | Path, data: str | None = None) -> dict[str, dict[str, int]]:
+    """Values of the test and validation splits that have no row of their own, by split and column.
+
+    They share row 0 of their table: training has them too rarely, or not at all. Columns without
+    such values are left out, and so are splits without such columns.
+
+    Args:
+        run_dir: A run.
+        data: A store or synthetic data; default: the data of the run.
+    """
+    config = RunFolder.open(run_dir).read_config()
+    source = open_source(config if data is None else replace(config, data=data), to_train=False)
+    counts = source.meta.get("unknown", {}) if isinstance(source, Store) else {}
+    found = {split: nonzero_counts(counts.get(split, {})) for split in ("test", "validation")}
+    return {split: columns for split, columns in found.items() if columns}
+
+
+def nonzero_counts(counts: Mapping[str, int]) -> dict[str, int]:
+    """The counts that are not 0, in their order."""
+    return {name: count for name, count in counts.items() if count}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients inside the `with` block."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,298 @@
+"""Rankings of all items for the test positives of a store, judged by recall and NDCG at k.
+
+A question is a group together with what it knows when it chooses: all features of a test positive
+but those of the item. Test positives of one group with equal features are one question, with
+several right answers. Which items are its candidates:
+
+    items come again        all items. `repeats` of the store's `ranking` says so: its schema has a
+                            history of the item
+    otherwise               all items but the group's positives of the training part. Right answers
+                            that are among those (rare) are a question of their own, and all items
+                            are its candidates
+
+An item is never a candidate because it is right. Rows that stand for no item are no candidates: the
+row of rare and unknown values, and the row of missing values. A test positive with such a row
+cannot be found. It counts as a miss.
+
+The number of questions may be bounded. Then groups are drawn, and of each group equally many
+questions, or all that it has. The seed is constant, so all runs on a store answer the same ones.
+
+Beside the model's rankings stand those by popularity: by an item's positives in the training part,
+the same for every question.
+
+A candidate is a question with another item: its own row, and the rows of the features that belong
+to the item, from the store's catalog. What depends on the question alone is computed once for each
+question: the dense vector, and the pooled vectors of its features. For each candidate the vectors
+of the item replace those of the question, and the rest of the model computes the score.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from recsys.batch import JaggedIds
+from recsys.errors import TrainingDiverged
+from recsys.train.loop.progress import LOWER_LR
+from recsys.train.metrics.ranking_metrics import RankingMetrics, Rankings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from recsys.datasets.store import Store
+    from recsys.models.dlrm import DLRM
+
+__all__ = ["rank_items"]
+
+_SEED = 0  # of the groups and questions that are drawn
+_MOST_SCORES = 1 << 22  # held at a time
+_BLOCK = 1 << 20  # samples whose groups and labels are read at a time
+
+
+def rank_items(
+    model: DLRM, store: Store, split: str, *, k: int, most_questions: int, batch_size: int
+) -> RankingMetrics:
+    """Rank all items for the positives of a split; call it without gradients.
+
+    Args:
+        model: Gives the scores.
+        store: A store with `ranking` in its `meta.json`, groups and a catalog.
+        split: "test" or "validation".
+        k: Number of items that recall and NDCG count.
+        most_questions: Bound of the number of questions; 0 for all questions of all groups.
+        batch_size: Candidates per forward pass.
+
+    Raises:
+        TrainingDiverged: a score is not finite.
+    """
+    items = _Items(store)
+    own, known = _Positives(store, store.splits[split]), _Positives(store, store.splits["train"])
+    popularity = items.popularity(known)
+    groups = own.groups()
+    per_group: int | None = None
+    generator = np.random.Generator(np.random.PCG64(_SEED))
+    if most_questions:
+        if most_questions < len(groups):
+            groups = np.sort(generator.choice(groups, most_questions, replace=False))
+        per_group = most_questions // max(1, len(groups))
+    own.keep(groups)
+    known.keep(groups)
+    found, by_popularity = Rankings(k), Rankings(k)
+    most = max(1, min(batch_size, _MOST_SCORES // items.num_rows))
+    asked = (
+        question
+        for group in groups.tolist()
+        for question in _drawn(_questions(store, items, own, known, group), per_group, generator)
+    )
+    while questions := list(islice(asked, most)):
+        scores = _score_all(model, store, items, questions, batch_size)
+        num_bad = int((~np.isfinite(scores)).sum())
+        if num_bad:
+            raise TrainingDiverged(
+                f"{split}, ranking: {num_bad} of {scores.size} scores are not finite; {LOWER_LR}"
+            )
+        for of_question, question in zip(scores, questions, strict=True):
+            is_candidate = np.ones(items.num_rows, np.bool_)
+            is_candidate[: items.first_row] = False
+            is_candidate[question.left_out] = False
+            right = np.unique(question.rows[question.rows >= items.first_row])
+            num_unknown = int(np.count_nonzero(question.rows < items.first_row))
+            found.add(question.group, of_question, right, is_candidate, num_unknown)
+            by_popularity.add(question.group, popularity, right, is_candidate, num_unknown)
+    return found.result(by_popularity)
+
+
+class _Question(NamedTuple):
+    """A question and its right answers.
+
+    Attributes:
+        group: The group that asks.
+        sample: Number of the first of its test positives.
+        rows: Rows of the item in its test positives, (T,).
+        left_out: Rows of the items that are no candidates.
+    """
+
+    group: int
+    sample: int
+    rows: NDArray[np.int64]
+    left_out: NDArray[np.int64]
+
+
+class _Items:
+    """The items of a store, as rows of their table, and how they stand in a mini-batch.
+
+    Args:
+        store: The store.
+
+    Attributes:
+        num_rows: Rows of the table, E.
+        first_row: The first row that stands for an item.
+        come_again: Whether a group chooses items again that it has chosen before.
+        names: The C features that belong to the item, the item first.
+    """
+
+    def __init__(self, store: Store) -> None:
+        ranking = store.meta["ranking"]
+        item = ranking["item"]
+        self.names = [item, *ranking["item_features"]]
+        self.come_again: bool = ranking.get("repeats", False)
+        table = store.feature_tables[item]
+        self.num_rows = store.table_sizes[table]
+        self.first_row = 1 + _has_row_for_missing(store, table)
+        ones = [each.name for each in store.features if not each.is_bag]
+        self._column = store.sparse[:, ones.index(item)]
+        self._catalog = store.catalog
+        self._features = [each.name for each in store.features]
+
+    def of_samples(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows of the items of samples, (n,) each."""
+        return self._column[samples].astype(np.int64)
+
+    def popularity(self, positives: _Positives) -> NDArray[np.int64]:
+        """A score of each row, (E,): rows of more positives first, then rows that come first."""
+        counts = np.zeros(self.num_rows, np.int64)
+        for block in positives.blocks():
+            counts += np.bincount(self._column[block], minlength=self.num_rows)
+        return counts * self.num_rows - np.arange(self.num_rows)
+
+    def as_features(self, rows: slice) -> JaggedIds:
+        """Samples of these items, one each, whose other features look up row 0."""
+        numbers = np.arange(self.num_rows)[rows]
+        ids = np.zeros((len(self._features), len(numbers)), np.int64)
+        ids[self._features.index(self.names[0])] = numbers
+        if self._catalog is not None:
+            places = [self._features.index(name) for name in self.names[1:]]
+            ids[places] = self._catalog[rows].T
+        return JaggedIds.from_one_hot(self._features, torch.from_numpy(ids))
+
+
+def _has_row_for_missing(store: Store, table: str) -> bool:
+    """Whether row 1 of a table stands for missing values: one of its columns has them apart."""
+    schema = store.meta.get("schema", {})
+    return any(
+        column.get("missing") == "own" and (column.get("table") or name) == table
+        for name, column in schema.get("categorical", {}).items()
+    )
+
+
+class _Positives:
+    """Numbers of the positive samples of a split, by group.
+
+    Args:
+        store: A store with groups.
+        samples: The split.
+    """
+
+    def __init__(self, store: Store, samples: range) -> None:
+        assert store.groups is not None
+        self._groups, self._labels, self._samples = store.groups, store.labels, samples
+        self._kept: NDArray[np.int64] = np.empty(0, np.int64)
+        self._groups_of_kept: NDArray[np.int32] = np.empty(0, np.int32)
+
+    def groups(self) -> NDArray[np.int32]:
+        """The groups that have positives, ascending."""
+        found = [np.unique(self._groups[block]) for block in self.blocks()]
+        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int32)
+
+    def keep(self, groups: NDArray[np.int32]) -> None:
+        """Find the positives of these groups; `of` is for them only. Groups ascend."""
+        found = [block[np.isin(self._groups[block], groups)] for block in self.blocks()]
+        numbers = np.concatenate(found) if found else self._kept
+        order = np.argsort(self._groups[numbers], kind="stable")
+        self._kept = numbers[order]
+        self._groups_of_kept = self._groups[self._kept]
+
+    def of(self, group: int) -> NDArray[np.int64]:
+        """Numbers of the positives of a group, ascending."""
+        begin, end = np.searchsorted(self._groups_of_kept, [group, group + 1])
+        return self._kept[begin:end]
+
+    def blocks(self) -> Iterator[NDArray[np.int64]]:
+        """Numbers of all positives, some at a time."""
+        for begin in range(self._samples.start, self._samples.stop, _BLOCK):
+            block = np.arange(begin, min(begin + _BLOCK, self._samples.stop))
+            yield block[self._labels[block] == 1]
+
+
+def _questions(
+    store: Store, items: _Items, own: _Positives, known: _Positives, group: int
+) -> list[_Question]:
+    """The questions of a group."""
+    samples = own.of(group)
+    rows = items.of_samples(samples)
+    before = items.of_samples(known.of(group))
+    before = before[:0] if items.come_again else np.unique(before[before >= items.first_row])
+    are_known = np.isin(rows, before)
+    answers: dict[tuple[object, ...], list[int]] = {}
+    for place, features in enumerate(_known(store, items, samples)):
+        answers.setdefault((*features, bool(are_known[place])), []).append(place)
+    return [
+        _Question(
+            group,
+            int(samples[places[0]]),
+            rows[places],
+            left_out=before[:0] if are_known[places[0]] else before,
+        )
+        for places in answers.values()
+    ]
+
+
+def _drawn(
+    questions: list[_Question], most: int | None, generator: np.random.Generator
+) -> list[_Question]:
+    """At most so many of the questions, in their order; None for all."""
+    if most is None or len(questions) <= most:
+        return questions
+    chosen = np.sort(generator.choice(len(questions), most, replace=False))
+    return [questions[number] for number in chosen.tolist()]
+
+
+def _known(store: Store, items: _Items, samples: NDArray[np.int64]) -> Iterator[tuple[bytes, ...]]:
+    """What each sample holds, but for its item, in a form that can be compared."""
+    batch = store.read(samples)
+    features = batch.sparse_features
+    values, offsets = features.values().numpy(), features.offsets().tolist()
+    others = [number for number, key in enumerate(features.keys()) if key not in items.names]
+    firsts = [number * len(samples) for number in others]
+    for place, dense in enumerate(batch.dense_features.numpy()):
+        bags = [
+            values[offsets[first + place] : offsets[first + place + 1]].tobytes()
+            for first in firsts
+        ]
+        yield (dense.tobytes(), *bags)
+
+
+def _score_all(
+    model: DLRM, store: Store, items: _Items, questions: Sequence[_Question], batch_size: int
+) -> NDArray[np.float32]:
+    """Scores of all items for each question, (Q, E); those of rows that are no items are 0.
+
+    Q vectors of each feature, and those of `batch_size` items, are held at a time.
+    """
+    device = next(model.dense_arch.parameters()).device
+    names = model.sparse_arch.sparse_feature_names
+    of_item = [names.index(name) for name in items.names]
+    asked = store.read(np.array([each.sample for each in questions], np.int64)).to(device)
+    dense = model.dense_arch(asked.dense_features)
+    pooled = model.sparse_arch(asked.sparse_features)
+    scores = np.zeros((len(questions), items.num_rows), np.float32)
+    for first in range(items.first_row, items.num_rows, batch_size):
+        rows = slice(first, min(first + batch_size, items.num_rows))
+        num_items = rows.stop - rows.start
+        vectors = model.sparse_arch(items.as_features(rows).to(device))[:, of_item]
+        logits = []
+        num_pairs = len(questions) * num_items
+        for begin in range(0, num_pairs, batch_size):
+            pairs = torch.arange(begin, min(begin + batch_size, num_pairs), device=device)
+            question, item = pairs // num_items, pairs % num_items
+            candidates = pooled[question]
+            candidates[:, of_item] = vectors[item]
+            logits.append(model.head(dense[question], candidates).squeeze(-1))
+        of_block = torch.cat(logits).view(len(questions), num_items)
+        scores[:, rows] = of_block.float().cpu().numpy()
+    return scores

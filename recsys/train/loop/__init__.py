@@ -1,0 +1,1 @@
+"""What the training loop uses at each step."""

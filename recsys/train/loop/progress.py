@@ -1,0 +1,283 @@
+"""Reports of a run while it trains: history lines and the progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from tqdm import tqdm
+
+from recsys._support.machine import peak_memory_bytes
+from recsys._support.states import SavedState
+from recsys.errors import TrainingDiverged
+from recsys.train.metrics.metrics import auc, keys_of_evaluation
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch import Tensor
+
+    from recsys.pipeline.stalls import StageClock
+    from recsys.train.metrics.metrics import Metrics
+    from recsys.train.run_files.run_folder import RunFolder
+
+__all__ = ["LOWER_LR", "Progress"]
+
+LOWER_LR = "lower optimizer.lr or dense_optimizer.lr"
+
+_STATE_KEYS = (
+    "num_steps",
+    "num_samples",
+    "num_trained_samples",
+    "last_evaluation",
+    "reported_samples",
+    "reported_seconds",
+    "losses",
+    "logits",
+    "labels",
+)
+
+
+class Progress:
+    """Collects steps; each report writes a history line and advances the bar. A context manager.
+
+    `train_loss` and `train_auc` cover the samples since the last report. Each sample is predicted
+    before the model trains on it. An evaluation writes a history line of its own, and does not
+    start a new report interval.
+
+    Args:
+        folder: Folder of the history.
+        clock: Clock of the run.
+        num_samples: Samples that the run will see.
+        split: Split of the evaluations during training.
+        show: Draw the bar.
+        skips: Whether the run skips samples: then positions also count the samples trained on.
+
+    Attributes:
+        num_steps: Steps so far.
+        num_samples: Samples so far; with skipping those seen, skipped ones included.
+        num_trained_samples: Samples that it was trained on so far.
+        peak_memory_bytes: Peak of the process when the `with` block ends; None before, and where
+            the system does not report it.
+        last_evaluation: Metrics of the last evaluation during training, if any.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        clock: StageClock,
+        num_samples: int,
+        split: str,
+        *,
+        show: bool,
+        skips: bool = False,
+    ) -> None:
+        self.num_steps = 0
+        self.num_samples = self.num_trained_samples = 0
+        self._skips = skips
+        self.peak_memory_bytes: int | None = None
+        self.last_evaluation: dict[str, Any] | None = None
+        self._split = split
+        self._folder = folder
+        self._clock = clock
+        self._bar = tqdm(
+            total=num_samples,
+            desc="train",
+            unit_scale=True,
+            disable=not show,
+            delay=1e-9,  # drawn by `__enter__`: an error may come first
+            mininterval=0.1 if sys.stderr.isatty() else 10,  # fewer lines in a log file
+            # The rate of tqdm would include evaluations; the postfix has one without them.
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} samples [{elapsed}<{remaining}{postfix}]",
+        )
+        self._losses: list[Tensor] = []
+        self._logits: list[Tensor] = []
+        self._labels: list[Tensor] = []
+        self._reported = (0, 0.0)
+
+    def add(
+        self, loss: Tensor, logits: Tensor, labels: Tensor, num_seen: int | None = None
+    ) -> None:
+        """Add one step.
+
+        Args:
+            loss: The loss of its mini-batch.
+            logits: Predictions of its samples.
+            labels: Labels of its samples.
+            num_seen: With skipping, the samples that the run has seen so far.
+        """
+        self.num_steps += 1
+        self.num_trained_samples += len(labels)
+        self.num_samples = self.num_trained_samples if num_seen is None else num_seen
+        self._losses.append(loss * len(labels))
+        self._logits.append(logits)
+        self._labels.append(labels)
+
+    def add_evaluation(self, evaluation: Metrics) -> None:
+        """Write a history line about an evaluation made after the last step."""
+        self.last_evaluation = evaluation.as_dict()
+        self._folder.append_history({**self.position(), self._split: self.last_evaluation})
+
+    @property
+    def has_unreported_steps(self) -> bool:
+        """Whether there was a step since the last report."""
+        return bool(self._losses)
+
+    def require_finite(self) -> None:
+        """Check the losses since the last report.
+
+        Raises:
+            TrainingDiverged: one is not finite.
+        """
+        if self._losses and not torch.stack(_on_one_device(self._losses)).isfinite().all():
+            raise self._diverged("not finite")
+
+    def report(self, epoch: int) -> None:
+        """Write a history line about the steps since the last report.
+
+        Raises:
+            TrainingDiverged: their mean loss is not finite.
+        """
+        num_samples, seconds = self._reported
+        self._reported = (self.num_samples, self._clock.train_seconds)
+        num_samples, seconds = self.num_samples - num_samples, self._clock.train_seconds - seconds
+        logits = torch.cat(_on_one_device(self._logits)).float().cpu().numpy()
+        labels = torch.cat(_on_one_device(self._labels)).cpu().numpy()
+        loss = float(torch.stack(_on_one_device(self._losses)).sum()) / len(labels)
+        self._losses, self._logits, self._labels = [], [], []
+        entry = {
+            **self.position(),
+            "epoch": epoch,
+            "samples_per_second": num_samples / seconds,
+            "train_loss": loss,
+            "train_auc": auc(logits, labels) if isfinite(loss) else None,
+        }
+        self._folder.append_history(entry)
+        shown = {"loss": f"{loss:.4f}", "auc": _rounded(entry["train_auc"])}
+        if self.last_evaluation is not None:
+            shown[f"{self._split}_auc"] = _rounded(self.last_evaluation["auc"])
+        if self._skips:
+            shown["skipped"] = f"{1 - self.num_trained_samples / self.num_samples:.0%}"
+        shown["samples/s"] = f"{self.throughput()['samples_per_second']:,.0f}"
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(num_samples)
+        if not isfinite(loss):
+            raise self._diverged(loss)
+
+    def end(self, epoch: int, num_seen: int) -> None:
+        """With skipping: report the last steps, and count samples skipped after the last step.
+
+        Raises:
+            TrainingDiverged: as `report`.
+        """
+        self._bar.update(num_seen - self.num_samples)
+        if self.has_unreported_steps:
+            self.report(epoch)
+        self.num_samples = num_seen
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters and the last evaluation in JSON types, and the steps since the last report.
+
+        Shape:
+            losses (n,), the loss of each of these steps times its number of samples; logits (m,)
+            and labels (m,) of their samples; all on the CPU.
+        """
+        return {
+            "num_steps": self.num_steps,
+            "num_samples": self.num_samples,
+            "num_trained_samples": self.num_trained_samples,
+            "last_evaluation": self.last_evaluation,
+            "reported_samples": self._reported[0],
+            "reported_seconds": self._reported[1],
+            "losses": torch.stack(self._losses).cpu() if self._losses else torch.empty(0),
+            "logits": torch.cat(self._logits).cpu() if self._logits else torch.empty(0),
+            "labels": torch.cat(self._labels).cpu() if self._labels else torch.empty(0),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the steps of `state`, before the first step of this run.
+
+        Raises:
+            ConfigError: `state` is no state of a run's progress.
+        """
+        if isinstance(state, Mapping):  # states of older versions lack the key
+            state = {"num_trained_samples": state.get("num_samples"), **state}
+        found = SavedState("progress state", state, _STATE_KEYS)
+        evaluation = found["last_evaluation"]
+        if evaluation is not None:
+            has_groups = isinstance(evaluation, Mapping) and "gauc" in evaluation
+            metrics = found.inner("last_evaluation", keys_of_evaluation(has_groups))
+            for key, value in evaluation.items():
+                if value is not None:
+                    metrics.number(key)
+        num_steps, num_samples = found.whole("num_steps"), found.whole("num_samples")
+        num_trained_samples = found.whole("num_trained_samples", most=num_samples)
+        reported_samples = found.whole("reported_samples", most=num_samples)
+        reported_seconds = found.number("reported_seconds")
+        losses, logits, labels = map(found.tensor, ("losses", "logits", "labels"))
+        most = num_samples - reported_samples
+        least = 0 if num_trained_samples < num_samples else most
+        if not (len(logits) == len(labels) and least <= len(logits) <= most):
+            raise found.error("logits", "as many as samples since the last report")
+        if not bool(((labels == 0) | (labels == 1)).all()):
+            raise found.error("labels", "0 or 1")
+        if bool(len(losses)) != bool(len(logits)) or len(losses) > min(num_steps, len(logits)):
+            raise found.error("losses", "one for each step since the last report")
+        self.num_steps, self.num_samples, self.last_evaluation = num_steps, num_samples, evaluation
+        self.num_trained_samples = num_trained_samples
+        self._reported = (reported_samples, reported_seconds)
+        self._losses = list(losses.unbind())
+        self._logits, self._labels = ([logits], [labels]) if len(logits) else ([], [])
+        self._bar.initial = self._bar.n = reported_samples  # the rate is that of this process
+
+    def _diverged(self, loss: float | str) -> TrainingDiverged:
+        return TrainingDiverged(f"by step {self.num_steps} the loss is {loss}; {LOWER_LR}")
+
+    def position(self) -> dict[str, Any]:
+        """Steps, samples and seconds of training so far."""
+        return {
+            "step": self.num_steps,
+            "num_samples": self.num_samples,
+            **self._trained(),
+            "train_seconds": self._clock.train_seconds,
+        }
+
+    def throughput(self) -> dict[str, float | None]:
+        """Samples seen per second of training; evaluations are not timed."""
+        seconds = self._clock.train_seconds
+        return {
+            "samples_per_second": self.num_samples / seconds if seconds else None,
+            "num_samples": self.num_samples,
+            **self._trained(),
+            "num_steps": self.num_steps,
+            "train_seconds": seconds,
+        }
+
+    def _trained(self) -> dict[str, int]:
+        return {"num_trained_samples": self.num_trained_samples} if self._skips else {}
+
+    def __enter__(self) -> Self:
+        self._bar.delay = 0
+        self._bar.refresh()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.peak_memory_bytes = peak_memory_bytes()
+        self._bar.close()
+
+
+def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors on the device of the last one; those of a loaded state are on the CPU."""
+    return [each.to(tensors[-1].device) for each in tensors]
+
+
+def _rounded(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

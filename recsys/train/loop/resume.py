@@ -1,0 +1,196 @@
+"""Reopens the folder of a run that was interrupted, killed or finished, to continue it.
+
+A run continues from a checkpoint, to the exact next sample. What decides its numbers must stay as
+it was; where rows lie, when they are fetched, and what is measured and saved may change.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recsys._support.files import alone_in
+from recsys.config import build_config, describe_config, load_config, read_tree
+from recsys.errors import AlreadyExists, ConfigError
+from recsys.train.checkpoint import newest
+from recsys.train.run_files.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from recsys.config import TrainConfig
+
+__all__ = ["Reopened", "reopened", "resumed_config"]
+
+_MAY_DIFFER = (
+    "data",  # its fingerprint may not
+    "epochs",
+    "device",
+    "num_threads",
+    "prefetch",
+    "save_model",
+    "timeline_steps",
+    "budget",
+    "plan",
+    "cold_tier",
+    "cold_path",
+)
+_TABLES_THAT_MAY_DIFFER = ("schedule", "eval", "checkpoint")
+# They decide which samples come when, or in which order.
+_OF_ORDER = ("schedule.permute_within_batch", "schedule.permutation_seed")
+_OF_FAE = ("budget", "plan")
+
+
+class Reopened(NamedTuple):
+    """A run to continue.
+
+    Attributes:
+        folder: Its folder.
+        config: The configuration that it had.
+        number: The checkpoint to continue from; None to start from the first sample.
+        record: Its record, if it is finished and nothing is left to do.
+    """
+
+    folder: RunFolder
+    config: TrainConfig
+    number: int | None
+    record: dict[str, Any] | None
+
+
+@contextmanager
+def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator[Reopened | None]:
+    """Open and lock the folder of a run, and check that it can continue with a configuration.
+
+    Nothing is written to the folder.
+
+    Args:
+        config: The configuration to continue with.
+        run_dir: The folder.
+        number: The checkpoint to continue from; None for the newest complete one.
+
+    Yields:
+        The run; None if the folder is new or empty.
+
+    Raises:
+        AlreadyExists: a finished run has no checkpoint to continue from.
+        CheckpointError: a checkpoint cannot be read.
+        ConfigError: the folder is not of a run, or in use, or the configuration does not fit.
+    """
+    if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
+        _say(f"{run_dir} is new: training starts from the first sample")
+        yield None
+        return
+    folder = RunFolder.open(run_dir)
+    with alone_in(run_dir, "recsys train"):
+        before = folder.read_config()
+        _require_same_run(folder, before, config)
+        record = folder.read_record() if folder.record_file.is_file() else None
+        is_finished = record is not None and record["status"] == "finished"
+        if is_finished and config.epochs == before.epochs:
+            _say(f"{run_dir} is finished; to train more, set epochs above {before.epochs}")
+            yield Reopened(folder, before, None, record)
+            return
+        if number is None:
+            number = newest(folder.checkpoints_folder)
+        if number is None:
+            if is_finished:
+                raise AlreadyExists(
+                    f"{run_dir} is finished and has no checkpoint to continue from; choose another "
+                    "folder with --run to train from the first sample"
+                )
+            _say(f"{run_dir} has no complete checkpoint: training starts from the first sample")
+        yield Reopened(folder, before, number, None)
+
+
+def resumed_config(
+    run_dir: Path, file: Path | None, settings: Sequence[str], data: str | None
+) -> TrainConfig:
+    """The configuration of a run to continue: the one that it had, with some keys changed.
+
+    A new `schedule.name` resets the keys of the schedule that it had, and `cold_tier` "host" resets
+    `cold_path`.
+
+    Args:
+        run_dir: The folder of the run; new, or with `config.toml`.
+        file: A TOML file with keys to change.
+        settings: As for `load_config`; they win over the file.
+        data: The key `data`; None to leave it.
+
+    Raises:
+        ConfigError: a key is unknown, a value is not what the key accepts, or the folder is not of
+            a run and `data` is None.
+    """
+    stored = RunFolder(run_dir).config_file
+    values = {} if data is None else {"data": data}
+    if not stored.is_file():
+        if data is None:
+            raise ConfigError(
+                f"{run_dir} has no run to continue; name the data to start one: recsys train STORE "
+                f"--run {run_dir} --resume"
+            )
+        return load_config(file, settings, **values)
+    base, changes = read_tree(stored), read_tree(file, settings)
+    schedule, old_schedule = changes.get("schedule"), base.get("schedule", {})
+    if isinstance(schedule, dict) and schedule.get("name") not in (None, old_schedule.get("name")):
+        kept = [key.removeprefix("schedule.") for key in _OF_ORDER]
+        base["schedule"] = {key: old_schedule[key] for key in kept if key in old_schedule}
+    if changes.get("cold_tier") == "host":
+        base.pop("cold_path", None)
+    return build_config(_merged(base, changes) | values)
+
+
+def _require_same_run(folder: RunFolder, before: TrainConfig, config: TrainConfig) -> None:
+    """Check that a run can continue with another configuration.
+
+    Raises:
+        ConfigError: a key differs that decides the numbers of the run.
+    """
+    old, new = _flat(describe_config(before)), _flat(describe_config(config))
+    is_fae = "fae" in (before.schedule.name, config.schedule.name)
+    for key, value in new.items():
+        if value == old[key] or _may_differ(key, is_fae=is_fae):
+            continue
+        why = " and schedule.name 'fae'" if is_fae and _may_differ(key, is_fae=False) else ""
+        raise ConfigError(
+            f"{folder.path} cannot continue with {key} {value!r}: it was trained with "
+            f"{old[key]!r}{why}; leave {key} as it was, or train a new run in another folder"
+        )
+    if config.epochs < before.epochs:
+        raise ConfigError(
+            f"{folder.path} cannot continue with epochs {config.epochs}: it was trained with "
+            f"{before.epochs}; epochs may only become more"
+        )
+
+
+def _may_differ(key: str, *, is_fae: bool) -> bool:
+    table = key.partition(".")[0]
+    if key in _OF_ORDER or (is_fae and (table == "schedule" or key in _OF_FAE)):
+        return False
+    return key in _MAY_DIFFER or (table != key and table in _TABLES_THAT_MAY_DIFFER)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys as dotted ones."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        found |= {f"{prefix}{key}": value} if inner is None else inner
+    return found
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested keys with some of them changed."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = base.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            merged[key] = _merged(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"{message}\n")

@@ -1,0 +1,91 @@
+"""The state of a run apart from its model and optimizers: where it is, and what it has counted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from recsys._support.states import SavedState
+from recsys.errors import ConfigError
+
+if TYPE_CHECKING:
+    from recsys.datasets.loader import BatchLoader
+    from recsys.pipeline import TrainPipeline
+    from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
+    from recsys.train.loop.progress import Progress
+    from recsys.train.run_files.run_folder import RunFolder
+
+__all__ = ["RunState"]
+
+_KEYS = ("data", "resumed", "history_bytes", "loader", "pipeline", "progress", "clock")
+
+
+class RunState:
+    """Collects the state of a run's parts for a checkpoint, and gives it back to them.
+
+    Args:
+        folder: The folder of the run.
+        loader: The loader of the training split.
+        pipeline: The pipeline, with the run's clock.
+        progress: The run's counters.
+
+    Attributes:
+        resumed: For each time that the run was continued from a checkpoint: the `step` it continued
+            after, and the number of the `checkpoint`.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        loader: BatchLoader | HotColdLoader,
+        pipeline: TrainPipeline,
+        progress: Progress,
+    ) -> None:
+        self._folder, self._loader = folder, loader
+        self._pipeline, self._progress = pipeline, progress
+        self.resumed: list[dict[str, int]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two steps: JSON types, and tensors."""
+        return {
+            "data": self._loader.source.fingerprint,
+            "resumed": list(self.resumed),
+            "history_bytes": self._folder.history_bytes(),
+            "loader": self._loader.state_dict(),
+            "pipeline": self._pipeline.state_dict(),
+            "progress": self._progress.state_dict(),
+            "clock": self._pipeline.clock.state_dict(),
+        }
+
+    def load_state_dict(self, state: Any, number: int) -> int:
+        """Continue where `state` was saved; the model and its optimizers are restored already.
+
+        Args:
+            state: The state.
+            number: The number of its checkpoint.
+
+        Returns:
+            The length in bytes that the history had.
+
+        Raises:
+            ConfigError: the state was saved with other data, or it is no state of a run.
+        """
+        found = SavedState(f"the run of checkpoint {number}", state, _KEYS)
+        data, resumed = self._loader.source.fingerprint, found["resumed"]
+        if found["data"] != data:
+            raise ConfigError(
+                f"{self._folder.path} was trained on other data: the fingerprint was "
+                f"{found['data']!r} then and is {data!r} now; name the data of the run"
+            )
+        if not isinstance(resumed, list):
+            raise found.error("resumed", "a list")
+        entries = [SavedState("resumed", entry, ("step", "checkpoint")) for entry in resumed]
+        history_bytes = found.whole("history_bytes")
+        self._loader.load_state_dict(found["loader"])
+        self._pipeline.load_state_dict(found["pipeline"])
+        self._progress.load_state_dict(found["progress"])
+        self._pipeline.clock.load_state_dict(found["clock"])
+        self.resumed = [
+            {key: entry.whole(key) for key in ("step", "checkpoint")} for entry in entries
+        ]
+        self.resumed.append({"step": self._progress.num_steps, "checkpoint": number})
+        return history_bytes

@@ -1,0 +1,491 @@
+"""Builds what a configuration names: data, plan, loader, model, optimizers and pipeline."""
+
+from __future__ import annotations
+
+import warnings
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from recsys._support.sizes import format_bytes, parse_bytes
+from recsys.config import SYNTHETIC_PREFIX
+from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
+from recsys.datasets.loader import BatchLoader
+from recsys.datasets.source import features_by_table, has_bags
+from recsys.datasets.store import Store
+from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
+from recsys.embeddings.popularity.profile import PopularityProfile
+from recsys.embeddings.table import TableConfig
+from recsys.embeddings.tiers.slots import slot_bytes
+from recsys.errors import BudgetTooSmall, ConfigError
+from recsys.models.dlrm import DLRM, DLRMTrain, initialize_classic
+from recsys.models.interaction import InteractionArch
+from recsys.pipeline import (
+    FAE,
+    Auto,
+    HotColdLoader,
+    Hotline,
+    LookAhead,
+    Sequential,
+    TrainPipeline,
+)
+from recsys.pipeline.fae.hot_samples import hot_samples
+from recsys.pipeline.skip.hot_rows import budget_beside_hot_rows
+from recsys.train.parts.compile_skipping import compile_skipping
+from recsys.train.parts.providers import build_embeddings, row_optimizer
+from recsys.train.parts.skip_policy import skip_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from recsys.batch import Batch
+    from recsys.config import TrainConfig
+    from recsys.config_schedule import ScheduleConfig
+    from recsys.datasets.source import SampleSource
+    from recsys.pipeline.schedule import Schedule
+    from recsys.pipeline.stalls import StageClock
+
+__all__ = [
+    "autocast",
+    "build_loader",
+    "build_model",
+    "build_pipeline",
+    "choose_plan",
+    "compile_kernels",
+    "describe_schedule",
+    "describe_source",
+    "open_source",
+    "permutation_seed",
+    "require_features_of",
+    "table_configs",
+]
+
+_DEFAULT_DEPTH = 2
+
+
+def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
+    """Open the data of a configuration.
+
+    Args:
+        config: The configuration.
+        to_train: Whether a split that is empty is refused.
+
+    Raises:
+        StoreError: the folder is not a store.
+        ConfigError: the synthetic data is unknown, or a split is empty.
+    """
+    source: SampleSource
+    if not config.data.startswith(SYNTHETIC_PREFIX):
+        source = Store(config.data)
+    elif config.data == f"{SYNTHETIC_PREFIX}criteo-kaggle":
+        source = SyntheticCriteo(
+            num_samples=config.synthetic.num_samples,
+            seed=config.synthetic.seed,
+            table_sizes=config.synthetic.table_sizes or KAGGLE_TABLE_SIZES,
+            drift=config.synthetic.drift,
+            preference_changes=config.synthetic.preference_changes,
+            preference_share=config.synthetic.preference_share,
+            split=config.synthetic.split,
+            test_samples=config.synthetic.test_samples,
+        )
+    else:
+        raise ConfigError(f"synthetic data must be 'synthetic:criteo-kaggle', got {config.data!r}")
+    for split, samples in source.splits.items():
+        if to_train and not samples:
+            way_out = (
+                "training needs samples in each part; change [split] in the schema, and prepare "
+                "the table with it again"
+                if isinstance(source, Store) and "schema" in source.meta
+                else "a store of several days needs 2 samples or more in its last day and one "
+                "before it, any other data 14 or more"
+            )
+            raise ConfigError(
+                f"{config.data}: the {split} part is empty: of {source.num_samples} samples, "
+                f"{_describe_sizes(source)}; {way_out}"
+            )
+    return source
+
+
+def _describe_sizes(source: SampleSource) -> str:
+    sizes = [f"{split} has {len(samples)}" for split, samples in source.splits.items()]
+    return ", ".join(sizes)
+
+
+def require_features_of(record: Mapping[str, Any], source: SampleSource) -> None:
+    """Check that data has the features of a run, table by table, and encodes values as its data.
+
+    Args:
+        record: The run's record.
+        source: The data.
+
+    Raises:
+        ConfigError: features, their tables, the order of tables, or the entry `encoding` differ.
+    """
+    found, data = features_by_table(source), record["data"]
+    known: dict[str, list[str]] = {table: [] for table in data["table_sizes"]}
+    for feature in data.get("features", [{"name": name, "table": name} for name in known]):
+        known[feature["table"]].append(feature["name"])
+    expected = {table: tuple(names) for table, names in known.items()}
+    if list(found.items()) != list(expected.items()):
+        raise ConfigError(
+            f"{source.describe()['name']}: its features by table must be those of the run, "
+            f"{expected}, got {found}; prepare it as the data of the run was prepared"
+        )
+    if isinstance(source, Store):
+        _require_encoding_of(data, source)
+
+
+def _require_encoding_of(data: Mapping[str, Any], store: Store) -> None:
+    """Check that a store encodes values as the data of a run did, if both say how."""
+    encodings = data.get("encoding"), store.meta.get("encoding")
+    if None in encodings or encodings[0] == encodings[1]:
+        return
+    name = data["name"]
+    if name == str(store.path):
+        raise ConfigError(
+            f"store {name} was prepared again after the run, and its values have other rows now, "
+            "or its dense columns other rules; train again, or restore the store"
+        )
+    raise ConfigError(
+        f"store {store.path}: values must have the rows, and dense columns the rules, that they "
+        f"had in {name}, the data of the run; got others, by the key encoding of meta.json; "
+        f"prepare the files with `recsys prepare table FILES --like {name} --out STORE`, or train "
+        f"again if {name} was prepared again since"
+    )
+
+
+def describe_source(source: SampleSource) -> dict[str, Any]:
+    """Data of a run as its record holds it, with a fingerprint that identifies the data."""
+    return {**source.describe(), "fingerprint": source.fingerprint}
+
+
+def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
+    """The plan of a run: the rows that never leave fast memory; None for a run without a plan.
+
+    The plan is the file `config.plan`. FAE's schedule without this key makes one, from the lookups
+    of a sample of the training split.
+
+    Raises:
+        BudgetTooSmall: FAE has no room for the rows of a mini-batch.
+        ConfigError: FAE has neither a budget nor a plan, or the file does not exist.
+        ProfileError: the file is not a plan.
+    """
+    if config.plan and config.skip.policy == "paper":
+        raise ConfigError(
+            "skip.policy 'paper' plans the hot rows for the part of the budget that its snapshot "
+            f"leaves, got plan {config.plan!r}; drop the key plan"
+        )
+    if config.plan:
+        return _load_plan(config.plan)
+    if config.schedule.name != "fae":
+        return None
+    if not config.budget:
+        raise ConfigError(
+            "schedule.name 'fae' separates samples by whether all of their rows are in fast "
+            "memory; give it a size by budget, or a plan"
+        )
+    rate, seed = config.schedule.sample_rate, config.seed
+    train = source.splits["train"]
+    profile = PopularityProfile.count(source, train, rate=rate, seed=seed)
+    budget = _tables_budget(config, source)
+    try:
+        return plan_hot_rows(
+            profile,
+            _tables_of(source, config.model.embedding_dim),
+            budget,
+            row_optimizer(config.optimizer),
+            ranking="global_topk",
+            window_lookups=config.batch_size,
+        )
+    except BudgetTooSmall as error:
+        if budget == config.budget:
+            raise
+        raise BudgetTooSmall(
+            f"skip.policy 'paper' takes its snapshot of hot rows out of budget={config.budget!r} "
+            f"and leaves {format_bytes(int(budget))} to the tables. {error}"
+        ) from None
+
+
+def _tables_budget(config: TrainConfig, source: SampleSource) -> str:
+    """The budget of the tables: without what `Paper` keeps of hot rows beside them."""
+    if config.skip.policy != "paper" or not config.budget:
+        return config.budget
+    dim, dtype = config.model.embedding_dim, torch.float32
+    of_slot = slot_bytes(dim, dtype, row_optimizer(config.optimizer).state_sizes(dim))
+    sizes, of_row = list(source.table_sizes.values()), dim * dtype.itemsize
+    budget = parse_bytes(config.budget, "budget")
+    return str(budget_beside_hot_rows(budget, sizes, of_row, of_slot))
+
+
+def _load_plan(file: str) -> HotPlan:
+    """Load the plan of a configuration.
+
+    Raises:
+        ConfigError: there is no such file.
+        ProfileError: it is not a plan.
+    """
+    try:
+        return HotPlan.load(file)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"plan: there is no file {file}; make it with `recsys profile` and `recsys plan`, or "
+            "leave the key out"
+        ) from error
+
+
+def build_loader(
+    config: TrainConfig, source: SampleSource, plan: HotPlan | None
+) -> BatchLoader | HotColdLoader:
+    """A loader of the training split, in the order of the schedule.
+
+    FAE classifies every sample as hot or cold, and keeps the result in the folder of the store.
+    """
+    if config.schedule.name != "fae":
+        return BatchLoader(
+            source,
+            "train",
+            config.batch_size,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            prefetch=config.prefetch,
+            permutation_seed=permutation_seed(config),
+        )
+    assert plan is not None
+    constants = config.schedule
+    folder = Path(config.data) if isinstance(source, Store) else None
+    is_hot = hot_samples(plan, source, source.splits["train"], folder)
+    if is_hot.all() or not is_hot.any():
+        warnings.warn(
+            f"schedule.name 'fae' has no effect: {'all' if is_hot.all() else 'no'} samples "
+            f"are hot with budget={config.budget!r}; choose another budget, or another schedule",
+            stacklevel=3,
+        )
+    return HotColdLoader(
+        source,
+        "train",
+        config.batch_size,
+        is_hot,
+        FAE(
+            rate=constants.rate,
+            is_adaptive=constants.adaptive,
+            min_rate=constants.min_rate,
+            max_rate=constants.max_rate,
+            patience=constants.patience,
+            factor=constants.factor,
+        ),
+        seed=config.seed,
+        prefetch=config.prefetch,
+    )
+
+
+def permutation_seed(config: TrainConfig) -> int | None:
+    """Seed that shuffles the samples inside each mini-batch; None to leave their order."""
+    schedule = config.schedule
+    return schedule.permutation_seed if schedule.permute_within_batch else None
+
+
+def build_model(
+    config: TrainConfig,
+    source: SampleSource,
+    plan: HotPlan | None = None,
+    *,
+    table_device: str | None = None,
+) -> tuple[DLRMTrain, list[Optimizer]]:
+    """Build a model with initial values from `config.seed`, and its optimizers.
+
+    Args:
+        config: The configuration.
+        source: The data.
+        plan: Result of `choose_plan`; None to read the file `config.plan`, if set.
+        table_device: Device of the embedding tables, if not `config.device`: "meta" for tables
+            that `RunFolder.load_model` maps from the saved model.
+
+    Returns:
+        The model, and the optimizers to step after each backward: dense part, then rows.
+
+    Raises:
+        ConfigError: the device is not available, or the embeddings do not support the optimizer or
+            the dimension.
+        MissingDependency: the package of the embeddings is not installed.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device 'cuda': torch sees no CUDA device; use device 'cpu'")
+    if plan is None and config.plan:
+        plan = _load_plan(config.plan)
+    torch.manual_seed(config.seed)
+    device = torch.device(config.device)
+    tables = _tables_of(source, config.model.embedding_dim)
+    embeddings, of_rows = build_embeddings(
+        config.embeddings,
+        tables,
+        config.optimizer,
+        device if table_device is None else torch.device(table_device),
+        budget=_tables_budget(config, source),
+        plan=plan,
+        cold_tier=config.cold_tier,
+        cold_path=config.cold_path,
+        has_bags=has_bags(source),
+    )
+    dlrm = DLRM(
+        embeddings,
+        source.num_dense,
+        config.model.dense_arch,
+        config.model.over_arch,
+        dense_device=device,
+    )
+    if config.model.init == "classic":
+        initialize_classic(dlrm)
+    dense_parameters = [*dlrm.dense_arch.parameters(), *dlrm.over_arch.parameters()]
+    dense = config.resolved_dense_optimizer
+    dense_optimizer: Optimizer
+    if dense.name == "sgd":
+        dense_optimizer = torch.optim.SGD(dense_parameters, lr=dense.lr)
+    elif dense.name == "adam":
+        dense_optimizer = torch.optim.Adam(
+            dense_parameters,
+            lr=dense.lr,
+            betas=(dense.betas[0], dense.betas[1]),
+            eps=dense.eps,
+            fused=device.type == "cpu" or None,
+        )
+    else:
+        # Fused: one call for all parameters takes a third of the time on the CPU.
+        dense_optimizer = torch.optim.Adagrad(
+            dense_parameters, lr=dense.lr, eps=dense.eps, fused=device.type == "cpu" or None
+        )
+    model = DLRMTrain(dlrm)
+    if table_device is None:
+        model.to(device)
+    return model, [dense_optimizer, of_rows]
+
+
+def build_pipeline(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    config: TrainConfig,
+    clock: StageClock,
+    num_steps: int,
+) -> TrainPipeline:
+    """Build the pipeline that makes the steps of a run.
+
+    Args:
+        model: A model from `build_model`.
+        optimizers: Its optimizers from `build_model`.
+        config: Configuration of the run.
+        clock: Clock that records every stage.
+        num_steps: Steps of the run.
+    """
+
+    def forward(batch: Batch) -> tuple[Tensor, Any]:
+        with autocast(config):
+            found: tuple[Tensor, Any] = model(batch)
+        return found
+
+    return TrainPipeline(
+        model,
+        optimizers,
+        config.device,
+        schedule=_schedule(config.schedule, num_steps),
+        skip=skip_policy(config),
+        custom_model_fwd=forward,
+        clock=clock,
+    )
+
+
+def _schedule(config: ScheduleConfig, num_steps: int) -> Schedule | Auto | None:
+    """The schedule of a configuration; None lets the pipeline choose."""
+    if config.name in ("sequential", "fae"):
+        return Sequential()
+    if config.name == "auto":
+        return Auto()
+    if config.name == "hotline":
+        learning_steps = ceil(config.learning_share * num_steps)
+        return Hotline(config.depth, learning_steps, config.pinned_share)
+    if config.name or config.depth:
+        return LookAhead(config.depth or _DEFAULT_DEPTH)
+    return None
+
+
+def describe_schedule(
+    pipeline: TrainPipeline, loader: BatchLoader | HotColdLoader
+) -> dict[str, Any]:
+    """The schedule of a run as its record holds it.
+
+    `mean_depth` is the average number of mini-batches ahead whose rows had room. `rate` is FAE's
+    rate at the end, and `num_swaps` the number of losses that it used. For "auto" the record holds
+    its choice, if the run was long enough, the measurements, and settings that repeat the choice.
+    """
+    if isinstance(loader, HotColdLoader):
+        return {
+            "name": "fae",
+            "hot_sample_share": loader.hot_share,
+            "rate": loader.scheduler.rate,
+            "num_swaps": loader.scheduler.num_swaps,
+        }
+    if pipeline.choice is not None:
+        return {"name": "auto", **pipeline.choice.describe()}
+    if isinstance(pipeline.schedule, LookAhead):
+        depth = pipeline.schedule.depth
+        return {"name": "lookahead", "depth": depth, "mean_depth": pipeline.mean_depth}
+    if pipeline.popular_split is not None:
+        return {"name": "hotline", **pipeline.popular_split.describe()}
+    return {"name": "sequential"}
+
+
+def compile_kernels(config: TrainConfig, source: SampleSource) -> None:
+    """Compile the kernels of a run before its clock starts.
+
+    A kernel is compiled, or loaded from the disk, on its first call. That takes a tenth of a second
+    to several seconds.
+    """
+    source.read(np.arange(1))
+    dense, sparse = torch.ones(2, 1, requires_grad=True), torch.ones(2, 1, 1)
+    with autocast(config):
+        # Two samples and an unaligned output, as in training: numba compiles a kernel again for
+        # arrays with another layout.
+        InteractionArch(1)(dense, sparse).sum().backward()
+    compile_skipping(config, source)
+
+
+def table_configs(
+    table_sizes: Mapping[str, int],
+    embedding_dim: int,
+    features: Mapping[str, Sequence[str]] | None = None,
+) -> list[TableConfig]:
+    """The tables of a model, named `t_<table>` as in TorchRec's DLRM.
+
+    Args:
+        table_sizes: Rows of each table.
+        embedding_dim: D.
+        features: The features of each table; by default one with the name of the table.
+    """
+    return [
+        TableConfig(
+            name=f"t_{table}",
+            num_embeddings=size,
+            embedding_dim=embedding_dim,
+            feature_names=(table,) if features is None else tuple(features[table]),
+        )
+        for table, size in table_sizes.items()
+    ]
+
+
+def _tables_of(source: SampleSource, embedding_dim: int) -> list[TableConfig]:
+    """The tables that a model needs for a source."""
+    return table_configs(source.table_sizes, embedding_dim, features_by_table(source))
+
+
+def autocast(config: TrainConfig) -> torch.autocast:
+    """A context that gives a forward pass the precision of `config`.
+
+    "bf16" multiplies the matrices of the dense part in bfloat16. Parameters, embedding rows, the
+    last layer, the loss and all updates stay in float32.
+    """
+    return torch.autocast(config.device, torch.bfloat16, enabled=config.precision == "bf16")

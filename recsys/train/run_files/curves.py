@@ -1,0 +1,347 @@
+"""Pictures: loss and AUC over a run, its timeline, and speed over fast memory."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from recsys.pipeline.stalls import stage_title
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from recsys.pipeline.timeline import Timeline
+    from recsys.train.run_files.run_folder import RunFolder
+
+__all__ = [
+    "draw_policies",
+    "draw_run",
+    "draw_shares",
+    "draw_skipping",
+    "draw_timeline",
+    "draw_variations",
+    "plot_curves",
+    "plot_timeline",
+]
+
+_NUM_COLORS = 10  # of matplotlib's cycle
+_DASHES = ("-", "--", ":", "-.")
+_STEPS_SHOWN = 10
+_TABLES_SHOWN = 8
+
+
+def plot_curves(folder: RunFolder) -> None:
+    """Draw `curves.png` from the history; an empty history gives no file."""
+    picture = draw_run(folder.read_history(), folder.read_config().eval.split)
+    if picture is not None:
+        folder.curves_file.write_bytes(picture)
+
+
+def plot_timeline(folder: RunFolder, timeline: Timeline) -> None:
+    """Draw `timeline.png`; a timeline without steps gives no file."""
+    picture = draw_timeline(timeline)
+    if picture is not None:
+        folder.timeline_picture_file.write_bytes(picture)
+
+
+def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
+    """PNG of loss and AUC over samples, in training and in evaluation; None if empty."""
+    training = [entry for entry in history if "train_loss" in entry]
+    if not training:
+        return None
+    from matplotlib.figure import Figure
+
+    evaluated = [entry for entry in history if entry.get(split)]
+    with _style():
+        figure = Figure(figsize=(9, 3.5), layout="constrained")
+        for axis, key, name in zip(
+            figure.subplots(1, 2), ("logloss", "auc"), ("loss", "AUC"), strict=True
+        ):
+            train_key = "train_loss" if key == "logloss" else "train_auc"
+            axis.plot(
+                [entry["num_samples"] for entry in training],
+                [entry[train_key] for entry in training],
+                label="training (before each update)",
+                linewidth=1,
+                alpha=0.7,
+            )
+            axis.plot(
+                [entry["num_samples"] for entry in evaluated],
+                [entry[split][key] for entry in evaluated],
+                label=split,
+                marker="o",
+                markersize=3,
+            )
+            axis.set_xlabel("samples")
+            axis.set_ylabel(name)
+            axis.legend()
+        return _as_png(figure)
+
+
+def draw_variations(
+    runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]], split: str
+) -> bytes | None:
+    """PNG of the AUC over samples and over training time, with a line style per variation.
+
+    Args:
+        runs: The variation and the history of each run.
+        split: "test" or "validation".
+
+    Returns:
+        None if no run was evaluated.
+    """
+    curves = [
+        (variation, [entry for entry in history if entry.get(split)]) for variation, history in runs
+    ]
+    if not any(entries for _, entries in curves):
+        return None
+    from matplotlib.figure import Figure
+
+    styles = _line_styles(variation for variation, _ in curves)
+    with _style():
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        axes = figure.subplots(1, 2, sharey=True)
+        handles = {}
+        for variation, entries in curves:
+            for axis, key in zip(axes, ("num_samples", "train_seconds"), strict=True):
+                (handles[variation],) = axis.plot(
+                    [entry[key] for entry in entries],
+                    [entry[split]["auc"] for entry in entries],
+                    **styles[variation],
+                    linewidth=1,
+                    alpha=0.8,
+                    marker="o",
+                    markersize=2,
+                )
+        for axis, name in zip(axes, ("samples", "seconds of training"), strict=True):
+            axis.set_xlabel(name)
+        axes[0].set_ylabel(f"{split} AUC")
+        # With explicit labels: matplotlib skips artists whose labels begin with _.
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=2)
+        return _as_png(figure)
+
+
+def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]]) -> bytes:
+    """PNG of the share of speed over the share of memory, a line with intervals per schedule.
+
+    Args:
+        curves: By schedule, its points: share of memory, share of speed, and the two ends of the
+            interval of the share of speed.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    percent = FuncFormatter(lambda share, _: f"{100 * share:g} %")
+    styles = _line_styles(curves)
+    with _style():
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axis = figure.subplots()
+        for name, points in curves.items():
+            memory, speed, low, high = zip(*sorted(points), strict=True)
+            axis.plot(memory, speed, **styles[name], label=name, marker="o", markersize=3)
+            axis.fill_between(memory, low, high, color=styles[name]["color"], alpha=0.15)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(percent)
+        axis.yaxis.set_major_formatter(percent)
+        axis.set_xlabel("fast memory, as share of all rows and their state")
+        axis.set_ylabel("speed, as share of that with every row resident")
+        axis.legend()
+        return _as_png(figure)
+
+
+def draw_policies(
+    policies: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    auc_band: float,
+    calibration_band: float,
+    speedup: float,
+) -> bytes:
+    """PNG of what policies of skipping gain and cost: differences in quality over the speed-up.
+
+    Args:
+        policies: By policy, its points. A point has a `label`; `speedup`, `auc` and `calibration`
+            hold the mean and the two ends of its interval.
+        auc_band: Differences of the AUC up to this are shaded.
+        calibration_band: The same for calibration.
+        speedup: A speed-up that is marked.
+    """
+    from matplotlib.figure import Figure
+
+    styles = _line_styles(policies)
+    with _style():
+        figure = Figure(figsize=(10, 4.5), layout="constrained")
+        handles = {}
+        for axis, metric, band in zip(
+            figure.subplots(1, 2),
+            ("auc", "calibration"),
+            (auc_band, calibration_band),
+            strict=True,
+        ):
+            axis.axhspan(-band, band, color="black", alpha=0.07)
+            axis.axvline(speedup, color="black", linewidth=0.8, linestyle=":")
+            for policy, points in policies.items():
+                color = styles[policy]["color"]
+                for point in points:
+                    (x, *x_ends), (y, *y_ends) = point["speedup"], point[metric]
+                    axis.plot(x_ends, [y, y], color=color, linewidth=1)
+                    axis.plot([x, x], y_ends, color=color, linewidth=1)
+                    axis.annotate(
+                        point["label"], (x, y), (4, 4), textcoords="offset points", fontsize=7
+                    )
+                means = [(point["speedup"][0], point[metric][0]) for point in points]
+                (handles[policy],) = axis.plot(
+                    *zip(*means, strict=True), **styles[policy], marker="o", markersize=4, alpha=0.8
+                )
+            axis.set_xlabel("times faster than without skipping")
+        names = {"auc": "test AUC", "calibration": "calibration"}
+        for axis, name in zip(figure.axes, names.values(), strict=True):
+            axis.set_ylabel(f"{name}, less that without skipping")
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=6)
+        return _as_png(figure)
+
+
+def draw_skipping(skipped: Mapping[str, Any], num_steps: int) -> bytes:
+    """PNG of what a run left out, over its steps; a part that was not measured is empty.
+
+    Four parts: the share of samples that were skipped, and of those with stale rows only; stale
+    rows of the tables that had most of them; drift by popularity in the first and the last window;
+    the part of the target share that the guard allowed.
+
+    Args:
+        skipped: `Skipping.report`.
+        num_steps: Steps of the run.
+    """
+    from matplotlib.figure import Figure
+
+    windows = (skipped["staleness"] or {"windows": ()})["windows"]
+    with _style():
+        figure = Figure(figsize=(9, 6), layout="constrained")
+        share, rows, drift, guard = figure.subplots(2, 2).flatten()
+        _draw_share(share, skipped, num_steps)
+        steps = [window["step"] for window in windows]
+        for name in _tables_with_most_stale_rows(windows)[:_TABLES_SHOWN]:
+            rows.plot(steps, [window["stale_rows"][name] for window in windows], label=name)
+        rows.set(xlabel="steps", ylabel="stale rows")
+        judged = [window for window in windows if any(window["drift_by_decile"])]
+        for window in [*judged[:1], *judged[1:][-1:]]:
+            label = f"window before step {window['step']:,}"
+            # Zeros and nulls have no place on a logarithmic axis.
+            values = [value or float("nan") for value in window["drift_by_decile"]]
+            drift.plot(range(1, len(values) + 1), values, marker="o", markersize=3, label=label)
+        drift.set(xlabel="tenth of the rows, most updated first", ylabel="median drift")
+        drift.set_yscale("log")
+        decisions = [] if skipped["guard"] is None else skipped["guard"]["decisions"]
+        # A long run has noted its last decisions only.
+        has_all = not decisions or skipped["guard"]["num_decisions"] == len(decisions)
+        allowed = [(0, 1.0)] if has_all else []
+        for each in decisions:
+            if each["paused_until"] > each["from_step"]:
+                allowed.append((each["from_step"], 0.0))
+            allowed.append((each["paused_until"], each["factor"]))
+        allowed = [(min(step, num_steps), factor) for step, factor in allowed]
+        guard.step(*zip(*allowed, (num_steps, allowed[-1][1]), strict=True), where="post")
+        for action, marker in (("lowered", "v"), ("stopped", "X"), ("raised", "^")):
+            points = [
+                (each["step"], each["factor"]) for each in decisions if each["action"] == action
+            ]
+            if points:
+                guard.plot(*zip(*points, strict=True), marker, label=f"{action} after a window")
+        guard.set(
+            xlabel="steps", ylabel="part of the share that the guard allows", ylim=(-0.05, 1.05)
+        )
+        for axis in (share, rows, drift, guard):
+            if axis.get_legend_handles_labels()[1]:
+                axis.legend()
+        return _as_png(figure)
+
+
+def _draw_share(axis: Axes, skipped: Mapping[str, Any], num_steps: int) -> None:
+    """Draw shares of samples between the points in time that a run has noted."""
+    end = {key: skipped[key] for key in ("num_seen", "num_checked", "num_stale")}
+    end |= {"num_batches": num_steps, "num_kept": skipped["num_seen"] - skipped["num_skipped"]}
+    before = dict.fromkeys(end, 0)
+    steps: list[float] = []
+    shares: dict[str, list[float]] = {"skipped": [], "with stale rows only": []}
+    for now in [*skipped["over_time"], end]:
+        seen, kept, checked, stale = (
+            now[key] - before[key] for key in ("num_seen", "num_kept", "num_checked", "num_stale")
+        )
+        if seen:
+            steps.append((now["num_batches"] + before["num_batches"]) / 2)
+            shares["skipped"].append(1 - kept / seen)
+            shares["with stale rows only"].append(stale / checked if checked else float("nan"))
+        before = now
+    for name, values in shares.items():
+        axis.plot(steps, values, marker="o", markersize=3, label=name)
+    axis.set(xlabel="steps", ylabel="share of samples", ylim=(0, None))
+
+
+def _tables_with_most_stale_rows(windows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of tables, those that had most stale rows in a window first."""
+    most: dict[str, int] = {}
+    for window in windows:
+        for name, count in window["stale_rows"].items():
+            most[name] = max(count, most.get(name, 0))
+    return sorted(most, key=lambda name: -most[name])
+
+
+def draw_timeline(timeline: Timeline) -> bytes | None:
+    """PNG of some steps: a row per track, a bar per stage or transfer; None if empty."""
+    tracks = timeline.shown(_STEPS_SHOWN)
+    if not tracks:
+        return None
+    from matplotlib.figure import Figure
+
+    names = dict.fromkeys(name for spans in tracks.values() for name, _, _ in spans)
+    colors = {name: f"C{number % _NUM_COLORS}" for number, name in enumerate(names)}
+    with _style():
+        figure = Figure(figsize=(12, 1.3 + 0.5 * len(tracks)), layout="constrained")
+        axis = figure.subplots()
+        handles = {}
+        for row, spans in enumerate(tracks.values()):
+            for name in names:
+                bars = [
+                    (1e3 * begin, 1e3 * (end - begin)) for each, begin, end in spans if each == name
+                ]
+                if bars:
+                    handles[name] = axis.broken_barh(bars, (row - 0.4, 0.8), color=colors[name])
+        axis.set_yticks(range(len(tracks)), list(tracks))
+        axis.invert_yaxis()
+        axis.set_xlabel("milliseconds")
+        axis.grid(visible=False, axis="y")
+        titles = [stage_title(name) for name in handles]
+        figure.legend(list(handles.values()), titles, loc="outside lower center", ncols=8)
+        return _as_png(figure)
+
+
+def _line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """A color and a dash per variation; the pairs are distinct for up to 40 variations."""
+    names = list(dict.fromkeys(variations))
+    return {
+        name: {
+            "color": f"C{number % _NUM_COLORS}",
+            "linestyle": _DASHES[number // _NUM_COLORS % len(_DASHES)],
+        }
+        for number, name in enumerate(names)
+    }
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib as mpl
+
+    with mpl.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
+        yield
+
+
+def _as_png(figure: Figure) -> bytes:
+    out = BytesIO()
+    figure.savefig(out, format="png", dpi=120)
+    return out.getvalue()
