@@ -122,7 +122,7 @@ def _measure(case: str, folder: Path, config: dict[str, Any], num_rounds: int) -
 def _train(run_dir: Path, settings: dict[str, Any]) -> dict[str, float]:
     """Train a model; without `save_model` in the settings, its folder is removed."""
     is_kept = settings.get("save_model", False)
-    config = load_config(**{"save_model": False, **settings, "eval": {"every_steps": 10**9}})
+    config = load_config(**{"save_model": False, **settings, "eval": {"max_samples": 2048}})
     throughput = train(config, run_dir, show_progress=False)["throughput"]
     if not is_kept:
         shutil.rmtree(run_dir)
