@@ -77,7 +77,7 @@ def _print_table_report(report: TableReport) -> None:
         if found:
             print(f"{part}: values without a row of their own, which share row 0: {found}")
     if report.num_lacking:
-        print(f"{report.num_lacking:,} negatives were not drawn: their groups have all items")
+        print(f"{report.num_lacking:,} negatives were not drawn: no other item was left")
 
 
 def _inspect(options: argparse.Namespace) -> int:

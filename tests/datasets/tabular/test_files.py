@@ -343,6 +343,10 @@ def test_damaged_files_are_refused(tmp_path):
     parquet.write_bytes(b"PAR1 but not really")
     with pytest.raises(DatasetFormatError, match="is not a Parquet file"):
         rows_of(parquet, simple())
+    pq.write_table(pa.table({"y": [1], "cafe": ["x"]}), parquet, store_schema=False)
+    parquet.write_bytes(parquet.read_bytes().replace(b"cafe", b"caf\xff"))
+    with pytest.raises(DatasetFormatError, match="is not a Parquet file"):
+        rows_of(parquet, simple())
 
 
 def test_names_of_columns_and_files_are_checked(tmp_path):

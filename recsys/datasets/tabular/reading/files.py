@@ -157,14 +157,14 @@ class ParquetFile:
         try:
             with parquet.ParquetFile(path) as file:
                 self.schema = file.schema_arrow
+                self.column_names = tuple(self.schema.names)
                 self._groups = [
                     file.metadata.row_group(group) for group in range(file.num_row_groups)
                 ]
-        except (arrow.ArrowInvalid, OSError) as error:
+        except (arrow.ArrowInvalid, OSError, UnicodeDecodeError) as error:
             raise DatasetFormatError(
                 f"{path} is not a Parquet file that can be read: {str(error)[:200]}; write it anew"
             ) from error
-        self.column_names = tuple(self.schema.names)
         for name in self.column_names:
             if self.column_names.count(name) > 1:
                 raise DatasetFormatError(
