@@ -222,6 +222,31 @@ def test_rows_in_files_are_trained_as_those_in_memory(tmp_path):
         assert all(torch.equal(*pair) for pair in zip(mine.values(), theirs.values(), strict=True))
 
 
+def test_rows_that_two_features_share_are_equal_to_the_last_bit_in_two_tiers():
+    generator = torch.Generator().manual_seed(0)
+    tables = [
+        TableConfig(name="goods", num_embeddings=90, embedding_dim=4, feature_names=("a", "b")),
+        TableConfig(name="users", num_embeddings=90, embedding_dim=4, feature_names=("c",)),
+    ]
+    offsets = torch.arange(0, 31, 10)
+    steps = [
+        (torch.randint(0, 8, (30,), generator=generator), torch.randn(30, 4, generator=generator))
+        for _ in range(4)
+    ]
+    found = []
+
+    for budget in (None, 2000):
+        torch.manual_seed(0)
+        own = HotColdEmbeddingCollection(tables, optimizer=Adagrad(lr=0.1), budget=budget)
+        assert bool(own.tiers()) == (budget is not None)
+        for ids, factors in steps:
+            rows = own(JaggedIds(["a", "b", "c"], ids, offsets))
+            (torch.cat([each.values() for each in rows.values()]) * factors).sum().backward()
+        found.append([each.detach().clone() for each in own.parameters()])
+
+    assert all(map(torch.equal, *found))
+
+
 class Model(nn.Module):
     def __init__(self, collection):
         super().__init__()

@@ -41,7 +41,7 @@ from recsys._support.torch_compat import (
 from recsys.embeddings.kernels.cpu.one_table import ONE_HOT, REFUSED, TableMemory, pool_one_table
 from recsys.embeddings.lookup.fused_lookup import MAX_KEPT_BYTES, with_dense_rows
 from recsys.embeddings.lookup.sparse_gradients import leave_grads
-from recsys.embeddings.rows.ledger import LedgerEntry
+from recsys.embeddings.rows.ledger import LedgerEntry, next_lookup
 from recsys.embeddings.rows.lookups import Bags
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class _Call(NamedTuple):
     table: nn.Parameter
     rows: Sequence[Tensor]  # views of the memory of all tables of the group
     tables: Sequence[nn.Parameter]  # all tables of the group
+    number: int
 
     def bags(self) -> Bags:
         """The input without `padding_idx`."""
@@ -181,6 +182,7 @@ class BagCalls:
             table,
             space.tables,
             group.tables,
+            next_lookup(),
         )
         # A view, because the node calls hooks of all of its outputs, with None where there is no
         # gradient.
@@ -385,4 +387,5 @@ def _require_unchanged(call: _Call) -> None:
 def _entry(call: _Call, gradient: Tensor) -> LedgerEntry:
     """The ledger entry of one call."""
     gradient = with_dense_rows(gradient.detach() if gradient.requires_grad else gradient)
-    return LedgerEntry(call.lookups, call.bags(), gradient, version_of(gradient), call.rows)
+    version = version_of(gradient)
+    return LedgerEntry(call.lookups, call.bags(), gradient, version, call.rows, number=call.number)

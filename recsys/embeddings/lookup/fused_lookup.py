@@ -22,7 +22,7 @@ from recsys._support.torch_compat import (
 )
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
 from recsys.embeddings.lookup.sparse_gradients import sparse_gradients
-from recsys.embeddings.rows.ledger import LedgerEntry
+from recsys.embeddings.rows.ledger import LedgerEntry, next_lookup
 from recsys.embeddings.rows.lookups import Bags, Lookups
 from recsys.embeddings.rows.row_space import compute_dtype
 from recsys.embeddings.tiers.ahead import Prefetched
@@ -121,7 +121,7 @@ def fused_lookup(
                 )
         is_recomputed = updater is not None and current_pass() != NO_PASS
         joined = updater.join_pass() if updater is not None and is_recomputed else None
-        work = _Work(calls, ids, updater, explain, joined, num_stacked)
+        work = _Work(calls, ids, updater, explain, joined, num_stacked, next_lookup())
         # torch's own `apply` first checks all arguments, in Python, for tensors of functorch
         # transforms. If recsys made all of the tensors, there are none.
         has_own_tensors = updater is not None and bag_weights is None
@@ -235,6 +235,7 @@ class _Work(NamedTuple):
     explain: Callable[[int], Exception]
     joined: int | None
     num_stacked: int
+    number: int
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -325,7 +326,15 @@ def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:
             version = version_of(gradient)
             group.keep(
                 LedgerEntry(
-                    requiring, bags, gradient, version, found.tables, rows, ticket, found.lookups
+                    requiring,
+                    bags,
+                    gradient,
+                    version,
+                    found.tables,
+                    rows,
+                    ticket,
+                    found.lookups,
+                    number=work.number,
                 )
             )
 

@@ -32,7 +32,7 @@ from recsys.embeddings.lookup.sparse_gradients import (
     require_grad_of,
     rows_and_values,
 )
-from recsys.embeddings.rows.ledger import LedgerEntry
+from recsys.embeddings.rows.ledger import LedgerEntry, add_in_order
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import RowSpace, address_of, compute_dtype
 from recsys.embeddings.rows.table_parameter import (
@@ -102,7 +102,7 @@ class TableGroup:
         are_sparse: As given.
         names: As given.
         dim: D.
-        ledger: Gradients since the last update, in order.
+        ledger: Gradients since the last update, in the order of the lookups.
         tiers: The tiers; None if all rows are resident.
         changed_rows: Records which rows are changed; None if no record is wanted.
         staleness: Which rows are stale, and counts of updates; None without a tracker.
@@ -322,7 +322,7 @@ class TableGroup:
                 has another shape.
         """
         if self._has_updater:
-            self.ledger.append(entry)
+            add_in_order(self.ledger, entry)
         else:
             leave_grads([entry], self.tables, self.are_sparse)
 

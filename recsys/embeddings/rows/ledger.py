@@ -9,7 +9,10 @@ Letters: T tables, S segments (a feature of a ledger entry looked up in a table)
 
 from __future__ import annotations
 
+from bisect import insort
 from functools import lru_cache
+from itertools import count
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +20,7 @@ import numpy as np
 from recsys.embeddings.rows.lookups import Bags
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -26,7 +29,18 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.row_space import RowSpace
     from recsys.embeddings.tiers.residency import Ticket
 
-__all__ = ["JoinedLedger", "LedgerEntry", "Segments", "join_ledger", "tables_in"]
+__all__ = [
+    "JoinedLedger",
+    "LedgerEntry",
+    "Segments",
+    "add_in_order",
+    "join_ledger",
+    "next_lookup",
+    "tables_in",
+]
+
+# Numbers lookups in the order of the calls.
+next_lookup: Callable[[], int] = count(1).__next__
 
 
 class LedgerEntry(NamedTuple):
@@ -45,6 +59,7 @@ class LedgerEntry(NamedTuple):
         claimed: The lookups that the ticket has slots for: all of `lookups`, and those in tables
             that were frozen.
         is_cut: Whether the ticket has slots of further rows, which are not updated.
+        number: The lookup's number, by `next_lookup`; 0 for a gradient that has no lookup.
     """
 
     lookups: Lookups
@@ -56,6 +71,7 @@ class LedgerEntry(NamedTuple):
     ticket: Ticket | None = None
     claimed: Lookups | None = None
     is_cut: bool = False
+    number: int = 0
 
     def require_rows_in(self, tables: Sequence[Tensor]) -> None:
         """Check that tables still have the rows that were looked up.
@@ -75,6 +91,19 @@ class LedgerEntry(NamedTuple):
                     "after its lookup and before its update; set its grad to None to drop the "
                     "gradient, or restore the rows"
                 )
+
+
+def add_in_order(ledger: list[LedgerEntry], entry: LedgerEntry) -> None:
+    """Add an entry to a ledger, in the order of the lookups.
+
+    Autograd decides the order of backward, and it is another one for resident rows, where one node
+    serves several lookups, than for rows in two tiers. Gradients of a row that several lookups
+    share must be added in one order.
+    """
+    insort(ledger, entry, key=_number_of)
+
+
+_number_of = attrgetter("number")
 
 
 def tables_in(ledger: Sequence[LedgerEntry]) -> Sequence[int]:
