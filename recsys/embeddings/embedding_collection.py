@@ -214,6 +214,7 @@ class HotColdEmbeddingCollection(AbstractTables):
         traced = leaf_call(self, features)
         if traced is not None:
             return cast("dict[str, Any]", traced)
+        self._require_tables()
         by_feature = self._by_feature(features)
         found: dict[str, Any] = {}
         for name, (position, feature) in zip(
@@ -329,6 +330,16 @@ class HotColdEmbeddingCollection(AbstractTables):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+
+    def _require_tables(self) -> None:
+        """Use Parameters that replaced tables on the "meta" device; see `AbstractTables`.
+
+        Each lookup checks its own table. This checks all of them before the first lookup, because
+        they share a row space.
+        """
+        if self.row_updater is not None:
+            for number in range(len(self._tables)):
+                self._embedding(number)._place()
 
     def _table_groups(self) -> list[TableGroup]:
         embeddings = map(self._embedding, range(len(self._tables)))

@@ -222,6 +222,19 @@ def test_rows_in_files_are_trained_as_those_in_memory(tmp_path):
         assert all(torch.equal(*pair) for pair in zip(mine.values(), theirs.values(), strict=True))
 
 
+def test_tables_without_memory_are_filled_by_loading_and_then_trained():
+    plain = HotColdEmbeddingCollection(configs(), optimizer=SGD(lr=0.1))
+    device = torch.device("meta")
+    empty = HotColdEmbeddingCollection(configs(), device, optimizer=SGD(lr=0.1))
+
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    empty.load_state_dict(state, assign=True)
+    for each in (plain, empty):
+        loss_of(each(light())).backward()
+
+    assert all(map(torch.equal, plain.parameters(), empty.parameters()))
+
+
 def test_rows_that_two_features_share_are_equal_to_the_last_bit_in_two_tiers():
     generator = torch.Generator().manual_seed(0)
     tables = [
