@@ -1,7 +1,11 @@
 """The configuration of a training run: frozen dataclasses, valid once built.
 
     TrainConfig
-    |-- model: ModelConfig
+    |-- model: ModelConfig                architecture and its sizes
+    |   |-- dcn: CrossNetConfig           constants of dcn_v2
+    |   |-- transformer: TransformerConfig
+    |   |-- din: DINConfig
+    |   `-- tbsm: TBSMConfig
     |-- optimizer: OptimizerConfig          of the embedding rows
     |-- dense_optimizer: OptimizerConfig    of the dense part; a key not set is as in `optimizer`
     |-- lr_schedule: LearningRateConfig     of both optimizers
@@ -34,6 +38,13 @@ from recsys._support.config_fields import key as _key
 from recsys._support.sizes import parse_bytes
 from recsys._support.untrusted import parse_toml
 from recsys.config_checkpoint import CheckpointConfig
+from recsys.config_model import (
+    CrossNetConfig,
+    DINConfig,
+    ModelConfig,
+    TBSMConfig,
+    TransformerConfig,
+)
 from recsys.config_schedule import ScheduleConfig
 from recsys.config_skip import (
     GuardConfig,
@@ -52,6 +63,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointConfig",
+    "CrossNetConfig",
+    "DINConfig",
     "EvalConfig",
     "GuardConfig",
     "ImportanceConfig",
@@ -63,7 +76,9 @@ __all__ = [
     "SkipConfig",
     "StalenessConfig",
     "SyntheticConfig",
+    "TBSMConfig",
     "TrainConfig",
+    "TransformerConfig",
     "build_config",
     "describe_config",
     "describe_keys",
@@ -79,37 +94,6 @@ _DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
 _ADAMS = ("adam", "partial_rowwise_adam")
 SYNTHETIC_PREFIX = "synthetic:"
 _MOST_TABLES = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Shape of the model."""
-
-    name: str = _key("dlrm", "architecture", choices=("dlrm",))
-    embedding_dim: int = _key(16, "columns of every table", least=1)
-    dense_arch: tuple[int, ...] = _key((512, 256, 64, 16), "bottom MLP; ends in embedding_dim")
-    over_arch: tuple[int, ...] = _key((512, 256, 1), "top MLP; ends in 1")
-    interaction: str = _key("dot", "dot: inner products of all pairs", choices=("dot",))
-    init: str = _key(
-        "classic",
-        "initial values: facebookresearch/dlrm's, or nn.Linear's own",
-        choices=("classic", "torch"),
-    )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for key, sizes in (("dense_arch", self.dense_arch), ("over_arch", self.over_arch)):
-            if not sizes or min(sizes) < 1:
-                raise ConfigError(f"{key} must be positive sizes, got {list(sizes)}")
-        if self.dense_arch[-1] != self.embedding_dim:
-            raise ConfigError(
-                f"dense_arch must end in embedding_dim {self.embedding_dim}, "
-                f"got {list(self.dense_arch)}"
-            )
-        if len(self.over_arch) < 2 or self.over_arch[-1] != 1:
-            raise ConfigError(
-                f"over_arch must have two sizes or more and end in 1, got {list(self.over_arch)}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +276,11 @@ class TrainConfig:
                 f"{self.embeddings!r}; choose embeddings 'recsys', or policy 'random_drop'"
             )
         _check_order_of_skipping(self.skip, self.schedule)
+        if self.skip.policy == "paper" and self.model.table_dims:
+            raise ConfigError(
+                "skip.policy 'paper' is for tables of one embedding_dim, got model.table_dims "
+                f"{self.model.table_dims}; drop one"
+            )
         if self.dense_optimizer is not None and self.dense_optimizer.name not in _DENSE_OPTIMIZERS:
             raise ConfigError(
                 f"dense_optimizer.name must be one of {_DENSE_OPTIMIZERS} (others are for rows), "

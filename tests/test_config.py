@@ -271,3 +271,39 @@ def test_a_configuration_nested_deeply_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match=r"c\.toml is not TOML: it is nested more than 64 levels"):
         load_config(tmp_path / "c.toml")
+
+
+def test_tables_of_values_are_keys_of_their_own(tmp_path):
+    settings = ["model.table_dims.C3=8", "model.table_dims.C4=2", "model.pooling.C3=mean"]
+
+    config = load_config(None, settings)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+
+    assert config.model.table_dims == {"C3": 8, "C4": 2}
+    assert config.model.dim_of("C3") == 8
+    assert config.model.dim_of("C5") == 16
+    assert load_config(tmp_path / "config.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.table_dims=3", "model.table_dims must be a table of integers by name, got 3"),
+        ("model.table_dims.C3=four", "model.table_dims.C3 must be of type int, got 'four'"),
+        ("model.table_dims.C3=0", "model.table_dims.C3 must be at least 1, got 0"),
+        ("model.pooling.C3=max", "model.pooling.C3 must be 'sum' or 'mean', got 'max'"),
+        ("model.name=wide", "model.name must be one of 'dlrm', .* or module:Class; got 'wide'"),
+        ("model.tbsm.tower=[3]", r"model.tbsm.tower must be two positive sizes or more, got \[3\]"),
+        ("model.din.attention=[]", r"model.din.attention must be positive sizes, got \[\]"),
+    ],
+)
+def test_keys_of_models_say_what_they_accept(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [setting])
+
+
+def test_models_refuse_what_is_for_others():
+    with pytest.raises(ConfigError, match="interaction 'masked_transformer' is for name 'dlrm'"):
+        load_config(None, ["model.name=dcn_v2", "model.interaction=masked_transformer"])
+    with pytest.raises(ConfigError, match="table_dims and pooling are for models that pool"):
+        load_config(None, ["model.name=din", "model.table_dims.item=8"])

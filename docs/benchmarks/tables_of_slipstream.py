@@ -48,18 +48,28 @@ def following_table(file: str) -> str:
     for case in dict.fromkeys(row["case"] for row in record["rows"]):
         keys, plain = keys_of_case(case), cells[case, "plain", "time"]
         milliseconds = 1e3 * plain["median"] / int(keys["window"])
-        costs = [cells[case, name, "time_over_plain"] for name in ("observe", "drop_input")]
+        names = ("plain_again", "observe", "drop_input")
+        costs = [cells.get((case, name, "time_over_plain")) for name in names]
         lines.append([keys["B"], keys["window"], f"{milliseconds:.2f} ms", *map(_more_time, costs)])
     caption = (
         f"Time beyond plain training, {plain['num_runs']} rounds in turns (95 %); Kaggle's tables, "
         f"D={keys['D']}, {keys['optimizer'].capitalize()}; {machine(record['environment'])}."
     )
-    header = ["B", "steps per window", "a plain step", "`Observe`", "`DropInput(share=0)`"]
+    header = [
+        "B",
+        "steps per window",
+        "a plain step",
+        "a second plain process",
+        "`Observe`",
+        "`DropInput(share=0)`",
+    ]
     return markdown(caption, header, lines)
 
 
-def _more_time(row: Mapping[str, Any]) -> str:
+def _more_time(row: Mapping[str, Any] | None) -> str:
     """A ratio of times as percent beyond 1, with its interval if it has one."""
+    if row is None:  # a record made before the bench had this provider
+        return ""
     found = f"{100 * (row['median'] - 1):.1f} %"
     if row["low"] is None:
         return found

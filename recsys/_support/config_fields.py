@@ -31,6 +31,8 @@ _TYPE_NAMES: dict[Any, str] = {
     bool: "true or false",
     tuple[int, ...]: "list of integers",
     tuple[float, ...]: "list of numbers",
+    dict[str, int]: "integers by name",
+    dict[str, str]: "texts by name",
 }
 
 
@@ -162,6 +164,11 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         if isinstance(value, list | tuple) and all(type(v) in (int, float) for v in value):
             return tuple(float(v) for v in value)
         raise ConfigError(f"{name} must be a list of numbers, got {value!r}")
+    if kind in (dict[str, int], dict[str, str]):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} must be a table of {_TYPE_NAMES[kind]}, got {value!r}")
+        of_value = get_args(kind)[1]
+        return {each: _checked(f"{name}.{each}", found, of_value) for each, found in value.items()}
     if type(value) is not kind:
         raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
     return value
@@ -199,6 +206,8 @@ def walk_keys(kind: type, prefix: str = "", group: str = "run") -> Iterator[Key]
         if choices:
             accepts = f"one of {', '.join(filter(None, choices))}"
         default = "depends on name" if entry.default is None else entry.default
+        if entry.default_factory is not dataclasses.MISSING:
+            default = entry.default_factory()
         if prefix == "dense_optimizer.":
             default = "as in optimizer"
         yield Key(

@@ -26,7 +26,12 @@ from recsys.batch.bags_of_samples import (
     require_one_batch_size,
     varies_in_batch_size,
 )
-from recsys.batch.feature_tables import feature_tables, features_by_table, has_bags
+from recsys.batch.feature_tables import (
+    feature_tables,
+    features_by_table,
+    has_bags,
+    histories_of,
+)
 from recsys.batch.jagged_ids import JaggedIds, expand_to_one_batch_size
 from recsys.batch.mini_batch import Batch
 from recsys.batch.pooled_embeddings import PooledEmbeddings
@@ -43,6 +48,7 @@ __all__ = [
     "feature_tables",
     "features_by_table",
     "has_bags",
+    "histories_of",
     "places_of_samples",
     "require_one_batch_size",
     "varies_in_batch_size",

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from recsys.batch.protocols import SampleSource
 
-__all__ = ["feature_tables", "features_by_table", "has_bags"]
+__all__ = ["feature_tables", "features_by_table", "has_bags", "histories_of"]
 
 
 def feature_tables(source: SampleSource) -> dict[str, str]:
@@ -28,6 +28,14 @@ def features_by_table(source: SampleSource) -> dict[str, tuple[str, ...]]:
         table: tuple(feature for feature, own in tables.items() if own == table)
         for table in source.table_sizes
     }
+
+
+def histories_of(source: SampleSource) -> dict[str, str]:
+    """The candidate's feature of each history: of each ordered bag that shares its table.
+
+    A source without `histories` has none.
+    """
+    return dict(getattr(source, "histories", {}))
 
 
 def has_bags(source: SampleSource) -> bool:

@@ -53,8 +53,10 @@ class SampleSource(Protocol):
     lookups are counted in that array, and `read` is not called.
 
     A source whose features share tables, or have other names than their tables, has a property
-    `feature_tables`: the table of each feature, in the order of a batch. The functions of
-    `recsys.batch.feature_tables` read it.
+    `feature_tables`: the table of each feature, in the order of a batch. A source whose samples
+    have ordered bags of earlier events has a property `histories`: for each of these features, the
+    feature with one row of the same table that it is compared with. The functions of
+    `recsys.batch.feature_tables` read both.
     """
 
     @property

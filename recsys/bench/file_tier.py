@@ -59,7 +59,7 @@ from recsys.embeddings.optimizer import SGD
 from recsys.errors import ConfigError
 from recsys.models.dlrm import DLRM, DLRMTrain
 from recsys.train.loop.tier_report import describe_tiers
-from recsys.train.parts.build import table_configs
+from recsys.train.parts.tables import table_configs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

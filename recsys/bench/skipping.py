@@ -1,10 +1,11 @@
 """`recsys bench skipping`: what following rows costs a training step.
 
     plain        trains
+    plain_again  the same in another process: what one process differs from its equal
     observe      trains on the same mini-batches, follows rows, and counts what is stale
     drop_input   also classifies each sample before its step, but with a tiny share keeps all
 
-So all three make the same steps. Each is in a process of its own. A round is one window of the
+So all four make the same steps. Each is in a process of its own. A round is one window of the
 tracker, so each round has the work at a window's end exactly once. It is cut into ten turns,
 because a machine that others use, too, changes its speed within seconds. Windows are shorter than
 the default for large mini-batches, so this work counts for more than in a run.
@@ -41,7 +42,7 @@ _TURNS_PER_WINDOW = 10
 # So small that no row becomes stale: it is less than one of the samples that the threshold is
 # found from.
 _NO_SHARE = 1e-9
-_PROVIDERS = ("plain", "observe", "drop_input")
+_PROVIDERS = ("plain", "plain_again", "observe", "drop_input")
 
 
 def bench_skipping(
@@ -153,7 +154,7 @@ class _Trainer:
 
 def _policy(name: str, window: int) -> Policy | None:
     staleness = Staleness(window=window)
-    if name == "plain":
+    if name in ("plain", "plain_again"):
         return None
     if name == "observe":
         return Observe(staleness=staleness)

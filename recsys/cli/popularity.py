@@ -140,15 +140,20 @@ def _profile(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from recsys.embeddings.popularity.plan import plan_hot_rows
     from recsys.embeddings.popularity.profile import PopularityProfile
-    from recsys.train.parts.build import table_configs
     from recsys.train.parts.providers import row_optimizer
+    from recsys.train.parts.tables import table_configs
 
     config = load_config(options.config, options.set)
     profile = PopularityProfile.load(options.profile)
     require_new(options.out)
     plan = plan_hot_rows(
         profile,
-        table_configs(profile.table_sizes, config.model.embedding_dim, profile.features),
+        table_configs(
+            profile.table_sizes,
+            config.model.embedding_dim,
+            profile.features,
+            table_dims=config.model.table_dims,
+        ),
         options.budget,
         row_optimizer(config.optimizer),
         ranking=options.ranking,

@@ -6,6 +6,7 @@ from recsys.datasets.loader import BatchLoader
 from recsys.datasets.source import SampleSource
 from recsys.datasets.store import Store
 from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.datasets.synthetic.taobao import SyntheticTaobao
 from recsys.datasets.tabular.frames import write_store
 from recsys.datasets.tabular.prepare import prepare_table
 from recsys.datasets.tabular.schemas.schema import Schema
@@ -16,6 +17,7 @@ __all__ = [
     "Schema",
     "Store",
     "SyntheticCriteo",
+    "SyntheticTaobao",
     "prepare_criteo_1tb",
     "prepare_criteo_kaggle",
     "prepare_table",

@@ -160,6 +160,19 @@ class Store:
         return {each.name: each.table for each in self.features}
 
     @property
+    def histories(self) -> dict[str, str]:
+        """For each sequence that shares its table: the first feature of kind one that does so."""
+        ones: dict[str, str] = {}
+        for each in self.features:
+            if not each.is_bag:
+                ones.setdefault(each.table, each.name)
+        return {
+            each.name: ones[each.table]
+            for each in self.features
+            if each.kind == "sequence" and each.table in ones
+        }
+
+    @property
     def fingerprint(self) -> str:
         """Equal for stores with equal samples: same raw bytes, convention, tables and splits."""
         hashes = [source["sha256"] for source in self.meta["sources"]]

@@ -181,7 +181,8 @@ class HotColdEmbedding(TableModule, nn.Embedding):
             return Prefetched(())
         claimed = prefetch_bags(self, self._place(), read_ids(input))
         if input.dim() > 1 and input.numel():
-            claimed.make_samples_of(input.numel() // len(input))
+            step = input.numel() // len(input)
+            claimed.make_samples(torch.arange(0, input.numel() + 1, step, device="cpu"))
         return claimed
 
     def parts(self, input: Tensor) -> list[Part]:

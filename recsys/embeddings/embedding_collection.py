@@ -248,9 +248,11 @@ class HotColdEmbeddingCollection(AbstractTables):
         claims: list[Prefetched] = []
         try:
             for position, feature in self._lookups:
-                claims.append(self._embedding(position).prefetch(by_feature[feature][0]))
+                ids, lengths = by_feature[feature]
+                claims.append(self._embedding(position).prefetch(ids))
                 if not claims[-1].has_room:
                     break
+                claims[-1].make_samples(nn.functional.pad(lengths.cpu().long().cumsum(0), (1, 0)))
         except BaseException as error:
             for claim in claims:
                 claim.cancel()

@@ -8,6 +8,7 @@ arithmetic is PyTorch's.
 
 from __future__ import annotations
 
+from math import comb
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -32,6 +33,10 @@ class InteractionArch(nn.Module):
 
     Args:
         num_sparse_features: F.
+        embedding_dim: D, for `out_features` only.
+
+    Attributes:
+        out_features: Width of the result; None if D is not given.
 
     Shape:
         dense_features (B, D); sparse_features (B, F, D); result (B, D + F + F * (F - 1) / 2).
@@ -41,9 +46,10 @@ class InteractionArch(nn.Module):
         Recommendation Systems.
     """
 
-    def __init__(self, num_sparse_features: int) -> None:
+    def __init__(self, num_sparse_features: int, embedding_dim: int | None = None) -> None:
         super().__init__()
         size = num_sparse_features + 1
+        self.out_features = None if embedding_dim is None else embedding_dim + comb(size, 2)
         first, second = torch.triu_indices(size, size, offset=1, device="cpu")
         pairs = torch.arange(len(first), dtype=torch.int32, device="cpu")
         pair_of = torch.zeros(size, size, dtype=torch.int32, device="cpu")

@@ -135,6 +135,12 @@ def format_unknown(unknown: Mapping[str, Mapping[str, int]]) -> list[str]:
     return lines
 
 
+def _describe_model(model: Mapping[str, Any]) -> str:
+    """Name of a model, with its interaction if that is not the default."""
+    interaction = model.get("interaction", "dot")
+    return str(model["name"]) + (f", {interaction}" if interaction != "dot" else "")
+
+
 def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     """The text that `recsys train` prints at its end."""
     throughput = record["throughput"]
@@ -142,8 +148,11 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     seconds = stage_seconds(record["stalls"])
     evaluate = seconds.pop("evaluate")
     total = sum(seconds.values())
-    config, sizes = record["config"], record["data"]["table_sizes"].values()
+    config = record["config"]
     dim, optimizer = config["model"]["embedding_dim"], config["optimizer"]
+    dims = config["model"].get("table_dims", {})
+    sizes = record["data"]["table_sizes"]
+    num_bytes = sum(4 * size * dims.get(table, dim) for table, size in sizes.items())
     peak = record["peak_memory_bytes"]
     files = sorted(file.name for file in run_dir.iterdir())
     lines = []
@@ -154,8 +163,10 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         *format_best_auc(record["data"]),
         "",
         f"data                {record['data']['name']}, {record['data']['num_samples']:,} samples",
-        f"tables              {len(sizes)}, {sum(sizes):,} rows of {dim}: "
-        f"{sum(sizes) * dim * 4 / 2**30:.2f} GiB, embeddings {config['embeddings']}",
+        f"model               {_describe_model(config['model'])}",
+        f"tables              {len(sizes)}, {sum(sizes.values()):,} rows of "
+        f"{', '.join(map(str, sorted({dim, *dims.values()})))}: "
+        f"{num_bytes / 2**30:.2f} GiB, embeddings {config['embeddings']}",
         f"recipe              {optimizer['name']} {optimizer['lr']:g}, B={config['batch_size']}, "
         f"{config['epochs']} epoch{'s' if config['epochs'] > 1 else ''}, seed {config['seed']}",
         f"samples/s           {'-' if rate is None else format(rate, ',.0f')}",

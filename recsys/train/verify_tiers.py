@@ -194,10 +194,12 @@ class _Run:
 def _budget_bytes(
     config: TrainConfig, source: SampleSource, name: str, max_steps: int | None
 ) -> int:
-    dim = config.model.embedding_dim
-    state = row_optimizer(config.optimizer).state_sizes(dim)
-    num_rows = sum(source.table_sizes.values())
-    everything = num_rows * row_bytes(dim, torch.float32, state)
+    dims = {table: config.model.dim_of(table) for table in source.table_sizes}
+    states = {dim: row_optimizer(config.optimizer).state_sizes(dim) for dim in dims.values()}
+    everything = sum(
+        num_rows * row_bytes(dims[table], torch.float32, states[dims[table]])
+        for table, num_rows in source.table_sizes.items()
+    )
     if name == "half":
         return everything // 2
     if name == "everything":
@@ -206,19 +208,27 @@ def _budget_bytes(
         return parse_bytes(name, "budget")
     loader = build_loader(config, source, None)
     tables = feature_tables(source)
-    num_slots = max(_num_distinct(batch, tables) for batch in islice(loader, max_steps))
-    floor = floor_bytes(num_rows, [(num_slots, slot_bytes(dim, torch.float32, state))])
+    slots = dict.fromkeys(states, 0)  # those of a mini-batch, by dim
+    for batch in islice(loader, max_steps):
+        distinct = _num_distinct(batch, tables)
+        for dim in slots:
+            of_dim = sum(count for table, count in distinct.items() if dims[table] == dim)
+            slots[dim] = max(slots[dim], of_dim)
+    floor = floor_bytes(
+        sum(source.table_sizes.values()),
+        [(num, slot_bytes(dim, torch.float32, states[dim])) for dim, num in slots.items()],
+    )
     if config.plan:  # a plan leaves room for mini-batches that it does not know
         floor = max(floor, HotPlan.load(config.plan).floor_bytes)
     return floor if name == "floor" else 2 * floor
 
 
-def _num_distinct(batch: Batch, tables: Mapping[str, str]) -> int:
-    """Distinct rows of a mini-batch, of all tables, given the table of each feature."""
+def _num_distinct(batch: Batch, tables: Mapping[str, str]) -> dict[str, int]:
+    """Distinct rows of a mini-batch by table, given the table of each feature."""
     features = batch.sparse_features
     bounds = features.offsets()[:: features.stride()].tolist()
     parts = np.split(features.values().numpy(), bounds[1:-1])
     rows: dict[str, list[NDArray[np.int64]]] = {}
     for feature, part in zip(features.keys(), parts, strict=True):
         rows.setdefault(tables[feature], []).append(part)
-    return sum(len(np.unique(np.concatenate(of_table))) for of_table in rows.values())
+    return {table: len(np.unique(np.concatenate(parts))) for table, parts in rows.items()}

@@ -267,6 +267,7 @@ def test_a_baseline_may_be_a_combination_of_the_grid(ablation):
 EXAMPLES = sorted(
     path.relative_to(Path(__file__).parents[2] / "examples")
     for path in (Path(__file__).parents[2] / "examples").rglob("*.toml")
+    if path.parent.name != "models"  # configurations of single runs
 )
 
 
@@ -278,7 +279,7 @@ def test_every_example_loads(pytestconfig, name):
 
 
 @pytest.mark.parametrize("name", ["synthetic", "drift", "real"])
-def test_the_examples_of_skipping_compare_policies_at_equal_shares(pytestconfig, name):
+def test_the_examples_of_skipping_aim_at_equal_shares(pytestconfig, name):
     file = pytestconfig.rootpath / "examples" / "ablation" / f"slipstream_{name}.toml"
 
     config = load_ablation(file)
@@ -291,7 +292,9 @@ def test_the_examples_of_skipping_compare_policies_at_equal_shares(pytestconfig,
         policy, _, share = cell.variation.partition("-")
         skip = cell.config.skip
         assert skip.policy == policy
-        assert policy in ("none", "paper") or skip.share == float(share)
+        # Policies that wait for windows aim higher than the share that they are to reach.
+        assert policy != "random_drop" or skip.share == float(share)
+        assert policy in ("none", "paper") or float(share) <= skip.share < 2 * float(share)
         # A guard would lower the share.
         assert policy not in ("drop_input", "freeze_rows", "subsample") or skip.guard.every == 0
     targets = {
@@ -299,17 +302,18 @@ def test_the_examples_of_skipping_compare_policies_at_equal_shares(pytestconfig,
         for cell in config.cells()
         if cell.config.skip.policy == "paper"
     }
-    assert max(targets) / min(targets) < 1.05
+    assert max(targets) / min(targets) < 1.2
 
 
-def test_the_synthetic_examples_have_4_million_training_and_a_million_test_samples(pytestconfig):
+def test_the_synthetic_examples_train_on_4_million_samples_in_whole_mini_batches(pytestconfig):
     for name, drift in (("synthetic", 0.0), ("drift", 0.1), ("preferences", 0.0)):
         file = pytestconfig.rootpath / "examples" / "ablation" / f"slipstream_{name}.toml"
         config = load_ablation(file).cells()[0].config
 
         splits = open_source(config).splits
 
-        assert (splits["train"], splits["test"]) == (range(4 * 10**6), range(4 * 10**6, 5 * 10**6))
+        assert len(splits["train"]) == 1953 * 2048
+        assert len(splits["test"]) == 10**6
         assert config.synthetic.drift == drift
         assert not config.shuffle
         assert (config.synthetic.split, config.batch_size) == ("chronological", 2048)

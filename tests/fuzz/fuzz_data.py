@@ -33,7 +33,7 @@ from recsys.embeddings import HotColdEmbeddingBag, PopularityProfile, RowWiseAda
 from recsys.embeddings.popularity.plan import HotPlan
 from recsys.errors import ProfileError
 from recsys.pipeline.fae.hot_samples import hot_samples
-from recsys.train.parts.build import table_configs
+from recsys.train.parts.tables import table_configs
 
 NUM_SAMPLES = 42
 

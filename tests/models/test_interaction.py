@@ -113,3 +113,10 @@ def test_tensors_without_memory_pass_through():
         result = InteractionArch(2)(torch.ones(3, 4), torch.ones(3, 2, 4))
 
     assert result.shape == (3, 7)
+
+
+def test_its_width_follows_from_the_number_and_the_dim_of_the_vectors():
+    arch = InteractionArch(3, 4)
+
+    assert arch(torch.ones(2, 4), torch.ones(2, 3, 4)).shape == (2, arch.out_features)
+    assert InteractionArch(3).out_features is None

@@ -21,7 +21,7 @@ from recsys.embeddings.kernels.cpu.slots import AWAITED, PINNED
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.popularity.plan import plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile
-from recsys.embeddings.tiers.residency import _Hold
+from recsys.embeddings.tiers.ticket import Hold
 from recsys.errors import BudgetTooSmall, TiersFailed
 from recsys.pipeline import Auto, LookAhead, Sequential, TrainPipeline
 from recsys.pipeline.micro_batches import select_samples
@@ -67,13 +67,13 @@ class FaultyStore:
 
 def watch_tickets(monkeypatch):
     """What has the slots of every ticket that is alive, of whatever residency."""
-    holds, make = WeakSet(), _Hold.__init__
+    holds, make = WeakSet(), Hold.__init__
 
     def watched(hold, *arguments):
         make(hold, *arguments)
         holds.add(hold)
 
-    monkeypatch.setattr(_Hold, "__init__", watched)
+    monkeypatch.setattr(Hold, "__init__", watched)
     return holds
 
 

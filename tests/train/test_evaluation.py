@@ -181,9 +181,7 @@ def test_data_of_positives_alone_is_judged_by_rankings_and_has_no_auc(tmp_path):
         assert (found["auc"], found["gauc"], found["num_groups"]) == (None, None, 0)
         assert set(found["auc_by_day"].values()) == {None}
         with torch.no_grad():
-            expected = rank_items(
-                model.model, store, split, k=5, most_questions=0, batch_size=10_000
-            )
+            expected = rank_items(model, store, split, k=5, most_questions=0, batch_size=10_000)
         assert {name: found[name] for name in OF_RANKING} == pytest.approx(expected.as_dict())
         assert 0 < found["recall_at_k"] < 1
     assert (tmp_path / "run" / "curves.png").is_file()
@@ -288,3 +286,14 @@ def test_a_model_is_in_training_mode_after_an_evaluation_that_failed(tmp_path):
     with pytest.raises(TrainingDiverged, match=r"test, ranking: .* scores are not finite"):
         with_ranking(found, model, store, "test", EvalConfig())
     assert model.training
+
+
+def test_synthetic_days_have_an_auc_each(small_config, tmp_path):
+    config = small_config("synthetic.samples_per_day=70")
+
+    record = train(config, tmp_path / "run", show_progress=False)
+
+    num_days = -(-config.synthetic.num_samples // 70)
+    days = record["metrics"]["test"]["auc_by_day"]
+    assert 1 < len(days) < num_days
+    assert all(day.startswith("1970-0") for day in days)

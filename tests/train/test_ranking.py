@@ -1,6 +1,7 @@
 from itertools import product
 from math import log2, sqrt
 from statistics import mean, stdev
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -106,6 +107,21 @@ class Scorer(torch.nn.Module):
         return torch.tensor([[float(self.value(*each))] for each in candidates])
 
 
+class SampleScorer(torch.nn.Module):
+    """As `Scorer`, in the form of a model that has no `head`."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(1, 1)
+        self.sums = Sums()
+
+    def forward(self, batch):
+        pooled = self.sums(batch.sparse_features).squeeze(-1)
+        samples = torch.cat([batch.dense_features, pooled], 1).tolist()
+        logits = torch.tensor([float(value_of(*each)) for each in samples])
+        return logits.sum(), (logits.sum(), logits, batch.labels)
+
+
 def ranked_in_plain_python(samples, sizes, k, first_row=1, *, come_again=False):
     """Group, recall and NDCG of each question, and the number of answers without a row."""
     train, test = samples[: sizes[0]], samples[sizes[0] : sizes[0] + sizes[1]]
@@ -161,8 +177,9 @@ def random_samples(seed, sizes):
 
 
 def rank(store, k, model=None, *, most_questions=0, batch_size=100):
+    model = Scorer() if model is None else model
     return rank_items(
-        Scorer() if model is None else model,
+        SimpleNamespace(model=model) if hasattr(model, "head") else model,
         store,
         "test",
         k=k,
@@ -199,6 +216,21 @@ def test_more_questions_than_scores_held_at_a_time_are_ranked_in_parts(write, mo
     monkeypatch.setattr("recsys.train.judge.ranking._BLOCK", 7)
 
     assert rank(store, 3) == whole
+
+
+@pytest.mark.parametrize("has_history", [True, False])
+def test_a_model_without_a_head_ranks_as_one_with_a_head(write, has_history):
+    sizes = (60, 60, 4)
+    store = write(random_samples(0, sizes), sizes, has_history=has_history)
+    model = (SampleScorer(), Scorer())
+    if not has_history:
+        for each in (model[0].sums, model[1].sparse_arch):
+            each.sparse_feature_names = ("item", "user", "genre", "user")
+
+    found = [rank(store, 3, each, batch_size=7) for each in model]
+
+    assert found[0] == found[1]
+    assert 0 < found[0].recall_at_k < 1
 
 
 def test_groups_and_one_question_of_each_are_drawn_by_the_data_alone(write):

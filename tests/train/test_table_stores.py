@@ -25,7 +25,8 @@ from recsys.pipeline.fae.hot_samples import find_hot_samples
 from recsys.train.exports.export import export_run
 from recsys.train.judge.evaluation import evaluate_run
 from recsys.train.judge.popular_samples import PopularSamples
-from recsys.train.parts.build import build_loader, build_model, open_source, table_configs
+from recsys.train.parts.build import build_loader, build_model, open_source
+from recsys.train.parts.tables import table_configs
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
 from recsys.train.verify_tiers import format_verification, verify_budgets

@@ -5,7 +5,8 @@ from recsys.cli.commands import main
 from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.train import verify_tiers
-from recsys.train.parts.build import open_source, table_configs
+from recsys.train.parts.build import open_source
+from recsys.train.parts.tables import table_configs
 from recsys.train.verify_tiers import format_verification, verify_budgets
 
 TABLES = "synthetic.table_sizes=[900, 700, 1, 800]"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from recsys.datasets.synthetic.config import SyntheticConfig
 
-__all__ = ["BEST_AUC", "CLICK_RATE", "build_parameters", "calibrate"]
+__all__ = ["BEST_AUC", "CLICK_RATE", "build_parameters", "calibrate", "multiplier_for"]
 
 CLICK_RATE: Final = 0.256
 BEST_AUC: Final = 0.80
@@ -53,7 +53,7 @@ def build_parameters(seed: int, sizes: list[int], in_time: SyntheticConfig) -> G
         guide=np.array(guide, np.int32),
         sizes=np.array(sizes, np.int64),
         multipliers=np.array(
-            [_multiplier(key, size) for key, size in zip(keys, sizes, strict=True)]
+            [multiplier_for(key, size) for key, size in zip(keys, sizes, strict=True)]
         ),
         shifts=np.array([key // size % size for key, size in zip(keys, sizes, strict=True)]),
         groups=np.array([shape.group for shape in shapes]),
@@ -96,7 +96,7 @@ def _choose_pairs(
     return np.array(pairs, np.int64).reshape(-1, 2)
 
 
-def _multiplier(key: int, size: int) -> int:
+def multiplier_for(key: int, size: int) -> int:
     """A number coprime to size, from the middle third of [0, size) if there is one."""
     multiplier = size // 3 + key % (size // 3 + 1)
     while math.gcd(multiplier, size) != 1:

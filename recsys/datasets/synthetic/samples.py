@@ -69,6 +69,7 @@ class SyntheticCriteo:
         split: "chronological" or "random"; see `recsys.datasets.synthetic.split`.
         test_samples: Samples of the test part, and of the validation part; 0 for a fourteenth of
             all samples each, as in `classic_splits`.
+        samples_per_day: Samples of a day; 0 for samples without days.
 
     Raises:
         ConfigError: there are fewer than 7 samples or no table, a table size is not in [1, 2**31],
@@ -86,6 +87,7 @@ class SyntheticCriteo:
         preference_share: float = 0.5,
         split: str = "chronological",
         test_samples: int = 0,
+        samples_per_day: int = 0,
     ) -> None:
         _check(num_samples, table_sizes)
         try:
@@ -96,6 +98,7 @@ class SyntheticCriteo:
                 preference_share=float(preference_share),
                 split=split,
                 test_samples=int(test_samples),
+                samples_per_day=int(samples_per_day),
             )
         except ConfigError as error:
             raise ConfigError(f"synthetic.{error}") from None
@@ -181,6 +184,12 @@ class SyntheticCriteo:
             return samples
         return times_of_random_split(samples, self._num_samples, self._split_key)
 
+    def seconds(self, samples: range) -> NDArray[np.int64] | None:
+        """Seconds since 1970 of sample numbers, (B,); None without `samples_per_day`."""
+        if not self._in_time.samples_per_day:
+            return None
+        return self.times(np.array(samples, np.int64)) * 86_400 // self._in_time.samples_per_day
+
     def best_auc(self, samples: int = 1_000_000) -> float:
         """AUC of the true click probabilities on the test part, which is that of the best model.
 
@@ -249,6 +258,7 @@ class SyntheticCriteo:
             "preference_share": self._in_time.preference_share,
             "split": self._in_time.split,
             "test_samples": self._in_time.test_samples,
+            "samples_per_day": self._in_time.samples_per_day,
             "planted_click_rate": CLICK_RATE,
             "planted_auc": BEST_AUC,
             "best_auc": best_auc,

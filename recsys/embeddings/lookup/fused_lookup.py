@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from recsys.embeddings.lookup.table_group import ResolvedLookup, TableGroup
-    from recsys.embeddings.tiers.residency import Ticket
+    from recsys.embeddings.tiers.ticket import Ticket
     from recsys.embeddings.update.row_updater import RowUpdater
 
 __all__ = [

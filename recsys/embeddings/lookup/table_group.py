@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.rows.lookups import Bags
     from recsys.embeddings.staleness.row_marks import RowMarks
-    from recsys.embeddings.tiers.residency import Ticket
     from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.embeddings.tiers.ticket import Ticket
     from recsys.embeddings.update.changed_rows import ChangedRows
     from recsys.embeddings.update.row_updater import RowUpdater
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.rows.row_space import RowSpace
-    from recsys.embeddings.tiers.residency import Ticket
+    from recsys.embeddings.tiers.ticket import Ticket
 
 __all__ = [
     "JoinedLedger",

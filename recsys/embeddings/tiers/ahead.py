@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from recsys.embeddings.rows.lookups import Bags, Lookups
-    from recsys.embeddings.tiers.residency import Ticket
+    from recsys.embeddings.tiers.ticket import Ticket
 
 __all__ = ["AheadQueue", "InputIds", "Prefetched"]
 
@@ -93,8 +93,9 @@ class InputIds(NamedTuple):
         samples = samples.to(self.values.device)
         offsets = None
         if self.offsets is None:
-            numbers = torch.arange(len(self.values), device=samples.device)
-            places = numbers.view(-1, self.batch_size)[:, samples].flatten()
+            num_features = len(self.values) // self.batch_size if self.batch_size else 0
+            first_values = torch.arange(num_features, device=samples.device) * self.batch_size
+            places = (first_values.unsqueeze(1) + samples).flatten()
         else:
             places, offsets = places_of_samples(self.offsets, self.batch_size, samples)
         return places, InputIds(self.values[places], offsets, len(samples))
@@ -178,7 +179,8 @@ class Prefetched:
         self._tickets = list(tickets)
         self.has_room = has_room
         self.can_split = True
-        self._bags_per_sample = 1
+        # For each ticket, what `make_samples` got; None if each bag is a sample.
+        self._first_bags: list[Tensor | None] = [None] * len(self._tickets)
 
     @property
     def is_held(self) -> bool:
@@ -204,32 +206,47 @@ class Prefetched:
     def all_of(cls, claims: Sequence[Prefetched]) -> Prefetched:
         """Join the claims for several lookups of one mini-batch; if one has no room, cancel all.
 
-        The result cannot be split, because bags of different lookups are not samples.
+        Args:
+            claims: The claims, made one after the other.
         """
-        has_room = all(each.has_room for each in claims)
-        if not has_room:
+        if not all(each.has_room for each in claims):
             for each in claims:
                 each.cancel()
-        kept = [part for each in claims for part in each._tickets] if has_room else []
-        found = cls(kept, has_room=has_room)
-        found.can_split = False
+            return cls((), has_room=False)
+        found = cls(ticket for each in claims for ticket in each._tickets)
+        found.can_split = all(each.can_split for each in claims)
+        found._first_bags = [first_bags for each in claims for first_bags in each._first_bags]
+        if found._tickets:
+            found._tickets[0].join(found._tickets[1:])
         return found
 
-    def make_samples_of(self, num_bags: int) -> None:
-        """Treat this many consecutive bags as one sample from now on."""
-        self._bags_per_sample = num_bags
+    def make_samples(self, first_bags: Tensor) -> None:
+        """Treat runs of consecutive bags as samples from now on.
+
+        Args:
+            first_bags: The first bag of each sample, and at last the number of bags.
+
+        Shape:
+            first_bags (B + 1,) int64, on the CPU.
+        """
+        self._first_bags = [first_bags] * len(self._tickets)
 
     def batch_sizes(self) -> set[int]:
         """The distinct values of B; more than one if tickets are for different samples.
 
         Has no meaning unless `can_split`.
         """
-        return {ticket.batch_size // self._bags_per_sample for ticket in self._tickets}
+        return {
+            ticket.batch_size if first_bags is None else len(first_bags) - 1
+            for ticket, first_bags in zip(self._tickets, self._first_bags, strict=True)
+        }
 
     def missing_samples(self) -> list[Tensor]:
         """For each ticket, which samples had rows to fetch when it was made, (B,) bool."""
-        num_bags = self._bags_per_sample
-        return [ticket.missing_samples().view(-1, num_bags).any(1) for ticket in self._tickets]
+        return [
+            _any_of_bags(ticket.missing_samples(), first_bags)
+            for ticket, first_bags in zip(self._tickets, self._first_bags, strict=True)
+        ]
 
     def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[Prefetched]:
         """Replace this claim by several, each for the lookup of some samples.
@@ -248,17 +265,30 @@ class Prefetched:
                 "a claim for mode='max' or scale_grad_by_freq=True needs the whole mini-batch and "
                 "cannot be split; look up the whole mini-batch"
             )
-        bags = torch.arange(self._bags_per_sample, device="cpu")
-        of_bags = [
-            ((samples.unsqueeze(1) * len(bags) + bags).flatten(), was_missing)
-            for samples, was_missing in parts
-        ]
         found: list[list[Ticket]] = []
         try:
             # If one split fails, `found` has those before it.
-            found.extend(ticket.split(of_bags) for ticket in self._tickets)
+            for ticket, first_bags in zip(self._tickets, self._first_bags, strict=True):
+                of_bags = [(_bags_of(samples, first_bags), each) for samples, each in parts]
+                found.append(ticket.split(of_bags))
         except BaseException:
             for part in (part for tickets in found for part in tickets):
                 part.release()
             raise
         return [Prefetched(tickets[number] for tickets in found) for number in range(len(parts))]
+
+
+def _any_of_bags(is_missing: Tensor, first_bags: Tensor | None) -> Tensor:
+    """Whether a bag of each sample is missing, (B,); see `Prefetched.make_samples`."""
+    if first_bags is None:
+        return is_missing
+    num_before = torch.nn.functional.pad(is_missing.long().cumsum(0), (1, 0))
+    return num_before[first_bags].diff() > 0
+
+
+def _bags_of(samples: Tensor, first_bags: Tensor | None) -> Tensor:
+    """The bags of samples, sample after sample; see `Prefetched.make_samples`."""
+    if first_bags is None:
+        return samples
+    bags, _ = places_of_samples(first_bags, len(first_bags) - 1, samples)
+    return bags

@@ -21,7 +21,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from contextlib import nullcontext
-from copy import copy
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -31,6 +30,7 @@ import torch
 
 from recsys._support.interrupts import interrupts_held_back
 from recsys.embeddings.kernels.cpu.slots import Moves, Shortage
+from recsys.embeddings.tiers.ticket import Hold, Ticket
 from recsys.embeddings.tiers.transfers import TransferClock, TransferQueue
 
 if TYPE_CHECKING:
@@ -42,12 +42,11 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.rows.row_space import RowSpace
-    from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
     from recsys.embeddings.tiers.cold.host_store import ColdStore
     from recsys.embeddings.tiers.slots import Slots
     from recsys.embeddings.update.changed_rows import ChangedRows
 
-__all__ = ["MOST_HELD", "NotEnoughSlots", "Residency", "Ticket", "TierCounts"]
+__all__ = ["MOST_HELD", "NotEnoughSlots", "Residency", "TierCounts"]
 
 
 # The maximum number of tickets at a time: a slot counts them in an int16.
@@ -85,157 +84,6 @@ class TierCounts(NamedTuple):
     num_rows_hit: int = 0
     num_fetched: int = 0
     num_written_back: int = 0
-
-
-class Ticket:
-    """Holds the slots of a mini-batch's rows until its release.
-
-    Deleting a ticket releases it. The parts of a split ticket share its slots, which stay claimed
-    until the last part is released.
-
-    Args:
-        hold: The slots.
-        lookups: Which features are looked up in which tables.
-        slot_of_value: The slot of each value.
-        after: Number of the transfer to wait for.
-        after_hits: Number of the transfer to wait for if all rows needed are hits.
-        fetched: The slots whose rows are fetched for this ticket.
-
-    Attributes:
-        lookups: Which features are looked up in which tables; each feature in at most one.
-        slot_of_value: The slot of each value, (N,), an array or a tensor on the slots' device;
-            arbitrary for a value that is not looked up.
-        bags: The input of the lookup with slots in place of rows; None until the lookup.
-        ids: For a ticket made ahead, a copy of the ids of its lookup.
-        queue: For a ticket made ahead, the queue in which it waits for its lookup.
-        is_taken: Whether its slots were passed on, to a ticket of the lookup or to parts.
-    """
-
-    def __init__(
-        self,
-        hold: _Hold,
-        lookups: Lookups,
-        slot_of_value: Any,
-        after: int,
-        after_hits: int,
-        fetched: NDArray[np.int32],
-    ) -> None:
-        self.lookups, self.slot_of_value = lookups, slot_of_value
-        self.bags: Any = None
-        self.ids: InputIds | None = None
-        self.queue: AheadQueue | None = None
-        self.is_taken = False
-        self._hold: _Hold | None = hold
-        self._after, self._after_hits, self._fetched = after, after_hits, fetched
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the ticket still holds its slots."""
-        return self._hold is not None
-
-    @property
-    def held(self) -> Any:
-        """The slots, in the type of the slot map; None after the release."""
-        return None if self._hold is None else self._hold.slots
-
-    def wait(self) -> None:
-        """Wait until every row has been fetched.
-
-        Raises:
-            TiersFailed: a transfer has failed.
-        """
-        residency = self._residency
-        with residency.times.waiting():
-            residency.queue.wait(self._after)
-        residency.hot.after_transfers()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether every row has been fetched."""
-        return self._hold is None or self._residency.queue.is_done(self._after)
-
-    @property
-    def batch_size(self) -> int:
-        """B, for a ticket made ahead."""
-        assert self.ids is not None
-        return self.ids.batch_size
-
-    def is_for(self, lookups: Lookups, bags: Any) -> bool:
-        """Whether the ticket was made ahead for these lookups of exactly these ids."""
-        own = self.lookups
-        is_same = own is lookups or (
-            np.array_equal(own.tables, lookups.tables)
-            and np.array_equal(own.positions, lookups.positions)
-        )
-        return is_same and self.ids is not None and self.ids.are_of(bags)
-
-    def missing_samples(self) -> Tensor:
-        """Which samples had a row that was fetched for the ticket, (B,) bool, on the CPU."""
-        if self._hold is None:
-            return torch.zeros(self.batch_size, dtype=torch.bool)
-        assert self.ids is not None
-        was_fetched_N = self._hold.residency.hot.are_among(self.slot_of_value, self._fetched)
-        return self.ids.samples_with(was_fetched_N, self.lookups.positions.tolist()).cpu()
-
-    def take(self, bags: Any) -> Ticket:
-        """Pass the slots on to a new ticket, for the lookup.
-
-        Args:
-            bags: The input of the lookup; its values are rows.
-        """
-        taken = copy(self)
-        taken.bags, taken.ids, taken.queue = bags.at_slots(self.slot_of_value), None, None
-        self.is_taken, self._hold = True, None
-        return taken
-
-    def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[Ticket]:
-        """Replace the ticket in its queue by several, each for some samples; they share its slots.
-
-        Args:
-            parts: Samples, (M,) int64 on the CPU, and whether some of them are `missing_samples`.
-                A part without such samples does not wait for the fetched rows of other parts.
-        """
-        assert self.ids is not None
-        assert self.queue is not None
-        tickets = []
-        for samples, was_missing in parts:
-            places, ids = self.ids.select(samples)
-            tickets.append(self._part(places, ids, was_missing=was_missing))
-        self.queue.replace(self, tickets)
-        self.is_taken, self._hold = True, None
-        return tickets
-
-    def _part(self, places: Tensor, ids: InputIds | None, *, was_missing: bool) -> Ticket:
-        """Make the ticket for the values at `places`; see `split` for `was_missing`."""
-        part = copy(self)
-        part.ids = ids
-        is_tensor = isinstance(self.slot_of_value, torch.Tensor)
-        part.slot_of_value = self.slot_of_value[places if is_tensor else places.numpy()]
-        part._after = self._after if was_missing else self._after_hits
-        return part
-
-    def release(self) -> None:
-        """Release the slots; a second call does nothing."""
-        self._hold = None
-
-    @property
-    def _residency(self) -> Residency:
-        # Through the hold, so that a released ticket does not keep the slots' memory alive.
-        assert self._hold is not None
-        return self._hold.residency
-
-
-class _Hold:
-    """The slots of one or more tickets; releases them when the last ticket drops it."""
-
-    def __init__(self, residency: Residency, slots: Any) -> None:
-        self.residency, self.slots = residency, slots
-        self._released = residency.released
-
-    def __del__(self) -> None:
-        # Any thread may drop the last reference at any time. Appending to a deque is atomic, so
-        # Ctrl-C cannot interrupt it.
-        self._released.append(self.slots)
 
 
 class Residency:
@@ -295,7 +143,7 @@ class Residency:
             raise NotEnoughSlots(self, shortage.num_needed) from None
         finally:
             self._warn_of_unpinned()
-        hold = _Hold(self, claim.held)
+        hold = Hold(self, claim.held)
         self._num_held += 1
         moves, old, after_hits = claim.moves, self.counts, self.queue.last
         self.counts = TierCounts(

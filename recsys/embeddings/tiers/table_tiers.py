@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.ledger import LedgerEntry
     from recsys.embeddings.rows.lookups import Bags, Lookups
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
-    from recsys.embeddings.tiers.residency import Ticket, TierCounts
+    from recsys.embeddings.tiers.residency import TierCounts
     from recsys.embeddings.tiers.slots import ClaimObserver
+    from recsys.embeddings.tiers.ticket import Ticket
     from recsys.embeddings.tiers.transfers import TransferClock
     from recsys.embeddings.update.changed_rows import ChangedRows
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from recsys._support.states import SavedState
-from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.table_module import TableModule
 from recsys.pipeline.hotline.loss_parts import is_loss_a_sum
 from recsys.pipeline.inputs import cancel
@@ -277,8 +276,6 @@ def _warn_if_never_split(schedule: Hotline, model: nn.Module) -> bool:
             reason = "scale_grad_by_freq=True divides by counts of the whole mini-batch"
         elif isinstance(module, TableModule) and module.mode == "max" and module.tiers():
             reason = "with mode='max' rows are fetched for the whole mini-batch"
-        elif isinstance(module, HotColdEmbeddingCollection) and module.tiers():
-            reason = "rows are fetched for the whole mini-batch"
         else:
             continue
         warnings.warn(

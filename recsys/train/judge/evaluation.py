@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from recsys._support.machine import set_num_threads
 from recsys.config import OptimizerConfig
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.store import Store
+from recsys.datasets.synthetic.samples import SyntheticCriteo
 from recsys.embeddings.lookup.device_tables import check_input
 from recsys.errors import ConfigError, TrainingDiverged
 from recsys.train.judge.ranking import rank_items
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from recsys.batch import Batch
     from recsys.config import EvalConfig, TrainConfig
     from recsys.datasets.source import SampleSource
-    from recsys.models.dlrm import DLRM
     from recsys.train.judge.popular_samples import PopularSamples
 
 __all__ = [
@@ -94,7 +94,7 @@ def evaluate_split(
     """
     accumulator = MetricsAccumulator()
     groups = source.groups if isinstance(source, Store) else None
-    times = source.times if isinstance(source, Store) and max_samples is None else None
+    times = _seconds(source, split) if max_samples is None else None
     kept: list[tuple[NDArray[np.float32], NDArray[np.bool_]]] = []
     with _evaluating(model):
         for batch in BatchLoader(source, split, batch_size, shuffle=False):
@@ -118,8 +118,18 @@ def evaluate_split(
     return replace(
         found,
         groups=None if groups is None else evaluate_groups(all_scores, all_labels, groups[own]),
-        auc_by_day=None if times is None else auc_by_day(all_scores, all_labels, times[own]),
+        auc_by_day=None if times is None else auc_by_day(all_scores, all_labels, times),
     )
+
+
+def _seconds(source: SampleSource, split: str) -> NDArray[np.int64] | None:
+    """Seconds since 1970 of the samples of a split; None for data without times."""
+    samples = source.splits[split]
+    if isinstance(source, SyntheticCriteo):
+        return source.seconds(samples)
+    if isinstance(source, Store) and source.times is not None:
+        return source.times[samples.start : samples.stop]
+    return None
 
 
 def with_ranking(
@@ -129,7 +139,7 @@ def with_ranking(
 
     Args:
         found: Its metrics without them.
-        model: The `DLRMTrain` of a `DLRM`.
+        model: Maps a batch to (loss, (loss, logits, labels)).
         source: The data.
         split: "test" or "validation".
         config: Has `k`, the bound of the questions, and the candidates per forward pass.
@@ -149,7 +159,7 @@ def with_ranking(
         return found
     with _evaluating(model):
         ranking = rank_items(
-            cast("DLRM", model.model),
+            model,
             source,
             split,
             k=config.ranking_k,

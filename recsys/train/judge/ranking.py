@@ -21,28 +21,30 @@ Beside the model's rankings stand those by popularity: by an item's positives in
 the same for every question.
 
 A candidate is a question with another item: its own row, and the rows of the features that belong
-to the item, from the store's catalog. What depends on the question alone is computed once for each
-question: the dense vector, and the pooled vectors of its features. For each candidate the vectors
-of the item replace those of the question, and the rest of the model computes the score.
+to the item, from the store's catalog. A model with a `head`, such as `DLRM`, computes what depends
+on the question alone once for each question: the dense vector, and the pooled vectors of its
+features. For each candidate the vectors of the item replace those of the question, and the head
+computes the score. Any other model scores each candidate as a sample of its own.
 """
 
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from recsys.batch import JaggedIds
+from recsys.batch import Batch, JaggedIds
 from recsys.errors import TrainingDiverged
 from recsys.train.loop.progress import LOWER_LR
 from recsys.train.metrics.ranking_metrics import RankingMetrics, Rankings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
+    from torch import nn
 
     from recsys.datasets.store import Store
     from recsys.models.dlrm import DLRM
@@ -55,12 +57,12 @@ _BLOCK = 1 << 20  # samples whose groups and labels are read at a time
 
 
 def rank_items(
-    model: DLRM, store: Store, split: str, *, k: int, most_questions: int, batch_size: int
+    model: nn.Module, store: Store, split: str, *, k: int, most_questions: int, batch_size: int
 ) -> RankingMetrics:
     """Rank all items for the positives of a split; call it without gradients.
 
     Args:
-        model: Gives the scores.
+        model: Maps a mini-batch to (loss, (loss, logits, labels)); its `model` may have a `head`.
         store: A store with `ranking` in its `meta.json`, groups and a catalog.
         split: "test" or "validation".
         k: Number of items that recall and NDCG count.
@@ -90,7 +92,13 @@ def rank_items(
         for question in _drawn(_questions(store, items, own, known, group), per_group, generator)
     )
     while questions := list(islice(asked, most)):
-        scores = _score_all(model, store, items, questions, batch_size)
+        samples = np.array([each.sample for each in questions], np.int64)
+        if hasattr(model.model, "head"):
+            scores = _score_by_head(
+                cast("DLRM", model.model), store.read(samples), items, batch_size
+            )
+        else:
+            scores = _score_by_samples(model, store.read(samples), items, batch_size)
         num_bad = int((~np.isfinite(scores)).sum())
         if num_bad:
             raise TrainingDiverged(
@@ -169,6 +177,27 @@ class _Items:
             places = [self._features.index(name) for name in self.names[1:]]
             ids[places] = self._catalog[rows].T
         return JaggedIds.from_one_hot(self._features, torch.from_numpy(ids))
+
+    def put_into(self, features: JaggedIds, rows: torch.Tensor) -> JaggedIds:
+        """The same samples with other items.
+
+        Args:
+            features: Features of B samples.
+            rows: Rows of the new items.
+
+        Shape:
+            rows (B,) int64.
+        """
+        values, size = features.values().clone(), features.stride()
+        rows_of = [rows]
+        if self._catalog is not None:
+            rows_of += list(torch.from_numpy(self._catalog[rows.numpy()].astype(np.int64)).T)
+        for name, own in zip(self.names, rows_of, strict=True):
+            begin = int(features.offsets()[features.keys().index(name) * size])
+            values[begin : begin + size] = own
+        if features.is_known_one_hot():
+            return JaggedIds.from_one_hot(features.keys(), values.view(-1, size))
+        return JaggedIds(features.keys(), values, features.offsets(), features.weights_or_none())
 
 
 def _has_row_for_missing(store: Store, table: str) -> bool:
@@ -267,8 +296,28 @@ def _known(store: Store, items: _Items, samples: NDArray[np.int64]) -> Iterator[
         yield (dense.tobytes(), *bags)
 
 
-def _score_all(
-    model: DLRM, store: Store, items: _Items, questions: Sequence[_Question], batch_size: int
+def _score_by_samples(
+    model: nn.Module, asked: Batch, items: _Items, batch_size: int
+) -> NDArray[np.float32]:
+    """`_score_by_head` for any model: each pair of question and item is a sample."""
+    device = next(model.parameters()).device
+    num_questions, num_items = len(asked), items.num_rows - items.first_row
+    scores = np.zeros((num_questions, items.num_rows), np.float32)
+    found = []
+    for begin in range(0, num_questions * num_items, batch_size):
+        pairs = torch.arange(begin, min(begin + batch_size, num_questions * num_items))
+        candidates = asked.select(pairs // num_items)
+        candidates.sparse_features = items.put_into(
+            candidates.sparse_features, pairs % num_items + items.first_row
+        )
+        _, (_, logits, _) = model(candidates.to(device))
+        found.append(logits.float().cpu())
+    scores[:, items.first_row :] = torch.cat(found).view(num_questions, num_items).numpy()
+    return scores
+
+
+def _score_by_head(
+    model: DLRM, asked: Batch, items: _Items, batch_size: int
 ) -> NDArray[np.float32]:
     """Scores of all items for each question, (Q, E); those of rows that are no items are 0.
 
@@ -277,22 +326,22 @@ def _score_all(
     device = next(model.dense_arch.parameters()).device
     names = model.sparse_arch.sparse_feature_names
     of_item = [names.index(name) for name in items.names]
-    asked = store.read(np.array([each.sample for each in questions], np.int64)).to(device)
+    num_questions, asked = len(asked), asked.to(device)
     dense = model.dense_arch(asked.dense_features)
     pooled = model.sparse_arch(asked.sparse_features)
-    scores = np.zeros((len(questions), items.num_rows), np.float32)
+    scores = np.zeros((num_questions, items.num_rows), np.float32)
     for first in range(items.first_row, items.num_rows, batch_size):
         rows = slice(first, min(first + batch_size, items.num_rows))
         num_items = rows.stop - rows.start
         vectors = model.sparse_arch(items.as_features(rows).to(device))[:, of_item]
         logits = []
-        num_pairs = len(questions) * num_items
+        num_pairs = num_questions * num_items
         for begin in range(0, num_pairs, batch_size):
             pairs = torch.arange(begin, min(begin + batch_size, num_pairs), device=device)
             question, item = pairs // num_items, pairs % num_items
             candidates = pooled[question]
             candidates[:, of_item] = vectors[item]
             logits.append(model.head(dense[question], candidates).squeeze(-1))
-        of_block = torch.cat(logits).view(len(questions), num_items)
+        of_block = torch.cat(logits).view(num_questions, num_items)
         scores[:, rows] = of_block.float().cpu().numpy()
     return scores

@@ -16,13 +16,13 @@ from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.datasets.loader import BatchLoader
 from recsys.datasets.source import features_by_table, has_bags
 from recsys.datasets.store import Store
+from recsys.datasets.synthetic.config import SyntheticConfig
 from recsys.datasets.synthetic.samples import SyntheticCriteo
+from recsys.datasets.synthetic.taobao import SyntheticTaobao
 from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
 from recsys.embeddings.popularity.profile import PopularityProfile
-from recsys.embeddings.table import TableConfig
 from recsys.embeddings.tiers.slots import slot_bytes
 from recsys.errors import BudgetTooSmall, ConfigError
-from recsys.models.dlrm import DLRM, DLRMTrain, initialize_classic
 from recsys.models.interaction import InteractionArch
 from recsys.pipeline import (
     FAE,
@@ -36,8 +36,10 @@ from recsys.pipeline import (
 from recsys.pipeline.fae.hot_samples import hot_samples
 from recsys.pipeline.skip.hot_rows import budget_beside_hot_rows
 from recsys.train.parts.compile_skipping import compile_skipping
+from recsys.train.parts.models import build_network, needs_rows
 from recsys.train.parts.providers import build_embeddings, row_optimizer
 from recsys.train.parts.skip_policy import skip_policy
+from recsys.train.parts.tables import tables_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.config_schedule import ScheduleConfig
     from recsys.datasets.source import SampleSource
+    from recsys.models.batch_train import BatchTrain
+    from recsys.models.dlrm import DLRMTrain
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
 
@@ -64,7 +68,6 @@ __all__ = [
     "open_source",
     "permutation_seed",
     "require_features_of",
-    "table_configs",
 ]
 
 _DEFAULT_DEPTH = 2
@@ -94,9 +97,15 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
             preference_share=config.synthetic.preference_share,
             split=config.synthetic.split,
             test_samples=config.synthetic.test_samples,
+            samples_per_day=config.synthetic.samples_per_day,
         )
+    elif config.data == f"{SYNTHETIC_PREFIX}taobao":
+        source = _open_taobao(config.synthetic)
     else:
-        raise ConfigError(f"synthetic data must be 'synthetic:criteo-kaggle', got {config.data!r}")
+        raise ConfigError(
+            "synthetic data must be 'synthetic:criteo-kaggle' or 'synthetic:taobao', got "
+            f"{config.data!r}"
+        )
     for split, samples in source.splits.items():
         if to_train and not samples:
             way_out = (
@@ -111,6 +120,30 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
                 f"{_describe_sizes(source)}; {way_out}"
             )
     return source
+
+
+def _open_taobao(config: SyntheticConfig) -> SyntheticTaobao:
+    """Synthetic samples with histories.
+
+    Raises:
+        ConfigError: a key is set that these data do not have, or `table_sizes` are not three.
+    """
+    allowed = SyntheticConfig(
+        num_samples=config.num_samples, seed=config.seed, table_sizes=config.table_sizes
+    )
+    if config != allowed:
+        raise ConfigError(
+            "synthetic:taobao takes the keys synthetic.num_samples, seed and table_sizes alone; "
+            "drop the others, or use synthetic:criteo-kaggle"
+        )
+    if config.table_sizes and len(config.table_sizes) != 3:
+        raise ConfigError(
+            "synthetic.table_sizes must be those of users, items and categories for "
+            f"synthetic:taobao, got {list(config.table_sizes)}"
+        )
+    names = ("num_users", "num_items", "num_categories")
+    sizes = dict(zip(names, config.table_sizes, strict=True)) if config.table_sizes else {}
+    return SyntheticTaobao(num_samples=config.num_samples, seed=config.seed, **sizes)
 
 
 def _describe_sizes(source: SampleSource) -> str:
@@ -198,7 +231,7 @@ def choose_plan(config: TrainConfig, source: SampleSource) -> HotPlan | None:
     try:
         return plan_hot_rows(
             profile,
-            _tables_of(source, config.model.embedding_dim),
+            tables_of(source, config.model),
             budget,
             row_optimizer(config.optimizer),
             ranking="global_topk",
@@ -297,7 +330,7 @@ def build_model(
     plan: HotPlan | None = None,
     *,
     table_device: str | None = None,
-) -> tuple[DLRMTrain, list[Optimizer]]:
+) -> tuple[DLRMTrain | BatchTrain, list[Optimizer]]:
     """Build a model with initial values from `config.seed`, and its optimizers.
 
     Args:
@@ -311,8 +344,8 @@ def build_model(
         The model, and the optimizers to step after each backward: dense part, then rows.
 
     Raises:
-        ConfigError: the device is not available, or the embeddings do not support the optimizer or
-            the dimension.
+        ConfigError: the device is not available, the embeddings do not support the optimizer or
+            the dimension, or the model does not fit the data.
         MissingDependency: the package of the embeddings is not installed.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -321,10 +354,9 @@ def build_model(
         plan = _load_plan(config.plan)
     torch.manual_seed(config.seed)
     device = torch.device(config.device)
-    tables = _tables_of(source, config.model.embedding_dim)
     embeddings, of_rows = build_embeddings(
         config.embeddings,
-        tables,
+        tables_of(source, config.model),
         config.optimizer,
         device if table_device is None else torch.device(table_device),
         budget=_tables_budget(config, source),
@@ -332,17 +364,11 @@ def build_model(
         cold_tier=config.cold_tier,
         cold_path=config.cold_path,
         has_bags=has_bags(source),
+        is_pooled=not needs_rows(config.model),
     )
-    dlrm = DLRM(
-        embeddings,
-        source.num_dense,
-        config.model.dense_arch,
-        config.model.over_arch,
-        dense_device=device,
-    )
-    if config.model.init == "classic":
-        initialize_classic(dlrm)
-    dense_parameters = [*dlrm.dense_arch.parameters(), *dlrm.over_arch.parameters()]
+    model = build_network(config.model, source, embeddings, device)
+    tables = set(embeddings.parameters())
+    dense_parameters = [each for each in model.parameters() if each not in tables]
     dense = config.resolved_dense_optimizer
     dense_optimizer: Optimizer
     if dense.name == "sgd":
@@ -360,7 +386,6 @@ def build_model(
         dense_optimizer = torch.optim.Adagrad(
             dense_parameters, lr=dense.lr, eps=dense.eps, fused=device.type == "cpu" or None
         )
-    model = DLRMTrain(dlrm)
     if table_device is None:
         model.to(device)
     return model, [dense_optimizer, of_rows]
@@ -452,34 +477,6 @@ def compile_kernels(config: TrainConfig, source: SampleSource) -> None:
         # arrays with another layout.
         InteractionArch(1)(dense, sparse).sum().backward()
     compile_skipping(config, source)
-
-
-def table_configs(
-    table_sizes: Mapping[str, int],
-    embedding_dim: int,
-    features: Mapping[str, Sequence[str]] | None = None,
-) -> list[TableConfig]:
-    """The tables of a model, named `t_<table>` as in TorchRec's DLRM.
-
-    Args:
-        table_sizes: Rows of each table.
-        embedding_dim: D.
-        features: The features of each table; by default one with the name of the table.
-    """
-    return [
-        TableConfig(
-            name=f"t_{table}",
-            num_embeddings=size,
-            embedding_dim=embedding_dim,
-            feature_names=(table,) if features is None else tuple(features[table]),
-        )
-        for table, size in table_sizes.items()
-    ]
-
-
-def _tables_of(source: SampleSource, embedding_dim: int) -> list[TableConfig]:
-    """The tables that a model needs for a source."""
-    return table_configs(source.table_sizes, embedding_dim, features_by_table(source))
 
 
 def autocast(config: TrainConfig) -> torch.autocast:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,7 @@ from recsys.embeddings.baselines import (
     require_torch_optimizer,
 )
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.kernels.cpu.pooled_lookup import MIN_SHARED_BYTES
 from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from recsys.embeddings.table import TableConfig
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from recsys.config import OptimizerConfig
     from recsys.embeddings.lookup.abstract import AbstractEmbeddingBags
+    from recsys.embeddings.lookup.device_tables import AbstractTables
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
 
@@ -42,7 +44,8 @@ def build_embeddings(
     cold_tier: str = "host",
     cold_path: str = "",
     has_bags: bool = False,
-) -> tuple[AbstractEmbeddingBags, torch.optim.Optimizer]:
+    is_pooled: bool = True,
+) -> tuple[AbstractEmbeddingBags | AbstractTables, torch.optim.Optimizer]:
     """A provider's embedding module and the optimizer of its rows.
 
     "recsys" and "torch" update rows in the optimizer's `step`. "fbgemm" updates them in backward:
@@ -58,6 +61,7 @@ def build_embeddings(
         cold_tier: "host" or "file".
         cold_path: Folder of the cold tier "file".
         has_bags: Whether mini-batches have features with any number of rows per sample.
+        is_pooled: Whether the rows of a bag are pooled; only "recsys" has another module.
 
     Returns:
         The module and the optimizer.
@@ -67,7 +71,13 @@ def build_embeddings(
         ConfigError: the provider is unknown, or does not support the optimizer or the device.
         MissingDependency: the provider's package is not installed.
     """
+    if not is_pooled and provider != "recsys":
+        raise ConfigError(
+            f"embeddings must be 'recsys' for a model that looks rows up without pooling, got "
+            f"{provider!r}; choose 'recsys', or another model"
+        )
     if provider == "recsys":
+        kind = HotColdEmbeddingBagCollection if is_pooled else HotColdEmbeddingCollection
         if device is None or device.type == "cpu":
             dims = {table.embedding_dim for table in tables}
             _compile_kernels(
@@ -75,8 +85,9 @@ def build_embeddings(
                 row_optimizer(optimizer),
                 is_tiered=bool(budget) or plan is not None,
                 has_bags=has_bags,
+                kind=kind,
             )
-        collection = HotColdEmbeddingBagCollection(
+        collection = kind(
             tables,
             device=device,
             optimizer=row_optimizer(optimizer),
@@ -100,7 +111,12 @@ def build_embeddings(
 
 
 def _compile_kernels(
-    dims: set[int], optimizer: RowOptimizer, *, is_tiered: bool, has_bags: bool
+    dims: set[int],
+    optimizer: RowOptimizer,
+    *,
+    is_tiered: bool,
+    has_bags: bool,
+    kind: type[HotColdEmbeddingBagCollection | HotColdEmbeddingCollection],
 ) -> None:
     """Train small tables, one per dim, so that kernels are compiled before training begins.
 
@@ -117,21 +133,25 @@ def _compile_kernels(
         budget = sum(8 * table.num_embeddings + 16 * table.embedding_dim for table in tables)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that small tables may fit the budget completely
-            module = HotColdEmbeddingBagCollection(
-                tables, optimizer=optimizer, budget=budget if is_tiered else None
-            )
+            module = kind(tables, optimizer=optimizer, budget=budget if is_tiered else None)
         for tiers in module.tiers():
             tiers.observe(Forecast.of)  # training does
         for batch_size in (1, large):
             ids = JaggedIds.from_one_hot(["table"], torch.zeros(1, batch_size, dtype=torch.int64))
-            module(ids).values().sum().backward()
+            _sum(module(ids)).backward()
             if has_bags:
                 ids = JaggedIds.from_one_hot(["table"], ids.values().expand(2, -1).reshape(1, -1))
-                module(with_bags(ids)).values().sum().backward()
+                _sum(module(with_bags(ids))).backward()
         # A thread that works alone fetches rows in the background.
         ids = JaggedIds.from_one_hot(["table"], torch.ones(1, 1, dtype=torch.int64))
         module.prefetch(ids)
-        module(ids).values().sum().backward()
+        _sum(module(ids)).backward()
+
+
+def _sum(found: Any) -> Any:
+    """The sum of all numbers of a lookup, pooled or not."""
+    parts = found.values() if isinstance(found, dict) else [found]
+    return torch.stack([part.values().sum() for part in parts]).sum()
 
 
 def with_bags(ids: JaggedIds) -> JaggedIds:

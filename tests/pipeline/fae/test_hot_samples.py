@@ -10,7 +10,7 @@ from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.errors import ConfigError, ProfileError
 from recsys.pipeline.fae import hot_samples as module
 from recsys.pipeline.fae.hot_samples import find_hot_samples, hot_samples
-from recsys.train.parts.build import table_configs
+from recsys.train.parts.tables import table_configs
 
 SOURCE = SyntheticCriteo(num_samples=700, table_sizes=[30, 7, 1, 500])
 PART = range(100, 600)

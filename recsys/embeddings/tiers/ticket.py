@@ -1,0 +1,187 @@
+"""`Ticket`: holds the slots of a mini-batch's rows."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.embeddings.rows.lookups import Lookups
+    from recsys.embeddings.tiers.ahead import AheadQueue, InputIds
+    from recsys.embeddings.tiers.residency import Residency
+
+__all__ = ["Hold", "Ticket"]
+
+
+class Ticket:
+    """Holds the slots of a mini-batch's rows until its release.
+
+    Deleting a ticket releases it. The parts of a split ticket share its slots, which stay claimed
+    until the last part is released.
+
+    Args:
+        hold: The slots.
+        lookups: Which features are looked up in which tables.
+        slot_of_value: The slot of each value.
+        after: Number of the transfer to wait for.
+        after_hits: Number of the transfer to wait for if all rows needed are hits.
+        fetched: The slots whose rows are fetched for this ticket.
+
+    Attributes:
+        lookups: Which features are looked up in which tables; each feature in at most one.
+        slot_of_value: The slot of each value, (N,), an array or a tensor on the slots' device;
+            arbitrary for a value that is not looked up.
+        bags: The input of the lookup with slots in place of rows; None until the lookup.
+        ids: For a ticket made ahead, a copy of the ids of its lookup.
+        queue: For a ticket made ahead, the queue in which it waits for its lookup.
+        is_taken: Whether its slots were passed on, to a ticket of the lookup or to parts.
+    """
+
+    def __init__(
+        self,
+        hold: Hold,
+        lookups: Lookups,
+        slot_of_value: Any,
+        after: int,
+        after_hits: int,
+        fetched: NDArray[np.int32],
+    ) -> None:
+        self.lookups, self.slot_of_value = lookups, slot_of_value
+        self.bags: Any = None
+        self.ids: InputIds | None = None
+        self.queue: AheadQueue | None = None
+        self.is_taken = False
+        self._hold: Hold | None = hold
+        self._after, self._after_hits, self._fetched = after, after_hits, fetched
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the ticket still holds its slots."""
+        return self._hold is not None
+
+    @property
+    def held(self) -> Any:
+        """The slots, in the type of the slot map; None after the release."""
+        return None if self._hold is None else self._hold.slots
+
+    def wait(self) -> None:
+        """Wait until every row has been fetched.
+
+        Raises:
+            TiersFailed: a transfer has failed.
+        """
+        residency = self._residency
+        with residency.times.waiting():
+            residency.queue.wait(self._after)
+        residency.hot.after_transfers()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether every row has been fetched."""
+        return self._hold is None or self._residency.queue.is_done(self._after)
+
+    @property
+    def batch_size(self) -> int:
+        """B, for a ticket made ahead."""
+        assert self.ids is not None
+        return self.ids.batch_size
+
+    def is_for(self, lookups: Lookups, bags: Any) -> bool:
+        """Whether the ticket was made ahead for these lookups of exactly these ids."""
+        own = self.lookups
+        is_same = own is lookups or (
+            np.array_equal(own.tables, lookups.tables)
+            and np.array_equal(own.positions, lookups.positions)
+        )
+        return is_same and self.ids is not None and self.ids.are_of(bags)
+
+    def missing_samples(self) -> Tensor:
+        """Which samples had a row that was fetched for the ticket, (B,) bool, on the CPU."""
+        if self._hold is None:
+            return torch.zeros(self.batch_size, dtype=torch.bool)
+        assert self.ids is not None
+        was_fetched_N = self._hold.residency.hot.are_among(self.slot_of_value, self._fetched)
+        return self.ids.samples_with(was_fetched_N, self.lookups.positions.tolist()).cpu()
+
+    def take(self, bags: Any) -> Ticket:
+        """Pass the slots on to a new ticket, for the lookup.
+
+        Args:
+            bags: The input of the lookup; its values are rows.
+        """
+        taken = copy(self)
+        taken.bags, taken.ids, taken.queue = bags.at_slots(self.slot_of_value), None, None
+        self.is_taken, self._hold = True, None
+        return taken
+
+    def join(self, others: Sequence[Ticket]) -> None:
+        """Treat this ticket and those made after it as one claim, for lookups of one mini-batch.
+
+        A row that one of them fetches is missing for all of them. Then a part without missing rows
+        waits for none of their transfers.
+        """
+        joined: dict[Residency, list[Ticket]] = {}
+        for ticket in (self, *others):
+            if ticket._hold is not None:
+                joined.setdefault(ticket._residency, []).append(ticket)
+        for tickets in joined.values():
+            fetched = np.concatenate([ticket._fetched for ticket in tickets])
+            for ticket in tickets:
+                ticket._fetched, ticket._after_hits = fetched, tickets[0]._after_hits
+
+    def split(self, parts: Sequence[tuple[Tensor, bool]]) -> list[Ticket]:
+        """Replace the ticket in its queue by several, each for some samples; they share its slots.
+
+        Args:
+            parts: Samples, (M,) int64 on the CPU, and whether some of them are `missing_samples`.
+                A part without such samples does not wait for the fetched rows of other parts.
+        """
+        assert self.ids is not None
+        assert self.queue is not None
+        tickets = []
+        for samples, was_missing in parts:
+            places, ids = self.ids.select(samples)
+            tickets.append(self._part(places, ids, was_missing=was_missing))
+        self.queue.replace(self, tickets)
+        self.is_taken, self._hold = True, None
+        return tickets
+
+    def _part(self, places: Tensor, ids: InputIds | None, *, was_missing: bool) -> Ticket:
+        """Make the ticket for the values at `places`; see `split` for `was_missing`."""
+        part = copy(self)
+        part.ids = ids
+        is_tensor = isinstance(self.slot_of_value, torch.Tensor)
+        part.slot_of_value = self.slot_of_value[places if is_tensor else places.numpy()]
+        part._after = self._after if was_missing else self._after_hits
+        return part
+
+    def release(self) -> None:
+        """Release the slots; a second call does nothing."""
+        self._hold = None
+
+    @property
+    def _residency(self) -> Residency:
+        # Through the hold, so that a released ticket does not keep the slots' memory alive.
+        assert self._hold is not None
+        return self._hold.residency
+
+
+class Hold:
+    """The slots of one or more tickets; releases them when the last ticket drops it."""
+
+    def __init__(self, residency: Residency, slots: Any) -> None:
+        self.residency, self.slots = residency, slots
+        self._released = residency.released
+
+    def __del__(self) -> None:
+        # Any thread may drop the last reference at any time. Appending to a deque is atomic, so
+        # Ctrl-C cannot interrupt it.
+        self._released.append(self.slots)

@@ -1,0 +1,200 @@
+"""Builds the model that a configuration names, on embeddings that exist already.
+
+    model.name       class                       embeddings
+    dlrm             recsys.models.DLRM          pooled
+    dcn_v2           recsys.models.DCNv2         pooled
+    deepfm           recsys.models.DeepFM        pooled
+    din              recsys.models.DIN           rows, not pooled
+    tbsm             recsys.models.TBSM          rows, not pooled
+    module:Class     a class of the user's       rows, not pooled, if it has `unpooled = True`
+
+A class of the user's is built as `Class(embeddings, num_dense)`. Its `forward(batch)` takes a
+`recsys.batch.Batch` and returns logits, (B,) or (B, 1).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from recsys.batch import histories_of
+from recsys.errors import ConfigError
+from recsys.models import (
+    DIN,
+    DLRM,
+    TBSM,
+    DCNv2,
+    DeepFM,
+    DLRMTrain,
+    MaskedTransformerArch,
+)
+from recsys.models.batch_train import BatchTrain
+from recsys.models.dlrm import initialize_classic
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from recsys.config import ModelConfig
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["build_network", "needs_rows"]
+
+
+def needs_rows(config: ModelConfig) -> bool:
+    """Whether the model of a configuration looks rows up without pooling.
+
+    Raises:
+        ConfigError: the class of the user's cannot be imported.
+    """
+    if config.is_custom:
+        return bool(getattr(_import_class(config.name), "unpooled", False))
+    return config.name in ("din", "tbsm")
+
+
+def build_network(
+    config: ModelConfig, source: SampleSource, embeddings: nn.Module, device: torch.device
+) -> DLRMTrain | BatchTrain:
+    """Build a model with its loss, and draw the initial values of its dense part.
+
+    Args:
+        config: Names the model.
+        source: The data: its number of dense features, and its histories.
+        embeddings: A collection: pooled, or of rows if `needs_rows(config)`.
+        device: Device of the dense part.
+
+    Returns:
+        A module that maps a mini-batch to (loss, (loss, logits, labels)); its `model` is the model.
+
+    Raises:
+        ConfigError: the model does not fit the data, or the class of the user's cannot be built.
+    """
+    if config.is_custom:
+        with device:
+            return BatchTrain(_build_custom(config.name, embeddings, source.num_dense))
+    model = _build(config, source, embeddings, device)
+    if config.init == "classic":
+        initialize_classic(model)
+    return DLRMTrain(model)
+
+
+def _build(
+    config: ModelConfig, source: SampleSource, embeddings: nn.Module, device: torch.device
+) -> nn.Module:
+    sizes = (source.num_dense, config.dense_arch, config.over_arch)
+    if config.name == "dlrm":
+        return DLRM(
+            embeddings, *sizes, device, interaction=_interaction(config, embeddings, device)
+        )
+    if config.name == "dcn_v2":
+        dcn = config.dcn
+        return DCNv2(embeddings, *sizes, dcn.num_layers, dcn.low_rank_dim, device)
+    if config.name == "deepfm":
+        return DeepFM(embeddings, *sizes, device)
+    histories = _histories(config.name, source)
+    if config.name == "din":
+        return DIN(
+            embeddings,
+            source.num_dense,
+            histories,
+            config.over_arch,
+            attention_layer_sizes=config.din.attention,
+            dense_device=device,
+        )
+    tbsm = config.tbsm
+    return TBSM(
+        embeddings,
+        source.num_dense,
+        histories,
+        tbsm.num_steps,
+        config.dense_arch,
+        config.over_arch,
+        tower_layer_sizes=tbsm.tower,
+        num_heads=tbsm.num_heads,
+        dense_device=device,
+    )
+
+
+def _interaction(
+    config: ModelConfig, embeddings: Any, device: torch.device
+) -> MaskedTransformerArch | None:
+    """The interaction of a DLRM, if it is not the dot product."""
+    if config.interaction == "dot":
+        return None
+    transformer = config.transformer
+    return MaskedTransformerArch(
+        len(embeddings.output_keys()),
+        config.embedding_dim,
+        num_layers=transformer.num_layers,
+        num_heads=transformer.num_heads,
+        feedforward=transformer.feedforward,
+        mask=transformer.mask,
+        kept=transformer.kept,
+        device=device,
+    )
+
+
+def _histories(name: str, source: SampleSource) -> Mapping[str, str]:
+    """The histories of the data, each with the feature of its candidate.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found = histories_of(source)
+    if not found:
+        raise ConfigError(
+            f"model.name {name!r} needs a history: a feature of kind sequence that shares its "
+            f"table with a feature of kind one, the candidate; {source.describe()['name']} has "
+            "none; declare both in the schema, or choose another model"
+        )
+    return found
+
+
+def _import_class(name: str) -> type[nn.Module]:
+    """The class that `module:Class` names; the current folder is searched last.
+
+    Raises:
+        ConfigError: there is no such module or class, or it is not an `nn.Module`.
+    """
+    module_name, _, class_name = name.partition(":")
+    folder = os.getcwd()  # noqa: PTH109  # sys.path has strings
+    is_new = folder not in sys.path
+    if is_new:
+        sys.path.append(folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"model.name {name!r}: module {module_name} cannot be imported ({error}); install it, "
+            "or run the command in the folder that has it"
+        ) from error
+    finally:
+        if is_new:
+            sys.path.remove(folder)
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(
+            f"model.name {name!r}: {class_name} must be a class of torch.nn.Modules in "
+            f"{module_name}, got {found!r}"
+        )
+    return found
+
+
+def _build_custom(name: str, embeddings: nn.Module, num_dense: int) -> nn.Module:
+    """Build a class of the user's.
+
+    Raises:
+        ConfigError: it does not take the two arguments.
+    """
+    custom = _import_class(name)
+    try:
+        return custom(embeddings, num_dense)
+    except TypeError as error:
+        raise ConfigError(
+            f"model.name {name!r}: the class is built as {custom.__name__}(embeddings, num_dense), "
+            f"which raised a TypeError: {error}"
+        ) from error

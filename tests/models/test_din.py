@@ -1,0 +1,113 @@
+"""DIN beside its formulas, written anew for one sample at a time."""
+
+import pytest
+import torch
+
+from recsys.models import DIN
+from tests.models.sequence_data import (
+    HISTORIES,
+    NUM_DENSE,
+    Reference,
+    make_batch,
+    make_collection,
+    require_equal,
+)
+
+NAMES = ["item_history", "item", "category_history", "category", "user", "tags"]
+
+
+def make_din(num_dense=NUM_DENSE, histories=HISTORIES, **options):
+    torch.manual_seed(0)
+    return DIN(
+        make_collection(), num_dense, histories, [7, 5, 1], attention_layer_sizes=(6, 3), **options
+    )
+
+
+def logits_of(reference, batch, histories):
+    logits = []
+    for sample in range(len(batch)):
+        vectors = {name: reference.sum(batch, name, sample) for name in NAMES}
+        for number, (history, candidate) in enumerate(histories.items()):
+            c = vectors[candidate]
+            interest = torch.zeros(len(c), dtype=torch.float64)
+            for h in reference.rows(batch, history, sample):
+                weight = reference.top(f"attention.{number}.mlp", torch.cat([h, c, h - c, h * c]))
+                interest = interest + weight * h
+            vectors[history] = interest
+        joined = [batch.dense_features[sample].double(), *(vectors[name] for name in NAMES)]
+        logits.append(reference.top("over_arch", torch.cat(joined)))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[3, 0, 1, 8, 5], [0, 0], [4, 4, 4], [1, 1, 1]],
+    ids=["mixed", "empty", "equal", "one step"],
+)
+@pytest.mark.parametrize("num_dense", [0, NUM_DENSE])
+def test_logits_and_gradients_are_those_of_the_formulas(lengths, num_dense):
+    model, batch = make_din(num_dense), make_batch(lengths, num_dense=num_dense)
+    reference = Reference(model)
+
+    require_equal(model, batch, reference, logits_of(reference, batch, HISTORIES))
+
+
+def test_one_history_leaves_the_other_to_be_summed():
+    histories = {"category_history": "category"}
+    model, batch = make_din(histories=histories), make_batch([2, 0, 5])
+    reference = Reference(model)
+
+    require_equal(model, batch, reference, logits_of(reference, batch, histories))
+
+
+def test_the_order_of_steps_does_not_matter():
+    model, batch = make_din(), make_batch([4])
+    ids = batch.sparse_features
+    turned = ids.values().clone()
+    for feature in HISTORIES:
+        begin = int(ids.offsets()[ids.keys().index(feature)])
+        turned[begin : begin + 4] = turned[begin : begin + 4].flip(0)
+    logits = model(batch.dense_features, ids)
+
+    ids._values = turned
+
+    torch.testing.assert_close(model(batch.dense_features, ids), logits, rtol=1e-6, atol=1e-6)
+
+
+def test_it_runs_over_torchrecs_collection_and_on_its_jagged_tensors():
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    ours, batch = make_din(), make_batch([3, 0, 2])
+    configs = [
+        torchrec.EmbeddingConfig(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            feature_names=list(table.feature_names),
+        )
+        for table in ours.embedding_collection.embedding_configs()
+    ]
+    theirs = torchrec.EmbeddingCollection(tables=configs)
+    over_theirs = DIN(theirs, NUM_DENSE, HISTORIES, [7, 5, 1], attention_layer_sizes=(6, 3))
+    over_theirs.load_state_dict(ours.state_dict())
+    kjt = batch.sparse_features.to_torchrec()
+
+    expected = ours(batch.dense_features, batch.sparse_features)
+
+    assert torch.equal(ours(batch.dense_features, kjt), expected)
+    assert torch.equal(over_theirs(batch.dense_features, kjt), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"over_arch_layer_sizes": [7, 2]}, r"DIN: over_arch_layer_sizes must end in 1, got \[7"),
+        ({"over_arch_layer_sizes": [1]}, "over_arch_layer_sizes must have at least two sizes"),
+        ({"attention_layer_sizes": ()}, "attention_layer_sizes must have at least one size"),
+        ({"histories": {"tags": "user"}}, "DIN: a history and its candidate must look up one"),
+    ],
+)
+def test_sizes_and_histories_that_do_not_fit_are_refused(settings, message):
+    arguments = {"histories": HISTORIES, "over_arch_layer_sizes": [7, 1], **settings}
+
+    with pytest.raises(ValueError, match=message):
+        DIN(make_collection(), NUM_DENSE, **arguments)

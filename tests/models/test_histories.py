@@ -1,0 +1,129 @@
+"""Sums and padded steps of jagged rows, beside plain Python."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys import JaggedIds
+from recsys.models.histories import bags_of_rows, feature_roles, look_up, pad_left, sum_of_bags
+from tests.models.sequence_data import HISTORIES, make_collection
+
+DTYPES = [torch.int32, torch.int64]
+LENGTHS = st.lists(st.integers(0, 5), min_size=0, max_size=6)
+
+
+def rows_of(lengths):
+    generator = torch.Generator().manual_seed(len(lengths))
+    return torch.rand(sum(lengths), 3, generator=generator, dtype=torch.float64)
+
+
+def gradient_of(function, values):
+    """The result, and the gradient of a sum that tells all its numbers apart."""
+    values = values.clone().requires_grad_()
+    result = function(values)
+    factors = torch.arange(1, result.numel() + 1, dtype=torch.float64).view_as(result)
+    ((result * factors).sum() + 0 * values.sum()).backward()
+    return result.detach(), values.grad
+
+
+def sums_by_hand(values, lengths):
+    rows, sums = iter(values), []
+    for length in lengths:
+        total = torch.zeros(3, dtype=torch.float64)
+        for _ in range(length):
+            total = total + next(rows)
+        sums.append(total)
+    return torch.stack(sums) if sums else values.new_zeros(0, 3)
+
+
+def padded_by_hand(values, lengths, num_steps):
+    rows, samples = list(values), []
+    for length in lengths:
+        bag, rows = rows[:length], rows[length:]
+        kept = bag[max(0, length - num_steps) :]
+        missing = [torch.zeros(3, dtype=torch.float64)] * (num_steps - len(kept))
+        samples.append(torch.stack([*missing, *kept]))
+    return torch.stack(samples) if samples else values.new_zeros(0, num_steps, 3)
+
+
+@given(lengths=LENGTHS, dtype=st.sampled_from(DTYPES))
+def test_sums_of_bags_are_those_of_a_loop(lengths, dtype):
+    values, of_bag = rows_of(lengths), torch.tensor(lengths, dtype=dtype)
+
+    found = gradient_of(lambda rows: sum_of_bags(rows, of_bag), values)
+    expected = gradient_of(lambda rows: sums_by_hand(rows, lengths), values)
+
+    assert all(map(torch.equal, found, expected))
+
+
+@given(lengths=LENGTHS, num_steps=st.integers(1, 4), dtype=st.sampled_from(DTYPES))
+def test_padded_steps_are_those_of_a_loop(lengths, num_steps, dtype):
+    values, of_bag = rows_of(lengths), torch.tensor(lengths, dtype=dtype)
+
+    found = gradient_of(lambda rows: pad_left(rows, of_bag, num_steps)[0], values)
+    expected = gradient_of(lambda rows: padded_by_hand(rows, lengths, num_steps), values)
+    _, is_step = pad_left(values, of_bag, num_steps)
+
+    assert all(map(torch.equal, found, expected))
+    assert is_step.tolist() == [
+        [step >= num_steps - length for step in range(num_steps)] for length in lengths
+    ]
+
+
+def test_full_histories_are_padded_without_a_copy():
+    values = torch.rand(6, 3)
+
+    padded, is_step = pad_left(values, torch.tensor([2, 2, 2]), 2)
+
+    assert padded.data_ptr() == values.data_ptr()
+    assert padded.shape == (3, 2, 3)
+    assert is_step.all()
+
+
+def test_bags_of_one_row_are_their_own_sums():
+    values = torch.rand(4, 3)
+
+    assert sum_of_bags(values, torch.ones(4, dtype=torch.int64)) is values
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_row_is_in_the_bag_of_its_length(dtype):
+    bags = bags_of_rows(torch.tensor([2, 0, 1], dtype=dtype), 3)
+
+    assert bags.tolist() == [0, 0, 2]
+    assert bags.dtype == torch.int64
+
+
+def test_roles_are_in_the_order_of_the_collection():
+    roles = feature_roles("DIN", make_collection(), HISTORIES)
+
+    assert roles.names == ["item_history", "item", "category_history", "category", "user", "tags"]
+    assert roles.candidates == HISTORIES
+    assert roles.others == ["user", "tags"]
+    assert roles.embedding_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("histories", "message"),
+    [
+        ({}, "DIN: histories must map at least one history to its candidate, got none"),
+        ({"past": "item"}, r"must name features of embedding_collection, .*; got 'past'"),
+        ({"item_history": "next"}, r"must name features of embedding_collection, .*; got 'next'"),
+        (
+            {"item_history": "category"},
+            "'item_history' looks up 't_item', and 'category' looks up 't_category'",
+        ),
+        ({"item": "item"}, "a candidate must not be a history; 'item', the candidate of 'item'"),
+    ],
+)
+def test_histories_that_do_not_fit_are_refused_by_name(histories, message):
+    with pytest.raises(ValueError, match=message):
+        feature_roles("DIN", make_collection(), histories)
+
+
+def test_weights_of_lookups_are_refused():
+    ids = JaggedIds(["user"], torch.tensor([1]), torch.tensor([0, 1]), torch.tensor([0.5]))
+
+    with pytest.raises(ValueError, match="TBSM: sparse_features must have no weights"):
+        look_up("TBSM", make_collection(), ids)

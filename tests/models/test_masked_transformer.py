@@ -1,0 +1,216 @@
+"""The masked-transformer interaction against its formula, and what each mask lets through."""
+
+from itertools import pairwise
+from math import inf, sqrt
+
+import pytest
+import torch
+
+from recsys import DLRM
+from recsys.embeddings.baselines import TorchEmbeddingBags
+from recsys.models.interaction import InteractionArch
+from recsys.models.masked_transformer import MASKS, MaskedTransformerArch, keep_highest
+
+NUM_TOKENS, NUM_HEADS, KEPT = 4, 2, 2
+
+
+def make_arch(mask="learned", **options):
+    sizes = {"num_layers": 2, "num_heads": NUM_HEADS, "feedforward": 3, "kept": KEPT}
+    return MaskedTransformerArch(NUM_TOKENS - 1, 4, mask=mask, **(sizes | options))
+
+
+def make_vectors(batch_size=5, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(batch_size, NUM_TOKENS, 4, generator=generator, dtype=dtype)
+    return vectors[:, 0], vectors[:, 1:]
+
+
+def attended(mask, scores, query):
+    """The tokens that a token attends to in a head with these scores, (T, T)."""
+    if mask == "causal":
+        return list(range(query + 1))
+    tokens = list(range(NUM_TOKENS))
+    if mask == "learned":
+        tokens.sort(key=lambda key: scores[query, key].item(), reverse=True)
+        return tokens[:KEPT]
+    return tokens
+
+
+def linear(weights, name, vector):
+    return weights[f"{name}.weight"] @ vector + weights[f"{name}.bias"]
+
+
+def normalized(weights, name, vector):
+    centred = vector - vector.mean()
+    scaled = centred / (centred.square().mean() + 1e-5).sqrt()
+    return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+def attention(weights, name, tokens, mask):
+    queries, keys, values = zip(
+        *(linear(weights, f"{name}.queries_keys_values", token).chunk(3) for token in tokens),
+        strict=True,
+    )
+    mixed = []
+    for query in range(NUM_TOKENS):
+        of_heads = []
+        for head, (begin, end) in enumerate(pairwise(range(0, 5, 2))):
+            scores = weights[f"{name}.scores"][head] if mask == "learned" else None
+            chosen = attended(mask, scores, query)
+            logits = torch.stack(
+                [queries[query][begin:end] @ keys[key][begin:end] / sqrt(2) for key in chosen]
+            )
+            if mask == "learned":  # a number that is 0 and has a gradient
+                logits = logits + scores[query, chosen] - scores[query, chosen].detach()
+            shares = logits.exp() / logits.exp().sum()
+            of_head = torch.stack([values[key][begin:end] for key in chosen])
+            of_heads.append(shares @ of_head)
+        mixed.append(linear(weights, f"{name}.attention_out", torch.cat(of_heads)))
+    return mixed
+
+
+def block(weights, name, tokens, mask):
+    normal = [normalized(weights, f"{name}.attention_norm", token) for token in tokens]
+    mixed = attention(weights, name, normal, mask)
+    tokens = [token + each for token, each in zip(tokens, mixed, strict=True)]
+    result = []
+    for token in tokens:
+        normal = normalized(weights, f"{name}.mlp_norm", token)
+        hidden = linear(weights, f"{name}.mlp.0", normal).clamp(min=0)
+        result.append(token + linear(weights, f"{name}.mlp.2", hidden))
+    return result
+
+
+@pytest.mark.parametrize("bags", ["bags", "one-hot"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_logits_and_gradients_are_the_formulas(mask, bags, formulas):
+    tables = TorchEmbeddingBags(formulas.make_tables())
+    model = DLRM(tables, 5, [8, 4], [16, 8, 1], interaction=make_arch(mask)).double()
+    formulas.draw_parameters(model)
+
+    def formula(weights, vectors):
+        for layer in range(2):
+            vectors = block(weights, f"inter_arch.blocks.{layer}", vectors, mask)
+        products = torch.stack(formulas.products_of_pairs(vectors))
+        return formulas.over_arch(weights, torch.cat([vectors[0], products]))
+
+    formulas.require_formula(model, formulas.make_batch(bags), formula)
+
+
+def test_the_result_is_as_wide_as_that_of_the_dot_products():
+    arch = make_arch().double()
+
+    assert arch.out_features == InteractionArch(NUM_TOKENS - 1, 4).out_features
+    assert arch(*make_vectors()).shape == (5, arch.out_features)
+    assert arch(*make_vectors(batch_size=0)).shape == (0, arch.out_features)
+
+
+def test_a_token_does_not_depend_on_later_tokens_under_a_causal_mask(formulas):
+    arch = formulas.draw_parameters(make_arch("causal").double())
+    dense, sparse = make_vectors()
+    changed = sparse.clone()
+    changed[:, -1] = sparse[:, -1].flip(-1)
+
+    before, after = arch(dense, sparse), arch(dense, changed)
+
+    # The products of tokens 0 and 1, 0 and 2, 0 and 3, 1 and 2, 1 and 3, 2 and 3.
+    is_of_last = torch.tensor([False] * 4 + [False, False, True, False, True, True])
+    torch.testing.assert_close(after[:, ~is_of_last], before[:, ~is_of_last], rtol=1e-9, atol=1e-9)
+    assert ((after - before)[:, is_of_last].abs() > 1e-6).all()
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_token_attends_to_those_with_the_highest_scores_and_to_no_others(kept, formulas):
+    arch = formulas.draw_parameters(make_arch(num_layers=1, num_heads=1, kept=kept).double())
+    dense, sparse = make_vectors(batch_size=1)
+    tokens = torch.cat([dense.unsqueeze(1), sparse], dim=1)
+
+    slopes = torch.autograd.functional.jacobian(arch.blocks[0]._attend, tokens)
+
+    depends = (slopes.abs() > 1e-9).reshape(NUM_TOKENS, 4, NUM_TOKENS, 4).any(3).any(1)
+    is_kept = keep_highest(arch.blocks[0].scores[0], kept) == 0
+    assert is_kept.sum(1).tolist() == [kept] * NUM_TOKENS
+    others = ~torch.eye(NUM_TOKENS, dtype=torch.bool)  # a token's own query depends on it anyway
+    assert torch.equal(depends[others], is_kept[others])
+
+
+def test_a_kept_score_has_its_logits_gradient_and_a_dropped_one_comes_back():
+    scores = torch.tensor([[3.0, 2.0, 1.0]], requires_grad=True)
+
+    mask = keep_highest(scores, 2)
+    (mask[:, :2] * torch.tensor([5.0, -7.0])).sum().backward()
+
+    assert mask.tolist() == [[0, 0, -inf]]
+    assert scores.grad.tolist() == [[5, -7, 0]]
+    assert keep_highest(scores - scores.grad, 2).tolist() == [[-inf, 0, 0]]
+
+
+def test_where_there_are_fewer_tokens_all_are_kept():
+    torch.manual_seed(0)
+    learned, unmasked = make_arch(kept=100).double(), make_arch("none").double()
+    without_scores = {
+        key: value for key, value in learned.state_dict().items() if "scores" not in key
+    }
+
+    unmasked.load_state_dict(without_scores)
+
+    torch.testing.assert_close(learned(*make_vectors()), unmasked(*make_vectors()))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_autocast_gives_a_close_result_and_gradients_in_float32(mask):
+    torch.manual_seed(0)
+    arch = make_arch(mask)
+    dense, sparse = make_vectors(dtype=torch.float32)
+    expected = arch(dense, sparse)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = arch(dense.bfloat16(), sparse)  # as the bottom MLP gives it
+    found.float().sum().backward()
+
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=0.1, atol=0.1)
+    assert {value.grad.dtype for value in arch.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_equal_inputs_have_equal_results_and_gradients(mask):
+    torch.manual_seed(0)
+    arch = make_arch(mask)
+    outcomes = []
+
+    for _ in range(2):
+        arch.zero_grad()
+        result = arch(*make_vectors(batch_size=300, dtype=torch.float32))
+        result.square().sum().backward()
+        outcomes.append([result, *(value.grad for value in arch.parameters())])
+
+    for first, second in zip(*outcomes, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_compiler_sees_the_whole_of_it(mask):
+    torch.manual_seed(0)
+    arch = make_arch(mask).double()
+
+    compiled = torch.compile(arch, backend="eager", fullgraph=True)
+
+    torch.testing.assert_close(compiled(*make_vectors()), arch(*make_vectors()))
+
+
+def test_settings_that_do_not_fit_are_refused():
+    for name in ("num_layers", "num_heads", "feedforward", "kept"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            make_arch(**{name: 0})
+    with pytest.raises(ValueError, match="num_heads must divide embedding_dim 4, got 3"):
+        make_arch(num_heads=3)
+    with pytest.raises(ValueError, match=r"mask must be one of \('none', .*\), got 'some'"):
+        make_arch("some")
+
+
+def test_vectors_of_another_number_or_dim_are_refused():
+    dense, sparse = make_vectors(dtype=torch.float32)
+
+    with pytest.raises(ValueError, match=r"must be \(B, 3, 4\), got \(5, 2, 4\)"):
+        make_arch()(dense, sparse[:, :2])

@@ -1,0 +1,135 @@
+"""Tables of different dims: what is projected, trained and saved."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from recsys import DLRM, Batch, DLRMTrain, JaggedIds
+from recsys.embeddings import SGD, HotColdEmbeddingBagCollection
+from recsys.embeddings.baselines import TorchEmbeddingBags
+from recsys.embeddings.table import TableConfig
+from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
+from recsys.models.dlrm import SparseArch
+
+DIMS = (4, 2, 3)
+
+
+def test_vectors_of_other_dims_are_projected_and_the_rest_are_the_lookups(formulas):
+    collection = HotColdEmbeddingBagCollection(formulas.make_tables(DIMS))
+    arch, ids = SparseArch(collection, 4), formulas.make_batch().sparse_features
+
+    found = arch(ids)
+
+    pooled = collection(ids)
+    assert arch.interaction_dim == 4
+    assert found.shape == (6, 3, 4)
+    assert torch.equal(found[:, 0], pooled["cat_0"])
+    for column, name in ((1, "cat_1"), (2, "cat_2")):
+        expected = pooled[name] @ arch.projections[f"t_{name}"].weight.T
+        torch.testing.assert_close(found[:, column], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_features_of_one_table_share_its_projection_and_may_share_their_name_with_another():
+    tables = [
+        TableConfig(name="goods", num_embeddings=9, embedding_dim=2, feature_names=("item", "ad")),
+        TableConfig(name="clicks", num_embeddings=9, embedding_dim=4, feature_names=("item",)),
+    ]
+    arch = SparseArch(HotColdEmbeddingBagCollection(tables), 4)
+
+    assert arch.sparse_feature_names == ["item@goods", "ad", "item@clicks"]
+    assert list(arch.projections) == ["goods"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "projected"), [((4, 4, 4), []), (DIMS, ["t_cat_1", "t_cat_2"])], ids=["one", "three"]
+)
+def test_only_tables_of_other_dims_add_keys(dims, projected, formulas):
+    model = DLRM(TorchEmbeddingBags(formulas.make_tables(dims)), 5, [8, 4], [8, 1])
+
+    keys = [key for key in model.sparse_arch.state_dict() if "embedding_bags" not in key]
+
+    assert keys == [f"projections.{name}.weight" for name in projected]
+
+
+def test_tables_of_one_dim_may_all_be_projected(formulas):
+    arch = SparseArch(TorchEmbeddingBags(formulas.make_tables()), 6)
+
+    assert arch(formulas.make_batch().sparse_features).shape == (6, 3, 6)
+
+
+def test_torchrecs_jagged_tensors_and_tables_give_the_same_vectors(formulas):
+    torchrec = pytest.importorskip("torchrec", exc_type=ImportError)
+    tables = formulas.make_tables(DIMS)
+    theirs = torchrec.EmbeddingBagCollection(
+        tables=[
+            torchrec.EmbeddingBagConfig(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=table.embedding_dim,
+                feature_names=list(table.feature_names),
+            )
+            for table in tables
+        ]
+    )
+    over_theirs, ours = (
+        SparseArch(each, 4) for each in (theirs, HotColdEmbeddingBagCollection(tables))
+    )
+    ours.load_state_dict(over_theirs.state_dict())
+    ids = formulas.make_batch().sparse_features
+
+    expected = ours(ids)
+
+    torch.testing.assert_close(over_theirs(ids.to_torchrec()), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(ours(ids.to_torchrec()), expected)
+
+
+def test_tables_of_different_dims_need_a_width(formulas):
+    with pytest.raises(ValueError, match=r"one embedding_dim, got .*'t_cat_1': 2.* interaction_d"):
+        SparseArch(TorchEmbeddingBags(formulas.make_tables(DIMS)))
+
+
+def test_steps_under_the_smallest_budget_are_the_resident_ones_bit_for_bit(formulas):
+    tables = [replace(table, num_embeddings=200) for table in formulas.make_tables(DIMS)]
+    batch, optimizer = formulas.make_batch(), SGD(lr=0.1)
+    ids = batch.sparse_features
+    batches = [  # the rows of the first come back after others took their slots
+        Batch(
+            batch.dense_features.float(),
+            JaggedIds(ids.keys(), ids.values() + first_row, ids.offsets()),
+            batch.labels,
+        )
+        for first_row in (0, 20, 40, 0)
+    ]
+    needed = [
+        (
+            len(ids[name].values().unique()),
+            slot_bytes(dim, torch.float32, optimizer.state_sizes(dim)),
+        )
+        for name, dim in zip(formulas.SIZES, DIMS, strict=True)
+    ]
+    floor = floor_bytes(3 * 200, needed)
+    trainings = []
+
+    for budget in (None, floor):
+        torch.manual_seed(0)
+        collection = HotColdEmbeddingBagCollection(tables, optimizer=optimizer, budget=budget)
+        assert bool(collection.tiers()) == (budget is not None)
+        training = DLRMTrain(DLRM(collection, 5, [8, 4], [16, 1]))
+        dense = torch.optim.SGD(
+            [p for name, p in training.named_parameters() if "embedding_bags" not in name], lr=0.1
+        )
+        losses = []
+        for each in batches:
+            dense.zero_grad()
+            loss, _ = training(each)
+            loss.backward()
+            dense.step()
+            losses.append(loss.item())
+        trainings.append((losses, training.state_dict()))
+
+    (losses, expected), (found_losses, found) = trainings
+    assert found_losses == losses
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name

@@ -1,0 +1,171 @@
+"""TBSM beside its formulas, written anew for one sample and step at a time."""
+
+import pytest
+import torch
+
+from recsys import JaggedIds
+from recsys.models import TBSM
+from tests.models.sequence_data import (
+    DIM,
+    HISTORIES,
+    NUM_DENSE,
+    Reference,
+    make_batch,
+    make_collection,
+    require_equal,
+)
+
+NUM_STEPS = 3
+OTHERS = ["user", "tags"]
+
+
+def make_tbsm(num_dense=NUM_DENSE, num_steps=NUM_STEPS, histories=HISTORIES, **options):
+    torch.manual_seed(0)
+    return TBSM(
+        make_collection(),
+        num_dense,
+        histories,
+        num_steps,
+        [6, DIM],
+        [7, 1],
+        **{"tower_layer_sizes": (6, 5), **options},
+    )
+
+
+def tower(reference, dense, fields):
+    embedded = reference.perceptrons("tower.dense_arch", dense)
+    vectors = [embedded, *fields]
+    products = [
+        (vectors[first] * vectors[second]).sum()
+        for first in range(len(vectors))
+        for second in range(first + 1, len(vectors))
+    ]
+    result = reference.top("tower.over_arch", torch.cat([embedded, torch.stack(products)]))
+    return result / result.square().sum().sqrt()
+
+
+def logits_of(reference, batch, num_heads=1, num_steps=NUM_STEPS):
+    logits = []
+    for sample in range(len(batch)):
+        dense = batch.dense_features[sample].double()
+        others = [reference.sum(batch, name, sample) for name in OTHERS]
+
+        def vector(position, fields, dense=dense, others=others):
+            at = torch.tensor([position / (num_steps + 1)], dtype=torch.float64)
+            return tower(reference, torch.cat([dense, at]), [*fields, *others])
+
+        rows = [reference.rows(batch, history, sample) for history in HISTORIES]
+        length, steps = len(rows[0]), []
+        for step in range(num_steps):
+            place = length - num_steps + step
+            if place < 0:
+                steps.append(torch.zeros(5, dtype=torch.float64))
+            else:
+                steps.append(vector(step + 1, [of_history[place] for of_history in rows]))
+        last = [reference.sum(batch, candidate, sample) for candidate in HISTORIES.values()]
+        candidate = vector(num_steps + 1, last)
+        contexts = []
+        for head in range(num_heads):
+            matrix = reference.parameters[f"heads.{head}.projection"]
+            scores = torch.stack([step @ (matrix.T @ (matrix @ candidate)) for step in steps])
+            coefficients = 1 / (1 + (-reference.top(f"heads.{head}.mlp", scores)).exp())
+            context = torch.zeros(5, dtype=torch.float64)
+            for coefficient, step in zip(coefficients, steps, strict=True):
+                context = context + coefficient * step
+            contexts.append(context)
+        logits.append(reference.top("over_arch", torch.cat([*contexts, candidate])))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[3, 0, 1, 8, 2], [0, 0], [3, 3, 3], [7, 9]],
+    ids=["mixed", "empty", "full", "too long"],
+)
+@pytest.mark.parametrize(("num_dense", "num_heads"), [(0, 1), (NUM_DENSE, 2)])
+def test_logits_and_gradients_are_those_of_the_formulas(lengths, num_dense, num_heads):
+    model = make_tbsm(num_dense, num_heads=num_heads)
+    batch = make_batch(lengths, num_dense=num_dense)
+    reference = Reference(model)
+
+    require_equal(model, batch, reference, logits_of(reference, batch, num_heads))
+
+
+def test_steps_before_the_last_ones_do_not_matter():
+    model, batch = make_tbsm(), make_batch([NUM_STEPS + 4])
+    ids = batch.sparse_features
+    logits = model(batch.dense_features, ids)
+
+    for feature in HISTORIES:
+        begin = int(ids.offsets()[ids.keys().index(feature)])
+        ids.values()[begin : begin + 4] = 0
+
+    assert torch.equal(model(batch.dense_features, ids), logits)
+
+
+def test_the_order_of_steps_matters():
+    model, batch = make_tbsm(), make_batch([2])
+    ids = batch.sparse_features
+    logits = model(batch.dense_features, ids)
+
+    for feature in HISTORIES:
+        begin = int(ids.offsets()[ids.keys().index(feature)])
+        ids.values()[begin : begin + 2] = ids.values()[begin : begin + 2].flip(0)
+
+    assert (model(batch.dense_features, ids) - logits).abs().max() > 1e-4
+
+
+def test_a_step_that_only_one_history_has_is_a_step():
+    model, batch = make_tbsm(), make_batch([2])
+    ids = batch.sparse_features
+    lengths = ids.lengths().clone()
+    place = ids.keys().index("category_history")
+    kept = torch.ones(len(ids.values()), dtype=torch.bool)
+    kept[ids.offsets()[place] : ids.offsets()[place + 1]] = False
+    lengths[place] = 0
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    without = JaggedIds(ids.keys(), ids.values()[kept], offsets)
+
+    fields, is_step = model._fields(without)
+
+    assert is_step.tolist() == [[False, True, True]]
+    assert torch.equal(fields[:, :, 0], model._fields(ids)[0][:, :, 0])
+    assert not fields[0, :NUM_STEPS, 1].any()
+
+
+def test_default_sizes_are_upstreams():
+    model = TBSM(make_collection(), 0, HISTORIES, 20, [DIM], [60, 1])
+
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+
+    assert shapes["tower.dense_arch._mlp.0._linear.weight"] == (DIM, 1)
+    assert shapes["tower.over_arch.model.1.weight"] == (15, 15)
+    assert shapes["heads.0.projection"] == (15, 15)
+    assert shapes["heads.0.mlp.model.0._mlp.0._linear.weight"] == (15, 20)
+    assert shapes["heads.0.mlp.model.0._mlp.1._linear.weight"] == (15, 15)
+    assert shapes["heads.0.mlp.model.1.weight"] == (20, 15)
+    assert shapes["over_arch.model.0._mlp.0._linear.weight"] == (60, 30)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_steps": 0}, "TBSM: num_steps must be at least 1, got 0"),
+        ({"num_heads": 0}, "TBSM: num_heads must be at least 1, got 0"),
+        ({"dense_arch_layer_sizes": [6, 5]}, "must end in embedding_dim 4, got"),
+        ({"tower_layer_sizes": [5]}, "tower_layer_sizes must have at least two sizes"),
+        ({"over_arch_layer_sizes": [7, 2]}, r"TBSM: over_arch_layer_sizes must end in 1, got \[7"),
+        ({"histories": {}}, "TBSM: histories must map at least one history"),
+    ],
+)
+def test_sizes_and_histories_that_do_not_fit_are_refused(settings, message):
+    arguments = {
+        "histories": HISTORIES,
+        "num_steps": 3,
+        "dense_arch_layer_sizes": [6, DIM],
+        "over_arch_layer_sizes": [7, 1],
+        **settings,
+    }
+
+    with pytest.raises(ValueError, match=message):
+        TBSM(make_collection(), NUM_DENSE, **arguments)

@@ -1,0 +1,305 @@
+"""Every `model.name` in training: it learns, is saved, evaluated, verified, and ranked."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from recsys.config import load_config
+from recsys.datasets.store import Store
+from recsys.datasets.store_features import Feature
+from recsys.errors import ConfigError
+from recsys.models import DLRM
+from recsys.train.judge.evaluation import evaluate_run, open_saved_model
+from recsys.train.parts.build import build_model, open_source
+from recsys.train.trainer import train
+from recsys.train.verify_tiers import format_verification, verify_budgets
+from tests.train.judged_stores import write_store
+
+SMALL = (
+    "model.embedding_dim=4",
+    "model.dense_arch=[8, 4]",
+    "model.over_arch=[8, 1]",
+    "model.dcn.low_rank_dim=3",
+    "model.din.attention=[6]",
+    "model.tbsm.num_steps=3",
+    "model.tbsm.tower=[6, 5]",
+    "model.transformer.kept=2",
+    "batch_size=16",
+    "optimizer.name=adagrad",
+    "optimizer.lr=0.1",
+    "num_threads=1",
+)
+MODELS = {
+    "dlrm": ("model.name=dlrm",),
+    "masked_transformer": ("model.interaction=masked_transformer",),
+    "dcn_v2": ("model.name=dcn_v2",),
+    "deepfm": ("model.name=deepfm",),
+    "din": ("model.name=din",),
+    "tbsm": ("model.name=tbsm",),
+}
+CUSTOM = """
+import torch
+
+
+class Sum(torch.nn.Module):
+    {attribute}
+
+    def __init__(self, embeddings, num_dense):
+        super().__init__()
+        self.embeddings = embeddings
+        self.dense = torch.nn.Linear(num_dense, 1)
+
+    def forward(self, batch):
+        {pool}
+        return self.dense(batch.dense_features) + pooled.sum(1, keepdim=True)
+"""
+
+
+@pytest.fixture(params=MODELS)
+def settings(request):
+    return [*SMALL, *MODELS[request.param]]
+
+
+def run(config, folder):
+    return train(config, folder, show_progress=False)
+
+
+def test_a_saved_model_evaluates_as_at_the_end_of_its_run(settings, table_store, tmp_path):
+    config = load_config(None, settings, data=str(table_store()), epochs=3)
+
+    record = run(config, tmp_path / "run")
+    found = evaluate_run(tmp_path / "run")
+
+    assert record["status"] == "finished"
+    for split in ("test", "validation"):
+        expected = record["metrics"][split]
+        assert found[split].as_dict()["auc"] == expected["auc"]
+        assert found[split].as_dict()["logloss"] == pytest.approx(expected["logloss"])
+
+
+def test_every_parameter_learns(settings, table_store):
+    config = load_config(None, settings, data=str(table_store()))
+    source = open_source(config)
+    model, optimizers = build_model(config, source)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    for begin in range(0, 96, 16):
+        loss, _ = model(source.read(np.arange(begin, begin + 16)))
+        for each in optimizers:
+            each.zero_grad()
+        loss.backward()
+        for each in optimizers:
+            each.step()
+
+    same = [name for name, value in model.state_dict().items() if torch.equal(value, before[name])]
+    # Not each of the few ReLUs lives; the scores of a learned mask may keep their values.
+    assert not [name for name in same if "bias" not in name and "scores" not in name]
+
+
+@pytest.mark.parametrize("name", ["din", "tbsm", "dcn_v2", "masked_transformer"])
+@pytest.mark.parametrize("schedule", ["sequential", "lookahead"])
+def test_every_budget_gives_the_same_bits(table_store, name, schedule):
+    settings = [*SMALL, *MODELS[name], f"schedule.name={schedule}"]
+    config = load_config(None, settings, data=str(table_store()))
+
+    found = verify_budgets(config, ["floor", "half", "everything"])
+
+    assert all(each.ok for each in found), format_verification(found)
+    assert found[0].tiers is not None
+
+
+@pytest.mark.parametrize("name", ["din", "tbsm"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("schedule.name=hotline", "budget=12KiB"),
+        ("schedule.name=fae", "budget=12KiB"),
+        (
+            "skip.policy=observe",
+            "skip.staleness.window=33",
+            "skip.staleness.patience=1",
+            "epochs=3",
+        ),
+        ("skip.policy=random_drop", "skip.share=0.3"),
+        (
+            "skip.policy=importance",
+            "skip.share=0.3",
+            "skip.importance.warm_up=10",
+            "skip.guard.every=0",
+        ),
+    ],
+    ids=lambda more: more[0],
+)
+def test_sequences_train_with_every_schedule_and_policy(table_store, tmp_path, name, more):
+    settings = [*SMALL, *MODELS[name], *more]
+
+    record = run(load_config(None, settings, data=str(table_store())), tmp_path / "run")
+
+    assert record["status"] == "finished"
+    assert 0 < record["metrics"]["validation"]["logloss"] < 2
+
+
+def test_models_without_a_head_rank_items(tmp_path):
+    store = write_store(tmp_path / "store", is_ranked=True)
+    settings = [*SMALL, "model.name=din", "eval.ranking_k=5"]
+
+    record = run(load_config(None, settings, data=str(store.path)), tmp_path / "run")
+
+    assert record["metrics"]["test"]["num_rankings"] > 0
+    assert 0 < record["metrics"]["test"]["recall_at_k"] < 1
+
+
+def test_tables_may_have_dims_and_poolings_of_their_own(table_store, tmp_path):
+    more = ["model.table_dims.user=2", "model.table_dims.tag=8", "model.pooling.tag=mean"]
+    config = load_config(None, [*SMALL, *more], data=str(table_store()))
+
+    record = run(config, tmp_path / "run")
+    found = verify_budgets(config, ["floor", "half", "everything"])
+    _, _, model = open_saved_model(tmp_path / "run")
+
+    assert (
+        evaluate_run(tmp_path / "run")["test"].as_dict()["auc"] == record["metrics"]["test"]["auc"]
+    )
+    assert all(each.ok for each in found), format_verification(found)
+    bags = model.model.sparse_arch.embedding_bag_collection.embedding_bag_configs()
+    assert {each.name: (each.embedding_dim, each.pooling) for each in bags} == {
+        "t_item": (4, "sum"),
+        "t_user": (2, "sum"),
+        "t_tag": (8, "mean"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("attribute", "pool"),
+    [
+        ("pass", "pooled = self.embeddings(batch.sparse_features).values()"),
+        (
+            "unpooled = True",
+            "rows = self.embeddings(batch.sparse_features)\n"
+            "        pooled = torch.cat([rows['user'].values(), rows['item'].values()], 1)",
+        ),
+    ],
+    ids=["pooled", "rows"],
+)
+def test_a_class_of_the_users_trains_and_is_evaluated(
+    table_store, tmp_path, monkeypatch, attribute, pool
+):
+    (tmp_path / "my_models.py").write_text(CUSTOM.format(attribute=attribute, pool=pool))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_models", raising=False)
+    path = list(sys.path)
+    config = load_config(None, [*SMALL, "model.name=my_models:Sum"], data=str(table_store()))
+
+    record = run(dataclasses.replace(config, epochs=3), tmp_path / "run")
+    found = evaluate_run(tmp_path / "run")
+
+    assert sys.path == path
+    assert found["test"].as_dict()["auc"] == record["metrics"]["test"]["auc"]
+    sys.modules.pop("my_models")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("nowhere:Sum", "", r"'nowhere:Sum': module nowhere cannot be imported \(No module"),
+        (
+            "own_code:Missing",
+            "",
+            "Missing must be a class of torch.nn.Modules in own_code, got None",
+        ),
+        ("own_code:json", "import json", "json must be a class of torch.nn.Modules"),
+        (
+            "own_code:M",
+            "import torch\nclass M(torch.nn.Module):\n    pass",
+            r"is built as M\(embeddings, num_dense\), which raised a TypeError",
+        ),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_named(
+    table_store, tmp_path, monkeypatch, name, code, message
+):
+    (tmp_path / "own_code.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_code", raising=False)
+    config = load_config(None, [*SMALL, f"model.name={name}"], data=str(table_store()))
+
+    with pytest.raises(ConfigError, match=message):
+        build_model(config, open_source(config))
+    sys.modules.pop("own_code", None)
+
+
+def test_logits_of_another_shape_are_refused(table_store, tmp_path, monkeypatch):
+    code = CUSTOM.format(attribute="pass", pool="pooled = torch.ones(len(batch), 3)")
+    (tmp_path / "own_code.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_code", raising=False)
+    config = load_config(None, [*SMALL, "model.name=own_code:Sum"], data=str(table_store()))
+    source = open_source(config)
+    model, _ = build_model(config, source)
+    monkeypatch.setattr(model.model, "forward", lambda batch: torch.ones(len(batch), 2))
+
+    with pytest.raises(ValueError, match=r"Sum: forward must return logits of shape \(5,\) or"):
+        model(source.read(np.arange(5)))
+    sys.modules.pop("own_code", None)
+
+
+def test_data_without_a_history_are_refused_by_name(table_store):
+    features = (Feature("user", "user"), Feature("tags", "tag", "multi"), Feature("item", "item"))
+    config = load_config(None, [*SMALL, "model.name=din"], data=str(table_store(features=features)))
+
+    with pytest.raises(ConfigError, match=r"model\.name 'din' needs a history: a feature of kind"):
+        build_model(config, open_source(config))
+
+
+def test_baselines_have_no_rows_without_pooling(table_store):
+    settings = [*SMALL, "model.name=din", "embeddings=torch"]
+    config = load_config(None, settings, data=str(table_store()))
+
+    with pytest.raises(
+        ConfigError, match="embeddings must be 'recsys' for a model that looks rows"
+    ):
+        build_model(config, open_source(config))
+
+
+def test_a_table_that_there_is_not_is_named(table_store):
+    config = load_config(None, [*SMALL, "model.table_dims.users=8"], data=str(table_store()))
+
+    with pytest.raises(ConfigError, match=r"model.table_dims.users: the data has no table of that"):
+        build_model(config, open_source(config))
+
+
+def test_histories_are_the_sequences_that_share_a_table_with_a_candidate(table_store):
+    assert Store(table_store()).histories == {"history": "item"}
+    features = (
+        Feature("user", "user"),
+        Feature("tags", "tag"),
+        Feature("past", "item", "sequence"),
+    )
+    assert Store(table_store("other", features=features)).histories == {}
+
+
+def test_dlrm_stays_the_model_it_was(table_store):
+    config = load_config(None, list(SMALL), data=str(table_store()))
+
+    model, _ = build_model(config, open_source(config))
+
+    assert type(model.model) is DLRM
+    assert set(model.model.state_dict()) == {
+        *(
+            f"sparse_arch.embedding_bag_collection.embedding_bags.t_{table}.weight"
+            for table in ("item", "user", "tag")
+        ),
+        *(
+            f"{layer}.{kind}"
+            for layer in (
+                "dense_arch.model._mlp.0._linear",
+                "dense_arch.model._mlp.1._linear",
+                "over_arch.model.0._mlp.0._linear",
+                "over_arch.model.1",
+            )
+            for kind in ("weight", "bias")
+        ),
+    }
