@@ -19,6 +19,7 @@ from recsys.cli.table import add_table_commands
 from recsys.config import TrainConfig, load_config
 from recsys.errors import ConfigError, RecsysError
 from recsys.train.exports.export import FORMATS
+from recsys.train.exports.quantized import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,7 +112,8 @@ def _add_run_commands(commands: _Commands) -> None:
     what.add_argument(
         "--to",
         choices=FORMATS,
-        help="for TorchRec's DLRM, for facebookresearch/dlrm's DLRM_Net, or without pickle",
+        help="for TorchRec's DLRM, for facebookresearch/dlrm's DLRM_Net, without pickle, or a "
+        "program that runs with PyTorch alone",
     )
     what.add_argument(
         "--since",
@@ -123,6 +125,11 @@ def _add_run_commands(commands: _Commands) -> None:
         "--checkpoint",
         metavar="N",
         help="with --to safetensors: the model of this checkpoint, or of the 'last' one",
+    )
+    export.add_argument(
+        "--quantize",
+        choices=QUANTIZATIONS,
+        help="with --to torch-export: round rows to int8, with a scale for each row",
     )
     export.add_argument("--out", required=True, metavar="FILE", help="new file")
     export.set_defaults(run_command=_export)
@@ -220,6 +227,16 @@ def _export(options: argparse.Namespace) -> int:
         raise ConfigError(f"--checkpoint {number} goes with --to safetensors only; leave it out")
     if number is not None and number != "last" and not number.isdecimal():
         raise ConfigError(f"--checkpoint must be a number or 'last', got {number!r}")
+    if options.to == "torch-export":
+        from recsys.train.exports.program import export_program
+        from recsys.train.exports.program_report import format_program
+
+        print(format_program(export_program(options.run, options.out, options.quantize)))
+        return 0
+    if options.quantize is not None:
+        raise ConfigError(
+            f"--quantize {options.quantize} goes with --to torch-export only; leave it out"
+        )
     if options.since is not None:
         written = export_run_delta(options.run, options.out, options.since)
     elif number is not None:

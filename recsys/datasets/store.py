@@ -44,7 +44,7 @@ from recsys._support.jit import kernel
 from recsys.batch import Batch, JaggedIds
 from recsys.datasets.source import SPLITS
 from recsys.datasets.store_bags import Bags, join_features
-from recsys.datasets.store_features import features_of
+from recsys.datasets.store_features import features_of, histories_in
 from recsys.datasets.store_meta import read_meta
 from recsys.datasets.store_writer import StoreWriter
 from recsys.errors import IdOutOfRange, StoreError
@@ -162,15 +162,7 @@ class Store:
     @property
     def histories(self) -> dict[str, str]:
         """For each sequence that shares its table: the first feature of kind one that does so."""
-        ones: dict[str, str] = {}
-        for each in self.features:
-            if not each.is_bag:
-                ones.setdefault(each.table, each.name)
-        return {
-            each.name: ones[each.table]
-            for each in self.features
-            if each.kind == "sequence" and each.table in ones
-        }
+        return histories_in(self.features)
 
     @property
     def fingerprint(self) -> str:
@@ -198,6 +190,7 @@ class Store:
             "num_samples",
             "splits",
             "encoding",
+            "dense_names",
             "unknown",
         )
         kept = {key: self.meta[key] for key in keys if key in self.meta}

@@ -13,7 +13,7 @@ from recsys.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["KINDS", "Feature", "features_of", "require_features"]
+__all__ = ["KINDS", "Feature", "features_of", "histories_in", "require_features"]
 
 KINDS = ("one", "multi", "sequence")
 
@@ -43,6 +43,19 @@ def features_of(meta: Mapping[str, Any]) -> tuple[Feature, ...]:
     if "features" in meta:
         return tuple(Feature(**each) for each in meta["features"])
     return tuple(Feature(table, table) for table in meta["num_embeddings"])
+
+
+def histories_in(features: Sequence[Feature]) -> dict[str, str]:
+    """For each sequence that shares its table: the first feature of kind "one" that does so."""
+    ones: dict[str, str] = {}
+    for each in features:
+        if not each.is_bag:
+            ones.setdefault(each.table, each.name)
+    return {
+        each.name: ones[each.table]
+        for each in features
+        if each.kind == "sequence" and each.table in ones
+    }
 
 
 def require_features(features: Sequence[Feature]) -> None:

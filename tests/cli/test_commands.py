@@ -85,7 +85,14 @@ def test_options_are_these_and_no_others():
         "report": {"run": ""},
         "evaluate": {"run": "", "--data": "", "--json": ""},
         "predict": {"run": "", "data": "", "--out": "", "--batch-size": ""},
-        "export": {"run": "", "--to": "", "--since": "", "--checkpoint": "", "--out": ""},
+        "export": {
+            "run": "",
+            "--to": "",
+            "--since": "",
+            "--checkpoint": "",
+            "--quantize": "",
+            "--out": "",
+        },
         "apply": {"full": "", "deltas": "", "--out": ""},
         "bench": {
             "prepare": {
@@ -195,6 +202,15 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
         (["evaluate", "nowhere"], "nowhere is not a run"),
         (["predict", "nowhere", "a.csv", "--out", "b.parquet"], "nowhere is not a run"),
         (["export", "nowhere", "--to", "classic", "--out", "f"], "nowhere is not a run"),
+        (["export", "nowhere", "--to", "torch-export", "--out", "f.pt2"], "nowhere is not a run"),
+        (
+            ["export", "nowhere", "--to", "torch-export", "--out", "f"],
+            "must end in .pt2, as torch.export.load expects, got f; write to f.pt2",
+        ),
+        (
+            ["export", "nowhere", "--to", "classic", "--quantize", "int8", "--out", "f"],
+            "--quantize int8 goes with --to torch-export only",
+        ),
         (["report", "nowhere"], "nowhere has neither a run.json nor an ablate.json"),
         (["ablate", "nowhere.toml", "--run", "out"], "nowhere.toml cannot be read"),
         (
@@ -364,6 +380,7 @@ def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
     from recsys.datasets.criteo.kaggle import CONVENTIONS
     from recsys.datasets.source import SPLITS
     from recsys.train.exports.export import FORMATS as MODEL_FORMATS
+    from recsys.train.exports.quantized import QUANTIZATIONS
 
     def choices(*path):
         parser = build_parser()
@@ -377,6 +394,7 @@ def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():
     assert choices("convert", "to") == DATA_FORMATS
     assert choices("convert", "split") == SPLITS
     assert choices("export", "to") == MODEL_FORMATS
+    assert choices("export", "quantize") == QUANTIZATIONS
     assert choices("bench", "lookup", "optimizers") == OPTIMIZERS
     assert choices("bench", "tiers", "optimizer") == TIERED_OPTIMIZERS
 

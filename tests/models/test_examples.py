@@ -10,7 +10,6 @@ from recsys.embeddings.baselines import TorchEmbeddingBags
 from recsys.embeddings.table import TableConfig
 from recsys.models import DLRM, DCNv2, MaskedTransformerArch
 
-
 MODELS = sorted((Path(__file__).parents[2] / "examples" / "models").glob("*.toml"))
 
 

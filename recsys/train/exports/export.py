@@ -1,10 +1,11 @@
 """Export of a run's model to the formats of other programs.
 
-format       content of FILE
-torchrec     torch.save of the state dict of TorchRec's `DLRM` (tables `t_<feature>`)
-classic      torch.save of a checkpoint for facebookresearch/dlrm's `--load-model
-             --inference-only`; without optimizer state, so its training cannot be continued
-safetensors  the state dict of TorchRec's `DLRM`, without pickle
+format        content of FILE
+torchrec      torch.save of the state dict of TorchRec's `DLRM` (tables `t_<feature>`)
+classic       torch.save of a checkpoint for facebookresearch/dlrm's `--load-model
+              --inference-only`; without optimizer state, so its training cannot be continued
+safetensors   the state dict of TorchRec's `DLRM`, without pickle
+torch-export  a program for `torch.export.load`, which runs without recsys (`program`)
 
 Checkpoints of a run, also of one that goes on, are exported as safetensors: whole, or only the rows
 that changed (`deltas`).
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "export_run", "export_run_checkpoint", "export_run_delta"]
 
-FORMATS = ("torchrec", "classic", "safetensors")
+FORMATS = ("torchrec", "classic", "safetensors", "torch-export")
 
 
 def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
@@ -47,12 +48,16 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
         The file.
 
     Raises:
-        ConfigError: the format is unknown or does not fit the model, `run_dir` is not a run, or the
-            run saved no model.
+        ConfigError: the format is unknown or does not fit the model or the name of the file,
+            `run_dir` is not a run, or the run saved no model.
         AlreadyExists: `file` exists.
     """
     if to not in FORMATS:
         raise ConfigError(f"export: the format must be one of {FORMATS}, got {to!r}")
+    if to == "torch-export":
+        from recsys.train.exports.program import export_program  # imports all of training
+
+        return export_program(run_dir, file).path
     folder, file = RunFolder.open(run_dir), Path(file)
     folder.require_model()
     record = folder.read_record()

@@ -47,6 +47,7 @@ __all__ = [
     "SavedModel",
     "evaluate_run",
     "evaluate_split",
+    "evaluation_config",
     "finite_scores",
     "nonzero_counts",
     "open_saved_model",
@@ -216,16 +217,7 @@ def open_saved_model(run_dir: str | Path, data: str | None = None) -> SavedModel
     """
     folder = RunFolder.open(run_dir)
     trained = folder.read_config()
-    # Evaluation updates no rows: plain SGD allocates no state.
-    config = replace(
-        trained,
-        optimizer=OptimizerConfig(),
-        dense_optimizer=None,
-        budget="",
-        plan="",
-        cold_tier="host",
-        cold_path="",
-    )
+    config = evaluation_config(trained)
     if data is not None:
         config = replace(config, data=data)
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -251,6 +243,19 @@ def open_saved_model(run_dir: str | Path, data: str | None = None) -> SavedModel
     model, _ = build_model(config, source, table_device="meta" if is_mapped else None)
     folder.load_model(model.model)
     return SavedModel(config, source, model.eval())
+
+
+def evaluation_config(trained: TrainConfig) -> TrainConfig:
+    """The configuration of a run without what is for training alone: optimizers and tiers."""
+    return replace(
+        trained,
+        optimizer=OptimizerConfig(),  # updates nothing, and plain SGD allocates no state
+        dense_optimizer=None,
+        budget="",
+        plan="",
+        cold_tier="host",
+        cold_path="",
+    )
 
 
 def evaluate_run(run_dir: str | Path, data: str | None = None) -> dict[str, Metrics]:

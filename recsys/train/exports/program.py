@@ -1,0 +1,162 @@
+"""Export of a run's model as a program of PyTorch alone, made by `torch.export`.
+
+    FILE.pt2    what `torch.export.load` reads: the program, its tensors, and the text
+                `recsys.json`, which says what the program takes and returns
+
+The program needs no recsys, numba or numpy. `traced` says what its inputs are. Its last step is the
+logit; dense features must have gone through the transforms of the data, and ids are rows of tables.
+
+On the way the tables are mapped from the run's file. `torch.export.save` copies one table at a time
+to memory, so the peak is the largest table, and with int8 rows all rows in int8 besides.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from recsys._support.files import appearing_whole, require_new
+from recsys._support.machine import set_num_threads
+from recsys._version import __version__
+from recsys.batch import feature_tables, has_bags
+from recsys.errors import ConfigError, StoreError
+from recsys.train.exports.plain_tables import quantize_tables, table_bytes, use_plain_tables
+from recsys.train.exports.program_report import ABOUT, FORMAT_VERSION, ProgramReport
+from recsys.train.exports.quantized import QUANTIZATIONS
+from recsys.train.exports.recorded_source import RecordedSource, dense_names_of
+from recsys.train.exports.traced import trace
+from recsys.train.judge.evaluation import evaluate_split, evaluation_config
+from recsys.train.parts.build import build_model, open_source, require_features_of
+from recsys.train.run_files.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["export_program"]
+
+
+def export_program(
+    run_dir: str | Path, file: str | Path, quantize: str | None = None
+) -> ProgramReport:
+    """Write the model of a run as a program of PyTorch alone.
+
+    Args:
+        run_dir: A run that saved its model.
+        file: A new file; its name ends in ".pt2".
+        quantize: "int8" to round rows to int8 with a scale for each row. AUC and logloss on the
+            test part are then measured with both kinds of rows, if the run's data is still there.
+
+    Raises:
+        AlreadyExists: `file` exists.
+        ConfigError: a setting is unknown, `run_dir` is not a run, the run saved no model, or
+            `torch.export` cannot trace the model.
+        WeightsError: a row has nan or inf and cannot be rounded.
+    """
+    file = Path(file)
+    if file.suffix != ".pt2":
+        raise ConfigError(
+            f"export: the name of a program must end in .pt2, as torch.export.load expects, got "
+            f"{file}; write to {file.with_name(f'{file.name}.pt2')}"
+        )
+    if quantize is not None and quantize not in QUANTIZATIONS:
+        raise ConfigError(f"export: quantize must be one of {QUANTIZATIONS}, got {quantize!r}")
+    folder = RunFolder.open(run_dir)
+    folder.require_model()
+    record = folder.read_record()
+    require_new(file)
+    # On the CPU, whose collections can be mapped from the file; all providers have the same keys.
+    config = replace(evaluation_config(folder.read_config()), device="cpu", embeddings="recsys")
+    set_num_threads(config.num_threads)
+    data = _open_data(config, record)
+    model, _ = build_model(config, data.source, table_device="meta")
+    folder.load_model(model.model)
+    use_plain_tables(model)
+    model.eval().requires_grad_(False)
+    sizes, test = {"float32": table_bytes(model)}, {}
+    if quantize is not None:
+        test = {"float32": _measure(model, data, config)}
+        quantize_tables(model)
+        sizes[quantize] = table_bytes(model)
+        test[quantize] = _measure(model, data, config)
+    report = ProgramReport(
+        path=file,
+        table_bytes=sizes,
+        test={rows: found for rows, found in test.items() if found},
+        not_measured=None if quantize is None else data.not_measured,
+    )
+    source, is_jagged = data.source, has_bags(data.source)
+    features = list(feature_tables(source))
+    program = trace(model, features, source.num_dense, has_bags=is_jagged)
+    about = _describe(source, record, is_jagged) | report.as_dict()
+    # Through a file object: torch expects the name of a path to end in .pt2.
+    with appearing_whole(file) as partial, partial.open("wb") as stream:
+        torch.export.save(program, stream, extra_files={ABOUT: json.dumps(about, indent=2)})
+    return report
+
+
+class _Data(NamedTuple):
+    """The data of a run.
+
+    Attributes:
+        source: The data, or what the record says about it.
+        not_measured: Why its test part cannot be measured; None if it can.
+    """
+
+    source: SampleSource
+    not_measured: str | None
+
+
+def _open_data(config: TrainConfig, record: Mapping[str, Any]) -> _Data:
+    """Open the data of a run, if it is there and is still as the run found it.
+
+    Raises:
+        ConfigError: it is not, and the record does not say enough about it.
+    """
+    try:
+        source = open_source(config, to_train=False)
+        require_features_of(record, source)
+    except (ConfigError, StoreError) as error:
+        return _Data(RecordedSource(record["data"]), str(error))
+    if not source.splits["test"]:
+        return _Data(source, f"{config.data} has no test sample")
+    return _Data(source, None)
+
+
+def _measure(model: nn.Module, data: _Data, config: TrainConfig) -> dict[str, float | None]:
+    """AUC and logloss on the test part; empty if it cannot be measured."""
+    if data.not_measured is not None:
+        return {}
+    found = evaluate_split(model, data.source, "test", config.eval.batch_size)
+    return {"auc": found.auc, "logloss": found.logloss}
+
+
+def _describe(source: SampleSource, record: Mapping[str, Any], is_jagged: bool) -> dict[str, Any]:
+    """What the program takes and returns, in JSON types."""
+    tables = feature_tables(source)
+    sparse = (
+        [("values", ["N"], "int64"), ("offsets", ["F * B + 1"], "int64")]
+        if is_jagged
+        else [("ids", ["B", len(tables)], "int64")]
+    )
+    inputs = [("dense_features", ["B", source.num_dense], "float32"), *sparse]
+    return {
+        "format": "recsys program",
+        "version": FORMAT_VERSION,
+        "made_by": {"recsys": __version__, "torch": torch.__version__},
+        "inputs": [{"name": name, "shape": shape, "dtype": dtype} for name, shape, dtype in inputs],
+        "output": {"name": "logits", "shape": ["B"], "dtype": "float32"},
+        "dense_features": dense_names_of(record["data"]),
+        "features": [
+            {"name": name, "table": table, "num_embeddings": source.table_sizes[table]}
+            for name, table in tables.items()
+        ],
+    }

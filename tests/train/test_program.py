@@ -1,0 +1,186 @@
+"""Programs of `torch.export`: equal to the model, of PyTorch alone, with float32 or int8 rows."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from recsys.cli.commands import main
+from recsys.config import load_config
+from recsys.errors import AlreadyExists, ConfigError, WeightsError
+from recsys.train.exports.program import export_program
+from recsys.train.exports.quantized import dequantize, quantize_rows
+from recsys.train.judge.evaluation import open_saved_model
+from recsys.train.trainer import train
+from tests.train.test_models import MODELS, SMALL
+
+# Runs a program on the arrays of a file, without recsys and numba.
+RUN_ALONE = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("recsys", "numba", "torchrec", "fbgemm_gpu"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+import torch
+program, inputs, out = sys.argv[1:]
+found = torch.export.load(program).module()(*torch.load(inputs))
+torch.save(found, out)
+"""
+
+
+def trained(settings, data, folder):
+    train(load_config(None, [*SMALL, *settings], data=data), folder, show_progress=False)
+    return folder
+
+
+def inputs_of(source, samples):
+    """The inputs of a program for data with bags, and the batch."""
+    batch = source.read(samples)
+    features = batch.sparse_features
+    return (batch.dense_features, features.values(), features.offsets()), batch
+
+
+def about(file):
+    extra = {"recsys.json": ""}
+    torch.export.load(file, extra_files=extra)
+    return json.loads(extra["recsys.json"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_program_gives_the_logits_of_the_model(table_store, tmp_path, name):
+    run = trained(MODELS[name], str(table_store(has_weights=False)), tmp_path / "run")
+
+    export_program(run, tmp_path / "model.pt2")
+
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    _, source, model = open_saved_model(run)
+    for size in (1, 7, 300):
+        inputs, batch = inputs_of(source, np.arange(5, 5 + size))
+        with torch.no_grad():
+            _, (_, expected, _) = model(batch)
+        torch.testing.assert_close(program(*inputs), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_program_of_one_row_per_feature_takes_a_matrix_and_runs_without_recsys(tmp_path):
+    data = "synthetic:criteo-kaggle"
+    sizes = ["synthetic.num_samples=700", f"synthetic.table_sizes={[30] * 5}"]
+    run = trained(sizes, data, tmp_path / "run")
+    export_program(run, tmp_path / "model.pt2")
+    _, source, model = open_saved_model(run)
+    batch = source.read(np.arange(40))
+    ids = batch.sparse_features.values().view(5, 40).t().contiguous()
+    torch.save((batch.dense_features, ids), tmp_path / "inputs.pt")
+
+    files = [str(tmp_path / name) for name in ("model.pt2", "inputs.pt", "out.pt")]
+    subprocess.run([sys.executable, "-c", RUN_ALONE, *files], check=True, cwd=tmp_path)
+
+    with torch.no_grad():
+        _, (_, expected, _) = model(batch)
+    torch.testing.assert_close(torch.load(tmp_path / "out.pt"), expected, rtol=1e-6, atol=1e-6)
+    found = about(tmp_path / "model.pt2")
+    assert [each["name"] for each in found["inputs"]] == ["dense_features", "ids"]
+    assert [each["name"] for each in found["features"]] == [f"cat_{column}" for column in range(5)]
+    assert found["rows"] == "float32"
+
+
+@pytest.mark.parametrize("name", ["dlrm", "din"])
+def test_a_program_of_int8_rows_is_small_and_almost_as_good(table_store, tmp_path, name, capsys):
+    more = ["model.embedding_dim=16", "model.dense_arch=[8, 16]", "model.pooling.tag=mean"]
+    settings = [*MODELS[name], *more[: 3 if name == "dlrm" else 2], "epochs=3"]
+    store = table_store(num_samples=3000, has_weights=False)
+    run = trained(settings, str(store), tmp_path / "run")
+
+    command = ["export", str(run), "--to", "torch-export", "--quantize", "int8"]
+    assert main([*command, "--out", str(tmp_path / "model.pt2")]) == 0
+
+    found, text = about(tmp_path / "model.pt2"), capsys.readouterr().out
+    num_rows = 400 + 90 + 12
+    assert found["table_bytes"] == {"float32": num_rows * 64, "int8": num_rows * 20}
+    assert abs(found["test"]["int8"]["auc"] - found["test"]["float32"]["auc"]) < 2e-3
+    assert "take 0.312 of the bytes" in text
+    program = torch.export.load(tmp_path / "model.pt2")
+    tensors = program.state_dict
+    rows = {key: each for key, each in tensors.items() if each.dtype == torch.int8}
+    assert sum(len(each) for each in rows.values()) == num_rows
+    _, source, model = open_saved_model(run)
+    inputs, batch = inputs_of(source, np.arange(100))
+    with torch.no_grad():
+        _, (_, expected, _) = model(batch)
+    torch.testing.assert_close(program.module()(*inputs), expected, rtol=0, atol=0.05)
+    assert (
+        found["test"]["float32"]["auc"]
+        == json.loads((run / "run.json").read_text())["metrics"]["test"]["auc"]
+    )
+
+
+def test_int8_rows_are_within_half_a_scale(monkeypatch):
+    monkeypatch.setattr("recsys.train.exports.quantized._BLOCK_BYTES", 100)
+    torch.manual_seed(0)
+    weight = torch.randn(33, 5) * torch.logspace(-6, 3, 33).unsqueeze(1)
+    weight[4] = 0
+
+    rows, scales = quantize_rows(weight)
+
+    assert (rows.dtype, rows.shape, scales.shape) == (torch.int8, (33, 5), (33,))
+    assert torch.equal(dequantize(rows, scales)[4], weight[4])
+    differences = (dequantize(rows, scales) - weight).abs()
+    assert (differences <= 0.5001 * scales.unsqueeze(1)).all()
+    expected = [
+        round(value / (max(map(abs, weight[7].tolist())) / 127)) for value in weight[7].tolist()
+    ]
+    assert rows[7].tolist() == expected
+
+
+def test_a_row_that_is_not_finite_is_named():
+    weight = torch.ones(9, 3)
+    weight[6, 1] = torch.nan
+
+    with pytest.raises(WeightsError, match="row 6 must be finite"):
+        quantize_rows(weight)
+
+
+def test_without_its_data_a_program_is_made_but_not_measured(table_store, tmp_path):
+    store = table_store(has_weights=False)
+    run = trained([], str(store), tmp_path / "run")
+    store.rename(tmp_path / "gone")
+
+    report = export_program(run, tmp_path / "model.pt2", "int8")
+
+    assert report.test == {}
+    assert "store" in report.not_measured
+    assert about(tmp_path / "model.pt2")["features"][1] == {
+        "name": "tags",
+        "table": "tag",
+        "num_embeddings": 12,
+    }
+
+
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(table_store, tmp_path, monkeypatch):
+    run = trained([], str(table_store(has_weights=False)), tmp_path / "run")
+    (tmp_path / "there.pt2").write_text("")
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    with pytest.raises(ConfigError, match=r"must end in \.pt2"):
+        export_program(run, tmp_path / "model")
+    with pytest.raises(AlreadyExists):
+        export_program(run, tmp_path / "there.pt2")
+    with pytest.raises(ConfigError, match=r"quantize must be one of \('int8',\), got 'int4'"):
+        export_program(run, tmp_path / "model.pt2", "int4")
+    monkeypatch.setattr("torch.export.save", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_program(run, tmp_path / "model.pt2")
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_int8_rows_are_for_programs_alone(tmp_path, capsys):
+    command = ["export", str(tmp_path), "--to", "safetensors", "--quantize", "int8"]
+
+    assert main([*command, "--out", str(tmp_path / "model")]) == 2
+    assert "--quantize int8 goes with --to torch-export only" in capsys.readouterr().err
