@@ -15,7 +15,7 @@ from recsys.train.exports.program import export_program
 from recsys.train.exports.quantized import dequantize, quantize_rows
 from recsys.train.judge.evaluation import open_saved_model
 from recsys.train.trainer import train
-from tests.train.test_models import MODELS, SMALL
+from tests.train.test_models import CUSTOM, MODELS, SMALL
 
 # Runs a program on the arrays of a file, without recsys and numba.
 RUN_ALONE = """
@@ -87,6 +87,99 @@ def test_a_program_of_one_row_per_feature_takes_a_matrix_and_runs_without_recsys
     assert [each["name"] for each in found["inputs"]] == ["dense_features", "ids"]
     assert [each["name"] for each in found["features"]] == [f"cat_{column}" for column in range(5)]
     assert found["rows"] == "float32"
+
+
+POOLED = "pooled = self.embeddings(batch.sparse_features).values()"
+ROWS = """user = self.embeddings(batch.sparse_features)["user"]
+        rows, size = user.values(), batch.dense_features.shape[0]
+        bags = torch.repeat_interleave(user.lengths(), output_size=rows.shape[0])
+        pooled = rows.new_zeros(size, 4).index_add(0, bags, rows)"""
+
+
+@pytest.fixture
+def own_class(tmp_path, monkeypatch):
+    """Writes a module with a class `Sum` of the user's own, and returns its `model.name`."""
+
+    def write(attribute, pool):
+        (tmp_path / "served.py").write_text(CUSTOM.format(attribute=attribute, pool=pool))
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "served", raising=False)
+        return "model.name=served:Sum"
+
+    yield write
+    sys.modules.pop("served", None)
+
+
+@pytest.mark.parametrize(("attribute", "pool"), [("", POOLED), ("unpooled = True", ROWS)])
+def test_a_class_of_ones_own_becomes_a_program(own_class, table_store, tmp_path, attribute, pool):
+    name, store = own_class(attribute, pool), str(table_store(has_weights=False))
+    run = trained([name], store, tmp_path / "run")
+
+    export_program(run, tmp_path / "model.pt2")
+
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    _, source, model = open_saved_model(run)
+    for size in (1, 50):
+        inputs, batch = inputs_of(source, np.arange(size))
+        with torch.no_grad():
+            _, (_, expected, _) = model(batch)
+        torch.testing.assert_close(program(*inputs), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["if pooled.sum() > 0 else -pooled", "* len(batch)"])
+def test_a_class_that_cannot_be_traced_is_refused(own_class, table_store, tmp_path, change):
+    pool = f"{POOLED}\n        pooled = pooled {change}"
+    run = trained([own_class("", pool)], str(table_store(has_weights=False)), tmp_path / "run")
+
+    with pytest.raises(ConfigError, match=r"torch\.export cannot trace Sum: .*tensor\.shape"):
+        export_program(run, tmp_path / "model.pt2")
+
+    assert not list(tmp_path.glob("model.pt2*"))
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_program_has_no_operation_of_recsys_and_refuses_what_are_not_bags(
+    table_store, tmp_path, quantize
+):
+    run = trained(
+        ["model.pooling.item=mean"], str(table_store(has_weights=False)), tmp_path / "run"
+    )
+    export_program(run, tmp_path / "model.pt2", quantize)
+
+    program = torch.export.load(tmp_path / "model.pt2")
+
+    operations = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    assert {each.namespace for each in operations if hasattr(each, "namespace")} <= {
+        "aten",
+        "higher_order",
+    }
+    dense, values, offsets = inputs_of(open_saved_model(run).source, np.arange(9))[0]
+    call = program.module()
+    call(dense, values, offsets)
+    for bad in (values + 400, values - 400):
+        with pytest.raises((IndexError, RuntimeError), match="range"):
+            call(dense, bad, offsets)
+    with pytest.raises(RuntimeError, match="assertion failed"):
+        call(dense, values[:-1], offsets)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        call(dense, values, offsets[:-1])
+
+
+def test_int8_rows_change_auc_by_less_than_a_thousandth(tmp_path):
+    settings = [
+        "model.embedding_dim=16",
+        "model.dense_arch=[8, 16]",
+        "synthetic.num_samples=30000",
+        "synthetic.table_sizes=[1000, 500, 200]",
+        "batch_size=128",
+    ]
+    run = trained(settings, "synthetic:criteo-kaggle", tmp_path / "run")
+
+    test = export_program(run, tmp_path / "model.pt2", "int8").test
+
+    assert test["float32"]["auc"] > 0.6
+    assert abs(test["int8"]["auc"] - test["float32"]["auc"]) < 1e-3
+    assert abs(test["int8"]["logloss"] - test["float32"]["logloss"]) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["dlrm", "din"])

@@ -6,8 +6,9 @@
 The program needs no recsys, numba or numpy. `traced` says what its inputs are. Its last step is the
 logit; dense features must have gone through the transforms of the data, and ids are rows of tables.
 
-On the way the tables are mapped from the run's file. `torch.export.save` copies one table at a time
-to memory, so the peak is the largest table, and with int8 rows all rows in int8 besides.
+Float32 tables are mapped from the run's file. `torch.export.save` holds two copies of one table at
+a time, so the peak of memory is about twice the largest table; with int8 rows, all rows in int8 and
+twice the largest table in int8. `torch.export.load` reads all tables to memory.
 """
 
 from __future__ import annotations

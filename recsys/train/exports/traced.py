@@ -73,8 +73,8 @@ def trace(
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
             f"torch.export cannot trace {type(model.model).__name__}: {reason}; its forward must "
-            "be operations on tensors that do not depend on the values of its input, see the "
-            "documentation of torch.export"
+            "be operations on tensors that do not depend on the values of its input, with sizes "
+            "from tensor.shape, not from len(); see the documentation of torch.export"
         ) from error
 
 
