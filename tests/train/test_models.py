@@ -250,7 +250,7 @@ def test_data_without_a_history_are_refused_by_name(table_store):
     features = (Feature("user", "user"), Feature("tags", "tag", "multi"), Feature("item", "item"))
     config = load_config(None, [*SMALL, "model.name=din"], data=str(table_store(features=features)))
 
-    with pytest.raises(ConfigError, match=r"model\.name 'din' needs a history: a feature of kind"):
+    with pytest.raises(ConfigError, match=r"^model\.name 'din' needs a history: a feature of kind"):
         build_model(config, open_source(config))
 
 
@@ -268,6 +268,26 @@ def test_a_table_that_there_is_not_is_named(table_store):
     config = load_config(None, [*SMALL, "model.table_dims.users=8"], data=str(table_store()))
 
     with pytest.raises(ConfigError, match=r"model.table_dims.users: the data has no table of that"):
+        build_model(config, open_source(config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["model.interaction=masked_transformer", "model.transformer.num_heads=3"],
+            "model.name 'dlrm': MaskedTransformerArch: num_heads must divide embedding_dim 4",
+        ),
+        (
+            [f"model.table_dims.{table}=8" for table in ("item", "user", "tag")],
+            "model.name 'dlrm': dense_arch_layer_sizes must end in embedding_dim 8",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_each_other_are_refused_by_name(table_store, settings, message):
+    config = load_config(None, [*SMALL, *settings], data=str(table_store()))
+
+    with pytest.raises(ConfigError, match=message):
         build_model(config, open_source(config))
 
 

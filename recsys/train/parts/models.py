@@ -71,12 +71,18 @@ def build_network(
         A module that maps a mini-batch to (loss, (loss, logits, labels)); its `model` is the model.
 
     Raises:
-        ConfigError: the model does not fit the data, or the class of the user's cannot be built.
+        ConfigError: sizes do not fit each other, the model does not fit the data, or the class of
+            the user's cannot be built.
     """
     if config.is_custom:
         with device:
             return BatchTrain(_build_custom(config.name, embeddings, source.num_dense))
-    model = _build(config, source, embeddings, device)
+    try:
+        model = _build(config, source, embeddings, device)
+    except ConfigError:
+        raise
+    except ValueError as error:  # sizes do not fit each other, or the tables
+        raise ConfigError(f"model.name {config.name!r}: {error}") from error
     if config.init == "classic":
         initialize_classic(model)
     return DLRMTrain(model)
