@@ -30,6 +30,7 @@ from recsys.batch.feature_tables import (
     feature_tables,
     features_by_table,
     has_bags,
+    has_weighted_bags,
     histories_of,
 )
 from recsys.batch.jagged_ids import JaggedIds, expand_to_one_batch_size
@@ -48,6 +49,7 @@ __all__ = [
     "feature_tables",
     "features_by_table",
     "has_bags",
+    "has_weighted_bags",
     "histories_of",
     "places_of_samples",
     "require_one_batch_size",

@@ -13,6 +13,7 @@ These exist only where meta.json names them among the dtypes:
 
           bag_values.bin  (V,)     int32, rows of the other features; see `store_bags`
           bag_ends.bin    (N, F2)  int64, where each bag ends in bag_values
+          bag_weights.bin (V,)     float32, a weight for each of bag_values
           weights.bin     (N,)     float32, factor of each sample's loss
           groups.bin      (N,)     int32, the group of each sample, such as a user
           times.bin       (N,)     int64, seconds since 1970
@@ -57,7 +58,7 @@ __all__ = ["Store", "StoreWriter"]
 _IDS_END = 2**32
 # Entries of meta.json and arrays that only some stores have, and that decide what samples hold.
 _DECIDING = ("features", "schema", "ranking", "encoding")
-_DECIDING_ARRAYS = ("bag_values", "weights", "groups", "times", "catalog")
+_DECIDING_ARRAYS = ("bag_values", "bag_weights", "weights", "groups", "times", "catalog")
 _LOWEST, _HIGHEST = float(np.finfo(np.float32).min), float(np.finfo(np.float32).max)
 
 
@@ -113,8 +114,8 @@ class Store:
         Raises:
             IndexError: a sample number is out of range.
             StoreError: a label is neither 0 nor 1; a dense feature is not a number or, where its
-                logarithm is taken, negative; a weight is not a number or negative; or a bag ends
-                before it begins.
+                logarithm is taken, negative; the weight of a sample is not a number or negative;
+                a bag ends before it begins; or a weight of one of its rows is not finite.
             IdOutOfRange: a row is not one of its table.
         """
         if len(samples) and not 0 <= samples.min() <= samples.max() < self.num_samples:
@@ -196,7 +197,7 @@ class Store:
         kept = {key: self.meta[key] for key in keys if key in self.meta}
         found = {"name": str(self.path), **kept, "table_sizes": self.table_sizes}
         if "features" in self.meta:
-            found["features"] = [each._asdict() for each in self.features]
+            found["features"] = [each.as_dict() for each in self.features]
         return found
 
     def _ids(
@@ -208,8 +209,16 @@ class Store:
         found = self.bags.gather(samples)
         if found is None:
             raise self._error(samples, lowest)
-        values, offsets = join_features(rows_FB, *found, [each.is_bag for each in self.features])
-        return JaggedIds(self._names, torch.from_numpy(values), torch.from_numpy(offsets))
+        are_bags = [each.is_bag for each in self.features]
+        values, offsets = join_features(rows_FB, *found, are_bags)
+        weights: torch.Tensor | None = None
+        if self.bags.weights is not None:
+            of_bags = self.bags.gather_weights(samples, found[1])
+            if of_bags is None:
+                raise self._error(samples, lowest)
+            ones_FB = np.ones(rows_FB.shape, np.float32)
+            weights = torch.from_numpy(join_features(ones_FB, of_bags, found[1], are_bags)[0])
+        return JaggedIds(self._names, torch.from_numpy(values), torch.from_numpy(offsets), weights)
 
     def _error(self, samples: NDArray[np.int64], lowest: float) -> StoreError | IdOutOfRange:
         """The error for the first of these samples that has a value out of range."""
@@ -224,7 +233,7 @@ class Store:
                 rule = "weight must be a finite number, at least 0"
                 return self._damaged(sample, rule, self.weights[sample])
             columns, bags = iter(self.sparse[sample].tolist()), count()
-            for name, table, kind in self.features:
+            for name, table, kind, _ in self.features:
                 rows = self._bag(sample, name, next(bags)) if kind != "one" else [next(columns)]
                 if isinstance(rows, StoreError):
                     return rows
@@ -243,6 +252,10 @@ class Store:
         begin, end = self.bags.bag(sample, number)
         num_values = len(self.bags.values)
         if 0 <= begin <= end <= num_values:
+            for weight in () if self.bags.weights is None else self.bags.weights[begin:end]:
+                if not np.isfinite(weight):
+                    rule = f"a weight of feature {name!r} must be a finite number"
+                    return self._damaged(sample, rule, weight)
             rows: list[int] = self.bags.values[begin:end].tolist()
             return rows
         rule = f"bag of feature {name!r} must end at or after its begin, both in [0, {num_values}]"
@@ -263,7 +276,12 @@ class Store:
             raise self._damaged(
                 self.num_samples - 1, "the last bag must end at 0 or after it", num_values
             )
-        return Bags(self._map("bag_values", (num_values,)), ends, np.array(last_rows, np.int64))
+        return Bags(
+            self._map("bag_values", (num_values,)),
+            ends,
+            np.array(last_rows, np.int64),
+            self._map_optional("bag_weights", (num_values,)),
+        )
 
     def _map_catalog(self) -> NDArray[np.int32] | None:
         if "catalog" not in self.meta["dtypes"]:

@@ -7,13 +7,14 @@
     tags      [4, 9]     []         [7, 0]
     history   [9]        [2]        []
 
-A bag begins where the one before it ends. Letters: N samples of the store, F2 features with bags,
-V rows of all bags, B samples that are read.
+A bag begins where the one before it ends. `bag_weights`, if a store has them, are numbers for the
+`bag_values`. Letters: N samples of the store, F2 features with bags, V rows of all bags, B samples
+that are read.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,11 +35,13 @@ class Bags(NamedTuple):
         values: Rows, (V,) int32.
         ends: Where each bag ends, (N, F2) int64.
         last_rows: The last row of each feature's table, (F2,) int64.
+        weights: A weight for each value, (V,) float32; None for 1.
     """
 
     values: NDArray[np.int32]
     ends: NDArray[np.int64]
     last_rows: NDArray[np.int64]
+    weights: NDArray[np.float32] | None = None
 
     def gather(
         self, samples: NDArray[np.int64]
@@ -58,6 +61,22 @@ class Bags(NamedTuple):
             return None
         return rows, offsets
 
+    def gather_weights(
+        self, samples: NDArray[np.int64], offsets: NDArray[np.int64]
+    ) -> NDArray[np.float32] | None:
+        """The weights of the rows that `gather` found; None if one is not a finite number.
+
+        Args:
+            samples: As for `gather`.
+            offsets: Where each bag begins, from `gather`.
+        """
+        assert self.weights is not None
+        # From the place of a bag in the result to its place in the file.
+        moves = self.ends[samples].T.reshape(-1) - offsets[1:]
+        places = np.arange(offsets[-1]) + np.repeat(moves, np.diff(offsets))
+        weights = self.weights[places]
+        return weights if np.isfinite(weights).all() else None
+
     def bag(self, sample: int, feature: int) -> tuple[int, int]:
         """Where a bag begins and ends among the values, as the file says."""
         place = sample * self.ends.shape[1] + feature
@@ -66,16 +85,16 @@ class Bags(NamedTuple):
 
 
 def join_features(
-    rows_FB: NDArray[np.int64],
-    bag_rows: NDArray[np.int64],
+    rows_FB: NDArray[Any],
+    bag_rows: NDArray[Any],
     bag_offsets: NDArray[np.int64],
     are_bags: Sequence[bool],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Values and offsets of all features, in their order.
 
     Args:
-        rows_FB: Rows of the features with one row for each sample.
-        bag_rows: Rows of the features with bags, feature by feature.
+        rows_FB: Rows, or their weights, of the features with one row for each sample.
+        bag_rows: The same of the features with bags, feature by feature.
         bag_offsets: Where these bags begin.
         are_bags: For each feature, whether it has bags.
 

@@ -26,16 +26,25 @@ class Feature(NamedTuple):
         table: The table that it looks up, without a ".": the names of a model's parameters have
             one. Several features may share a table.
         kind: One of `KINDS`.
+        is_weighted: Whether the rows of its bags have weights; not for kind "one".
     """
 
     name: str
     table: str
     kind: str = "one"
+    is_weighted: bool = False
 
     @property
     def is_bag(self) -> bool:
         """Whether a sample may look up any number of rows."""
         return self.kind != "one"
+
+    def as_dict(self) -> dict[str, Any]:
+        """In JSON types; `is_weighted` only where it is true, as stores without weights lack it."""
+        found = self._asdict()
+        if not self.is_weighted:
+            del found["is_weighted"]
+        return found
 
 
 def features_of(meta: Mapping[str, Any]) -> tuple[Feature, ...]:
@@ -65,7 +74,7 @@ def require_features(features: Sequence[Feature]) -> None:
         ConfigError: a name occurs twice, or a table or a kind is not valid.
     """
     names: set[str] = set()
-    for name, table, kind in features:
+    for name, table, kind, is_weighted in features:
         if name in names:
             raise ConfigError(f"feature {name!r}: names must be distinct, got it twice; rename one")
         names.add(name)
@@ -76,3 +85,8 @@ def require_features(features: Sequence[Feature]) -> None:
             )
         if kind not in KINDS:
             raise ConfigError(f"feature {name!r}: kind must be one of {KINDS}, got {kind!r}")
+        if is_weighted and kind == "one":
+            raise ConfigError(
+                f"feature {name!r}: only features of kind multi or sequence have weights, got kind "
+                f"{kind!r}; leave is_weighted out"
+            )

@@ -20,6 +20,7 @@ BAG_ARRAYS = ("bag_values", "bag_ends")
 _OPTIONAL_DTYPES = {
     "bag_values": "<i4",
     "bag_ends": "<i8",
+    "bag_weights": "<f4",
     "weights": "<f4",
     "groups": "<i4",
     "times": "<i8",
@@ -147,8 +148,9 @@ def _require_features(file: Path, meta: dict[str, Any]) -> None:
         (
             (
                 "features",
-                "a list of distinct names, each with a table of num_embeddings and a kind of "
-                f"{', '.join(KINDS)}, and each table with a feature and without a '.' in its name",
+                "a list of distinct names, each with a table of num_embeddings, a kind of "
+                f"{', '.join(KINDS)}, and perhaps is_weighted, true only with a kind other than "
+                "one, and each table with a feature and without a '.' in its name",
                 _are_features(features, tables),
             ),
             (
@@ -174,6 +176,11 @@ def _require_features(file: Path, meta: dict[str, Any]) -> None:
             all((name in dtypes) == (len(ones) < len(features)) for name in BAG_ARRAYS),
         ),
         (
+            "dtypes",
+            "with bag_weights if a feature is weighted, and without it otherwise",
+            ("bag_weights" in dtypes) == any(each.get("is_weighted") for each in features),
+        ),
+        (
             "ranking",
             "an item and its item_features, distinct features of kind one, and perhaps repeats, "
             "true or false, with catalog in dtypes if and only if there are item_features",
@@ -186,17 +193,24 @@ def _require_features(file: Path, meta: dict[str, Any]) -> None:
 
 
 def _are_features(features: Any, tables: dict[str, int]) -> bool:
-    if not isinstance(features, list) or not all(
-        isinstance(each, dict)
-        and each.keys() == {"name", "table", "kind"}
-        and all(map(is_text, each.values()))
-        and each["kind"] in KINDS
-        for each in features
-    ):
+    if not isinstance(features, list) or not all(map(_is_feature, features)):
         return False
     names = {each["name"] for each in features}
     has_all = {each["table"] for each in features} == tables.keys()
     return len(names) == len(features) and has_all and not any("." in table for table in tables)
+
+
+def _is_feature(feature: Any) -> bool:
+    keys = {"name", "table", "kind"}
+    if not isinstance(feature, dict) or feature.keys() - {"is_weighted"} != keys:
+        return False
+    is_weighted = feature.get("is_weighted", False)
+    return (
+        all(is_text(feature[key]) for key in keys)
+        and feature["kind"] in KINDS
+        and isinstance(is_weighted, bool)
+        and not (is_weighted and feature["kind"] == "one")
+    )
 
 
 def _has_objects(value: Any) -> bool:

@@ -57,7 +57,7 @@ class StoreWriter:
 
     Raises:
         AlreadyExists: `path` exists.
-        ConfigError: a name of a feature occurs twice, or its table or kind is not valid.
+        ConfigError: a name of a feature occurs twice, or its table, kind or weights are not valid.
     """
 
     def __init__(
@@ -81,6 +81,8 @@ class StoreWriter:
         optional = [name for name, is_there in flags.items() if is_there]
         if self._num_bags:
             optional += BAG_ARRAYS
+        if any(feature.is_weighted for feature in features or ()):
+            optional.append("bag_weights")
         self._dtypes = dtypes_of(dense_transform, optional)
         if self.path.exists():
             raise AlreadyExists(
@@ -106,6 +108,7 @@ class StoreWriter:
         *,
         bag_values: NDArray[np.int32] | None = None,
         bag_lengths: NDArray[Any] | None = None,
+        bag_weights: NDArray[np.float32] | None = None,
         weights: NDArray[np.float32] | None = None,
         groups: NDArray[np.int32] | None = None,
         times: NDArray[np.int64] | None = None,
@@ -121,21 +124,22 @@ class StoreWriter:
             bag_values: Rows of all other features: sample by sample, in a sample feature by
                 feature.
             bag_lengths: How many of these rows each bag has.
+            bag_weights: A weight for each of these rows, finite; 1 for features without weights.
             weights: Factor of each sample's loss; finite and not negative.
             groups: The number of each sample's group, from 0 up.
             times: Seconds since 1970.
 
         Shape:
-            labels, weights, groups, times (n,); dense (n, I); sparse (n, F1); bag_values (v,);
-            bag_lengths (n, F2), with sum v.
+            labels, weights, groups, times (n,); dense (n, I); sparse (n, F1); bag_values and
+            bag_weights (v,); bag_lengths (n, F2), with sum v.
 
         Raises:
-            ValueError: an optional array is missing or was not declared, or the lengths do not add
-                up to the values.
+            ValueError: an optional array is missing or was not declared, or the lengths or the
+                weights do not fit the values.
         """
         arrays: dict[str, NDArray[Any]] = {"labels": labels, "dense": dense, "sparse": sparse}
         optional = {"weights": weights, "groups": groups, "times": times}
-        optional |= {"bag_values": bag_values, "bag_ends": bag_lengths}
+        optional |= {"bag_values": bag_values, "bag_ends": bag_lengths, "bag_weights": bag_weights}
         arrays |= {name: array for name, array in optional.items() if array is not None}
         if arrays.keys() != self._dtypes.keys():
             raise ValueError(
@@ -145,6 +149,11 @@ class StoreWriter:
             )
         if bag_values is not None and bag_lengths is not None:
             arrays["bag_ends"] = self._ends(len(labels), bag_values, bag_lengths)
+            if bag_weights is not None and bag_weights.shape != bag_values.shape:
+                raise ValueError(
+                    f"StoreWriter.append: bag_weights must be {bag_values.shape}, as bag_values "
+                    f"is, got {bag_weights.shape}"
+                )
             self._num_bag_values += len(bag_values)
         for name, array in arrays.items():
             self._files[name].write(np.ascontiguousarray(array, self._dtypes[name]).data)
@@ -243,7 +252,7 @@ class StoreWriter:
             "num_embeddings": dict(table_sizes),
         }
         if self._features is not None:
-            meta["features"] = [feature._asdict() for feature in self._features]
+            meta["features"] = [feature.as_dict() for feature in self._features]
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         for file in self._files.values():
             file.close()

@@ -136,7 +136,7 @@ def make_table_store(folder):
     rng, n = np.random.default_rng(0), NUM_SAMPLES
     features = [
         Feature("item", "item"),
-        Feature("tags", "tag", "multi"),
+        Feature("tags", "tag", "multi", is_weighted=True),
         Feature("genre", "genre"),
         Feature("history", "item", "sequence"),
     ]
@@ -155,6 +155,7 @@ def make_table_store(folder):
             rng.integers(0, 3, (n, 2)),
             bag_values=rng.integers(0, 5, lengths.sum()),
             bag_lengths=lengths,
+            bag_weights=rng.random(lengths.sum()),
             weights=rng.random(n),
             groups=rng.integers(0, 9, n),
             times=rng.integers(0, 2**31, n),

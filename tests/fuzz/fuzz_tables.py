@@ -28,7 +28,7 @@ LABELLED = {
         "site": {"max_rows": 9, "missing": "own"},
         "ad": {"values": "integer", "numbering": "hash", "num_rows": 7},
     },
-    "multi": {"tags": {"split": "|", "max_length": 2}},
+    "multi": {"tags": {"split": "|", "max_length": 2, "weights": "scores"}},
     "sequence": {"seen": {"split": " ", "values": "integer", "max_length": 3}},
     "history": {"recent": {"of": "site", "max_length": 4}},
     "split": {"by": "timestamp", "test_from": 1_700_002_400, "validation_from": 1_700_003_200},
@@ -46,14 +46,16 @@ def table_text():
     """A good table, with quotes, missing values, and text of other alphabets."""
     stream = io.StringIO()
     writer = csv.writer(stream)
-    writer.writerow(["click", "user", "time", "w", "price", "age", "site", "ad", "tags", "seen"])
+    names = ["click", "user", "time", "w", "price", "age", "site", "ad", "tags", "scores", "seen"]
+    writer.writerow(names)
     for row in range(NUM_ROWS):
         tags = "|".join("abcd"[: row % 4])
+        scores = "|".join(str(each / 4) for each in range(row % 4))
         seen = " ".join(str(each) for each in range(row % 5))
         price = "NA" if row % 9 == 0 else row / 4
         site = ["a, b", "ü\nz", "", 'q"q', "e"][row % 5]
         time = 1_700_000_000 + 100 * row
-        writer.writerow([row % 2, row % 7, time, 1, price, row % 3, site, row, tags, seen])
+        writer.writerow([row % 2, row % 7, time, 1, price, row % 3, site, row, tags, scores, seen])
     return stream.getvalue().encode()
 
 

@@ -233,7 +233,9 @@ def _new_writer(store: Path, schema: Schema) -> StoreWriter:
     return StoreWriter(
         store,
         dense_transform="none",
-        features=[Feature(each.name, each.table, each.kind) for each in schema.features],
+        features=[
+            Feature(each.name, each.table, each.kind, each.is_weighted) for each in schema.features
+        ],
         has_weights=bool(schema.weight),
         has_groups=bool(schema.group),
         has_times=bool(schema.timestamp),

@@ -95,6 +95,16 @@ def test_features_tables_and_columns_are_in_order():
     assert schema.columns == (*features, "stars", "ts", "w")
 
 
+def test_weights_belong_to_a_column_and_are_read_after_the_values():
+    sequence = {"s": {"weights": "dwell", "max_length": 3}}
+    multi = {"m": {"weights": "w"}, "n": {}}
+    schema = Schema.from_dict({**SMALL, "multi": multi, "sequence": sequence})
+    assert schema.weights_of == {"w": "m", "dwell": "s"}
+    assert schema.columns == ("c", "m", "n", "s", "w", "dwell", "y")
+    assert [each.is_weighted for each in schema.features] == [False, True, False, True]
+    assert Schema.from_dict(schema.as_dict()) == schema
+
+
 def test_defaults():
     schema = Schema.from_dict(SMALL)
     assert schema.split == FractionSplit()
@@ -193,6 +203,40 @@ def test_shares_are_exact():
         ),
         ({**SMALL, "multi": {"m": {"split": "||"}}}, "multi.m: split must be one character"),
         ({**SMALL, "sequence": {"s": {}}}, "sequence.s: max_length is required"),
+        (
+            {**SMALL, "multi": {"m": {"weights": "c"}}},
+            "multi.m.weights: column 'c' is named in categorical, too; a column has one meaning",
+        ),
+        ({**SMALL, "multi": {"m": {"weights": "m"}}}, "column 'm' is named in multi, too"),
+        (
+            {**SMALL, "multi": {"m": {"weights": "w"}, "n": {"weights": "w"}}},
+            "multi.n.weights: column 'w' is named in multi.m.weights, too",
+        ),
+        (
+            {**SMALL, "multi": {"m": {"weights": "y"}}},
+            "label: column 'y' is named in multi.m.weights, too; take it out of there",
+        ),
+        (
+            {
+                **SMALL,
+                "sequence": {"s": {"weights": "w", "max_length": 2}},
+                "split": {"by": "column", "column": "w", "train": ["a"], "test": ["b"]},
+            },
+            "split.column: 'w' is named in sequence.s.weights, too",
+        ),
+        (
+            {**SMALL, "multi": {"m": {"weights": "/w"}}},
+            "multi.m.weights: a name must not begin with '/'",
+        ),
+        (
+            {**SMALL, "multi": {"m": {"weights": "a\nb"}}},
+            "multi.m.weights: a name must be printable text",
+        ),
+        ({**SMALL, "multi": {"m": {"weights": 3}}}, "multi.m.weights must be text, got '3'"),
+        (
+            {**SMALL, "group": "u", "history": {"h": {"of": "c", "weights": "w"}}},
+            "unknown key history.h.weights",
+        ),
         ({**SMALL, "history": {"h": {"of": "c"}}}, "history.h needs the key group"),
         ({**SMALL, "group": "u", "history": {"h": {"of": "u"}}}, "must be a categorical column"),
         ({**SMALL, "group": "u", "history": {"h": {}}}, "history.h: of is required"),

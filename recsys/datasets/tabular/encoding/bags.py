@@ -15,12 +15,18 @@ __all__ = ["Bags", "Columns"]
 class Bags(NamedTuple):
     """A bag of values for each of n rows.
 
+    Attributes:
+        values: Row by row: int32, or float32 if they are weights of another column.
+        lengths: How many values each row has.
+        weights: A weight for each value; None for 1.
+
     Shape:
-        values (v,): row by row; lengths (n,), with sum v.
+        values, weights (v,); lengths (n,), with sum v.
     """
 
-    values: NDArray[np.int32]
+    values: NDArray[Any]
     lengths: NDArray[np.int32]
+    weights: NDArray[np.float32] | None = None
 
     def take(self, rows: NDArray[np.int64]) -> Bags:
         """The bags of the given rows, in the given order."""
@@ -29,7 +35,8 @@ class Bags(NamedTuple):
         starts = ends[rows] - lengths
         first = np.cumsum(lengths, dtype=np.int64) - lengths
         places = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - first, lengths)
-        return Bags(self.values[places], lengths)
+        weights = None if self.weights is None else self.weights[places]
+        return Bags(self.values[places], lengths, weights)
 
 
 Columns = dict[str, "NDArray[Any] | Bags"]

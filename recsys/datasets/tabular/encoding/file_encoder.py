@@ -70,8 +70,8 @@ class Encoder:
             for batch in encoder.open_files(paths).batches():
                 scores = model(encoder.encode(batch).as_batch())
 
-    Features are read, and the label where the files have it. Groups, times, weights and the column
-    of the split are not read.
+    Features are read with their weights, and the label where the files have it. Groups, times,
+    weights of rows and the column of the split are not read.
 
     Args:
         store: A store that `recsys prepare table` made, or its folder.

@@ -122,12 +122,13 @@ class RowEncoder:
             **{role: np.dtype(_ROLE_DTYPES[role]) for role in self._roles},
             **{name: np.dtype(np.float64) for name in self.schema.dense},
             **{name: np.dtype(np.int32) for name in self._columns},
+            **{name: np.dtype(np.float32) for name in self.schema.weights_of},
         }
 
     @property
     def bags(self) -> list[str]:
         """The names of the encoded columns that hold bags."""
-        return [*self.schema.multi, *self.schema.sequence]
+        return [*self.schema.multi, *self.schema.sequence, *self.schema.weights_of]
 
     def encode(self, batch: pa.RecordBatch) -> Columns:
         """Encode a block of rows.
@@ -137,8 +138,8 @@ class RowEncoder:
 
         Returns:
             An array for each column: (n,) float64 for dense columns, NaN where a value is missing;
-            (n,) int32 numbers, `MISSING` or `UNKNOWN`; bags of numbers; (n,) int8 labels,
-            `NO_LABEL` where one is missing.
+            (n,) int32 numbers, `MISSING` or `UNKNOWN`; bags of numbers, and of their weights; (n,)
+            int8 labels, `NO_LABEL` where one is missing.
 
         Raises:
             DatasetFormatError: a dense value is too large, or the value of the split's column is
@@ -148,6 +149,11 @@ class RowEncoder:
         def encode_table(table: Table) -> Columns:
             numbers = self._numbers[table.name]
             return {name: self._values(batch.column(name), name, numbers) for name in table.columns}
+
+        def encode_weights(name: str) -> Columns:
+            lists = batch.column(name)
+            weights = lists.flatten().to_numpy(zero_copy_only=False)
+            return {name: self._bags(weights, lists, self.schema.weights_of[name])}
 
         def encode_dense(name: str) -> Columns:
             values = batch.column(name).to_numpy(zero_copy_only=False)
@@ -168,6 +174,7 @@ class RowEncoder:
 
         work = [
             *(self._pool.submit(encode_table, table) for table in self.schema.tables),
+            *(self._pool.submit(encode_weights, name) for name in self.schema.weights_of),
             *(self._pool.submit(encode_role, role) for role in self._roles),
             *(self._pool.submit(encode_dense, name) for name in self.schema.dense),
         ]
@@ -180,11 +187,14 @@ class RowEncoder:
     def _values(
         self, column: pa.Array, name: str, numbers: Numbers | HashedRows
     ) -> NDArray[np.int32] | Bags:
-        rules = self._columns[name]
-        if not isinstance(rules, MultiColumn):
+        if not isinstance(self._columns[name], MultiColumn):
             return self._number(column, numbers)
-        lengths = _lengths_of(column)
-        found = self._number(column.flatten(), numbers)
+        return self._bags(self._number(column.flatten(), numbers), column, name)
+
+    def _bags(self, found: NDArray[Any], lists: pa.Array, name: str) -> Bags:
+        """The bags of the lists of column `name`, or of their weights, cut to `max_length`."""
+        rules, lengths = self._columns[name], _lengths_of(lists)
+        assert isinstance(rules, MultiColumn)
         if not rules.max_length or not len(lengths) or lengths.max() <= rules.max_length:
             return Bags(found, lengths)
         kept = np.empty_like(found)
@@ -260,11 +270,11 @@ def _lengths_of(lists: pa.Array) -> NDArray[np.int32]:
 
 @kernel
 def _trim_kernel(
-    values: NDArray[np.int32],
+    values: NDArray[Any],
     lengths: NDArray[np.int32],
     max_length: int,
     keep_last: bool,
-    kept: NDArray[np.int32],
+    kept: NDArray[Any],
 ) -> int:
     """Keep the first or the last values of each bag; returns how many are kept."""
     begin, num_kept = 0, 0

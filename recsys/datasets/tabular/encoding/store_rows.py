@@ -101,10 +101,16 @@ class StoreRows:
         if bags:
             lengths = np.stack([each.lengths for each in bags], axis=1)
             starts = (np.cumsum(lengths, dtype=np.int64) - lengths.ravel()).reshape(lengths.shape)
-            values = np.empty(int(lengths.sum()), np.int32)
-            for column, each in enumerate(bags):
-                _weave_kernel(each.values, each.lengths, starts[:, column].copy(), values)
-            arrays |= {"bag_values": values, "bag_lengths": lengths}
+
+            def woven(parts: list[NDArray[Any]]) -> NDArray[Any]:
+                whole = np.empty(int(lengths.sum()), parts[0].dtype)
+                for column, (part, each) in enumerate(zip(parts, bags, strict=True)):
+                    _weave_kernel(part, each.lengths, starts[:, column].copy(), whole)
+                return whole
+
+            arrays |= {"bag_values": woven([each.values for each in bags]), "bag_lengths": lengths}
+            if self._has_bag_weights:
+                arrays["bag_weights"] = woven([_weights_of(each) for each in bags])
         return {name: array for name, array in arrays.items() if array is not None}
 
     def as_batch(self) -> Batch:
@@ -123,6 +129,10 @@ class StoreRows:
         ]
         offsets = np.zeros(len(lengths) * num_rows + 1, np.int64)
         np.cumsum(np.concatenate(lengths), out=offsets[1:])
+        weights: torch.Tensor | None = None
+        if self._has_bag_weights:
+            of_features = [_weights_of(each) for each in self.features.values()]
+            weights = torch.from_numpy(np.concatenate(of_features))
         labels = np.full(num_rows, NO_LABEL, np.int8) if self.labels is None else self.labels
         return Batch(
             torch.from_numpy(self.dense),
@@ -130,10 +140,26 @@ class StoreRows:
                 list(self.features),
                 torch.from_numpy(np.concatenate(values).astype(np.int64)),
                 torch.from_numpy(offsets),
+                weights,
             ),
             torch.from_numpy(labels.astype(np.float32)),
             None if self.weights is None else torch.from_numpy(self.weights),
         )
+
+    @property
+    def _has_bag_weights(self) -> bool:
+        return any(
+            isinstance(each, Bags) and each.weights is not None for each in self.features.values()
+        )
+
+
+def _weights_of(feature: NDArray[np.int32] | Bags) -> NDArray[np.float32]:
+    """The weight of each row that a feature looks up."""
+    if not isinstance(feature, Bags):
+        return np.ones(len(feature), np.float32)
+    if feature.weights is None:
+        return np.ones(len(feature.values), np.float32)
+    return feature.weights
 
 
 @dataclass
@@ -195,6 +221,11 @@ class RowMaker:
                 )
             else:
                 features[feature.name] = self._rows(columns[feature.name], feature.name)
+        for name, weighted in self.schema.weights_of.items():
+            rows, weights = features[weighted], columns[name]
+            assert isinstance(rows, Bags)
+            assert isinstance(weights, Bags)
+            features[weighted] = rows._replace(weights=weights.values)
         return StoreRows(
             dense,
             features,
@@ -246,10 +277,10 @@ def _rows_kernel(
 
 @kernel
 def _weave_kernel(
-    values: NDArray[np.int32],
+    values: NDArray[Any],
     lengths: NDArray[np.int32],
     starts: NDArray[np.int64],
-    woven: NDArray[np.int32],
+    woven: NDArray[Any],
 ) -> None:
     """Copy the bag of each row to its start."""
     begin = 0

@@ -10,6 +10,7 @@
     dense                   float64, finite         missing; none with missing "error"
     categorical             int64 or string         missing; none with missing "error"
     multi, sequence         list of these           a null list is an empty one; no null elements
+    their weights           list of float32         none; as many elements as the list of values
 
 A column that is categorical and also the group, or the column of the split, has the type of the
 categorical one, and no nulls. Empty text and nan are missing. Booleans are integers, 1 for true.
@@ -20,6 +21,7 @@ same batch.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,9 +37,10 @@ from recsys.datasets.tabular.schemas.schema_parts import (
 from recsys.errors import DatasetFormatError, MissingDependency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
     import pyarrow as pa
+    from numpy.typing import NDArray
 
     from recsys.datasets.tabular.schemas.schema import Schema
 
@@ -89,8 +92,7 @@ def conform(
     found = set(batch.schema.names)
     names = [name for name in schema.columns if name in found]
     arrays = [
-        _conform_column(batch.column(name), name, schema, place, may_be_null=name in optional)
-        for name in names
+        _conform_column(batch, name, schema, place, may_be_null=name in optional) for name in names
     ]
     return arrow.RecordBatch.from_arrays(arrays, names=names)
 
@@ -104,14 +106,17 @@ class _Fault(Exception):
 
 
 def _conform_column(
-    array: pa.Array,
+    batch: pa.RecordBatch,
     name: str,
     schema: Schema,
     place: Callable[[int], str],
     *,
     may_be_null: bool,
 ) -> pa.Array:
+    array, weighted = batch.column(name), schema.weights_of.get(name)
     try:
+        if weighted is not None:
+            return _weights(plain(array), plain(batch.column(weighted)), weighted, schema)
         return _convert(plain(array), name, schema, may_be_null=may_be_null)
     except _Fault as fault:
         value = f", got {array.type}"
@@ -265,6 +270,45 @@ def _strings(array: pa.Array) -> pa.Array:
 
 def _lists(array: pa.Array, values: str, split: str, missing_values: tuple[str, ...]) -> pa.Array:
     """Lists without missing elements, which split text may name; null lists stay."""
+    flat, ends = _elements(array, split, missing_values, "make the column categorical")
+    with _naming_rows(ends):
+        flat = _values(flat, values)
+    flat, ends = _kept(flat, flat, ends)
+    return _as_lists(flat, ends, array.is_null() if array.null_count else None)
+
+
+def _weights(array: pa.Array, weighted: pa.Array, name: str, schema: Schema) -> pa.Array:
+    """Lists of weights: one for each element that `_lists` keeps of the weighted column."""
+    arrow = import_pyarrow()
+    import pyarrow.compute as pc
+
+    column: Any = schema.value_columns[name]
+    way_out = "correct it, or leave the row out"
+    values, ends = _elements(weighted, column.split, schema.missing_values, way_out)
+    flat, own_ends = _elements(
+        array, column.split, schema.missing_values, f"give it a list for each row, as {name!r} has"
+    )
+    lengths = np.diff(ends, prepend=0)
+    is_right = np.diff(own_ends, prepend=0) == lengths
+    if not is_right.all():
+        row = int(np.argmin(is_right))
+        rule = f"must have as many numbers as {name!r} has values, {lengths[row]}"
+        raise _Fault(row, rule, way_out)
+    flat, ends = _kept(flat, values, ends)
+    with _naming_rows(ends):
+        _require(flat.is_valid(), f"must have a number for each value of {name!r}", way_out)
+        flat = _cast(flat, arrow.float64(), "must be numbers", way_out).cast(arrow.float32())
+        _require(pc.is_finite(flat), "weights must be finite in float32", way_out)
+    return _as_lists(flat, ends)
+
+
+def _elements(
+    array: pa.Array, split: str, missing_values: tuple[str, ...], way_out: str
+) -> tuple[pa.Array, NDArray[np.int64]]:
+    """The elements of all lists, null where one is missing, and where each list ends.
+
+    `way_out` is for a column that has neither lists nor text.
+    """
     arrow = import_pyarrow()
     import pyarrow.compute as pc
 
@@ -279,26 +323,41 @@ def _lists(array: pa.Array, values: str, split: str, missing_values: tuple[str, 
         or types.is_large_list(array.type)
         or types.is_fixed_size_list(array.type)
     ):
-        raise _Fault(None, "must be text or lists", "make the column categorical")
+        raise _Fault(None, "must be text or lists", way_out)
     lengths = pc.list_value_length(array).fill_null(0).to_numpy(zero_copy_only=False)
     flat = plain(array.flatten())  # leaves out what null lists hold
     if is_text and missing_values:
         is_missing = pc.is_in(flat, value_set=arrow.array(missing_values, arrow.string()))
         flat = pc.if_else(is_missing, arrow.scalar(None, flat.type), flat)
-    ends = np.cumsum(lengths, dtype=np.int64)
+    return flat, np.cumsum(lengths, dtype=np.int64)
+
+
+def _kept(
+    flat: pa.Array, values: pa.Array, ends: NDArray[np.int64]
+) -> tuple[pa.Array, NDArray[np.int64]]:
+    """The elements whose values are not null, and where each list ends among them."""
+    if not values.null_count:
+        return flat, ends
+    is_kept = values.is_valid()
+    num_kept = np.concatenate([[0], np.cumsum(is_kept.to_numpy(zero_copy_only=False))])
+    return flat.filter(is_kept), num_kept[ends]
+
+
+def _as_lists(flat: pa.Array, ends: NDArray[np.int64], is_null: pa.Array | None = None) -> pa.Array:
+    arrow = import_pyarrow()
+    offsets = np.concatenate([[0], ends]).astype(np.int32)
+    return arrow.ListArray.from_arrays(arrow.array(offsets), flat, mask=is_null)
+
+
+@contextmanager
+def _naming_rows(ends: NDArray[np.int64]) -> Iterator[None]:
+    """Let a fault of an element name the row of its list."""
     try:
-        flat = _values(flat, values)
+        yield
     except _Fault as fault:
         if fault.row is not None:
             fault.row = int(np.searchsorted(ends, fault.row, side="right"))
         raise
-    if flat.null_count:
-        is_kept = flat.is_valid().to_numpy(zero_copy_only=False)
-        num_kept = np.concatenate([[0], np.cumsum(is_kept)])
-        ends, flat = num_kept[ends], flat.drop_null()
-    offsets = np.concatenate([[0], ends]).astype(np.int32)
-    is_null = array.is_null() if array.null_count else None
-    return arrow.ListArray.from_arrays(arrow.array(offsets), flat, mask=is_null)
 
 
 def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:

@@ -66,12 +66,14 @@ class Feature:
         table: Name of its embedding table.
         kind: "one", "multi" or "sequence" (histories, too).
         max_length: Most values of a row; 0: no limit; 1 for kind "one".
+        is_weighted: Whether each value has a weight.
     """
 
     name: str
     table: str
     kind: str
     max_length: int
+    is_weighted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +231,13 @@ class Schema:
         ]
         for kind, columns in (("multi", self.multi), ("sequence", self.sequence)):
             found += [
-                Feature(name=name, table=each.table or name, kind=kind, max_length=each.max_length)
+                Feature(
+                    name=name,
+                    table=each.table or name,
+                    kind=kind,
+                    max_length=each.max_length,
+                    is_weighted=bool(each.weights),
+                )
                 for name, each in columns.items()
             ]
         for name, each in self.history.items():
@@ -267,11 +275,17 @@ class Schema:
         return {**self.categorical, **self.multi, **self.sequence}
 
     @property
+    def weights_of(self) -> dict[str, str]:
+        """For each column of weights: the column whose values have them."""
+        columns: dict[str, MultiColumn] = {**self.multi, **self.sequence}
+        return {column.weights: name for name, column in columns.items() if column.weights}
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Every column of the file that is read, once: features first, then the others."""
         split = self.split.column if isinstance(self.split, ColumnSplit) else ""
         others = (self.label, self.group, self.timestamp, self.weight, split)
-        names = [*self.dense, *self.value_columns, *filter(None, others)]
+        names = [*self.dense, *self.value_columns, *self.weights_of, *filter(None, others)]
         return tuple(dict.fromkeys(names))
 
     @property
@@ -305,13 +319,7 @@ def _check_columns(schema: Schema) -> None:
     meanings: dict[str, str] = {}
     for kind in _COLUMN_KINDS:
         for name in getattr(schema, kind):
-            if not name or not is_text(name):
-                raise ConfigError(f"{kind}: a name must be printable text, got {name!r}")
-            if name.startswith("/"):
-                raise ConfigError(
-                    f"{kind}: a name must not begin with '/', as names of recsys's own do, got "
-                    f"{name!r}; rename the column"
-                )
+            _check_name(kind, name)
             if name in meanings:
                 raise ConfigError(
                     f"{kind}.{name}: {name!r} is named in {meanings[name]} already; a column has "
@@ -320,6 +328,7 @@ def _check_columns(schema: Schema) -> None:
             meanings[name] = kind
     if not meanings:
         raise ConfigError("a schema must name at least one dense, categorical, multi or sequence")
+    _check_weights(schema, meanings)
     for role in ("label", "timestamp", "weight", "group"):
         column = getattr(schema, role)
         if not column:
@@ -342,6 +351,32 @@ def _check_columns(schema: Schema) -> None:
             raise ConfigError(f"split.column: {column!r} is named in {meanings[column]}, too")
     check_delimiter(schema.delimiter, schema.quote)
     _check_timestamp_format(schema)
+
+
+def _check_weights(schema: Schema, meanings: dict[str, str]) -> None:
+    """Check that each column of weights has no other meaning, and add its own."""
+    columns: dict[str, MultiColumn] = {**schema.multi, **schema.sequence}
+    for name, column in columns.items():
+        if not column.weights:
+            continue
+        place = f"{meanings[name]}.{name}.weights"
+        _check_name(place, column.weights)
+        if column.weights in meanings:
+            raise ConfigError(
+                f"{place}: column {column.weights!r} is named in {meanings[column.weights]}, too; "
+                "a column has one meaning"
+            )
+        meanings[column.weights] = place
+
+
+def _check_name(place: str, name: str) -> None:
+    if not name or not is_text(name):
+        raise ConfigError(f"{place}: a name must be printable text, got {name!r}")
+    if name.startswith("/"):
+        raise ConfigError(
+            f"{place}: a name must not begin with '/', as names of recsys's own do, got {name!r}; "
+            "rename the column"
+        )
 
 
 def _check_timestamp_format(schema: Schema) -> None:

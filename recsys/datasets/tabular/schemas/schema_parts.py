@@ -163,10 +163,12 @@ class MultiColumn(ValueColumn):
     Attributes:
         split: The character between the values of text; empty for lists, in Parquet and frames.
         max_length: 0 for no limit; else the first `max_length` values are kept.
+        weights: The column with a number for each value, in the form of this column; empty for 1.
     """
 
     split: str = _key("", "character between values; empty: lists")
     max_length: int = _key(0, "most values kept; 0: no limit", least=0, most=_MOST_ROWS)
+    weights: str = _key("", "column with a number for each value; empty: 1")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -88,7 +88,7 @@ class PartWriter:
         """Write all parts; returns their sample numbers."""
         roles = roles_of(self._schema)
         names = [role for role in (LABEL, WEIGHT, GROUP, TIME) if role in roles]
-        names += [*self._schema.dense, *self._schema.value_columns]
+        names += [*self._schema.dense, *self._schema.value_columns, *self._schema.weights_of]
         splits = {}
         for code, part in enumerate(SPLITS):
             start = self._writer.num_samples

@@ -1,0 +1,284 @@
+"""Weights for the values of bags: from files and frames to arrays and mini-batches of a store."""
+
+import csv
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recsys.datasets import Store, store_writer
+from recsys.datasets.tabular.encoding.file_encoder import Encoder
+from recsys.datasets.tabular.frames import write_store
+from recsys.datasets.tabular.prepare import prepare_table
+from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.datasets.tabular.store_parts import spool
+from recsys.errors import DatasetFormatError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+TREE = {
+    "label": "click",
+    "categorical": {"site": {}},
+    "multi": {
+        "words": {"split": "|"},
+        "tags": {"split": "|", "weights": "scores", "max_length": 2},
+    },
+    "sequence": {"seen": {"split": "|", "values": "integer", "max_length": 2, "weights": "dwell"}},
+    "split": {"by": "fraction", "test": 0.2, "validation": 0.2},
+}
+BAGS = {"words": None, "tags": "scores", "seen": "dwell"}
+_NUMBER = st.integers(-3, 3).map(float) | st.floats(-1e6, 1e6).map(lambda x: round(x, 3))
+
+
+def _weight_of(value):
+    return st.none() | _NUMBER if value is None else _NUMBER
+
+
+@st.composite
+def frames(draw):
+    """Rows whose bags have missing values, with and without a weight of their own."""
+    n = draw(st.integers(1, 12))
+    values = {"words": st.sampled_from("abc"), "tags": st.sampled_from("abcd")}
+    values["seen"] = st.integers(-2, 2)
+    columns = {
+        "click": [row % 2 for row in range(n)],
+        "site": draw(st.lists(st.sampled_from("xy"), min_size=n, max_size=n)),
+    }
+    for name, weights in BAGS.items():
+        # A text file cannot tell a bag of one missing value from an empty bag.
+        bags = st.lists(st.none() | values[name], max_size=4).filter(lambda bag: bag != [None])
+        columns[name] = [draw(st.none() | bags) for _ in range(n)]
+        if weights:
+            columns[weights] = [
+                bag and [draw(_weight_of(value)) for value in bag] for bag in columns[name]
+            ]
+    return pd.DataFrame({name: pd.Series(each, dtype="object") for name, each in columns.items()})
+
+
+def write_csv(frame, file):
+    with file.open("w", newline="") as opened:
+        writer = csv.writer(opened, lineterminator="\n")
+        writer.writerow(frame.columns)
+        for row in frame.itertuples(index=False):
+            writer.writerow(
+                ""
+                if each is None
+                else "|".join("" if one is None else str(one) for one in each)
+                if isinstance(each, list)
+                else each
+                for each in row
+            )
+
+
+def arrow_table(frame):
+    types = {
+        "words": pa.list_(pa.string()),
+        "tags": pa.large_list(pa.string()),
+        "scores": pa.list_(pa.float64()),
+        "seen": pa.list_(pa.int64()),
+        "dwell": pa.large_list(pa.float64()),
+    }
+    return pa.table(
+        {name: pa.array(values.tolist(), types.get(name)) for name, values in frame.items()}
+    )
+
+
+def kept_of(frame, name, row):
+    """The values of a bag that are kept, each with its weight."""
+    values, weights = frame[name][row] or [], frame[BAGS[name]][row] if BAGS[name] else None
+    pairs = zip(values, weights or [1.0] * len(values), strict=True)
+    pairs = [(value, weight) for value, weight in pairs if value is not None]
+    return {"words": pairs, "tags": pairs[:2], "seen": pairs[-2:]}[name]
+
+
+def expected_of(frame):
+    """For each bag feature and row: rows of the table with their weights."""
+    num_train = len(frame) - int(len(frame) * 0.4 + 1e-9)
+    found = {}
+    for name in BAGS:
+        bags = [kept_of(frame, name, row) for row in range(len(frame))]
+        seen = dict.fromkeys(value for bag in bags[:num_train] for value, _ in bag)
+        rows = {value: 1 + place for place, value in enumerate(seen)}
+        found[name] = [[(rows.get(value, 0), weight) for value, weight in bag] for bag in bags]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def in_small_blocks_without_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr(store_writer, "flush_to_disk", lambda path: None)
+    monkeypatch.setattr(spool, "BLOCK_ROWS", 4)
+
+
+@settings(max_examples=25)
+@given(frame=frames())
+def test_csv_parquet_and_frames_give_the_weights_that_plain_python_works_out(frame):
+    schema, expected = Schema.from_dict(TREE), expected_of(frame)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_csv(frame, folder / "rows.csv")
+        pq.write_table(arrow_table(frame), folder / "rows.parquet", row_group_size=5)
+        prepare_table([folder / "rows.csv"], folder / "csv", schema, num_threads=2)
+        prepare_table([folder / "rows.parquet"], folder / "parquet", schema)
+        write_store([frame.iloc[:3], frame.iloc[3:]], schema, folder / "frames")
+        prepare_table([folder / "rows.parquet"], folder / "like", like=folder / "csv")
+        store = Store(folder / "csv")
+        pairs = [pair for row in range(len(frame)) for name in BAGS for pair in expected[name][row]]
+        weights = np.array([weight for _, weight in pairs], np.float32)
+        np.testing.assert_array_equal(store.bags.values, [row for row, _ in pairs])
+        np.testing.assert_array_equal(store.bags.weights, weights)
+        for other in ("parquet", "frames", "like"):
+            for file in ("bag_values.bin", "bag_ends.bin", "bag_weights.bin"):
+                assert (folder / other / file).read_bytes() == (folder / "csv" / file).read_bytes()
+        check_batches(store, expected)
+        with Encoder(store) as encoder:
+            (batch,) = encoder.open_files([folder / "rows.csv"]).batches()
+            found = encoder.encode(batch).as_batch().sparse_features
+        of_store = store.read(np.arange(len(frame))).sparse_features
+        assert torch.equal(found.values(), of_store.values())
+        assert torch.equal(found.weights_or_none(), of_store.weights_or_none())
+
+
+def check_batches(store, expected):
+    samples = np.arange(store.num_samples)[::-1].copy()
+    features = store.read(samples).sparse_features
+    assert features.keys() == ["site", *BAGS]
+    assert features.weights_or_none().dtype == torch.float32
+    assert features["site"].weights_or_none().tolist() == [1.0] * len(samples)
+    for name in BAGS:
+        pairs = [pair for sample in samples for pair in expected[name][sample]]
+        found = features[name]
+        assert found.values().tolist() == [row for row, _ in pairs]
+        weights = np.array([weight for _, weight in pairs], np.float32)
+        np.testing.assert_array_equal(found.weights_or_none(), weights)
+
+
+def test_only_features_with_weights_are_marked(tmp_path):
+    frame = pd.DataFrame({"click": [0, 1], "tags": [["a"], []], "w": [[0.5], []], "more": [[], []]})
+    tree = {"label": "click", "multi": {"tags": {"weights": "w"}, "more": {}}}
+    tree["split"] = {"test": 0, "validation": 0}
+    write_store(frame, Schema.from_dict(tree), tmp_path / "weighted")
+    del tree["multi"]["tags"]["weights"]
+    write_store(frame, Schema.from_dict(tree), tmp_path / "plain")
+
+    weighted, plain = (
+        json.loads((tmp_path / name / "meta.json").read_text()) for name in ("weighted", "plain")
+    )
+
+    assert weighted["features"] == [
+        {"name": "tags", "table": "tags", "kind": "multi", "is_weighted": True},
+        {"name": "more", "table": "more", "kind": "multi"},
+    ]
+    assert weighted["features"][1] == plain["features"][1]
+    assert "is_weighted" not in plain["features"][0]
+    assert "bag_weights" not in plain["dtypes"]
+    assert not (tmp_path / "plain" / "bag_weights.bin").exists()
+    assert weighted["encoding"] != plain["encoding"]
+    assert Store(tmp_path / "plain").read(np.arange(2)).sparse_features.weights_or_none() is None
+
+
+def test_negatives_and_the_last_rows_of_groups_keep_their_weights(tmp_path):
+    rng = np.random.default_rng(0)
+    users = np.repeat(np.arange(6), 5)
+    tags = [rng.choice(list("abcd"), rng.integers(0, 4)).tolist() for _ in users]
+    frame = pd.DataFrame(
+        {
+            "user": users,
+            "item": rng.integers(0, 9, len(users)),
+            "tags": tags,
+            "scores": [rng.normal(size=len(bag)).tolist() for bag in tags],
+        }
+    )
+    tree = {
+        "group": "user",
+        "categorical": {"item": {"values": "integer"}},
+        "multi": {"tags": {"weights": "scores"}},
+        "history": {"recent": {"of": "item", "max_length": 3}},
+        "split": {"by": "last_one_out"},
+        "negatives": {"item": "item", "per_positive": 2},
+    }
+
+    write_store(frame, Schema.from_dict(tree), tmp_path / "store")
+
+    store = Store(tmp_path / "store")
+    places, in_group = np.arange(30), np.tile(np.arange(5), 6)
+    order = [
+        *np.repeat(places[in_group < 3], 3),  # with two negatives each
+        *places[in_group == 4],
+        *places[in_group == 3],
+    ]
+    assert store.labels.tolist() == [1, 0, 0] * 18 + [1] * 12
+    features = store.read(np.arange(store.num_samples)).sparse_features
+    expected = np.array([one for row in order for one in frame["scores"][row]], np.float32)
+    np.testing.assert_array_equal(features["tags"].weights_or_none(), expected)
+    for name in ("item", "recent"):
+        assert (features[name].weights_or_none() == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("tags", "weights", "words"),
+    [
+        ("a|b", "1", "must have as many numbers as 'tags' has values, 2, got '1'; correct it"),
+        ("a|b", "", "must have as many numbers as 'tags' has values, 2, got "),
+        ("", "1", "must have as many numbers as 'tags' has values, 0, got '1'"),
+        ("a|b", "1|", "must have a number for each value of 'tags', got '1|'"),
+        ("a|b", "1|NA", "must have a number for each value of 'tags', got '1|NA'"),
+        ("a|b", "1|x", "must be numbers, got '1|x'; correct it, or leave the row out"),
+        ("a|b", "nan|1", "weights must be finite in float32, got 'nan|1'"),
+        ("a|b", "1|-inf", "weights must be finite in float32, got '1|-inf'"),
+        ("a|b", "1|1e39", "weights must be finite in float32, got '1|1e39'"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_weights_that_do_not_fit_are_named(tmp_path, tags, weights, words, kind):
+    multi = {"tags": {"split": "|", "weights": "w"}}
+    tree = {"label": "y", "missing_values": ["NA"], "multi": multi}
+    rows = {"y": [1, 0, 0], "tags": ["", "a|b|c", tags], "w": ["", "1|2|3", weights]}
+    if kind == "csv":
+        file, place = tmp_path / "a.csv", "a.csv, line 4, column 'w': "
+        lines = [",".join(map(str, row)) for row in zip(*rows.values(), strict=True)]
+        file.write_text("\n".join(["y,tags,w", *lines]) + "\n")
+    else:
+        file, place = tmp_path / "a.parquet", "a.parquet, row group 0, row 2, column 'w': "
+        pq.write_table(pa.table(rows), file)
+
+    with pytest.raises(DatasetFormatError) as caught:
+        prepare_table([file], tmp_path / "store", Schema.from_dict(tree))
+
+    assert place + words in str(caught.value)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ([[0.5], [1.0]], "must have as many numbers as 'tags' has values, 2, got [1.0]"),
+        ([[0.5], [1.0, float("nan")]], "row 1 (from 0), column 'w': must have a number for each"),
+        ([[0.5], [1.0, None]], "row 1 (from 0), column 'w': must have a number for each"),
+        ([[0.5], None], "values, 2, got a missing value"),
+        ([0.5, 1.0], "must be text or lists, got double; give it a list for each row, as 'tags'"),
+        (["0.5", "1|2"], "string; set split to the character between the values"),
+    ],
+)
+def test_weights_of_frames_that_do_not_fit_are_named(tmp_path, weights, words):
+    frame = pd.DataFrame({"y": [1, 0], "tags": [["a"], ["a", "b"]], "w": weights})
+    tree = {"label": "y", "multi": {"tags": {"weights": "w"}}}
+
+    with pytest.raises(DatasetFormatError) as caught:
+        write_store(frame, Schema.from_dict(tree), tmp_path / "store")
+
+    assert words in str(caught.value)
+
+
+def test_a_file_without_the_column_of_weights_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("y,tags\n1,a\n")
+    tree = {"label": "y", "multi": {"tags": {"split": "|", "weights": "scores"}}}
+
+    with pytest.raises(DatasetFormatError, match=r"a\.csv must have column 'scores'"):
+        prepare_table([tmp_path / "a.csv"], tmp_path / "store", Schema.from_dict(tree))
