@@ -62,7 +62,7 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
     folder.require_model()
     record = folder.read_record()
     if to == "classic":
-        _require_own_tables(record)
+        _require_classic_features(record)
     require_new(file)
     with appearing_whole(file) as partial:
         if to == "safetensors":
@@ -108,13 +108,20 @@ def export_run_delta(run_dir: str | Path, file: str | Path, since: int) -> Path:
     return export_delta(folder, file, since)
 
 
-def _require_own_tables(record: Mapping[str, Any]) -> None:
-    """Check that no two features share a table, as the classic DLRM requires.
+def _require_classic_features(record: Mapping[str, Any]) -> None:
+    """Check that features are as the classic DLRM requires.
 
     Raises:
-        ConfigError: two features do.
+        ConfigError: two features share a table, or one has weights for its values.
     """
-    uses = Counter(each["table"] for each in record["data"].get("features", ()))
+    features = record["data"].get("features", ())
+    weighted = [each["name"] for each in features if each.get("is_weighted")]
+    if weighted:
+        raise ConfigError(
+            "export: format 'classic' adds rows up without weights, but the values of features "
+            f"{weighted} have weights; choose 'torchrec', 'safetensors' or 'torch-export'"
+        )
+    uses = Counter(each["table"] for each in features)
     shared = [table for table, num_features in uses.items() if num_features > 1]
     if shared:
         raise ConfigError(

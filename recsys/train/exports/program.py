@@ -23,7 +23,7 @@ import torch
 from recsys._support.files import appearing_whole, require_new
 from recsys._support.machine import set_num_threads
 from recsys._version import __version__
-from recsys.batch import feature_tables, has_bags
+from recsys.batch import feature_tables, has_bags, has_weighted_bags
 from recsys.errors import ConfigError, StoreError
 from recsys.train.exports.plain_tables import quantize_tables, table_bytes, use_plain_tables
 from recsys.train.exports.program_report import ABOUT, FORMAT_VERSION, ProgramReport
@@ -94,10 +94,15 @@ def export_program(
         test={rows: found for rows, found in test.items() if found},
         not_measured=None if quantize is None else data.not_measured,
     )
-    source, is_jagged = data.source, has_bags(data.source)
-    features = list(feature_tables(source))
-    program = trace(model, features, source.num_dense, has_bags=is_jagged)
-    about = _describe(source, record, is_jagged) | report.as_dict()
+    source = data.source
+    program = trace(
+        model,
+        list(feature_tables(source)),
+        source.num_dense,
+        has_bags=has_bags(source),
+        is_weighted=has_weighted_bags(source),
+    )
+    about = _describe(source, record) | report.as_dict()
     # Through a file object: torch expects the name of a path to end in .pt2.
     with appearing_whole(file) as partial, partial.open("wb") as stream:
         torch.export.save(program, stream, extra_files={ABOUT: json.dumps(about, indent=2)})
@@ -140,14 +145,16 @@ def _measure(model: nn.Module, data: _Data, config: TrainConfig) -> dict[str, fl
     return {"auc": found.auc, "logloss": found.logloss}
 
 
-def _describe(source: SampleSource, record: Mapping[str, Any], is_jagged: bool) -> dict[str, Any]:
+def _describe(source: SampleSource, record: Mapping[str, Any]) -> dict[str, Any]:
     """What the program takes and returns, in JSON types."""
     tables = feature_tables(source)
     sparse = (
         [("values", ["N"], "int64"), ("offsets", ["F * B + 1"], "int64")]
-        if is_jagged
+        if has_bags(source)
         else [("ids", ["B", len(tables)], "int64")]
     )
+    if has_weighted_bags(source):
+        sparse.append(("weights", ["N"], "float32"))
     inputs = [("dense_features", ["B", source.num_dense], "float32"), *sparse]
     return {
         "format": "recsys program",

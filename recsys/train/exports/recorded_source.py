@@ -41,7 +41,12 @@ class RecordedSource:
                 f"got {self.table_sizes}; train again"
             )
         self._features = [
-            Feature(each["name"], each["table"], each.get("kind", "one"))
+            Feature(
+                each["name"],
+                each["table"],
+                each.get("kind", "one"),
+                each.get("is_weighted", False),
+            )
             for each in data.get(
                 "features", [{"name": name, "table": name} for name in data["table_sizes"]]
             )
@@ -83,7 +88,9 @@ class RecordedSource:
         names = [each.name for each in self._features]
         ids = JaggedIds.from_one_hot(names, rows)
         if any(each.is_bag for each in self._features):
-            ids = JaggedIds(names, ids.values(), ids.offsets())
+            is_weighted = any(each.is_weighted for each in self._features)
+            weights = torch.ones(rows.numel()) if is_weighted else None
+            ids = JaggedIds(names, ids.values(), ids.offsets(), weights)
         return Batch(torch.zeros(size, self.num_dense), ids, torch.zeros(size))
 
     def describe(self) -> dict[str, Any]:

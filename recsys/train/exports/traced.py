@@ -2,11 +2,13 @@
 
 data with one row per feature and sample    program(dense_features, ids)
 data with bags                              program(dense_features, values, offsets)
+data with weights for the rows of bags      program(dense_features, values, offsets, weights)
 
 dense_features    (B, I) float32
 ids               (B, F) int64, a column for each feature
 values            (N,) int64, the rows of the first feature, then those of the second
 offsets           (F * B + 1,) int64; bag (f, b) begins at offsets[f * B + b]
+weights           (N,) float32, a factor for each of values
 result            (B,) float32 logits
 """
 
@@ -31,7 +33,12 @@ _TRACED_SAMPLES = 3  # any number but 0 and 1, which torch.export would take for
 
 
 def trace(
-    model: nn.Module, features: Sequence[str], num_dense: int, *, has_bags: bool
+    model: nn.Module,
+    features: Sequence[str],
+    num_dense: int,
+    *,
+    has_bags: bool,
+    is_weighted: bool = False,
 ) -> ExportedProgram:
     """Trace a model that serves.
 
@@ -42,6 +49,7 @@ def trace(
         features: The features, in the order of a batch.
         num_dense: I.
         has_bags: Whether a sample may look up any number of rows of a feature.
+        is_weighted: Whether the rows of bags have weights; needs `has_bags`.
 
     Returns:
         The program. It holds the tensors of the model, not copies.
@@ -49,7 +57,8 @@ def trace(
     Raises:
         ConfigError: `torch.export` cannot trace the model.
     """
-    batch, num_bags = Dim("batch", min=1), len(features) * _TRACED_SAMPLES
+    batch, lookups = Dim("batch", min=1), Dim("lookups", min=0)
+    num_bags = len(features) * _TRACED_SAMPLES
     dense = torch.zeros(_TRACED_SAMPLES, num_dense)
     program: nn.Module
     inputs: tuple[Tensor, ...]
@@ -59,9 +68,12 @@ def trace(
         inputs = dense, torch.zeros(2 * num_bags, dtype=torch.int64), 2 * torch.arange(num_bags + 1)
         shapes = {
             "dense_features": {0: batch},
-            "values": {0: Dim("lookups", min=0)},
+            "values": {0: lookups},
             "offsets": {0: len(features) * batch + 1},
         }
+        if is_weighted:
+            inputs = *inputs, torch.ones(2 * num_bags)
+            shapes["weights"] = {0: lookups}
     else:
         program = _OfIds(model, features)
         inputs = dense, torch.zeros(_TRACED_SAMPLES, len(features), dtype=torch.int64)
@@ -103,7 +115,9 @@ class _OfIds(_Scores):
 
 
 class _OfBags(_Scores):
-    def forward(self, dense_features: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
+    def forward(
+        self, dense_features: Tensor, values: Tensor, offsets: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
         num_features, batch_size = len(self._features), dense_features.shape[0]
         # The comparison also tells torch.export how the two sizes depend on each other.
         if offsets.shape[0] != num_features * batch_size + 1:
@@ -112,5 +126,5 @@ class _OfBags(_Scores):
                 f"{batch_size}, got {offsets.shape[0]}"
             )
         # The constructor of JaggedIds reads offsets, which have no values while they are traced.
-        sparse = JaggedIds._unchecked(self._features, values, offsets, None)
+        sparse = JaggedIds._unchecked(self._features, values, offsets, weights)
         return self.score(dense_features, sparse)

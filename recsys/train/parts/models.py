@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from recsys.batch import histories_of
+from recsys.batch import has_weighted_bags, histories_of
 from recsys.errors import ConfigError
 from recsys.models import (
     DIN,
@@ -45,15 +45,23 @@ if TYPE_CHECKING:
 __all__ = ["build_network", "needs_rows"]
 
 
-def needs_rows(config: ModelConfig) -> bool:
+def needs_rows(config: ModelConfig, source: SampleSource) -> bool:
     """Whether the model of a configuration looks rows up without pooling.
 
     Raises:
-        ConfigError: the class of the user's cannot be imported.
+        ConfigError: it does, and the data has weights for the values of bags, which pooling
+            applies; or the class of the user's cannot be imported.
     """
+    found = config.name in ("din", "tbsm")
     if config.is_custom:
-        return bool(getattr(_import_class(config.name), "unpooled", False))
-    return config.name in ("din", "tbsm")
+        found = bool(getattr(_import_class(config.name), "unpooled", False))
+    if found and has_weighted_bags(source):
+        raise ConfigError(
+            f"model.name {config.name!r} looks rows up without pooling, and so cannot apply the "
+            f"weights of values that {source.describe()['name']} has; choose a model that pools, "
+            "such as 'dlrm', or prepare the data without the key weights"
+        )
+    return found
 
 
 def build_network(
@@ -64,7 +72,7 @@ def build_network(
     Args:
         config: Names the model.
         source: The data: its number of dense features, and its histories.
-        embeddings: A collection: pooled, or of rows if `needs_rows(config)`.
+        embeddings: A collection: pooled, or of rows if `needs_rows(config, source)`.
         device: Device of the dense part.
 
     Returns:
