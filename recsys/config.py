@@ -211,7 +211,9 @@ class EvalConfig:
 class TrainConfig:
     """One training run."""
 
-    data: str = _key("synthetic:criteo-kaggle", "a store, or synthetic:criteo-kaggle")
+    data: str = _key(
+        "synthetic:criteo-kaggle", "a store, or synthetic:criteo-kaggle, or synthetic:taobao"
+    )
     seed: int = _key(0, "seed of initial values and of the order of samples", least=0)
     epochs: int = _key(1, "passes over the training split", least=1)
     batch_size: int = _key(128, "samples per step", least=1)

@@ -18,6 +18,7 @@ __all__ = [
 ]
 
 MODELS = ("dlrm", "dcn_v2", "deepfm", "din", "tbsm")
+_OWNERS = {"dcn": "dcn_v2", "din": "din", "tbsm": "tbsm"}  # the model that reads these keys
 _WITH_BOTTOM_MLP = ("dlrm", "dcn_v2", "deepfm", "tbsm")
 
 
@@ -50,7 +51,7 @@ class TransformerConfig:
 class DINConfig:
     """The attention of `din`."""
 
-    attention: tuple[int, ...] = _key((64, 16), "hidden layers of the activation unit")
+    attention: tuple[int, ...] = _key((80, 40), "hidden layers of the activation unit")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -81,9 +82,7 @@ class ModelConfig:
         f"architecture: {', '.join(MODELS)}, or module:Class for a module of your own",
     )
     embedding_dim: int = _key(16, "columns of every table", least=1)
-    table_dims: dict[str, int] = _key(
-        dict, "columns of tables that have others, by table: table_dims.NAME=N"
-    )
+    table_dims: dict[str, int] = _key(dict, "embedding_dim of single tables: table_dims.NAME=N")
     pooling: dict[str, str] = _key(
         dict, "sum or mean of a bag's rows, by table: pooling.NAME=mean; default: sum"
     )
@@ -91,7 +90,7 @@ class ModelConfig:
     over_arch: tuple[int, ...] = _key((512, 256, 1), "top MLP; ends in 1")
     interaction: str = _key(
         "dot",
-        "of dlrm: inner products of all pairs, or those of vectors after masked attention",
+        "of dlrm: dot products of all pairs, or masked attention before them",
         choices=("dot", "masked_transformer"),
     )
     init: str = _key(
@@ -106,11 +105,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        module, colon, class_name = self.name.partition(":")
-        if self.name not in MODELS and not (colon and module and class_name):
+        module, _, class_name = self.name.partition(":")
+        names = [*module.split("."), class_name]
+        if self.name not in MODELS and not all(map(str.isidentifier, names)):
             raise ConfigError(
                 f"name must be one of {', '.join(map(repr, MODELS))}, or module:Class; got "
-                f"{self.name!r}"
+                f"{self.name!r}; a module is named as in an import, not by its file"
             )
         for key, sizes in (("dense_arch", self.dense_arch), ("over_arch", self.over_arch)):
             if not sizes or min(sizes) < 1:
@@ -125,6 +125,7 @@ class ModelConfig:
                 f"over_arch must have two sizes or more and end in 1, got {list(self.over_arch)}"
             )
         self._check_tables()
+        self._check_owners()
 
     @property
     def is_custom(self) -> bool:
@@ -150,4 +151,19 @@ class ModelConfig:
             raise ConfigError(
                 f"table_dims and pooling are for models that pool their bags in the lookup, got "
                 f"name {self.name!r}; drop them"
+            )
+
+    def _check_owners(self) -> None:
+        """Refuse keys that the model does not read."""
+        for key, owner in _OWNERS.items():
+            constants = getattr(self, key)
+            if self.name != owner and constants != type(constants)():
+                raise ConfigError(
+                    f"{key}.* are for name {owner!r}, got name {self.name!r}; drop them, or choose "
+                    f"{owner!r}"
+                )
+        if self.interaction != "masked_transformer" and self.transformer != TransformerConfig():
+            raise ConfigError(
+                "transformer.* are for interaction 'masked_transformer', got "
+                f"{self.interaction!r}; drop them, or choose 'masked_transformer'"
             )

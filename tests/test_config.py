@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -293,6 +294,7 @@ def test_tables_of_values_are_keys_of_their_own(tmp_path):
         ("model.table_dims.C3=0", "model.table_dims.C3 must be at least 1, got 0"),
         ("model.pooling.C3=max", "model.pooling.C3 must be 'sum' or 'mean', got 'max'"),
         ("model.name=wide", "model.name must be one of 'dlrm', .* or module:Class; got 'wide'"),
+        ("model.name=./wide.py:Wide", "got './wide.py:Wide'; a module is named as in an import"),
         ("model.tbsm.tower=[3]", r"model.tbsm.tower must be two positive sizes or more, got \[3\]"),
         ("model.din.attention=[]", r"model.din.attention must be positive sizes, got \[\]"),
     ],
@@ -300,6 +302,29 @@ def test_tables_of_values_are_keys_of_their_own(tmp_path):
 def test_keys_of_models_say_what_they_accept(setting, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [setting])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.dcn.num_layers=5"], "model.dcn.* are for name 'dcn_v2', got name 'dlrm'"),
+        (
+            ["model.name=tbsm", "model.din.attention=[8]"],
+            "model.din.* are for name 'din', got name 'tbsm'",
+        ),
+        (
+            ["model.name=a:B", "model.tbsm.num_heads=2"],
+            "model.tbsm.* are for name 'tbsm', got name",
+        ),
+        (
+            ["model.transformer.mask=causal"],
+            "model.transformer.* are for interaction 'masked_transformer', got 'dot'",
+        ),
+    ],
+)
+def test_keys_that_no_model_would_read_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(None, ["model.dense_arch=[8, 16]", *settings])
 
 
 def test_models_refuse_what_is_for_others():

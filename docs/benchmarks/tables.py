@@ -23,6 +23,7 @@ from tables_of_benches import (
     step_table,
 )
 from tables_of_fuzz import fuzz_table
+from tables_of_models import compared_table, days_table, quantized_table
 from tables_of_own_data import (
     clicks_table,
     predict_table,
@@ -60,6 +61,7 @@ _ROOT = RECORDS.parent.parent
 DOCUMENTS = (
     "README.md",
     "docs/benchmarks.md",
+    "docs/models.md",
     "docs/popularity.md",
     "docs/reliability.md",
     "docs/schedules.md",
@@ -104,6 +106,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "generator": partial(generator_table, "generator.json"),
     "lookup": partial(lookup_table, "lookup.json"),
     "models": partial(models_table, "models.json"),
+    "models_tbsm": partial(models_table, "models_tbsm.json"),
+    "models_real": partial(compared_table, "models_real.json"),
+    "models_drift": partial(compared_table, "models_drift.json"),
+    "models_drift_days": partial(days_table, "models_drift.json"),
+    "quantized": partial(quantized_table, "quantized.json"),
+    "sequences": partial(compared_table, "sequences.json"),
+    "sequences_real": partial(compared_table, "sequences_real.json", metric="recall_at_k"),
     "facebook_dlrm": partial(facebook_table, "facebook_dlrm.json"),
     "lookup_headline": partial(lookup_headline_table, "lookup.json"),
     "lookup_summary": partial(lookup_summary_table, "lookup.json"),

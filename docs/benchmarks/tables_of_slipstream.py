@@ -7,15 +7,13 @@ at, such as "drop_input-0.2"; the baseline is "none".
 
 from __future__ import annotations
 
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from table_cells import cells_of, keys_of_case, machine, markdown, read_record
+from tables_of_pairs import caption_of, difference, means_of, measured_in, paired_with
 
 from recsys.bench.parts.tiers_curve import curve_file
 from recsys.report.ablation_metrics import column_title, format_number
-from recsys.report.ablation_table import make_rows
-from recsys.report.paired import format_difference, make_differences
 from recsys.train.run_files.curves import draw_policies
 
 if TYPE_CHECKING:
@@ -79,9 +77,9 @@ def _more_time(row: Mapping[str, Any] | None) -> str:
 def skipping_table(file: str) -> str:
     """Every policy and share: what it skips and what it costs, compared with none."""
     record = read_record(file)
-    means, paired = _means(record), _paired(record, record["config"]["baseline"])
+    means, paired = means_of(record), paired_with(record, record["config"]["baseline"])
     lines = []
-    for variation in _measured(record):
+    for variation in measured_in(record):
         policy, share = _policy_and_share(variation)
         skipped = means.get((variation, "skipped_share"))
         line = [
@@ -95,12 +93,14 @@ def skipping_table(file: str) -> str:
         for metric in _QUALITY:
             entry = paired.get((variation, metric, "difference"))
             line.append(
-                format_number(metric, means[variation, metric]) if entry is None else _entry(entry)
+                format_number(metric, means[variation, metric])
+                if entry is None
+                else difference(entry)
             )
         lines.append(line)
     header = ["policy", "share", "skipped", "samples trained on", "seconds of training"]
     header += ["times faster (95 %)", "test AUC", "logloss", "normalized entropy", "calibration"]
-    caption = _caption(record) + (
+    caption = caption_of(record) + (
         " The line of none has its values, the other lines the differences from them in pairs of "
         "equal seeds: mean (95 % interval by Student's t)."
     )
@@ -127,7 +127,7 @@ def late_table(file: str) -> str:
     record = read_record(file)
     changes = record["cells"][0]["run"]["config"]["synthetic"]["preference_changes"]
     late = next(cell["late"] for cell in record["cells"] if cell.get("late") is not None)
-    caption = _caption(record) + (
+    caption = caption_of(record) + (
         f" Preferences change after {' and '.join(f'{each:,}' for each in changes)} samples; "
         f"{late['num_evaluations']} evaluations on the {late['split']} part in the last "
         f"{100 * record['config']['late_share']:g} % of the training. The line of none has its "
@@ -143,16 +143,16 @@ def late_table(file: str) -> str:
 def random_table(file: str) -> str:
     """Every policy compared with dropping random samples at the same share."""
     record = read_record(file)
-    measured = _measured(record)
+    measured = measured_in(record)
     lines = []
     for variation in measured:
         policy, share = _policy_and_share(variation)
         control = f"{_RANDOM}-{share}"
         if variation == control or control not in measured:
             continue
-        paired = _paired(record, control)
+        paired = paired_with(record, control)
         line = [policy, share, _speedup(paired.get((variation, "train_time", "ratio")))]
-        line += [_entry(paired[variation, metric, "difference"]) for metric in _QUALITY]
+        line += [difference(paired[variation, metric, "difference"]) for metric in _QUALITY]
         lines.append(line)
     caption = (
         "Each policy less random dropping at the same share, in pairs of equal seeds: mean (95 % "
@@ -171,12 +171,12 @@ def seeds_table(file: str, without: Sequence[int]) -> str:
     record = {**record, "cells": cells, "config": {**record["config"], "seeds": seeds}}
     lines = []
     for baseline in record["config"]["variations"]:
-        paired = _paired(record, baseline)
+        paired = paired_with(record, baseline)
         for variation in record["config"]["variations"]:
             if baseline.startswith(_RANDOM) or variation == baseline or variation == "none":
                 continue
             entries = [paired[variation, metric, "difference"] for metric in _QUALITY]
-            lines.append([_name(variation), _name(baseline), *map(_entry, entries)])
+            lines.append([_name(variation), _name(baseline), *map(difference, entries)])
     left_out = ", ".join(map(str, without))
     caption = (
         f"The {len(seeds)} seeds without {left_out}: the first policy less the second, in pairs of "
@@ -196,9 +196,9 @@ def write_policies(file: Path) -> None:
     The picture is in the folder of the file, under the same name.
     """
     record = read_record(str(file))
-    paired = _paired(record, record["config"]["baseline"])
+    paired = paired_with(record, record["config"]["baseline"])
     points: dict[str, list[dict[str, Any]]] = {}
-    for variation in _measured(record):
+    for variation in measured_in(record):
         ratio = paired.get((variation, "train_time", "ratio"))
         if ratio is None or ratio["mean"] is None:
             continue
@@ -209,24 +209,6 @@ def write_policies(file: Path) -> None:
         points.setdefault(policy, []).append(point)
     picture = draw_policies(points, auc_band=_AUC_BAND, calibration_band=0.01, speedup=_SPEEDUP)
     curve_file(file).write_bytes(picture)
-
-
-def _means(record: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
-    """The mean of every variation and metric."""
-    rows = make_rows(record["cells"], record["config"])
-    return {(row["variation"], row["metric"]): row["mean"] for row in rows}
-
-
-def _paired(record: Mapping[str, Any], baseline: str) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Differences and ratios by variation, metric and kind."""
-    found = make_differences(record["cells"], {**record["config"], "baseline": baseline})
-    return {(each["variation"], each["metric"], each["kind"]): each for each in found}
-
-
-def _measured(record: Mapping[str, Any]) -> list[str]:
-    """The variations that have a finished cell, in the order of the configuration."""
-    names = {cell["variation"] for cell in record["cells"] if cell["run"]["status"] == "finished"}
-    return [variation for variation in record["config"]["variations"] if variation in names]
 
 
 def _policy_and_share(variation: str) -> tuple[str, str]:
@@ -242,27 +224,18 @@ def _titles(record: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
 def _lines(record: Mapping[str, Any], metrics: Sequence[str]) -> list[list[str]]:
     """A line per variation: values of the baseline, and differences of the others."""
     baseline = record["config"]["baseline"]
-    means, paired = _means(record), _paired(record, baseline)
+    means, paired = means_of(record), paired_with(record, baseline)
     lines = []
-    for variation in _measured(record):
+    for variation in measured_in(record):
         line = list(_policy_and_share(variation))
         for metric in metrics:
             entry = paired.get((variation, metric, "difference"))
             if entry is None:
                 line.append(format_number(metric, means.get((variation, metric))))
             else:
-                line.append(_entry(entry))
+                line.append(difference(entry))
         lines.append(line)
     return lines
-
-
-def _entry(entry: Mapping[str, Any]) -> str:
-    """A difference with its interval."""
-    middle, low, high = (format_difference(entry, key) for key in ("mean", "low", "high"))
-    text = middle if entry["low"] is None else f"{middle} ({low} to {high})"
-    if entry["num_pairs"] < len(entry["seeds"]):
-        text += f", {entry['num_pairs']} of {len(entry['seeds'])} pairs"
-    return text
 
 
 def _turned(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,32 +245,10 @@ def _turned(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _speedup(entry: Mapping[str, Any] | None) -> str:
-    return "" if entry is None or entry["mean"] is None else f"**{_entry(_turned(entry))}**"
+    return "" if entry is None or entry["mean"] is None else f"**{difference(_turned(entry))}**"
 
 
 def _ends(entry: Mapping[str, Any]) -> tuple[float | None, float | None, float | None]:
     """The mean of an entry and its interval, which is empty where there is only one pair."""
     low, high = (entry["mean"] if entry[key] is None else entry[key] for key in ("low", "high"))
     return entry["mean"], low, high
-
-
-def _caption(record: Mapping[str, Any]) -> str:
-    """What was run, where, and by which commits."""
-    runs = [cell["run"] for cell in record["cells"] if cell["run"]["status"] == "finished"]
-    config, data = runs[0]["config"], runs[0]["data"]
-    seen = mean(run["throughput"]["num_samples"] for run in runs)
-    optimizer = config["optimizer"]
-    commits = dict.fromkeys(str(run["environment"].get("commit"))[:10] for run in runs)
-    environment = runs[0]["environment"]
-    epochs = f", {config['epochs']} epochs" if config["epochs"] > 1 else ""
-    seeds = ", ".join(map(str, record["config"]["seeds"]))
-    text = (
-        f"{seen:,.0f} training samples of {data['name']}{epochs}, tested on "
-        f"{runs[0]['metrics']['test']['num_samples']:,}; {optimizer['name']} {optimizer['lr']:g}, "
-        f"B={config['batch_size']}, seeds {seeds}; {machine(environment)}; "
-        f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}."
-    )
-    num_done, num_cells = len(record["cells"]), record["num_cells"]
-    if num_done < num_cells:
-        text += f" So far {num_done} of {num_cells} cells were run."
-    return text

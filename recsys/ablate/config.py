@@ -256,7 +256,7 @@ def _check_types(table: Mapping[str, Any]) -> None:
     }
     for key, value in table.items():
         kind, meaning = kinds[key]
-        if type(value) is not kind:
+        if type(value) is not kind and not (kind is float and type(value) is int):
             raise ConfigError(f"ablate.{key} must be {meaning}, got {value!r}")
 
 

@@ -1,7 +1,8 @@
 """`recsys bench models`: models of plain PyTorch, before and after `recsys.accelerate`.
 
-It answers two questions. How much faster is the classic DLRM, which has 26 separate bags of
-Kaggle's sizes? Is any ordinary model slower, with few or many tables, one or several ids a sample?
+It answers two questions. How much faster are the classic DLRM, which has 26 separate bags of
+Kaggle's sizes, and TBSM, which looks up all steps of a history? Is any ordinary model slower, with
+few or many tables, one or several ids a sample?
 
     provider     what a step does
     torch        the model as it was written
@@ -38,7 +39,9 @@ from recsys.bench.parts.harness import (
 )
 from recsys.bench.parts.plain_models import (
     DIM,
-    KINDS,
+    SHALLOW_KINDS,
+    TAOBAO_TABLE_SIZES,
+    WHOLE_KINDS,
     TableBatch,
     make_batch,
     make_model,
@@ -49,9 +52,11 @@ from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
-__all__ = ["bench_models"]
+__all__ = ["ALL_KINDS", "bench_models"]
+
+ALL_KINDS = (*WHOLE_KINDS, *SHALLOW_KINDS)
 
 _NUM_BATCHES = 64
 _FEWEST_ROUNDS = 6
@@ -88,7 +93,8 @@ class _Case(NamedTuple):
         found = f"model={self.kind},B={self.batch_size},D={DIM},optimizer={self.optimizer}"
         if self.kind == "classic":
             return found
-        return f"{found},T={len(self.table_sizes)},ids={'jagged' if self.is_jagged else 'one-hot'}"
+        ids = "steps" if self.kind == "tbsm" else "jagged" if self.is_jagged else "one-hot"
+        return f"{found},T={len(self.table_sizes)},ids={ids}"
 
 
 def bench_models(
@@ -96,10 +102,11 @@ def bench_models(
     optimizers: Sequence[str],
     *,
     num_rounds: int,
-    kinds: Sequence[str] = KINDS,
+    kinds: Collection[str] = ALL_KINDS,
     max_rows: int = 1_000_000,
     table_counts: Sequence[int] = (1, 4, 26),
     small_batch_sizes: Sequence[int] = (128, 2048),
+    sequence_batch_sizes: Sequence[int] = (256, 2048),
 ) -> list[Row]:
     """Measure every case.
 
@@ -107,10 +114,11 @@ def bench_models(
         batch_sizes: B of the classic model.
         optimizers: "sgd" or "adagrad".
         num_rounds: Rounds that count; each provider takes one turn in each.
-        kinds: Kinds from `KINDS`, in addition to the classic model.
-        max_rows: Rows of every table of these kinds; also caps Kaggle's sizes in the classic model.
-        table_counts: Numbers of tables of these kinds.
-        small_batch_sizes: B of these kinds.
+        kinds: Kinds from `ALL_KINDS`.
+        max_rows: Rows of every table of `SHALLOW_KINDS`; also caps the sizes of the other models.
+        table_counts: Numbers of tables of `SHALLOW_KINDS`.
+        small_batch_sizes: B of `SHALLOW_KINDS`.
+        sequence_batch_sizes: B of TBSM; upstream's is 256.
 
     Raises:
         ConfigError: a batch size is below 1.
@@ -118,20 +126,26 @@ def bench_models(
     if min(batch_sizes) < 1:
         raise ConfigError(f"bench models: batch sizes must be at least 1, got {min(batch_sizes)}")
     set_num_threads(0)  # as the processes do, for the record of the run
-    kaggle = tuple(min(size, max_rows) for size in KAGGLE_TABLE_SIZES)
-    classic = [
-        _Case("classic", optimizer, batch_size, kaggle)
-        for batch_size, optimizer in product(batch_sizes, optimizers)
+    of_whole = {
+        "classic": (batch_sizes, KAGGLE_TABLE_SIZES),
+        "tbsm": (sequence_batch_sizes, TAOBAO_TABLE_SIZES),
+    }
+    whole = [
+        _Case(kind, optimizer, batch_size, tuple(min(size, max_rows) for size in table_sizes))
+        for kind, (sizes, table_sizes) in of_whole.items()
+        if kind in kinds
+        for batch_size, optimizer in product(sizes, optimizers)
     ]
     others = [
         _Case(kind, optimizer, batch_size, (max_rows,) * count, is_jagged)
         for kind, count, is_jagged, batch_size, optimizer in product(
-            kinds, table_counts, (False, True), small_batch_sizes, optimizers
+            SHALLOW_KINDS, table_counts, (False, True), small_batch_sizes, optimizers
         )
+        if kind in kinds
     ]
     rows: list[Row] = []
     pairs: dict[str, list[tuple[list[float], list[float]]]] = {}
-    for case in [*classic, *others]:
+    for case in [*whole, *others]:
         rounds = num_rounds
         if case.has_dense_gradients:
             rounds = max(_FEWEST_ROUNDS, num_rounds // 5)
@@ -163,7 +177,7 @@ def _rows_of(case: _Case, seconds: _Seconds) -> list[Row]:
     )
     ours, plain = seconds["recsys"], seconds["torch"]
     rows.append(ratio_of(metric="speed_over_torch", values=ours, baseline=plain))
-    if case.kind == "classic":
+    if case.kind in WHOLE_KINDS:
         without = seconds["no_tables"]
         plain_tables, our_tables = (
             [step - rest for step, rest in zip(each, without, strict=True)]
@@ -187,8 +201,8 @@ def _measure(case: _Case, num_rounds: int) -> _Seconds:
         for seed in range(_NUM_BATCHES)
     ]
     models: dict[str, nn.Module] = {"torch": make_model(case.kind, case.table_sizes)}
-    if case.kind == "classic":
-        models["no_tables"] = make_without_tables(len(case.table_sizes), case.batch_size)
+    if case.kind in WHOLE_KINDS:
+        models["no_tables"] = make_without_tables(case.kind, len(case.table_sizes), case.batch_size)
     models["recsys"] = copy.deepcopy(models["torch"])
     steps = {}
     for provider, model in models.items():

@@ -68,6 +68,12 @@ def add_bench_commands(commands: _Commands) -> None:
         (models, ("sgd", "adagrad")),
     ):
         parser.add_argument("--optimizers", nargs="+", default=optimizers, choices=optimizers)
+    models.add_argument(
+        "--models",
+        nargs="+",
+        metavar="KIND",
+        help="classic, tbsm, bags, collection, embeddings, dense-embeddings; default: all",
+    )
     _add_tiers_options(tiers)
 
     checkpoints = add(
@@ -164,11 +170,17 @@ def _bench_step(options: argparse.Namespace) -> int:
 
 
 def _bench_models(options: argparse.Namespace) -> int:
-    from recsys.bench.models import bench_models
+    from recsys.bench.models import ALL_KINDS, bench_models
 
+    kinds = options.models or ALL_KINDS
+    if unknown := set(kinds) - set(ALL_KINDS):
+        raise ConfigError(
+            f"--models must be of {', '.join(ALL_KINDS)}, got {', '.join(sorted(unknown))}"
+        )
     rows = bench_models(
         options.batch_sizes,
         options.optimizers,
+        kinds=kinds,
         num_rounds=3 if options.quick else 30,
         max_rows=1000 if options.quick else 1_000_000,
         table_counts=(1, 4) if options.quick else (1, 4, 26),

@@ -16,7 +16,7 @@ from recsys.cli.data import add_data_commands
 from recsys.cli.popularity import add_popularity_commands
 from recsys.cli.predict import add_predict_command
 from recsys.cli.table import add_table_commands
-from recsys.config import TrainConfig, load_config
+from recsys.config import TrainConfig, load_config, read_tree
 from recsys.errors import ConfigError, RecsysError
 from recsys.train.exports.export import FORMATS
 from recsys.train.exports.quantized import QUANTIZATIONS
@@ -79,7 +79,8 @@ def _add_run_commands(commands: _Commands) -> None:
         "data",
         nargs="?",
         metavar="STORE",
-        help="a store, or synthetic:criteo-kaggle; with --resume, default: the data of the run",
+        help="a store, or synthetic:criteo-kaggle, or synthetic:taobao; default: data of --config, "
+        "or with --resume that of the run",
     )
     train.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
     train.add_argument("--set", **_SET)
@@ -146,7 +147,7 @@ def _add_run_commands(commands: _Commands) -> None:
         "verify",
         help="check that training at several budgets equals training with every row resident",
     )
-    verify.add_argument("data", metavar="STORE", help="a store, or synthetic:criteo-kaggle")
+    verify.add_argument("data", metavar="STORE", help="a store, or synthetic data, as for train")
     verify.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
     verify.add_argument("--set", **_SET)
     verify.add_argument(
@@ -195,13 +196,26 @@ def _train(options: argparse.Namespace) -> int:
         config = resumed_config(run_dir, options.config, options.set, options.data)
     elif options.checkpoint is not None:
         raise ConfigError("--checkpoint N is for a run to continue; add --resume")
-    elif options.data is None:
-        raise ConfigError("data is missing; name a store, or synthetic:criteo-kaggle")
     else:
-        config = load_config(options.config, options.set, data=options.data)
+        config = _config_with_data(options)
     record = train(config, run_dir, resume=options.resume, checkpoint=options.checkpoint)
     print(format_run(record, run_dir))
     return _INTERRUPTED if record["status"] == "interrupted" else 0
+
+
+def _config_with_data(options: argparse.Namespace) -> TrainConfig:
+    """The configuration for data that the command line names, or the file.
+
+    Raises:
+        ConfigError: neither does.
+    """
+    if options.data is not None:
+        return load_config(options.config, options.set, data=options.data)
+    if "data" not in read_tree(options.config, options.set):
+        raise ConfigError(
+            "data is missing; name a store, or synthetic:criteo-kaggle, or synthetic:taobao"
+        )
+    return load_config(options.config, options.set)
 
 
 def _evaluate(options: argparse.Namespace) -> int:

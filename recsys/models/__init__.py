@@ -17,7 +17,18 @@ from recsys.models.dcn_v2 import DCNv2
 from recsys.models.deepfm import DeepFM
 from recsys.models.din import DIN
 from recsys.models.dlrm import DLRM, DLRMTrain
+from recsys.models.histories import pad_left, sum_of_bags
 from recsys.models.masked_transformer import MaskedTransformerArch
 from recsys.models.tbsm import TBSM
 
-__all__ = ["DIN", "DLRM", "TBSM", "DCNv2", "DLRMTrain", "DeepFM", "MaskedTransformerArch"]
+__all__ = [
+    "DIN",
+    "DLRM",
+    "TBSM",
+    "DCNv2",
+    "DLRMTrain",
+    "DeepFM",
+    "MaskedTransformerArch",
+    "pad_left",
+    "sum_of_bags",
+]

@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 
     from recsys.batch import Features, Pooled
 
-__all__ = ["MLP", "AbstractPooledModel", "DenseArch", "OverArch", "SparseArch"]
+__all__ = [
+    "MLP",
+    "AbstractPooledModel",
+    "DenseArch",
+    "OverArch",
+    "SparseArch",
+    "require_sizes",
+]
 
 
 class Perceptron(nn.Module):
@@ -152,7 +159,13 @@ class SparseArch(nn.Module):
 
 
 class DenseArch(nn.Module):
-    """The bottom MLP; without features it gives one vector for all samples, computed once."""
+    """The bottom MLP; without features it gives one vector for all samples, computed once.
+
+    Args:
+        in_features: I.
+        layer_sizes: Width of each layer; the last is D.
+        device: Device of the parameters.
+    """
 
     def __init__(
         self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
@@ -169,16 +182,22 @@ class DenseArch(nn.Module):
 
 
 class OverArch(nn.Module):
-    """The top MLP; its last layer is linear."""
+    """The top MLP; its last layer is linear.
+
+    Args:
+        in_features: Width of the input.
+        layer_sizes: Width of each layer, at least two.
+        device: Device of the parameters.
+
+    Raises:
+        ValueError: there are fewer than two sizes, or a size is not positive.
+    """
 
     def __init__(
         self, in_features: int, layer_sizes: Sequence[int], device: torch.device | None = None
     ) -> None:
         super().__init__()
-        if len(layer_sizes) < 2:
-            raise ValueError(
-                f"over_arch_layer_sizes must have at least two sizes, got {layer_sizes}"
-            )
+        require_sizes("over_arch_layer_sizes", layer_sizes, least=2)
         self.model = nn.Sequential(
             MLP(in_features, layer_sizes[:-1], device),
             nn.Linear(layer_sizes[-2], layer_sizes[-1], device=device),
@@ -205,6 +224,10 @@ class AbstractPooledModel(nn.Module, ABC):
         sparse_arch: The `SparseArch`.
         dense_arch: The `DenseArch`.
 
+    Raises:
+        TypeError: the collection does not pool its rows.
+        ValueError: there is no table, or sizes do not fit each other.
+
     Shape:
         dense_features (B, I); sparse_features: F features of B samples; result: logits (B, 1), or
         as wide as the last size of the top MLP.
@@ -218,6 +241,7 @@ class AbstractPooledModel(nn.Module, ABC):
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        require_sizes("dense_arch_layer_sizes", dense_arch_layer_sizes, least=1)
         width = dense_arch_layer_sizes[-1]
         dims = {config.embedding_dim for config in _configs_of(embedding_bag_collection)}
         # More likely a mistake than a wish to project every table.
@@ -246,6 +270,31 @@ class AbstractPooledModel(nn.Module, ABC):
         """
 
 
+def require_sizes(name: str, sizes: Sequence[int], *, least: int, last: int | None = None) -> None:
+    """Check the sizes of an MLP's layers.
+
+    Args:
+        name: The argument that has them.
+        sizes: The sizes.
+        least: The smallest number of layers.
+        last: The size that the last layer must have; None for any.
+
+    Raises:
+        ValueError: there are fewer layers, a size is not positive, or the last is another.
+    """
+    if len(sizes) < least or min(sizes, default=1) < 1:
+        raise ValueError(
+            f"{name} must be positive sizes, at least {least} of them, got {list(sizes)}"
+        )
+    if last is not None and sizes[-1] != last:
+        raise ValueError(f"{name} must end in {last}, got {list(sizes)}")
+
+
 def _configs_of(embedding_bag_collection: nn.Module) -> Sequence[Any]:
+    if not hasattr(embedding_bag_collection, "embedding_bag_configs"):
+        raise TypeError(
+            "embedding_bag_collection must pool its rows, got "
+            f"{type(embedding_bag_collection).__name__}; make a HotColdEmbeddingBagCollection"
+        )
     configs: Sequence[Any] = embedding_bag_collection.embedding_bag_configs()  # type: ignore[operator]  # any module
     return configs

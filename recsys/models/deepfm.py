@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from recsys.models.archs import AbstractPooledModel, OverArch
+from recsys.models.archs import AbstractPooledModel, OverArch, require_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,10 +45,12 @@ class DeepFM(AbstractPooledModel):
     - the dot products of all pairs of vectors, without column 0,
     - an MLP of all vectors side by side, whose last bias is the bias of the model.
 
-    The paper has a second table of first-order weights for each feature. Here a row's weight is
-    stored in front of its factors, so one lookup reads both and they share a place in the tiers.
-    The dense features take part as one vector, that of the bottom MLP; in the paper, each is a
-    field.
+    Differences from the paper:
+    - It has a second table of first-order weights for each feature. Here a row's weight is stored
+      in front of its factors, so one lookup reads both and they share a place in the tiers. The MLP
+      reads it, too. If a table is projected to D, column 0 mixes all its columns.
+    - Each dense feature is a field of its own there. Here they take part as one vector, that of the
+      bottom MLP, whose numbers are not negative.
 
     Args:
         embedding_bag_collection: The tables. If all have one `embedding_dim`, it must be D; if they
@@ -76,15 +78,12 @@ class DeepFM(AbstractPooledModel):
         over_arch_layer_sizes: Sequence[int],
         dense_device: torch.device | None = None,
     ) -> None:
+        require_sizes("dense_arch_layer_sizes", dense_arch_layer_sizes, least=1)
+        require_sizes("over_arch_layer_sizes", over_arch_layer_sizes, least=2, last=1)
         if dense_arch_layer_sizes[-1] < 2:
             raise ValueError(
                 "dense_arch_layer_sizes must end in 2 or more, a first-order weight and factors, "
                 f"got {list(dense_arch_layer_sizes)}; widen the tables"
-            )
-        if over_arch_layer_sizes[-1] != 1:
-            raise ValueError(
-                "over_arch_layer_sizes must end in 1, as the other parts of a logit have one "
-                f"number, got {list(over_arch_layer_sizes)}"
             )
         super().__init__(
             embedding_bag_collection, dense_in_features, dense_arch_layer_sizes, dense_device

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from recsys.models.dlrm import OverArch
+from recsys.models.archs import OverArch, require_sizes
 from recsys.models.histories import bags_of_rows, feature_roles, look_up, sum_of_bags
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class ActivationUnit(nn.Module):
         history (N, D); candidate (N, D), the candidate of each step; result (N, 1).
     """
 
+    initializes_itself = True
+
     def __init__(
         self, embedding_dim: int, layer_sizes: Sequence[int], device: torch.device | None = None
     ) -> None:
@@ -61,8 +63,9 @@ class DIN(nn.Module):
     steps in common, such as the items of some events and their categories. All other features are
     summed. The vectors and the dense features are joined for the top MLP.
 
-    Differences from the paper: ReLU in place of PReLU or Dice, and no mini-batch aware
-    regularization.
+    Differences from the paper: a unit for each history, where the authors join the item and the
+    category of an event and weight both by one unit; ReLU in place of PReLU or Dice; and no
+    mini-batch aware regularization.
 
     Args:
         embedding_collection: The tables, looked up without pooling: a `HotColdEmbeddingCollection`,
@@ -71,7 +74,8 @@ class DIN(nn.Module):
         histories: The candidate's feature of each history's feature; both look up the same table.
             A history may have any number of steps.
         over_arch_layer_sizes: Top MLP; at least two sizes, the last is 1.
-        attention_layer_sizes: Widths of the hidden layers of an activation unit.
+        attention_layer_sizes: Widths of the hidden layers of an activation unit. The default is
+            that of the authors' code.
         dense_device: Device of the MLPs.
 
     Shape:
@@ -81,7 +85,7 @@ class DIN(nn.Module):
         ValueError: sizes or histories are not as above.
 
     References:
-        Zhou et al. (2018), Deep Interest Network for Click-Through Rate Prediction.
+        Zhou et al. (2018), Deep Interest Network for Click-Through Rate Prediction, section 4.3.
     """
 
     def __init__(
@@ -91,21 +95,17 @@ class DIN(nn.Module):
         histories: Mapping[str, str],
         over_arch_layer_sizes: Sequence[int],
         *,
-        attention_layer_sizes: Sequence[int] = (64, 16),
+        attention_layer_sizes: Sequence[int] = (80, 40),
         dense_device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self._roles = feature_roles("DIN", embedding_collection, histories)
-        if not attention_layer_sizes:
-            raise ValueError("DIN: attention_layer_sizes must have at least one size, got none")
-        if list(over_arch_layer_sizes)[-1:] != [1]:
-            raise ValueError(
-                f"DIN: over_arch_layer_sizes must end in 1, got {list(over_arch_layer_sizes)}"
-            )
+        require_sizes("DIN: attention_layer_sizes", attention_layer_sizes, least=1)
+        require_sizes("DIN: over_arch_layer_sizes", over_arch_layer_sizes, least=2, last=1)
         self.embedding_collection = embedding_collection
         dim = self._roles.embedding_dim
         self.attention = nn.ModuleList(
-            ActivationUnit(dim, attention_layer_sizes, dense_device) for _ in histories
+            ActivationUnit(dim, attention_layer_sizes, dense_device) for _ in self._roles.candidates
         )
         over_in_features = dense_in_features + dim * len(self._roles.names)
         self.over_arch = OverArch(over_in_features, over_arch_layer_sizes, dense_device)
@@ -123,6 +123,6 @@ class DIN(nn.Module):
             steps, lengths = rows[history].values(), rows[history].lengths()
             bags = bags_of_rows(lengths, steps.shape[0])
             weights = unit(steps, vectors[candidate].index_select(0, bags))
-            vectors[history] = sum_of_bags(weights * steps, lengths)
+            vectors[history] = sum_of_bags(weights * steps, lengths, bags)
         ordered = [vectors[name] for name in self._roles.names]
         return cast("Tensor", self.over_arch(torch.cat([dense_features, *ordered], dim=1)))

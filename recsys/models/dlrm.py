@@ -47,7 +47,7 @@ class DLRM(AbstractPooledModel):
         over_arch_layer_sizes[-1]).
 
     Raises:
-        TypeError: `interaction` does not tell the width of its result.
+        TypeError: `interaction` has no integer `out_features`, or the collection does not pool.
         ValueError: there is no table, or sizes do not fit each other.
 
     References:
@@ -121,17 +121,21 @@ class DLRMTrain(nn.Module):
         return loss, (loss.detach(), logits.detach(), batch.labels.detach())
 
 
-def initialize_classic(model: nn.Module) -> None:
-    """Initialize every linear layer as facebookresearch/dlrm does, from torch's default generator.
+def initialize_classic(module: nn.Module) -> None:
+    """Initialize linear layers as facebookresearch/dlrm does, from torch's default generator.
 
     For a layer with m outputs and n inputs, weights are normal with variance 2 / (m + n), biases
     with variance 1 / m. Embeddings are not changed: the embedding modules here already follow the
     classic rule, uniform in +-sqrt(1 / E). Parameters that are not in an `nn.Linear`, such as those
-    of a cross network, keep their own initial values.
+    of a cross network, and those of attention (modules with `initializes_itself = True`), keep
+    their own initial values: the rule was made for wide MLPs.
     """
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            num_outputs, num_inputs = module.weight.shape
-            nn.init.normal_(module.weight, std=sqrt(2 / (num_outputs + num_inputs)))
-            if module.bias is not None:
-                nn.init.normal_(module.bias, std=sqrt(1 / num_outputs))
+    if getattr(module, "initializes_itself", False):
+        return
+    if isinstance(module, nn.Linear):
+        num_outputs, num_inputs = module.weight.shape
+        nn.init.normal_(module.weight, std=sqrt(2 / (num_outputs + num_inputs)))
+        if module.bias is not None:
+            nn.init.normal_(module.bias, std=sqrt(1 / num_outputs))
+    for child in module.children():
+        initialize_classic(child)

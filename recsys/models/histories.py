@@ -32,7 +32,7 @@ class FeatureRoles(NamedTuple):
     Attributes:
         embedding_dim: D.
         names: All features, in the order of the collection.
-        candidates: The candidate of each history.
+        candidates: The candidate of each history, in the order of `names`.
         others: The features that are neither a history nor a candidate.
     """
 
@@ -53,9 +53,15 @@ def feature_roles(
         histories: The candidate's feature of each history's feature.
 
     Raises:
+        TypeError: the collection pools its rows.
         ValueError: there are no histories; a feature is unknown; a candidate looks up another table
             than its history, or is a history.
     """
+    if not hasattr(embedding_collection, "embedding_configs"):
+        raise TypeError(
+            f"{model}: embedding_collection must look rows up without pooling, got "
+            f"{type(embedding_collection).__name__}; make a HotColdEmbeddingCollection"
+        )
     configs: list[Any] = embedding_collection.embedding_configs()  # type: ignore[operator]  # any module
     tables = [config.name for config in configs for _ in config.feature_names]
     table_of = dict(zip(output_names(configs), tables, strict=True))
@@ -83,7 +89,8 @@ def feature_roles(
             )
     used = {*histories.keys(), *histories.values()}
     others = [name for name in table_of if name not in used]
-    return FeatureRoles(configs[0].embedding_dim, list(table_of), dict(histories), others)
+    candidates = {name: histories[name] for name in table_of if name in histories}
+    return FeatureRoles(configs[0].embedding_dim, list(table_of), candidates, others)
 
 
 def look_up(
@@ -112,19 +119,26 @@ def bags_of_rows(lengths: Tensor, num_rows: int) -> Tensor:
     return torch.repeat_interleave(lengths, output_size=num_rows).long()
 
 
-def sum_of_bags(values: Tensor, lengths: Tensor) -> Tensor:
+def sum_of_bags(values: Tensor, lengths: Tensor, bags: Tensor | None = None) -> Tensor:
     """The sum of each bag's rows; an empty bag gives zeros.
 
-    On the CPU rows are added in their order; on CUDA as `torch.Tensor.index_add` does it.
+    On the CPU rows are added in their order. On CUDA the order is that of
+    `torch.Tensor.index_add`, which may differ from run to run.
+
+    Args:
+        values: The rows, bag after bag.
+        lengths: Number of rows of each bag.
+        bags: The bag of each row, if it is known; see `bags_of_rows`.
 
     Shape:
-        values (N, D); lengths (B,), with sum N, which is not checked; result (B, D), on the CPU
-        `values` itself if all bags have one row.
+        values (N, D); lengths (B,), with sum N, which is not checked; bags (N,) int64; result (B,
+        D), on the CPU `values` itself if all bags have one row.
     """
     if _has_bags_of(1, values, lengths):
         return values
-    sums = values.new_zeros(lengths.shape[0], values.shape[1])
-    return sums.index_add(0, bags_of_rows(lengths, values.shape[0]), values)
+    if bags is None:
+        bags = bags_of_rows(lengths, values.shape[0])
+    return values.new_zeros(lengths.shape[0], values.shape[1]).index_add(0, bags, values)
 
 
 def pad_left(values: Tensor, lengths: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recsys.models.dlrm import MLP, OverArch
+from recsys.models.archs import MLP, OverArch, require_sizes
 from recsys.models.histories import feature_roles, look_up, pad_left, sum_of_bags
 from recsys.models.interaction import InteractionArch
 
@@ -63,7 +63,7 @@ class Tower(nn.Module):
         super().__init__()
         self.dense_arch = MLP(dense_in_features, dense_arch_layer_sizes, device)
         self.inter_arch = InteractionArch(num_fields)
-        width = dense_arch_layer_sizes[-1] + num_fields + comb(num_fields, 2)
+        width = dense_arch_layer_sizes[-1] + comb(num_fields + 1, 2)
         self.over_arch = OverArch(width, tower_layer_sizes, device)
 
     def forward(self, dense: Tensor, fields: Tensor) -> Tensor:
@@ -165,20 +165,9 @@ class TBSM(nn.Module):
             if number < 1:
                 raise ValueError(f"TBSM: {name} must be at least 1, got {number}")
         dim = self._roles.embedding_dim
-        if list(dense_arch_layer_sizes)[-1:] != [dim]:
-            raise ValueError(
-                f"TBSM: dense_arch_layer_sizes must end in embedding_dim {dim}, "
-                f"got {list(dense_arch_layer_sizes)}"
-            )
-        if len(tower_layer_sizes) < 2:
-            raise ValueError(
-                "TBSM: tower_layer_sizes must have at least two sizes, "
-                f"got {list(tower_layer_sizes)}"
-            )
-        if list(over_arch_layer_sizes)[-1:] != [1]:
-            raise ValueError(
-                f"TBSM: over_arch_layer_sizes must end in 1, got {list(over_arch_layer_sizes)}"
-            )
+        require_sizes("TBSM: dense_arch_layer_sizes", dense_arch_layer_sizes, least=1, last=dim)
+        require_sizes("TBSM: tower_layer_sizes", tower_layer_sizes, least=2)
+        require_sizes("TBSM: over_arch_layer_sizes", over_arch_layer_sizes, least=2, last=1)
         self._num_steps = num_steps
         self.embedding_collection = embedding_collection
         num_fields = len(histories) + len(self._roles.others)
@@ -201,7 +190,7 @@ class TBSM(nn.Module):
         fields, is_step = self._fields(sparse_features)
         num_samples, num_vectors = fields.shape[:2]
         vectors = self.tower(self._dense(dense_features).flatten(0, 1), fields.flatten(0, 1))
-        vectors = vectors.view(num_samples, num_vectors, -1)
+        vectors = vectors.view(num_samples, num_vectors, vectors.shape[1])
         history = vectors[:, :-1].masked_fill(~is_step.unsqueeze(2), 0)
         candidate = vectors[:, -1]
         contexts = [head(history, candidate) for head in self.heads]

@@ -160,6 +160,10 @@ def test_a_target_decides_when_cells_evaluate_and_on_which_part(ablation):
             "ablate.late_share must be in (0, 1], got 0.0",
         ),
         (
+            f"[ablate]\nseeds = [0]\nlate_share = 2\n{TWO_VARIATIONS}",
+            "ablate.late_share must be in (0, 1], got 2",
+        ),
+        (
             f"[ablate]\nseeds = [0]\nlate_share = nan\n{TWO_VARIATIONS}",
             "ablate.late_share must be in (0, 1], got nan",
         ),

@@ -1,14 +1,15 @@
 """`recsys bench models`, on small tables and few rounds."""
 
+from itertools import product
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from recsys.bench import models
-from recsys.bench.models import bench_models
+from recsys.bench.models import ALL_KINDS, bench_models
 from recsys.bench.parts import harness
-from recsys.bench.parts.plain_models import KINDS
+from recsys.bench.parts.plain_models import SHALLOW_KINDS
 from recsys.embeddings.lookup.device_tables import AbstractTables
 
 
@@ -26,20 +27,37 @@ def in_this_process(monkeypatch):
 
 def test_every_case_has_its_times_and_ratios():
     rows = bench_models(
-        [8], ["sgd"], num_rounds=6, max_rows=50, table_counts=(1, 2), small_batch_sizes=(4,)
+        [8],
+        ["sgd"],
+        num_rounds=6,
+        max_rows=50,
+        table_counts=(1, 2),
+        small_batch_sizes=(4,),
+        sequence_batch_sizes=(4,),
     )
 
     found = {(row.case, row.provider, row.metric) for row in rows}
-    classic = "model=classic,B=8,D=16,optimizer=sgd"
-    assert {(classic, each, "time") for each in ("torch", "recsys", "no_tables")} <= found
-    assert (classic, "recsys", "table_time_over_torch") in found
+    for whole in (
+        "model=classic,B=8,D=16,optimizer=sgd",
+        "model=tbsm,B=4,D=16,optimizer=sgd,T=3,ids=steps",
+    ):
+        assert {(whole, each, "time") for each in ("torch", "recsys", "no_tables")} <= found
+        assert (whole, "recsys", "table_time_over_torch") in found
     for count in (1, 2):
         for ids in ("one-hot", "jagged"):
-            for kind in KINDS:
+            for kind in SHALLOW_KINDS:
                 case = f"model={kind},B=4,D=16,optimizer=sgd,T={count},ids={ids}"
                 assert (case, "recsys", "speed_over_torch") in found
-    assert [row.case for row in rows[-4:]] == [f"model={kind},D=16" for kind in KINDS]
+    assert [row.case for row in rows[-4:]] == [f"model={kind},D=16" for kind in SHALLOW_KINDS]
     assert [row.num_runs for row in rows[-4:]] == [4] * 4
+
+
+def test_only_the_kinds_that_are_asked_for_are_measured():
+    rows = bench_models(
+        [8], ["sgd"], num_rounds=6, kinds=["tbsm"], max_rows=50, sequence_batch_sizes=(4,)
+    )
+
+    assert {row.case for row in rows} == {"model=tbsm,B=4,D=16,optimizer=sgd,T=3,ids=steps"}
 
 
 def test_table_time_is_a_step_less_that_of_the_model_without_tables():
@@ -52,14 +70,17 @@ def test_table_time_is_a_step_less_that_of_the_model_without_tables():
     assert row.median == 0.5
 
 
-@pytest.mark.parametrize("kind", ["classic", *KINDS])
-@pytest.mark.parametrize("is_jagged", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "is_jagged"),
+    [("tbsm", False), *product((each for each in ALL_KINDS if each != "tbsm"), (False, True))],
+)
 def test_the_accelerated_model_computes_what_the_plain_one_does(kind, is_jagged, monkeypatch):
     trained = []
     monkeypatch.setattr(
         models, "_step", lambda *arguments: trained.append(arguments) or (lambda: None)
     )
-    models._measure(models._Case(kind, "adagrad", 8, (50, 30), is_jagged), 6)
+    sizes = (50, 30, 20) if kind == "tbsm" else (50, 30)
+    models._measure(models._Case(kind, "adagrad", 8, sizes, is_jagged), 6)
     trained = [each for each in trained if list(each[0].tables.parameters())]  # not constants
     (plain, optimizer, batches), (model, other, _) = trained
     assert not any(isinstance(each, AbstractTables) for each in plain.modules())

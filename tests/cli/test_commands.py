@@ -322,10 +322,22 @@ def test_a_run_is_resumed_without_naming_its_data_again(tmp_path, small_settings
     assert record["resumed"] == [{"step": 15, "checkpoint": 3}]
 
 
+def test_the_data_may_be_named_by_the_configuration(tmp_path, small_settings, capsys):
+    file = tmp_path / "config.toml"
+    file.write_text('data = "synthetic:criteo-kaggle"\n')
+
+    assert run_cli("train", "--config", file, *small_settings, "--run", tmp_path / "run") == 0
+
+    assert "test" in capsys.readouterr().out
+    file.write_text("epochs = 1\n")
+    assert run_cli("train", "--config", file, "--run", tmp_path / "other") == 2
+    assert "data is missing; name a store" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "data is missing; name a store, or synthetic:criteo-kaggle"),
+        ([], "data is missing; name a store, or synthetic:criteo-kaggle, or synthetic:taobao"),
         (["--resume"], "--resume continues the run in a folder; name it by --run DIR"),
         (["data", "--checkpoint", "3"], "--checkpoint N is for a run to continue; add --resume"),
         (["--resume", "--run", "nowhere"], "nowhere has no run to continue; name the data"),

@@ -37,18 +37,19 @@ def make_collection(**options):
     return HotColdEmbeddingCollection(make_tables(), **options)
 
 
-def make_batch(lengths, seed=0, num_dense=NUM_DENSE, num_popular=0):
+def make_batch(lengths, seed=0, num_dense=NUM_DENSE, num_popular=0, category_lengths=None):
     """A mini-batch whose histories have these lengths; `tags` have 0 to 3 rows.
+
+    With `category_lengths`, the history of categories has those.
 
     The first `num_popular` samples look up the first two rows of each table alone.
     """
     generator = torch.Generator().manual_seed(seed)
-    lengths, ones = torch.tensor(lengths), torch.ones(len(lengths), dtype=torch.int64)
+    lengths, ones = torch.tensor(lengths).long(), torch.ones(len(lengths), dtype=torch.int64)
+    of_categories = lengths if category_lengths is None else torch.tensor(category_lengths)
+    of_history = {"item_history": lengths, "category_history": of_categories}
     tags = torch.randint(0, 4, (len(lengths),), generator=generator)
-    of_feature = {
-        name: tags if name == "tags" else lengths if name in HISTORIES else ones
-        for name in TABLE_OF
-    }
+    of_feature = {name: tags if name == "tags" else of_history.get(name, ones) for name in TABLE_OF}
     values = [
         torch.randint(0, SIZES[TABLE_OF[name]], (int(each.sum()),), generator=generator)
         for name, each in of_feature.items()

@@ -33,7 +33,7 @@ def test_a_row_is_a_first_order_weight_and_then_its_factors(formulas):
 
 @pytest.mark.parametrize(
     ("dim", "over_arch", "rule"),
-    [(1, [8, 1], "must end in 2 or more"), (4, [8, 2], r"must end in 1, .* got \[8, 2\]")],
+    [(1, [8, 1], "must end in 2 or more"), (4, [8, 2], r"must end in 1, got \[8, 2\]")],
 )
 def test_sizes_that_do_not_fit_are_refused(dim, over_arch, rule, formulas):
     tables = TorchEmbeddingBags(formulas.make_tables((dim, dim, dim)))

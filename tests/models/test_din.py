@@ -3,13 +3,17 @@
 import pytest
 import torch
 
+from recsys import JaggedIds
+from recsys.embeddings import HotColdEmbeddingBagCollection
 from recsys.models import DIN
+from recsys.models.dlrm import initialize_classic
 from tests.models.sequence_data import (
     HISTORIES,
     NUM_DENSE,
     Reference,
     make_batch,
     make_collection,
+    make_tables,
     require_equal,
 )
 
@@ -52,6 +56,44 @@ def test_logits_and_gradients_are_those_of_the_formulas(lengths, num_dense):
     require_equal(model, batch, reference, logits_of(reference, batch, HISTORIES))
 
 
+def test_histories_may_have_other_lengths_than_each_other():
+    model, batch = make_din(), make_batch([3, 0, 1, 5], category_lengths=[0, 2, 4, 5])
+    reference = Reference(model)
+
+    require_equal(model, batch, reference, logits_of(reference, batch, HISTORIES))
+
+
+def test_units_do_not_depend_on_the_order_in_which_histories_are_named():
+    turned = dict(reversed(HISTORIES.items()))
+    model, other, batch = make_din(), make_din(histories=turned), make_batch([3, 0, 2])
+
+    other.load_state_dict(model.state_dict())
+
+    found = other(batch.dense_features, batch.sparse_features)
+    assert torch.equal(found, model(batch.dense_features, batch.sparse_features))
+
+
+def test_an_empty_mini_batch_has_no_logits():
+    model, batch = make_din(), make_batch([])
+
+    assert model(batch.dense_features, batch.sparse_features).shape == (0, 1)
+
+
+def test_classic_initialisation_leaves_attention_alone():
+    model = make_din()
+    before = {name: value.clone() for name, value in model.named_parameters()}
+
+    initialize_classic(model)
+
+    for name, value in model.named_parameters():
+        assert torch.equal(value, before[name]) == (not name.startswith("over_arch")), name
+
+
+def test_a_collection_that_pools_is_refused():
+    with pytest.raises(TypeError, match="DIN: embedding_collection must look rows up without"):
+        DIN(HotColdEmbeddingBagCollection(make_tables()), NUM_DENSE, HISTORIES, [7, 1])
+
+
 def test_one_history_leaves_the_other_to_be_summed():
     histories = {"category_history": "category"}
     model, batch = make_din(histories=histories), make_batch([2, 0, 5])
@@ -69,7 +111,8 @@ def test_the_order_of_steps_does_not_matter():
         turned[begin : begin + 4] = turned[begin : begin + 4].flip(0)
     logits = model(batch.dense_features, ids)
 
-    ids._values = turned
+    assert not torch.equal(turned, ids.values())
+    ids = JaggedIds(ids.keys(), turned, ids.offsets())
 
     torch.testing.assert_close(model(batch.dense_features, ids), logits, rtol=1e-6, atol=1e-6)
 
@@ -101,8 +144,11 @@ def test_it_runs_over_torchrecs_collection_and_on_its_jagged_tensors():
     ("settings", "message"),
     [
         ({"over_arch_layer_sizes": [7, 2]}, r"DIN: over_arch_layer_sizes must end in 1, got \[7"),
-        ({"over_arch_layer_sizes": [1]}, "over_arch_layer_sizes must have at least two sizes"),
-        ({"attention_layer_sizes": ()}, "attention_layer_sizes must have at least one size"),
+        (
+            {"over_arch_layer_sizes": [1]},
+            r"over_arch_layer_sizes must be positive sizes, at least 2 of them, got \[1",
+        ),
+        ({"attention_layer_sizes": ()}, "attention_layer_sizes must be positive sizes, at least 1"),
         ({"histories": {"tags": "user"}}, "DIN: a history and its candidate must look up one"),
     ],
 )

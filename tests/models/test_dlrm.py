@@ -173,7 +173,7 @@ def test_classic_initialisation_has_the_variances_of_the_classic_script():
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"must end in embedding_dim 4, .*, got \[8, 5\]"):
         DLRM(TorchEmbeddingBags(make_tables()), 5, [8, 5], [16, 1])
-    with pytest.raises(ValueError, match="at least two sizes"):
+    with pytest.raises(ValueError, match="at least 2 of them"):
         DLRM(TorchEmbeddingBags(make_tables()), 5, [8, 4], [1])
 
 

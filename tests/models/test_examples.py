@@ -1,14 +1,16 @@
 """Configurations in examples/ of which a comment makes claims."""
 
-import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
-from recsys.config import ModelConfig, load_config
+from recsys.ablate.config import load_ablation
+from recsys.config import load_config
+from recsys.datasets import SyntheticCriteo
 from recsys.embeddings.baselines import TorchEmbeddingBags
-from recsys.embeddings.table import TableConfig
-from recsys.models import DLRM, DCNv2, MaskedTransformerArch
+from recsys.train.parts.models import build_network
+from recsys.train.parts.tables import tables_of
 
 MODELS = sorted((Path(__file__).parents[2] / "examples" / "models").glob("*.toml"))
 
@@ -20,33 +22,24 @@ def test_each_model_has_a_configuration(file):
     assert file.stem in (model.name, model.interaction)
 
 
-def num_dense_parameters(name, over_arch):
-    tables = [TableConfig(name=f"t_{n}", num_embeddings=1, embedding_dim=16) for n in range(26)]
-    sizes = TorchEmbeddingBags(tables), 13, ModelConfig().dense_arch, over_arch
-    if name == "dcn_v2":
-        model = DCNv2(*sizes, dcn_num_layers=3, dcn_low_rank_dim=64)
-    else:
-        transformer = MaskedTransformerArch(26, 16) if name == "masked_transformer" else None
-        model = DLRM(*sizes, interaction=transformer)
+def num_dense_parameters(model):
+    source = SyntheticCriteo(num_samples=14, table_sizes=[1] * 26)
+    tables = TorchEmbeddingBags(tables_of(source, model))
+    network = build_network(model, source, tables, torch.device("cpu"))
     return sum(
-        value.numel() for key, value in model.named_parameters() if "embedding_bags" not in key
+        value.numel() for key, value in network.named_parameters() if "embedding_bags" not in key
     )
 
 
 def test_models_compared_under_drift_have_as_many_dense_parameters_as_their_file_says(
     pytestconfig,
 ):
-    text = (pytestconfig.rootpath / "examples" / "ablation" / "models_drift.toml").read_text()
-    variations = tomllib.loads(text)["ablate"]["variations"]
+    file = pytestconfig.rootpath / "examples" / "ablation" / "models_drift.toml"
+    cells = load_ablation(file).cells()
 
-    found = {
-        each["name"]: num_dense_parameters(
-            each["name"], each["model"].get("over_arch", ModelConfig().over_arch)
-        )
-        for each in variations
-    }
+    found = {cell.variation: num_dense_parameters(cell.config.model) for cell in cells}
 
     assert list(found) == ["dot", "dcn_v2", "masked_transformer"]
     assert max(found.values()) < 1.01 * min(found.values())
     for number in found.values():
-        assert f"{number:,}" in text
+        assert f"{number:,}" in file.read_text()

@@ -91,6 +91,7 @@ def test_logits_and_gradients_are_the_formulas(mask, bags, formulas):
     def formula(weights, vectors):
         for layer in range(2):
             vectors = block(weights, f"inter_arch.blocks.{layer}", vectors, mask)
+        vectors = [normalized(weights, "inter_arch.norm", vector) for vector in vectors]
         products = torch.stack(formulas.products_of_pairs(vectors))
         return formulas.over_arch(weights, torch.cat([vectors[0], products]))
 
@@ -203,6 +204,8 @@ def test_settings_that_do_not_fit_are_refused():
     for name in ("num_layers", "num_heads", "feedforward", "kept"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
             make_arch(**{name: 0})
+    with pytest.raises(ValueError, match="embedding_dim must be at least 1, got 0"):
+        MaskedTransformerArch(3, 0)
     with pytest.raises(ValueError, match="num_heads must divide embedding_dim 4, got 3"):
         make_arch(num_heads=3)
     with pytest.raises(ValueError, match=r"mask must be one of \('none', .*\), got 'some'"):

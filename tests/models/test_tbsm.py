@@ -55,13 +55,14 @@ def logits_of(reference, batch, num_heads=1, num_steps=NUM_STEPS):
             return tower(reference, torch.cat([dense, at]), [*fields, *others])
 
         rows = [reference.rows(batch, history, sample) for history in HISTORIES]
-        length, steps = len(rows[0]), []
+        steps, no_row = [], torch.zeros(DIM, dtype=torch.float64)
         for step in range(num_steps):
-            place = length - num_steps + step
-            if place < 0:
+            back = num_steps - step  # 1 for the last step
+            if all(len(each) < back for each in rows):
                 steps.append(torch.zeros(5, dtype=torch.float64))
             else:
-                steps.append(vector(step + 1, [of_history[place] for of_history in rows]))
+                fields = [each[-back] if len(each) >= back else no_row for each in rows]
+                steps.append(vector(step + 1, fields))
         last = [reference.sum(batch, candidate, sample) for candidate in HISTORIES.values()]
         candidate = vector(num_steps + 1, last)
         contexts = []
@@ -89,6 +90,19 @@ def test_logits_and_gradients_are_those_of_the_formulas(lengths, num_dense, num_
     reference = Reference(model)
 
     require_equal(model, batch, reference, logits_of(reference, batch, num_heads))
+
+
+def test_steps_of_histories_of_other_lengths_are_counted_from_the_last():
+    model, batch = make_tbsm(), make_batch([3, 0, 1, 5], category_lengths=[0, 2, 4, 5])
+    reference = Reference(model)
+
+    require_equal(model, batch, reference, logits_of(reference, batch))
+
+
+def test_an_empty_mini_batch_has_no_logits():
+    model, batch = make_tbsm(), make_batch([])
+
+    assert model(batch.dense_features, batch.sparse_features).shape == (0, 1)
 
 
 def test_steps_before_the_last_ones_do_not_matter():
@@ -152,8 +166,8 @@ def test_default_sizes_are_upstreams():
     [
         ({"num_steps": 0}, "TBSM: num_steps must be at least 1, got 0"),
         ({"num_heads": 0}, "TBSM: num_heads must be at least 1, got 0"),
-        ({"dense_arch_layer_sizes": [6, 5]}, "must end in embedding_dim 4, got"),
-        ({"tower_layer_sizes": [5]}, "tower_layer_sizes must have at least two sizes"),
+        ({"dense_arch_layer_sizes": [6, 5]}, r"dense_arch_layer_sizes must end in 4, got \[6, 5\]"),
+        ({"tower_layer_sizes": [5]}, "tower_layer_sizes must be positive sizes, at least 2"),
         ({"over_arch_layer_sizes": [7, 2]}, r"TBSM: over_arch_layer_sizes must end in 1, got \[7"),
         ({"histories": {}}, "TBSM: histories must map at least one history"),
     ],

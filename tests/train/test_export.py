@@ -2,6 +2,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from recsys.config import load_config
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.models.convert import from_classic
 from recsys.train.exports.export import export_run
@@ -10,8 +11,6 @@ from recsys.train.trainer import train
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    from recsys.config import load_config
-
     settings = ["model.embedding_dim=4", "model.dense_arch=[8, 4]", "model.over_arch=[8, 1]"]
     settings += ["synthetic.num_samples=210", f"synthetic.table_sizes={[3] * 8 + [9] * 4}"]
     folder = tmp_path_factory.mktemp("runs") / "run"
@@ -21,6 +20,23 @@ def run(tmp_path_factory):
 
 def saved_state(run):
     return load_file(run / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("setting", "model"),
+    [
+        ("model.name=deepfm", "'deepfm' with interaction 'dot'"),
+        ("model.interaction=masked_transformer", "'dlrm' with interaction 'masked_transformer'"),
+    ],
+)
+def test_models_that_torchrec_does_not_have_are_refused(small_settings, tmp_path, setting, model):
+    config = load_config(None, [*small_settings[1::2], setting], data="synthetic:criteo-kaggle")
+    train(config, tmp_path / "run", show_progress=False)
+
+    with pytest.raises(ConfigError, match=f"TorchRec has no model for model.name {model}"):
+        export_run(tmp_path / "run", "torchrec", tmp_path / "model.pt")
+
+    export_run(tmp_path / "run", "safetensors", tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("to", ["torchrec", "safetensors"])

@@ -15,7 +15,8 @@ from recsys.train.exports.program import export_program
 from recsys.train.exports.quantized import dequantize, quantize_rows
 from recsys.train.judge.evaluation import open_saved_model
 from recsys.train.trainer import train
-from tests.train.test_models import CUSTOM, MODELS, SMALL
+from tests.train.judged_stores import write_store
+from tests.train.test_models import CUSTOM, MODELS, POOLED, SMALL
 
 # Runs a program on the arrays of a file, without recsys and numba.
 RUN_ALONE = """
@@ -89,7 +90,6 @@ def test_a_program_of_one_row_per_feature_takes_a_matrix_and_runs_without_recsys
     assert found["rows"] == "float32"
 
 
-POOLED = "pooled = self.embeddings(batch.sparse_features).values()"
 ROWS = """user = self.embeddings(batch.sparse_features)["user"]
         rows, size = user.values(), batch.dense_features.shape[0]
         bags = torch.repeat_interleave(user.lengths(), output_size=rows.shape[0])
@@ -212,6 +212,22 @@ def test_a_program_of_int8_rows_is_small_and_almost_as_good(table_store, tmp_pat
     )
 
 
+def test_int8_rows_are_judged_by_their_rankings_where_items_are_ranked(tmp_path, capsys):
+    store = write_store(tmp_path / "store", is_ranked=True)
+    run = trained(["eval.ranking_k=5"], str(store.path), tmp_path / "run")
+
+    command = ["export", str(run), "--to", "torch-export", "--quantize", "int8"]
+    assert main([*command, "--out", str(tmp_path / "model.pt2")]) == 0
+
+    found, text = about(tmp_path / "model.pt2")["test"], capsys.readouterr().out
+    record = json.loads((run / "run.json").read_text())
+    expected = record["metrics"]["test"]["recall_at_k"]
+    assert found["float32"]["recall_at_k"] == pytest.approx(expected)
+    assert found["int8"]["recall_at_k"] == pytest.approx(expected, abs=0.2)
+    assert "test recall_at_k" in text
+    assert "labels of one kind alone" in text
+
+
 def test_int8_rows_are_within_half_a_scale(monkeypatch):
     monkeypatch.setattr("recsys.train.exports.quantized._BLOCK_BYTES", 100)
     torch.manual_seed(0)
@@ -251,7 +267,9 @@ def test_without_its_data_a_program_is_made_but_not_measured(table_store, tmp_pa
         "name": "tags",
         "table": "tag",
         "num_embeddings": 12,
+        "kind": "multi",
     }
+    assert about(tmp_path / "model.pt2")["histories"] == {"history": "item"}
 
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(table_store, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from recsys.config import load_config
 from recsys.datasets.store import Store, StoreWriter
 from recsys.datasets.store_features import Feature
 from recsys.errors import TrainingDiverged
+from recsys.models.archs import AbstractPooledModel
 from recsys.train.judge.ranking import rank_items
 from recsys.train.metrics.ranking_metrics import Rankings
 from recsys.train.parts.build import autocast, build_model
@@ -92,11 +93,11 @@ class Sums(torch.nn.Module):
         return torch.stack(sums, 1).unsqueeze(-1).float()
 
 
-class Scorer(torch.nn.Module):
+class Scorer(AbstractPooledModel):
     """A model that gives candidates a score in plain Python, by default `value_of`."""
 
     def __init__(self, value=value_of):
-        super().__init__()
+        torch.nn.Module.__init__(self)  # it has no tables
         self.value = value
         self.sparse_arch = Sums()
         self.dense_arch = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
@@ -108,7 +109,7 @@ class Scorer(torch.nn.Module):
 
 
 class SampleScorer(torch.nn.Module):
-    """As `Scorer`, in the form of a model that has no `head`."""
+    """As `Scorer`, in the form of a model of whole samples."""
 
     def __init__(self):
         super().__init__()
@@ -219,7 +220,7 @@ def test_more_questions_than_scores_held_at_a_time_are_ranked_in_parts(write, mo
 
 
 @pytest.mark.parametrize("has_history", [True, False])
-def test_a_model_without_a_head_ranks_as_one_with_a_head(write, has_history):
+def test_a_model_of_samples_ranks_as_one_of_pooled_vectors(write, has_history):
     sizes = (60, 60, 4)
     store = write(random_samples(0, sizes), sizes, has_history=has_history)
     model = (SampleScorer(), Scorer())

@@ -5,9 +5,10 @@
     collection          torchrec.EmbeddingBagCollection                          lengths
     embeddings          nn.Embedding, one for each table, sparse gradients       padded, summed
     dense-embeddings    the same with dense gradients
+    tbsm                nn.Embedding, one for each table, sparse gradients       all kept
 
-`classic` is the whole DLRM; the others have one linear layer after their tables. Ids are skewed:
-`E * u**8` for a uniform u, so that few rows get most lookups.
+`classic` is the whole DLRM, and `tbsm` the whole sequence model; the others have one linear layer
+after their tables. Ids are skewed: `E * u**8` for a uniform u, so that few rows get most lookups.
 """
 
 from __future__ import annotations
@@ -19,14 +20,27 @@ import torch
 from torch import Tensor, nn
 
 from recsys.errors import MissingDependency
+from recsys.models.dlrm import OverArch
+from recsys.models.tbsm import TimeSeriesLayer, Tower
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["KINDS", "TableBatch", "make_batch", "make_model", "make_without_tables"]
+__all__ = [
+    "SHALLOW_KINDS",
+    "TAOBAO_TABLE_SIZES",
+    "WHOLE_KINDS",
+    "TableBatch",
+    "make_batch",
+    "make_model",
+    "make_without_tables",
+]
 
-KINDS = ("bags", "collection", "embeddings", "dense-embeddings")
+WHOLE_KINDS = ("classic", "tbsm")
+SHALLOW_KINDS = ("bags", "collection", "embeddings", "dense-embeddings")
+TAOBAO_TABLE_SIZES = (987_994, 4_162_024, 9_439)  # users, items, categories
 DIM, NUM_DENSE = 16, 13
+NUM_STEPS = 20  # of the history of tbsm
 MEAN_LENGTH = 8  # ids per sample and table, if they are jagged
 
 
@@ -47,13 +61,18 @@ def make_model(kind: str, table_sizes: Sequence[int]) -> nn.Module:
     """
     if kind == "classic":
         return _Classic(table_sizes)
+    if kind == "tbsm":
+        return _TimeBased(table_sizes)
     return _Shallow(_TABLES[kind](table_sizes), len(table_sizes))
 
 
-def make_without_tables(num_tables: int, batch_size: int) -> nn.Module:
-    """Make the classic model with constant vectors instead of lookups."""
-    model = _Classic([1] * num_tables)
-    model.tables = _Constants(num_tables, batch_size)
+def make_without_tables(kind: str, num_tables: int, batch_size: int) -> nn.Module:
+    """Make a model of `WHOLE_KINDS` with constant vectors instead of lookups."""
+    model = make_model(kind, [1] * num_tables)
+    shapes = [(batch_size, DIM)] * num_tables
+    if kind == "tbsm":
+        shapes = [(batch_size, length, DIM) for length in _STEPS]
+    model.tables = _Constants(shapes)
     return model
 
 
@@ -71,8 +90,9 @@ def make_batch(
     """
     generator = torch.Generator().manual_seed(seed)
     ids, all_lengths = [], []
-    for num_rows in table_sizes:
-        lengths = torch.ones(batch_size, dtype=torch.int64)
+    fixed = _STEPS if kind == "tbsm" else (1,) * len(table_sizes)
+    for num_rows, length in zip(table_sizes, fixed, strict=True):
+        lengths = torch.full((batch_size,), length)
         if is_jagged:
             lengths = torch.randint(1, 2 * MEAN_LENGTH, (batch_size,), generator=generator)
         drawn = torch.rand(int(lengths.sum()), generator=generator, dtype=torch.float64)
@@ -96,6 +116,10 @@ def _as_matrices(ids: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
         is_id = torch.arange(int(its.max())) < its.unsqueeze(1)
         found.append(torch.zeros(is_id.shape, dtype=torch.int64).masked_scatter(is_id, each))
     return found
+
+
+def _as_steps(ids: list[Tensor], lengths: list[Tensor]) -> list[Tensor]:
+    return [each.view(len(its), -1) for each, its in zip(ids, lengths, strict=True)]
 
 
 def _as_features(ids: list[Tensor], lengths: list[Tensor]) -> Any:
@@ -163,12 +187,23 @@ class _Collection(nn.Module):
         return [self.collection(inputs).values()]
 
 
+class _Steps(nn.Module):
+    def __init__(self, table_sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList(
+            nn.Embedding(size, DIM, sparse=True, _weight=_weight(size)) for size in table_sizes
+        )
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        return [each(ids) for each, ids in zip(self.embeddings, inputs, strict=True)]
+
+
 class _Constants(nn.Module):
     """Returns the same vectors for every mini-batch; they get a gradient."""
 
-    def __init__(self, num_tables: int, batch_size: int) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__()
-        self.vectors = [torch.randn(batch_size, DIM) for _ in range(num_tables)]
+        self.vectors = [torch.randn(shape) for shape in shapes]
 
     def forward(self, inputs: object) -> list[Tensor]:
         return [each.detach().requires_grad_() for each in self.vectors]
@@ -193,6 +228,30 @@ class _Classic(nn.Module):
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         pairs = products[:, self.pairs[0], self.pairs[1]]
         logits: Tensor = self.top(torch.cat([dense, pairs], dim=1))
+        return logits.squeeze(1)
+
+
+class _TimeBased(nn.Module):
+    """TBSM on users, items and categories, with upstream's sizes for the Taobao data.
+
+    One lookup of a table gets all steps of all samples. Histories are full.
+    """
+
+    def __init__(self, table_sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.tables: nn.Module = _Steps(table_sizes)
+        self.tower = Tower(1, len(_STEPS), [DIM], [15, 15])
+        self.head = TimeSeriesLayer(NUM_STEPS, 15)
+        self.top = OverArch(30, [60, 1])
+
+    def forward(self, dense: Tensor, inputs: Any) -> Tensor:
+        users, items, categories = self.tables(inputs)
+        fields = torch.stack([users.expand_as(items), items, categories], dim=2)
+        position = torch.linspace(0, 1, NUM_STEPS + 1).repeat(len(dense)).unsqueeze(1)
+        vectors = self.tower(position, fields.flatten(0, 1)).view(len(dense), NUM_STEPS + 1, -1)
+        history, candidate = vectors[:, :-1], vectors[:, -1]
+        context = self.head(history, candidate)
+        logits: Tensor = self.top(torch.cat([context, candidate], dim=1))
         return logits.squeeze(1)
 
 
@@ -226,7 +285,10 @@ _INPUTS: dict[str, Callable[[list[Tensor], list[Tensor]], Any]] = {
     "collection": _as_features,
     "embeddings": _as_matrices,
     "dense-embeddings": _as_matrices,
+    "tbsm": _as_steps,
 }
+# Ids of a sample, by table: of the user, and of the history with the candidate after it.
+_STEPS = (1, NUM_STEPS + 1, NUM_STEPS + 1)
 
 
 def _mlp(*widths: int) -> nn.Sequential:

@@ -1,10 +1,10 @@
 """Export of a run's model to the formats of other programs.
 
 format        content of FILE
-torchrec      torch.save of the state dict of TorchRec's `DLRM` (tables `t_<feature>`)
+torchrec      torch.save of the state dict of TorchRec's `DLRM` or `DLRM_DCN` (tables `t_<table>`)
 classic       torch.save of a checkpoint for facebookresearch/dlrm's `--load-model
               --inference-only`; without optimizer state, so its training cannot be continued
-safetensors   the state dict of TorchRec's `DLRM`, without pickle
+safetensors   the state dict of any model, without pickle
 torch-export  a program for `torch.export.load`, which runs without recsys (`program`)
 
 Checkpoints of a run, also of one that goes on, are exported as safetensors: whole, or only the rows
@@ -61,6 +61,8 @@ def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:
     folder, file = RunFolder.open(run_dir), Path(file)
     folder.require_model()
     record = folder.read_record()
+    if to == "torchrec":
+        _require_model_of_torchrec(record)
     if to == "classic":
         _require_classic_features(record)
     require_new(file)
@@ -106,6 +108,21 @@ def export_run_delta(run_dir: str | Path, file: str | Path, since: int) -> Path:
     """
     folder = RunFolder.open(run_dir).checkpoints_folder
     return export_delta(folder, file, since)
+
+
+def _require_model_of_torchrec(record: Mapping[str, Any]) -> None:
+    """Check that TorchRec has the model.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    model = record["config"].get("model", {})
+    name, interaction = model.get("name", "dlrm"), model.get("interaction", "dot")
+    if name not in ("dlrm", "dcn_v2") or interaction != "dot":
+        raise ConfigError(
+            f"export: TorchRec has no model for model.name {name!r} with interaction "
+            f"{interaction!r}; choose 'safetensors' for its tensors, or 'torch-export'"
+        )
 
 
 def _require_classic_features(record: Mapping[str, Any]) -> None:

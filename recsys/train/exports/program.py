@@ -23,14 +23,14 @@ import torch
 from recsys._support.files import appearing_whole, require_new
 from recsys._support.machine import set_num_threads
 from recsys._version import __version__
-from recsys.batch import feature_tables, has_bags, has_weighted_bags
+from recsys.batch import feature_tables, has_bags, has_weighted_bags, histories_of
 from recsys.errors import ConfigError, StoreError
 from recsys.train.exports.plain_tables import quantize_tables, table_bytes, use_plain_tables
 from recsys.train.exports.program_report import ABOUT, FORMAT_VERSION, ProgramReport
 from recsys.train.exports.quantized import QUANTIZATIONS
 from recsys.train.exports.recorded_source import RecordedSource, dense_names_of
 from recsys.train.exports.traced import trace
-from recsys.train.judge.evaluation import evaluate_split, evaluation_config
+from recsys.train.judge.evaluation import evaluate_split, evaluation_config, with_ranking
 from recsys.train.parts.build import build_model, open_source, require_features_of
 from recsys.train.run_files.run_folder import RunFolder
 
@@ -54,7 +54,8 @@ def export_program(
         run_dir: A run that saved its model.
         file: A new file; its name ends in ".pt2".
         quantize: "int8" to round rows to int8 with a scale for each row. AUC and logloss on the
-            test part are then measured with both kinds of rows, if the run's data is still there.
+            test part, and recall where items are ranked, are then measured with both kinds of rows,
+            if the run's data is still there.
 
     Raises:
         AlreadyExists: `file` exists.
@@ -138,16 +139,21 @@ def _open_data(config: TrainConfig, record: Mapping[str, Any]) -> _Data:
 
 
 def _measure(model: nn.Module, data: _Data, config: TrainConfig) -> dict[str, float | None]:
-    """AUC and logloss on the test part; empty if it cannot be measured."""
+    """AUC and logloss on the test part, and recall if it is ranked; empty if not measured."""
     if data.not_measured is not None:
         return {}
     found = evaluate_split(model, data.source, "test", config.eval.batch_size)
-    return {"auc": found.auc, "logloss": found.logloss}
+    found = with_ranking(found, model, data.source, "test", config.eval)
+    measured: dict[str, float | None] = {"auc": found.auc, "logloss": found.logloss}
+    if found.ranking is not None:
+        measured["recall_at_k"] = found.ranking.recall_at_k
+    return measured
 
 
 def _describe(source: SampleSource, record: Mapping[str, Any]) -> dict[str, Any]:
     """What the program takes and returns, in JSON types."""
     tables = feature_tables(source)
+    kinds = {each["name"]: each.get("kind", "one") for each in record["data"].get("features", ())}
     sparse = (
         [("values", ["N"], "int64"), ("offsets", ["F * B + 1"], "int64")]
         if has_bags(source)
@@ -164,7 +170,13 @@ def _describe(source: SampleSource, record: Mapping[str, Any]) -> dict[str, Any]
         "output": {"name": "logits", "shape": ["B"], "dtype": "float32"},
         "dense_features": dense_names_of(record["data"]),
         "features": [
-            {"name": name, "table": table, "num_embeddings": source.table_sizes[table]}
+            {
+                "name": name,
+                "table": table,
+                "num_embeddings": source.table_sizes[table],
+                "kind": kinds.get(name, "one"),
+            }
             for name, table in tables.items()
         ],
+        "histories": histories_of(source),
     }

@@ -24,8 +24,8 @@ class ProgramReport:
         path: The file of the program.
         table_bytes: Bytes of the tables by the dtype of their rows: "float32", and also "int8" if
             the program has such rows.
-        test: `auc` and `logloss` on the test part by the dtype of the rows; empty if they were not
-            measured.
+        test: `auc` and `logloss` on the test part, and `recall_at_k` if it is ranked, by the dtype
+            of the rows; empty if they were not measured.
         not_measured: Why they were not measured; None if they were, or if rows stay float32.
     """
 
@@ -55,13 +55,16 @@ def format_program(report: ProgramReport) -> str:
     sizes = report.table_bytes
     if report.rows == "float32":
         return f"{written}: tables of {format_bytes(sizes['float32'])} in float32"
-    lines = [written, f"{'rows':<10}{'tables':>12}{'test auc':>12}{'test logloss':>14}"]
+    names = list(report.test.get("float32", ("auc", "logloss")))
+    lines = [written, f"{'rows':<10}{'tables':>12}" + "".join(f"{f'test {n}':>18}" for n in names)]
     for rows, size in sizes.items():
         found = report.test.get(rows, {})
-        cells = [_number(found.get(name)) for name in ("auc", "logloss")]
-        lines.append(f"{rows:<10}{format_bytes(size):>12}{cells[0]:>12}{cells[1]:>14}")
+        cells = "".join(f"{_number(found.get(name)):>18}" for name in names)
+        lines.append(f"{rows:<10}{format_bytes(size):>12}{cells}")
     share = sizes[report.rows] / sizes["float32"]
     lines.append(f"{report.rows} rows with their scales take {share:.3f} of the bytes")
+    if any(found["auc"] is None for found in report.test.values()):
+        lines.append("the test part has labels of one kind alone, so it has no auc")
     if report.not_measured is not None:
         lines.append(f"auc and logloss are not measured: {report.not_measured}")
     return "\n".join(lines)

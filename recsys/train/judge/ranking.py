@@ -21,22 +21,23 @@ Beside the model's rankings stand those by popularity: by an item's positives in
 the same for every question.
 
 A candidate is a question with another item: its own row, and the rows of the features that belong
-to the item, from the store's catalog. A model with a `head`, such as `DLRM`, computes what depends
-on the question alone once for each question: the dense vector, and the pooled vectors of its
-features. For each candidate the vectors of the item replace those of the question, and the head
+to the item, from the store's catalog. An `AbstractPooledModel`, such as `DLRM`, computes what
+depends on the question alone once for each question: the dense vector, and the pooled vectors of
+its features. For each candidate the vectors of the item replace those of the question, and the head
 computes the score. Any other model scores each candidate as a sample of its own.
 """
 
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from recsys.batch import Batch, JaggedIds
 from recsys.errors import TrainingDiverged
+from recsys.models.archs import AbstractPooledModel
 from recsys.train.loop.progress import LOWER_LR
 from recsys.train.metrics.ranking_metrics import RankingMetrics, Rankings
 
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.datasets.store import Store
-    from recsys.models.dlrm import DLRM
 
 __all__ = ["rank_items"]
 
@@ -62,7 +62,7 @@ def rank_items(
     """Rank all items for the positives of a split; call it without gradients.
 
     Args:
-        model: Maps a mini-batch to (loss, (loss, logits, labels)); its `model` may have a `head`.
+        model: Maps a mini-batch to (loss, (loss, logits, labels)); its `model` is the model.
         store: A store with `ranking` in its `meta.json`, groups and a catalog.
         split: "test" or "validation".
         k: Number of items that recall and NDCG count.
@@ -93,10 +93,8 @@ def rank_items(
     )
     while questions := list(islice(asked, most)):
         samples = np.array([each.sample for each in questions], np.int64)
-        if hasattr(model.model, "head"):
-            scores = _score_by_head(
-                cast("DLRM", model.model), store.read(samples), items, batch_size
-            )
+        if isinstance(model.model, AbstractPooledModel):
+            scores = _score_by_head(model.model, store.read(samples), items, batch_size)
         else:
             scores = _score_by_samples(model, store.read(samples), items, batch_size)
         num_bad = int((~np.isfinite(scores)).sum())
@@ -325,7 +323,7 @@ def _score_by_samples(
 
 
 def _score_by_head(
-    model: DLRM, asked: Batch, items: _Items, batch_size: int
+    model: AbstractPooledModel, asked: Batch, items: _Items, batch_size: int
 ) -> NDArray[np.float32]:
     """Scores of all items for each question, (Q, E); those of rows that are no items are 0.
 

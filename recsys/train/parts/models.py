@@ -15,8 +15,10 @@ A class of the user's is built as `Class(embeddings, num_dense)`. Its `forward(b
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +39,7 @@ from recsys.models.batch_train import BatchTrain
 from recsys.models.dlrm import initialize_classic
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from recsys.config import ModelConfig
     from recsys.datasets.source import SampleSource
@@ -49,19 +51,26 @@ def needs_rows(config: ModelConfig, source: SampleSource) -> bool:
     """Whether the model of a configuration looks rows up without pooling.
 
     Raises:
-        ConfigError: it does, and the data has weights for the values of bags, which pooling
-            applies; or the class of the user's cannot be imported.
+        ConfigError: the class of the user's cannot be imported; or rows are not pooled, and
+            `table_dims` or `pooling` are set, or the data has weights for the values of bags, which
+            pooling applies.
     """
-    found = config.name in ("din", "tbsm")
     if config.is_custom:
-        found = bool(getattr(_import_class(config.name), "unpooled", False))
-    if found and has_weighted_bags(source):
+        is_unpooled = bool(getattr(_import_class(config.name), "unpooled", False))
+    else:
+        is_unpooled = config.name in ("din", "tbsm")
+    if is_unpooled and (config.table_dims or config.pooling):
+        raise ConfigError(
+            "model.table_dims and model.pooling are for models that pool their bags in the lookup, "
+            f"and {config.name!r} does not; drop them"
+        )
+    if is_unpooled and has_weighted_bags(source):
         raise ConfigError(
             f"model.name {config.name!r} looks rows up without pooling, and so cannot apply the "
             f"weights of values that {source.describe()['name']} has; choose a model that pools, "
             "such as 'dlrm', or prepare the data without the key weights"
         )
-    return found
+    return is_unpooled
 
 
 def build_network(
@@ -80,11 +89,17 @@ def build_network(
 
     Raises:
         ConfigError: sizes do not fit each other, the model does not fit the data, or the class of
-            the user's cannot be built.
+            the user's does not take the two arguments.
     """
     if config.is_custom:
         with device:
             return BatchTrain(_build_custom(config.name, embeddings, source.num_dense))
+    dims = {config.dim_of(table) for table in source.table_sizes}
+    if len(dims) == 1 and config.embedding_dim not in dims:
+        raise ConfigError(
+            f"model.table_dims gives all tables {dims.pop()} columns; set model.embedding_dim to "
+            "that and drop model.table_dims"
+        )
     try:
         model = _build(config, source, embeddings, device)
     except ConfigError:
@@ -163,9 +178,24 @@ def _histories(name: str, source: SampleSource) -> Mapping[str, str]:
         raise ConfigError(
             f"model.name {name!r} needs a history: a feature of kind sequence that shares its "
             f"table with a feature of kind one, the candidate; {source.describe()['name']} has "
-            "none; declare both in the schema, or choose another model"
+            "none; declare [history.NAME] of a categorical column in the schema, or give "
+            "[sequence.COLUMN] the column's table, or choose another model"
         )
     return found
+
+
+@contextmanager
+def _current_folder_last() -> Iterator[None]:
+    """The current folder is searched for modules, after all others."""
+    folder = os.getcwd()  # noqa: PTH109  # sys.path has strings
+    is_new = folder not in sys.path
+    if is_new:
+        sys.path.append(folder)
+    try:
+        yield
+    finally:
+        if is_new:
+            sys.path.remove(folder)
 
 
 def _import_class(name: str) -> type[nn.Module]:
@@ -175,20 +205,14 @@ def _import_class(name: str) -> type[nn.Module]:
         ConfigError: there is no such module or class, or it is not an `nn.Module`.
     """
     module_name, _, class_name = name.partition(":")
-    folder = os.getcwd()  # noqa: PTH109  # sys.path has strings
-    is_new = folder not in sys.path
-    if is_new:
-        sys.path.append(folder)
     try:
-        module = importlib.import_module(module_name)
+        with _current_folder_last():
+            module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
             f"model.name {name!r}: module {module_name} cannot be imported ({error}); install it, "
             "or run the command in the folder that has it"
         ) from error
-    finally:
-        if is_new:
-            sys.path.remove(folder)
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ConfigError(
@@ -199,16 +223,18 @@ def _import_class(name: str) -> type[nn.Module]:
 
 
 def _build_custom(name: str, embeddings: nn.Module, num_dense: int) -> nn.Module:
-    """Build a class of the user's.
+    """Build a class of the user's; its own errors are left as they are.
 
     Raises:
         ConfigError: it does not take the two arguments.
     """
     custom = _import_class(name)
     try:
-        return custom(embeddings, num_dense)
+        inspect.signature(custom).bind(embeddings, num_dense)
     except TypeError as error:
         raise ConfigError(
             f"model.name {name!r}: the class is built as {custom.__name__}(embeddings, num_dense), "
-            f"which raised a TypeError: {error}"
+            f"which it does not take: {error}"
         ) from error
+    with _current_folder_last():
+        return custom(embeddings, num_dense)

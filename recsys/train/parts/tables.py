@@ -36,7 +36,7 @@ def table_configs(
         pooling: "sum" or "mean", by table; by default "sum".
 
     Raises:
-        ConfigError: `table_dims` or `pooling` names a table that there is not.
+        ConfigError: `table_dims` or `pooling` names an unknown table.
     """
     for key, named in (("table_dims", table_dims), ("pooling", pooling)):
         unknown = [table for table in named if table not in table_sizes]
