@@ -107,7 +107,10 @@ class OptimizerConfig:
     )
     lr: float = _key(0.1, "learning rate", least=0)
     eps: float = _key(
-        None, "added to the denominator; torch's default: adam 1e-8, else 1e-10", least=0
+        None,
+        "added to the denominator; torch's default: adam 1e-8, else 1e-10",
+        derived="depends on name",
+        least=0,
     )
     betas: tuple[float, ...] = _key((0.9, 0.999), "decay rates of Adam's two averages, per step")
 
@@ -233,7 +236,10 @@ class TrainConfig:
     embeddings: str = _key(
         "recsys", "implementation; torch: nn.EmbeddingBag, fbgemm: TBE", choices=EMBEDDINGS
     )
-    budget: str = _key("", 'fast memory for rows, such as "256MiB"; empty: every row is resident')
+    budget: str = _key(
+        "",
+        "fast memory for rows: 256MiB, or a number of bytes; empty: every row is resident",
+    )
     plan: str = _key("", "file written by `recsys plan`: rows that never leave fast memory")
     cold_tier: str = _key("host", "tier of the other rows: RAM, or disk", choices=COLD_TIERS)
     cold_path: str = _key(
@@ -255,6 +261,8 @@ class TrainConfig:
         check_fields(self)
         if self.seed >= 2**63:
             raise ConfigError(f"seed must be less than 2**63, got {self.seed}")
+        if type(vars(self)["budget"]) is int:  # bytes
+            object.__setattr__(self, "budget", str(self.budget))
         if self.budget:
             parse_bytes(self.budget, "budget")
         if not self.shuffle and self.schedule.name == "fae":

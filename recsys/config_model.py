@@ -19,6 +19,7 @@ __all__ = [
 
 MODELS = ("dlrm", "dcn_v2", "deepfm", "din", "tbsm")
 _OWNERS = {"dcn": "dcn_v2", "din": "din", "tbsm": "tbsm"}  # the model that reads these keys
+_HIDDEN = (512, 256, 64)  # of the default dense_arch
 _WITH_BOTTOM_MLP = ("dlrm", "dcn_v2", "deepfm", "tbsm")
 
 
@@ -86,7 +87,11 @@ class ModelConfig:
     pooling: dict[str, str] = _key(
         dict, "sum or mean of a bag's rows, by table: pooling.NAME=mean; default: sum"
     )
-    dense_arch: tuple[int, ...] = _key((512, 256, 64, 16), "bottom MLP; ends in embedding_dim")
+    dense_arch: tuple[int, ...] = _key(
+        None,
+        "bottom MLP; ends in embedding_dim",
+        derived=f"[{', '.join(map(str, _HIDDEN))}, embedding_dim]",
+    )
     over_arch: tuple[int, ...] = _key((512, 256, 1), "top MLP; ends in 1")
     interaction: str = _key(
         "dot",
@@ -104,6 +109,8 @@ class ModelConfig:
     tbsm: TBSMConfig = _key(TBSMConfig, "constants of tbsm")
 
     def __post_init__(self) -> None:
+        if vars(self)["dense_arch"] is None:
+            object.__setattr__(self, "dense_arch", (*_HIDDEN, self.embedding_dim))
         check_fields(self)
         module, _, class_name = self.name.partition(":")
         names = [*module.split("."), class_name]

@@ -39,6 +39,21 @@ def test_settings_win_over_the_file_and_values_over_both(tmp_path):
 
 def test_a_budget_may_be_a_number_of_bytes():
     assert load_config(None, ["budget=135050380"]) == load_config(None, ['budget="135050380"'])
+    assert TrainConfig(budget=135050380) == TrainConfig(budget="135050380")
+    assert TrainConfig(budget=0).budget == "0"  # the least budget, not none
+
+
+def test_the_bottom_mlp_ends_in_the_embedding_dim_unless_it_is_set(tmp_path):
+    config = load_config(None, ["model.embedding_dim=32"])
+
+    assert config.model.dense_arch == (512, 256, 64, 32)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "config.toml") == config
+    with pytest.raises(ConfigError, match="dense_arch must end in embedding_dim 32, got"):
+        load_config(None, ["model.embedding_dim=32", "model.dense_arch=[8, 16]"])
+    defaults = {name: default for name, default, _ in describe_keys()}
+    assert defaults["model.dense_arch"] == "[512, 256, 64, embedding_dim]"
+    assert defaults["optimizer.eps"] == "depends on name"
 
 
 def test_what_is_written_is_what_was_read(tmp_path):
@@ -117,6 +132,12 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
     ("setting", "message"),
     [
         ("optimiser.lr=1", "unknown key optimiser; did you mean optimizer?"),
+        ("lr=1", "unknown key lr; did you mean optimizer.lr, dense_optimizer.lr or skip."),
+        ("embedding_dim=8", "unknown key embedding_dim; did you mean model.embedding_dim?"),
+        ("depth=4", "unknown key depth; did you mean schedule.depth?"),
+        ("optimizer=adagrad", "got 'adagrad'; did you mean optimizer.name=adagrad?"),
+        ("model=dcn_v2", "got 'dcn_v2'; did you mean model.name=dcn_v2?"),
+        ("skip=observe", "got 'observe'; did you mean skip.policy=observe?"),
         ("optimizer.learning_rate=1", "unknown key optimizer.learning_rate; keys are"),
         ("batch_size=big", "batch_size must be of type int, got 'big'"),
         ("batch_size=1.5", "batch_size must be of type int, got 1.5"),
@@ -142,6 +163,7 @@ def test_rows_with_rowwise_adagrad_go_with_a_dense_part_with_adagrad():
         ("optimizer.betas=0.9", "optimizer.betas must be a list of numbers, got 0.9"),
         ("cold_tier=disk", "cold_tier must be one of 'host', 'file'; got 'disk'"),
         ("cold_path=rows", "cold_path is for cold_tier 'file', got 'rows' with 'host'"),
+        ("budget=0.5", "budget must be a number of bytes such as 256MiB or 2GiB, got '0.5'"),
         ("budget=much", "budget must be a number of bytes such as 256MiB or 2GiB, got 'much'"),
         ("embeddings=mine", "embeddings must be one of 'recsys', 'torch', 'fbgemm'; got 'mine'"),
         ("device=tpu", "device must be one of"),

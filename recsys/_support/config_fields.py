@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Key", "Range", "build", "check_fields", "format_keys", "key", "walk_keys"]
 
 _T = TypeVar("_T")
+_MOST_MEANT = 3  # keys that the error for an unknown one names
+_MEANING_COLUMN = 34  # of the help
 _TYPE_NAMES: dict[Any, str] = {
     int: "integer",
     float: "number",
@@ -64,6 +66,7 @@ def key(
     default: Any,
     meaning: str,
     *,
+    derived: str = "",
     choices: tuple[str, ...] = (),
     least: float | None = None,
     above: float | None = None,
@@ -72,8 +75,9 @@ def key(
     """A dataclass field for one key.
 
     Args:
-        default: Its default; a class for a table of keys of its own.
+        default: Its default; a class for a table of keys of its own; None if it is derived.
         meaning: The line that `recsys train --help` prints.
+        derived: The default in words, where the dataclass derives it from other keys.
         choices: The values it accepts; empty for any.
         least: The lowest number it accepts.
         above: A number it must exceed; instead of `least`.
@@ -84,7 +88,7 @@ def key(
         interval = Range(least=least, most=most)
     elif above is not None:
         interval = Range(least=above, most=most, excludes_least=True)
-    metadata = {"meaning": meaning, "choices": choices, "range": interval}
+    metadata = {"meaning": meaning, "derived": derived, "choices": choices, "range": interval}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -119,15 +123,13 @@ def build(kind: type[_T], tree: Any, prefix: str) -> _T:
         ConfigError: a key is unknown, or a value is not what the key accepts.
     """
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{prefix.rstrip('.')} must be a table of keys, got {tree!r}")
+        raise _not_a_table(kind, tree, prefix)
     types = get_type_hints(kind)
     names = [entry.name for entry in fields(kind)]  # type: ignore[arg-type]  # always a dataclass
     built: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {prefix}{close[0]}?" if close else f"; keys are {names}"
-            raise ConfigError(f"unknown key {prefix}{name}{hint}")
+            raise ConfigError(f"unknown key {prefix}{name}; {_hint(kind, name, names, prefix)}")
         table = _table_of(types[name])
         if table is not None:
             built[name] = build(table, value, f"{prefix}{name}.")
@@ -139,6 +141,36 @@ def build(kind: type[_T], tree: Any, prefix: str) -> _T:
         raise ConfigError(f"{prefix}{error}") from None
 
 
+def _hint(kind: type, name: str, names: list[str], prefix: str) -> str:
+    """Keys that an unknown one may mean: of the same name in a table, or of a similar name."""
+    meant = [each for each in _names_in_tables(kind, prefix) if each.endswith(f".{name}")]
+    meant = meant or [f"{prefix}{each}" for each in difflib.get_close_matches(name, names, n=1)]
+    if not meant:
+        return f"keys are {names}"
+    *others, last = meant[:_MOST_MEANT]
+    return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+
+
+def _names_in_tables(kind: type, prefix: str) -> Iterator[str]:
+    """Dotted names of the keys in the tables of a configuration class, at any depth."""
+    types = get_type_hints(kind)
+    for entry in fields(kind):
+        table = _table_of(types[entry.name])
+        if table is not None:
+            inner = f"{prefix}{entry.name}."
+            yield from (f"{inner}{each.name}" for each in fields(table))
+            yield from _names_in_tables(table, inner)
+
+
+def _not_a_table(kind: type, value: Any, prefix: str) -> ConfigError:
+    """The error for a value in place of a table of keys; it names the key that takes the value."""
+    meant = [each.name for each in fields(kind) if value in each.metadata.get("choices", ())]
+    if isinstance(value, str):  # names of models are not limited to a list
+        meant += [each.name for each in fields(kind) if each.name == "name"]
+    hint = f"; did you mean {prefix}{meant[0]}={value}?" if meant else ""
+    return ConfigError(f"{prefix.rstrip('.')} must be a table of keys, got {value!r}{hint}")
+
+
 def _table_of(kind: Any) -> type | None:
     """The configuration class of a key that is a table, optional or not; None for a plain key."""
     for choice in (kind, *get_args(kind)):
@@ -148,13 +180,13 @@ def _table_of(kind: Any) -> type | None:
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:
-    """Check the type of a value; integers become floats or text, and lists tuples, if needed."""
+    """Check the type of a value; numbers become floats or text, and lists tuples, if needed."""
     for number in value if isinstance(value, list | tuple) else (value,):
         if isinstance(number, int) and not -(2**63) <= number < 2**63:
             raise ConfigError(
                 f"{name} must be less than 2**63, and not below -2**63, got {str(number)[:40]}"
             )
-    if kind in (float, str) and type(value) is int:  # text: `budget=135050380`, in bytes
+    if kind in (float, str) and type(value) in (int, float):  # text: `budget=135050380`, in bytes
         return kind(value)
     if kind == tuple[int, ...]:
         if isinstance(value, list | tuple) and all(type(size) is int for size in value):
@@ -205,7 +237,7 @@ def walk_keys(kind: type, prefix: str = "", group: str = "run") -> Iterator[Key]
         accepts = _TYPE_NAMES[types[entry.name]] + (f" {interval}" if interval else "")
         if choices:
             accepts = f"one of {', '.join(filter(None, choices))}"
-        default = "depends on name" if entry.default is None else entry.default
+        default = entry.metadata["derived"] or entry.default
         if entry.default_factory is not dataclasses.MISSING:
             default = entry.default_factory()
         if prefix == "dense_optimizer.":
@@ -233,11 +265,16 @@ def format_keys(kind: type, width: int = 0) -> str:
         for each in keys:
             is_bare = isinstance(each.default, str) and each.default
             default = each.default if is_bare else json.dumps(each.default)
-            lines += textwrap.wrap(
-                f"  {each.name:<29} {each.meaning} ({each.accepts}; default {default})",
-                width,
-                subsequent_indent=" " * 32,
+            meaning = textwrap.wrap(
+                f"{each.meaning} ({each.accepts}; default {default})",
+                width - _MEANING_COLUMN,
                 break_long_words=False,
                 break_on_hyphens=False,
             )
+            name = f"  {each.name}"
+            if len(name) > _MEANING_COLUMN - 2:  # the meaning begins on the next line
+                lines.append(name)
+                name = ""
+            lines.append(f"{name:<{_MEANING_COLUMN}}{meaning[0]}")
+            lines += [" " * _MEANING_COLUMN + line for line in meaning[1:]]
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from typing import Final
 
 from recsys.errors import ConfigError
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "parse_bytes", "round_up_bytes"]
 
 _UNITS: Final = ("", "Ki", "Mi", "Gi", "Ti")
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?(?:(K|M|G|T)(i?))?B?", re.IGNORECASE | re.ASCII)
@@ -22,8 +22,8 @@ def parse_bytes(size: str | int, name: str = "size") -> int:
         name: Name of the setting, for messages.
 
     Raises:
-        ConfigError: the size is negative or above 2**63 - 1, or is neither a number of bytes nor
-            text.
+        ConfigError: the size is negative or above 2**63 - 1, is a fraction without a unit, or is
+            neither a number of bytes nor text.
     """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
@@ -35,6 +35,11 @@ def parse_bytes(size: str | int, name: str = "size") -> int:
     if not found:
         raise ConfigError(f"{name} must be a number of bytes such as 256MiB or 2GiB, got {size!r}")
     number, prefix, binary = found.groups()
+    if prefix is None and "." in number:
+        raise ConfigError(
+            f"{name} must be a number of bytes such as 256MiB or 2GiB, got {size!r}, which is a "
+            "fraction without a unit; add one, as in 0.5GiB"
+        )
     power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
     num_bytes = float(number) * (1024 if binary else 1000) ** power
     if num_bytes > _MOST:
@@ -51,3 +56,9 @@ def format_bytes(num_bytes: float) -> str:
         num_bytes, power = num_bytes / 1024, power + 1
     digits = f"{num_bytes:.0f}" if not power or num_bytes >= 100 else f"{num_bytes:.3g}"
     return f"{digits} {_UNITS[power]}B"
+
+
+def round_up_bytes(num_bytes: int) -> str:
+    """Text of a size in whole KiB or MiB; `parse_bytes` reads it as `num_bytes` or a bit more."""
+    power = 1 if num_bytes < 100 * 2**20 else 2
+    return f"{-(-num_bytes // 1024**power)}{_UNITS[power]}B"

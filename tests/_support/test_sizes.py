@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys._support.sizes import format_bytes, parse_bytes
+from recsys._support.sizes import format_bytes, parse_bytes, round_up_bytes
 from recsys.errors import ConfigError
 
 
@@ -28,6 +28,12 @@ def test_sizes_are_read_as_people_write_them(text, expected):
 @pytest.mark.parametrize("text", ["", "MiB", "-1MiB", "1 XB", "1e9", "2 GiB 3", True, 1.5, None])
 def test_what_is_no_size_is_refused_by_name(text):
     with pytest.raises(ConfigError, match="budget must be a number of bytes such as 256MiB"):
+        parse_bytes(text, "budget")
+
+
+@pytest.mark.parametrize("text", ["0.5", "1.5B", "12.0"])
+def test_a_fraction_without_a_unit_is_refused(text):
+    with pytest.raises(ConfigError, match=r"fraction without a unit; add one, as in 0\.5GiB"):
         parse_bytes(text, "budget")
 
 
@@ -61,3 +67,9 @@ def test_sizes_are_written_in_the_largest_unit_of_which_there_is_one(num_bytes, 
 @given(st.integers(0, 2**60))
 def test_a_written_size_can_be_read(num_bytes):
     assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.01)
+
+
+@given(st.integers(0, 2**50))
+def test_a_size_rounded_up_is_read_as_no_less_and_little_more(num_bytes):
+    found = parse_bytes(round_up_bytes(num_bytes))
+    assert num_bytes <= found < num_bytes + max(1024, num_bytes // 50)
