@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import alone_in
-from recsys._support.machine import describe_environment, set_num_threads, tune_allocator
+from recsys._support.machine import (
+    describe_environment,
+    num_cores,
+    set_num_threads,
+    tune_allocator,
+)
 from recsys.config import describe_config
 from recsys.datasets.read_ahead import num_read_ahead
 from recsys.errors import TrainingDiverged
@@ -31,6 +36,7 @@ from recsys.train.loop.resume import reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
 from recsys.train.loop.run_state import RunState
 from recsys.train.loop.tier_report import describe_tiers
+from recsys.train.parts.budget import require_budget
 from recsys.train.parts.build import (
     autocast,
     build_loader,
@@ -99,9 +105,11 @@ def train(
     Raises:
         AlreadyExists: `run_dir` is not empty; or, with `resume`, it holds a finished run without a
             checkpoint.
+        BudgetTooSmall: the budget does not hold the rows of a mini-batch. The message names one
+            that does.
         CheckpointError: the checkpoint is damaged. The message names one that is whole.
         ConfigError, StoreError: the configuration does not fit the data or the run to resume, or
-            there is no data.
+            there is no data, or `run_dir` cannot be written to.
         TrainingDiverged: the loss is no longer finite. The record is written with the `status`
             "diverged" and without metrics. After any other error it is written with "failed".
     """
@@ -131,11 +139,15 @@ def _train(
         show_progress: Draw a progress bar.
     """
     source = open_source(config)
-    if earlier is not None:
+    require_budget(config, source)
+    if earlier is None:
+        RunFolder.require_place(run_dir)
+    else:
         tables = [f"t_{feature}" for feature in source.table_sizes]
         remove_left_rows(config, earlier.config, run_dir, tables)
     cold_path = stack.enter_context(cold_folder(config, run_dir))
     set_num_threads(config.num_threads)
+    _warn_of_threads(config.num_threads)
     tune_allocator()
     plan = choose_plan(config, source)
     loader = build_loader(config, source, plan)
@@ -403,6 +415,16 @@ def _evaluate_at_end(
             # A ranking may take minutes, and a second Ctrl-C may end it.
             metrics[split] = with_ranking(found, model, source, split, config.eval).as_dict()
     return True
+
+
+def _warn_of_threads(num_threads: int) -> None:
+    """Warn if threads have to share cores, which makes every step slower."""
+    if num_threads > num_cores():
+        warnings.warn(
+            f"num_threads is {num_threads}, and this process may use {num_cores()} cores; threads "
+            "that share a core wait for each other; set num_threads to 0 for one per core",
+            stacklevel=3,
+        )
 
 
 def _warn_of_no_effect(config: TrainConfig, num_steps: int) -> None:

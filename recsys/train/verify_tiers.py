@@ -12,18 +12,16 @@ from itertools import islice
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from recsys._support.machine import set_num_threads
 from recsys._support.sizes import format_bytes, parse_bytes
-from recsys.batch import feature_tables
 from recsys.config import ScheduleConfig
 from recsys.embeddings.popularity.plan import HotPlan
-from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import StageClock
 from recsys.train.loop.tier_report import describe_tiers
+from recsys.train.parts.budget import MemoryNeeds
 from recsys.train.parts.build import (
     build_loader,
     build_model,
@@ -31,15 +29,12 @@ from recsys.train.parts.build import (
     compile_kernels,
     open_source,
 )
-from recsys.train.parts.providers import row_optimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
-    from recsys.batch import Batch
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
 
@@ -194,41 +189,18 @@ class _Run:
 def _budget_bytes(
     config: TrainConfig, source: SampleSource, name: str, max_steps: int | None
 ) -> int:
-    dims = {table: config.model.dim_of(table) for table in source.table_sizes}
-    states = {dim: row_optimizer(config.optimizer).state_sizes(dim) for dim in dims.values()}
-    everything = sum(
-        num_rows * row_bytes(dims[table], torch.float32, states[dims[table]])
-        for table, num_rows in source.table_sizes.items()
-    )
+    needs = MemoryNeeds(config, source)
     if name == "half":
-        return everything // 2
+        return needs.everything // 2
     if name == "everything":
-        return everything
+        return needs.everything
     if name not in BUDGETS:
         return parse_bytes(name, "budget")
-    loader = build_loader(config, source, None)
-    tables = feature_tables(source)
-    slots = dict.fromkeys(states, 0)  # those of a mini-batch, by dim
-    for batch in islice(loader, max_steps):
-        distinct = _num_distinct(batch, tables)
-        for dim in slots:
-            of_dim = sum(count for table, count in distinct.items() if dims[table] == dim)
-            slots[dim] = max(slots[dim], of_dim)
-    floor = floor_bytes(
-        sum(source.table_sizes.values()),
-        [(num, slot_bytes(dim, torch.float32, states[dim])) for dim, num in slots.items()],
-    )
+    slots: dict[int, int] = {}  # the most that a mini-batch needs, by dim
+    for batch in islice(build_loader(config, source, None), max_steps):
+        for dim, count in needs.slots(needs.num_distinct(batch)).items():
+            slots[dim] = max(slots.get(dim, 0), count)
+    floor = needs.floor(slots)
     if config.plan:  # a plan leaves room for mini-batches that it does not know
         floor = max(floor, HotPlan.load(config.plan).floor_bytes)
     return floor if name == "floor" else 2 * floor
-
-
-def _num_distinct(batch: Batch, tables: Mapping[str, str]) -> dict[str, int]:
-    """Distinct rows of a mini-batch by table, given the table of each feature."""
-    features = batch.sparse_features
-    bounds = features.offsets()[:: features.stride()].tolist()
-    parts = np.split(features.values().numpy(), bounds[1:-1])
-    rows: dict[str, list[NDArray[np.int64]]] = {}
-    for feature, part in zip(features.keys(), parts, strict=True):
-        rows.setdefault(tables[feature], []).append(part)
-    return {table: len(np.unique(np.concatenate(parts))) for table, parts in rows.items()}

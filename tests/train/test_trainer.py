@@ -620,6 +620,19 @@ def test_a_folder_with_something_in_it_is_not_touched(small_config, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_the_tables_are_built(
+    small_config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("recsys.train.trainer.build_model", lambda *_: pytest.fail("too late"))
+    (tmp_path / "file").write_text("mine")
+
+    with pytest.raises(ConfigError, match=r"config\.toml cannot be written: .*file is not a folder"):
+        run(small_config(), tmp_path / "file" / "run")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match=r"no permission to write to .*; choose another folder"):
+        run(small_config(), tmp_path / "run")
+
+
 def test_data_too_small_to_split_is_refused_before_anything_is_written(small_config, tmp_path):
     with pytest.raises(ConfigError, match="validation part is empty: of 8 samples, train"):
         run(small_config("synthetic.num_samples=8"), tmp_path / "run")

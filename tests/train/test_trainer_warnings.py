@@ -30,6 +30,13 @@ def test_what_would_come_behind_the_last_step_is_warned_of(small_config, tmp_pat
     run(small_config(f"{key}=15"), tmp_path / "in_time")
 
 
+def test_more_threads_than_cores_are_warned_of(small_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("recsys.train.trainer.num_cores", lambda: 0)
+
+    with pytest.warns(UserWarning, match="num_threads is 1, .* may use 0 cores; .* set num_thr"):
+        run(small_config("num_threads=1"), tmp_path / "run")
+
+
 def test_looking_ahead_over_resident_rows_is_warned_of(small_config, tmp_path):
     with pytest.warns(UserWarning, match=r"schedule=LookAhead\(depth=2\) has no effect"):
         run(small_config("schedule.name=lookahead"), tmp_path / "named")

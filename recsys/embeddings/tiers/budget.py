@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from recsys._support.sizes import round_up_bytes
 from recsys.embeddings.tiers.slots import floor_bytes, map_bytes, row_bytes, slot_bytes
 from recsys.errors import BudgetTooSmall
 
@@ -97,7 +98,8 @@ def divide_budget(
         raise BudgetTooSmall(
             f"budget: the rows that the mini-batches in the window need together ({rows}), their "
             f"state and the row map ({map_bytes(num_rows)} bytes){of_tracker} take {floor} bytes, "
-            f"and the budget is {budget_bytes}; raise it to {floor}, or make the mini-batch smaller"
+            f"and the budget is {budget_bytes}; raise it to {floor} ({round_up_bytes(floor)}), or "
+            "make the mini-batch smaller"
         )
     left, slots = budget_bytes - floor, list(least)
     unfilled = [number for number, space in enumerate(spaces) if slots[number] < space.num_rows]

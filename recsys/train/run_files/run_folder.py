@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from recsys._support.files import appearing_whole
+from recsys._support.files import appearing_whole, require_place
 from recsys._support.untrusted import is_count, is_finite_number, is_text, parse_json
 from recsys.config import TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError
@@ -75,19 +75,31 @@ class RunFolder:
         self.timeline_file = path / "timeline.json"
         self.timeline_picture_file = path / "timeline.png"
 
+    @staticmethod
+    def require_place(path: Path) -> None:
+        """Check that a run can start in a folder, before the work that its files are about.
+
+        Raises:
+            AlreadyExists: the folder is not empty.
+            ConfigError: it cannot be made, or not be written to.
+        """
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise AlreadyExists(
+                f"run folder {path} is not empty; remove it or choose another with --run, "
+                "or continue its run with --resume"
+            )
+        require_place(path / "config.toml")
+
     @classmethod
     def create(cls, path: str | Path, config: TrainConfig) -> RunFolder:
         """Start a run in a new or empty folder.
 
         Raises:
             AlreadyExists: the folder is not empty.
+            ConfigError: it cannot be made, or not be written to.
         """
         folder = cls(Path(path))
-        if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
-            raise AlreadyExists(
-                f"run folder {folder.path} is not empty; remove it or choose another with --run, "
-                "or continue its run with --resume"
-            )
+        cls.require_place(folder.path)
         folder.path.mkdir(parents=True, exist_ok=True)
         folder.write_config(config)
         return folder

@@ -1,0 +1,115 @@
+"""The fast memory that mini-batches need, known before the tables are built.
+
+A mini-batch needs a slot for every distinct row that it looks up, and the row map of all tables.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from recsys._support.sizes import format_bytes, parse_bytes, round_up_bytes
+from recsys.batch import feature_tables, features_by_table
+from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
+from recsys.errors import BudgetTooSmall
+from recsys.train.parts.providers import row_optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from recsys.batch import Batch
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["MemoryNeeds", "require_budget"]
+
+
+class MemoryNeeds:
+    """Bytes of fast memory for the tables of a run.
+
+    Args:
+        config: The configuration of the run; its `budget` is not read.
+        source: The data.
+    """
+
+    def __init__(self, config: TrainConfig, source: SampleSource) -> None:
+        self._sizes, self._tables = source.table_sizes, feature_tables(source)
+        self._dims = {table: config.model.dim_of(table) for table in self._sizes}
+        optimizer = row_optimizer(config.optimizer)
+        self._states = {dim: optimizer.state_sizes(dim) for dim in self._dims.values()}
+
+    @property
+    def everything(self) -> int:
+        """Bytes of all rows and their state."""
+        return sum(
+            num_rows * row_bytes(self._dims[table], torch.float32, self._states[self._dims[table]])
+            for table, num_rows in self._sizes.items()
+        )
+
+    def slots(self, num_distinct: Mapping[str, int]) -> dict[int, int]:
+        """Slots by embedding_dim, given the distinct rows that are needed of each table."""
+        found = dict.fromkeys(self._states, 0)
+        for table, count in num_distinct.items():
+            found[self._dims[table]] += count
+        return found
+
+    def floor(self, slots: Mapping[int, int]) -> int:
+        """Bytes of the row map and of these slots, by embedding_dim."""
+        return floor_bytes(
+            sum(self._sizes.values()),
+            [
+                (count, slot_bytes(dim, torch.float32, self._states[dim]))
+                for dim, count in slots.items()
+            ],
+        )
+
+    def num_distinct(self, batch: Batch) -> dict[str, int]:
+        """Distinct rows of a mini-batch by table."""
+        features = batch.sparse_features
+        bounds = features.offsets()[:: features.stride()].tolist()
+        parts = np.split(features.values().numpy(), bounds[1:-1])
+        rows: dict[str, list[NDArray[np.int64]]] = {}
+        for feature, part in zip(features.keys(), parts, strict=True):
+            rows.setdefault(self._tables[feature], []).append(part)
+        return {table: len(np.unique(np.concatenate(parts))) for table, parts in rows.items()}
+
+
+def require_budget(config: TrainConfig, source: SampleSource) -> None:
+    """Check that a budget holds the rows of the first mini-batch of the training split.
+
+    A later mini-batch may need more; training then raises the error. The budget that the message
+    names holds every mini-batch. A plan names its floor itself, and so does FAE, which makes one.
+
+    Raises:
+        BudgetTooSmall: it does not.
+    """
+    if not config.budget or config.plan or config.schedule.name == "fae":
+        return
+    needs, budget_bytes = MemoryNeeds(config, source), parse_bytes(config.budget, "budget")
+    if config.cold_tier == "host" and needs.everything <= budget_bytes:
+        return
+    train = source.splits["train"]
+    first = range(train.start, min(train.stop, train.start + config.batch_size))
+    batch = source.read(np.array(first, np.int64))
+    distinct = needs.num_distinct(batch)
+    floor = needs.floor(needs.slots(distinct))
+    if floor <= budget_bytes:
+        return
+    features, sizes = features_by_table(source), source.table_sizes
+    # The length of a bag has no bound but the rows of its table.
+    is_one_hot = batch.sparse_features.is_known_one_hot()
+    most = {
+        table: min(size, config.batch_size * len(features[table])) if is_one_hot else size
+        for table, size in sizes.items()
+    }
+    enough = round_up_bytes(needs.floor(needs.slots(most)))
+    raise BudgetTooSmall(
+        f"budget={config.budget!r} is too small for a mini-batch of {config.batch_size} samples: "
+        f"{sum(distinct.values()):,} distinct rows of the first one, their state, and the row map "
+        f"of {sum(sizes.values()):,} rows take {format_bytes(floor)} ({floor} bytes); set budget="
+        f"{enough}, which holds every mini-batch of this size, or make batch_size smaller"
+    )

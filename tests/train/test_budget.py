@@ -1,0 +1,77 @@
+"""A budget that is too small is refused before training, by a value that works."""
+
+import re
+
+import pytest
+
+from recsys.cli.commands import main
+from recsys.errors import BudgetTooSmall
+from recsys.train.parts.budget import require_budget
+from recsys.train.parts.build import open_source
+from recsys.train.trainer import train
+
+TABLES = "synthetic.table_sizes=[900, 700, 1, 800]"
+SEQUENTIAL = "schedule.name=sequential"  # there is no room to look ahead
+
+
+def named_budget(error):
+    return re.search(r"set budget=(\w+), which holds every", str(error))[1]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("cold_tier", ["host", "file"])
+def test_a_budget_that_is_too_small_names_one_that_trains(
+    small_config, tmp_path, optimizer, cold_tier
+):
+    settings = (TABLES, f"optimizer.name={optimizer}", f"cold_tier={cold_tier}")
+    with pytest.raises(BudgetTooSmall, match=r"budget='1KiB' is too small .* 128 samples") as found:
+        train(small_config(*settings, "budget=1KiB"), tmp_path / "run", show_progress=False)
+    assert not list(tmp_path.iterdir())
+
+    config = small_config(*settings, f"budget={named_budget(found.value)}", SEQUENTIAL)
+    record = train(config, tmp_path / "run", show_progress=False)
+
+    assert record["status"] == "finished"
+    assert record["tiers"]["num_slots"] < record["tiers"]["num_rows"]
+
+
+def test_a_budget_for_bags_that_is_too_small_names_one_that_trains(
+    small_config, table_store, tmp_path
+):
+    store = str(table_store())
+    with pytest.raises(BudgetTooSmall) as found:
+        train(small_config("budget=100", data=store), tmp_path / "run", show_progress=False)
+
+    settings = (f"budget={named_budget(found.value)}", "cold_tier=file", SEQUENTIAL)
+    config = small_config(*settings, data=store)
+    assert train(config, tmp_path / "run", show_progress=False)["status"] == "finished"
+
+
+def test_the_bytes_that_the_first_mini_batch_takes_are_enough_for_it(small_config):
+    config = small_config(TABLES, "budget=1KiB")
+    source = open_source(config)
+    with pytest.raises(BudgetTooSmall) as found:
+        require_budget(config, source)
+    num_bytes = int(re.search(r"\((\d+) bytes\)", str(found.value))[1])
+
+    require_budget(small_config(TABLES, f"budget={num_bytes}"), source)
+    with pytest.raises(BudgetTooSmall):
+        require_budget(small_config(TABLES, f"budget={num_bytes - 1}B"), source)
+
+
+def test_everything_resident_needs_no_room_for_mini_batches(small_config):
+    config = small_config(TABLES, f"budget={2401 * 4 * 4}")
+
+    require_budget(config, open_source(config))
+
+
+def test_the_command_takes_the_budget_that_its_error_names(small_settings, tmp_path, capsys):
+    command = ["train", "synthetic:criteo-kaggle", *small_settings, "--set", TABLES]
+    run = tmp_path / "run"
+
+    assert main([*command, "--set", "budget=1KiB", "--run", str(run)]) == 2
+    budget = named_budget(capsys.readouterr().err)
+    assert not run.exists()
+
+    more = ["--set", f"budget={budget}", "--set", SEQUENTIAL, "--run", str(run)]
+    assert main([*command, *more]) == 0
