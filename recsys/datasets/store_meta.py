@@ -46,6 +46,7 @@ _KEYS = (
     "num_embeddings",
 )
 _ROWS_END = 2**31  # rows are int32
+_TABLE_SUFFIXES = {".csv", ".tsv", ".parquet", ".pq"}
 
 
 def dtypes_of(dense_transform: str, optional: Collection[str] = ()) -> dict[str, str]:
@@ -63,9 +64,12 @@ def read_meta(path: Path) -> dict[str, Any]:
     """Read `meta.json` of the store at `path`.
 
     Raises:
-        StoreError: it does not exist, is damaged, or is of a version that this library cannot read.
+        StoreError: it does not exist, is damaged, or is of a version that this library cannot read;
+            or `path` is a file, such as a table that is not prepared yet.
     """
     file = path / "meta.json"
+    if path.is_file():
+        raise _not_prepared(path)
     if not file.is_file():
         raise StoreError(
             f"{path} is not a store: it has no meta.json; prepare one with "
@@ -83,6 +87,26 @@ def read_meta(path: Path) -> dict[str, Any]:
     _require_kinds(file, meta)
     _require_features(file, meta)
     return dict(meta)
+
+
+def _not_prepared(path: Path) -> StoreError:
+    """The error for a file in place of a store; it names the command that makes a store of it."""
+    suffixes = {suffix.lower() for suffix in path.suffixes}
+    of_table = (
+        f"`recsys inspect {path} > schema.toml` and "
+        f"`recsys prepare table {path} --schema schema.toml --out STORE`"
+    )
+    if suffixes & _TABLE_SUFFIXES:
+        kind, way_out = "a table", of_table
+    elif ".npz" in suffixes:
+        kind, way_out = "an npz archive", f"`recsys prepare classic-npz {path} --out STORE`"
+    else:
+        of_text = f"`recsys prepare criteo-kaggle {path} --out STORE` for raw Criteo text"
+        kind, way_out = "a file", f"{of_text}, or {of_table} for a CSV, TSV or Parquet table"
+    return StoreError(
+        f"{path} is {kind}, and data must be a store, the folder that `recsys prepare` makes; "
+        f"make it by {way_out}"
+    )
 
 
 def _require_understood(file: Path, meta: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ from recsys.datasets.criteo.flow import (
 )
 from recsys.datasets.criteo.growing_folder import GrowingFolder
 from recsys.datasets.criteo.row_numbers import RowNumbers
+from recsys.datasets.criteo.text import not_criteo
 from recsys.datasets.source import day_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
@@ -175,9 +176,7 @@ def _read_day(path: Path, flow: CriteoFlow, writer: StoreWriter) -> dict[str, An
     source = flow.read(path)
     num_samples, num_bad = writer.num_samples - first_sample, flow.num_bad_lines - first_bad
     if not num_samples:
-        raise DatasetFormatError(
-            f"{path}: no good line among {num_bad}; is this the raw Criteo format?"
-        )
+        raise DatasetFormatError(f"{path}: no good line among {num_bad}. {not_criteo(path)}")
     more = {"num_samples": num_samples, "num_bad_lines": num_bad, "changed_ns": changed_ns}
     return source | more
 

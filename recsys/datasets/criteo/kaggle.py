@@ -33,6 +33,7 @@ from recsys.datasets.criteo.flow import (
     PrepareReport,
     progress_bar,
 )
+from recsys.datasets.criteo.text import not_criteo
 from recsys.datasets.source import classic_splits, day_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
@@ -109,8 +110,8 @@ def prepare_criteo_kaggle(
         flow.wait()
         if not writer.num_samples:
             raise DatasetFormatError(
-                f"{', '.join(map(str, paths))}: no good line among {flow.num_bad_lines}; "
-                "is this the raw Criteo format?"
+                f"{', '.join(map(str, paths))}: no good line among {flow.num_bad_lines}. "
+                f"{not_criteo(paths[0])}"
             )
         writer.finish(
             dense_names=INTEGER_NAMES,

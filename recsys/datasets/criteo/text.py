@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from recsys.datasets.criteo.parse import ParsedLines
 
-__all__ = ["BadLines", "RawFile"]
+__all__ = ["BadLines", "RawFile", "not_criteo"]
 
 # A block takes 50 ms to process, much longer than handing it from thread to thread. A few blocks
 # are small compared with the hash tables of ids. Longer lines are refused.
@@ -32,6 +32,15 @@ _ZST_READ_BYTES = 128 * 2**10  # of compressed data per read
 # zstandard returns all text of the bytes that it is given. Four bytes can be 128 KiB of one letter,
 # so these are 64 MiB at most.
 _ZST_PIECE_BYTES = 2 * 2**10
+
+
+def not_criteo(file: Path) -> str:
+    """The sentence of an error that tells where a file of another format goes."""
+    return (
+        "Raw Criteo text has 40 fields separated by tabs and no header. For another table, such as "
+        f"a CSV file, take `recsys inspect {file} > schema.toml` and "
+        f"`recsys prepare table {file} --schema schema.toml --out STORE`"
+    )
 
 
 class RawFile:
@@ -181,8 +190,8 @@ class BadLines:
         found = []
         if self.num_bad + len(parsed.bad_lines) > MOST_BAD_LINES:
             raise DatasetFormatError(
-                f"{self._path}: at most {MOST_BAD_LINES:,} bad lines can be skipped, got more; is "
-                "this the raw Criteo format?"
+                f"{self._path}: at most {MOST_BAD_LINES:,} bad lines can be skipped, got more. "
+                f"{not_criteo(self._path)}"
             )
         for number, begin, end in parsed.bad_lines.tolist():
             reason = explain(text[begin:end].tobytes())
@@ -190,9 +199,11 @@ class BadLines:
             rule, value = reason
             line = self._num_lines + number + 1
             if not self.skip:
+                way_out = "repair the line, or skip bad lines with --skip-bad-lines"
+                if line == 1:
+                    way_out += f". {not_criteo(self._path)}"
                 raise DatasetFormatError(
-                    f"{self._path} line {line}: {rule}, got {value}; repair the line, or skip bad "
-                    "lines with --skip-bad-lines"
+                    f"{self._path} line {line}: {rule}, got {value}; {way_out}"
                 )
             entry = {"file": str(self._path), "line": line, "rule": rule, "value": value}
             found.append(json.dumps(entry) + "\n")

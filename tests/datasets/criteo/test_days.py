@@ -482,5 +482,5 @@ def test_arguments_that_cannot_be_meant_are_refused(tmp_path, names, options, me
 def test_a_day_without_a_good_line_is_refused(days, tmp_path):
     days[1].write_text("a,b,c\n" * 5)
 
-    with pytest.raises(DatasetFormatError, match="day_1: no good line among 5; is this the raw"):
+    with pytest.raises(DatasetFormatError, match=r"day_1: no good line among 5\. Raw Criteo"):
         prepare(days, tmp_path / "store", skip_bad_lines=True)

@@ -162,6 +162,17 @@ def test_a_file_without_a_good_line_is_refused(tmp_path):
         prepare(raw, tmp_path / "store", skip_bad_lines=True)
 
 
+def test_a_first_line_of_another_format_names_the_command_for_other_tables(tmp_path, raw_line):
+    table, raw = tmp_path / "clicks.csv", tmp_path / "raw.txt"
+    table.write_text("click,user,item\n1,2,3\n")
+    raw.write_text(f"{raw_line()}\noops\n")
+
+    with pytest.raises(DatasetFormatError, match=rf"`recsys prepare table {table} --schema"):
+        prepare(table, tmp_path / "store")
+    with pytest.raises(DatasetFormatError, match=r"line 2: .*with --skip-bad-lines$"):
+        prepare(raw, tmp_path / "store")
+
+
 @pytest.mark.parametrize("skip_bad_lines", [True, False])
 def test_an_empty_file_is_refused(tmp_path, skip_bad_lines):
     raw = tmp_path / "raw.txt"
