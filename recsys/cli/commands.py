@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recsys._support.config_fields import format_keys
 from recsys._support.files import require_place
+from recsys._support.plain_warnings import plain_warnings
 from recsys._version import __version__
 from recsys.cli.benches import add_bench_commands
 from recsys.cli.data import add_data_commands
+from recsys.cli.help import EXAMPLES, TRAIN_EXAMPLES, GroupedHelp
 from recsys.cli.popularity import add_popularity_commands
 from recsys.cli.predict import add_predict_command
 from recsys.cli.table import add_table_commands
@@ -43,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if getattr(options, "json", None) is not None:
             require_place(options.json)  # before work that can take an hour
-        status: int = options.run_command(options)
+        with plain_warnings(f"recsys {options.command}"):
+            status: int = options.run_command(options)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
@@ -55,7 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands and their options."""
-    parser = argparse.ArgumentParser(prog="recsys", description="Train DLRM-class models.")
+    parser = argparse.ArgumentParser(
+        prog="recsys",
+        description="Train recommendation models whose embedding tables outgrow the fast memory.",
+        formatter_class=GroupedHelp,
+        epilog=EXAMPLES,
+    )
     parser.add_argument("--version", action="version", version=f"recsys {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_data_commands(commands)
@@ -73,7 +81,7 @@ def _add_run_commands(commands: _Commands) -> None:
         "train",
         help="train a model, evaluate it and save it",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=format_keys(TrainConfig),
+        epilog=f"{TRAIN_EXAMPLES}\n{format_keys(TrainConfig)}",
     )
     train.add_argument(
         "data",

@@ -21,6 +21,7 @@ import traceback
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from recsys._support.plain_warnings import plain_warnings
 from recsys.errors import RecsysError
 
 if TYPE_CHECKING:
@@ -113,7 +114,8 @@ def _work(
         threading.Thread(target=_listen, args=(caller,), daemon=True).start()
         from recsys.train.trainer import train
 
-        train(config, run_dir, resume=resume, show_progress=show_progress)
+        with plain_warnings(str(run_dir)):
+            train(config, run_dir, resume=resume, show_progress=show_progress)
     except KeyboardInterrupt as error:
         result = error
     except (RecsysError, OSError) as error:

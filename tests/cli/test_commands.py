@@ -1,11 +1,14 @@
 import argparse
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
 import time
+import warnings
+from itertools import chain, takewhile
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from safetensors.torch import load_file
 import recsys
 from recsys._support.config_fields import format_keys
 from recsys.cli.commands import build_parser, main
-from recsys.config import TrainConfig, describe_keys
+from recsys.cli.help import EXAMPLES, GROUPS, TRAIN_EXAMPLES
+from recsys.config import TrainConfig, describe_keys, load_config
 
 
 def run_cli(*arguments):
@@ -306,6 +310,84 @@ def test_help_of_a_key_says_its_group_its_meaning_what_it_accepts_and_its_defaul
         "lr_schedule.final factor that remains at the end (number in [0, 1]; default 0.0)" in found
     )
     assert "lr_schedule.decay how rates fall (one of none, linear, cosine; default none)" in found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "command"),
+    [
+        ("clicks.csv", "a table", "recsys prepare table {file} --schema schema.toml --out STORE"),
+        ("clicks.csv.gz", "a table", "recsys inspect {file} > schema.toml"),
+        ("clicks.PARQUET", "a table", "recsys prepare table {file} --schema"),
+        ("kaggle.npz", "an npz archive", "recsys prepare classic-npz {file} --out STORE"),
+        ("train.txt", "a file", "recsys prepare criteo-kaggle {file} --out STORE"),
+    ],
+)
+@pytest.mark.parametrize("arguments", [["train"], ["verify"], ["profile", "--out", "f.npz"]])
+def test_a_file_in_place_of_a_store_names_the_command_that_makes_one(
+    arguments, name, kind, command, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / name
+    file.write_text("click,user\n1,2\n")
+
+    assert run_cli(*arguments, file) == 2
+
+    printed = capsys.readouterr().err
+    assert f"{file} is {kind}, and data must be a store" in printed
+    assert f"`{command.format(file=file)}" in printed
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_warnings_of_commands_show_no_source_code(tmp_path, small_settings, monkeypatch, capsys):
+    def show(message, category, filename, lineno, file=None, line=None):
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    before = warnings.formatwarning
+    monkeypatch.setattr(warnings, "showwarning", show)  # that of pytest prints nothing
+    more = ["--set", "eval.every_steps=1000", "--run", str(tmp_path / "run")]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", "the only evaluation is")
+
+        assert run_cli("train", "synthetic:criteo-kaggle", *small_settings, *more) == 0
+
+    lines = capsys.readouterr().err.splitlines()
+    (told,) = [line for line in lines if "warning" in line.lower()]
+    assert told.startswith("recsys train: warning: the only evaluation is the one after the last")
+    assert "warnings.warn" not in "".join(lines)
+    assert warnings.formatwarning is before
+
+
+def test_help_lists_every_command_once_under_a_heading(capsys):
+    with pytest.raises(SystemExit):
+        run_cli("--help")
+
+    printed = capsys.readouterr().out
+    commands, _, examples = printed.partition("options:")
+    listed = re.findall(r"^ {4}(\S+)", commands, re.MULTILINE)
+    (sub,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    assert sorted(listed) == sorted(sub.choices)
+    assert sorted(chain(*GROUPS.values())) == sorted(sub.choices)
+    assert all(f"  {heading}:\n" in commands for heading in GROUPS)
+    assert "recsys train synthetic:criteo-kaggle --set budget=256MiB\n" in examples
+
+
+@pytest.mark.parametrize("text", [EXAMPLES, TRAIN_EXAMPLES])
+def test_examples_of_the_help_are_commands(text):
+    examples = [line.split() for line in text.splitlines() if line.startswith("  recsys ")]
+    assert examples
+    for _, *arguments in examples:
+        options = build_parser().parse_args(list(takewhile(lambda each: each != ">", arguments)))
+        load_config(None, getattr(options, "set", ()))
+
+
+def test_meanings_of_keys_stand_in_one_column():
+    lines = format_keys(TrainConfig, width=80).split("\n")
+
+    assert max(map(len, lines)) <= 80
+    for name, _, _ in describe_keys():
+        (line,) = [each for each in lines if re.match(rf"  {name}( |$)", each)]
+        assert line == f"  {name}" or line[2 + len(name) : 34].isspace()
+        assert line[34:35] != " "
 
 
 def test_a_run_is_resumed_without_naming_its_data_again(tmp_path, small_settings, capsys):
