@@ -7,6 +7,7 @@
     inputs              which module will look up which ids of a mini-batch
     popular_split       Hotline: divides a mini-batch into popular samples and the others
     micro_batches       selects samples of a mini-batch, joins the outputs of parts
+    non_finite          why a loss is nan or inf
     loss_parts          whether the loss of a mini-batch is the mean or the sum of its parts' losses
     stalls              where the time went, stage by stage; timeline: the same as a trace
     suggestions         which settings would reduce waiting, and by how much

@@ -26,6 +26,7 @@ from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.hotline.popular_split import PopularSplit
 from recsys.pipeline.inputs import Inputs, cancel
 from recsys.pipeline.micro_batches import join_outputs
+from recsys.pipeline.non_finite import explain_loss
 from recsys.pipeline.optimizers import optimizers_to_step
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.skip.skipping import Skipping, load_skipping
@@ -416,10 +417,7 @@ class TrainPipeline:
         total = loss.sum() if loss.dim() else loss
         # On another device, `item` would wait for it.
         if total.is_cpu and not isfinite(total.item()):
-            raise TrainingDiverged(
-                f"the loss is {total.item()} but must be finite; no parameter was updated; lower "
-                "the learning rate, or find the sample that causes it"
-            )
+            raise TrainingDiverged(explain_loss(total.item(), batch))
         if weight != 1.0 and not loss.dim():
             total = total * weight
         total.backward()  # type: ignore[no-untyped-call]
