@@ -25,6 +25,7 @@ from recsys.report.summary import (
     format_auc_error,
     format_best_auc,
     format_skipping,
+    format_tiers,
     tabulate_metrics,
 )
 from recsys.train.run_files.curves import draw_run, draw_skipping, draw_variations
@@ -125,6 +126,7 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
         no_metrics=NO_METRICS,
         notes=format_auc_error(metrics) + format_best_auc(data),
         curves=_as_base64(draw_run(folder.read_history(), record["config"]["eval"]["split"])),
+        tiers=format_tiers(record.get("tiers"), record["config"].get("budget", "")),
         stages=_stages(record["stalls"]),
         # Records of older versions have no predictions.
         predicted=[Suggestion.sentence(each) for each in record["stalls"].get("predicted", ())],
@@ -184,7 +186,9 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
         notes=[note, *format_auc_error(tested), *best, *format_commits(record)],
         differences=paired_cells(record) if record.get("differences") else None,
         differences_note=paired_note(record) if record.get("differences") else "",
-        curves=_as_base64(draw_variations(histories, split)),
+        curves=_as_base64(
+            draw_variations(histories, split, seeds=[cell["seed"] for cell in cells])
+        ),
         cells=[
             [
                 cell["name"],

@@ -20,11 +20,20 @@ __all__ = [
     "format_metrics",
     "format_run",
     "format_skipping",
+    "format_tiers",
     "format_unknown",
     "tabulate_metrics",
 ]
 
-_METRIC_NAMES = ("auc", "logloss", "normalized_entropy", "calibration", "accuracy", "num_samples")
+_METRIC_NAMES = (
+    "auc",
+    "auc_standard_error",
+    "logloss",
+    "normalized_entropy",
+    "calibration",
+    "accuracy",
+    "num_samples",
+)
 # Of data that has them; shown where the first of each has a value.
 _PARTS_OF_SOME = (
     ("gauc", "num_groups", "num_groups_left_out"),
@@ -172,7 +181,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"samples/s           {'-' if rate is None else format(rate, ',.0f')}",
         f"training            {throughput['num_samples']:,} samples in {total:.1f} s; "
         f"evaluation took {evaluate:.1f} s more",
-        *_tier_lines(record["tiers"]),
+        *format_tiers(record["tiers"], config.get("budget", "")),
         *format_skipping(record.get("skipped")),
         f"peak memory         {'-' if peak is None else f'{peak / 2**30:.2f} GiB'}",
         f"saved               {run_dir}/: {', '.join(files)}",
@@ -182,12 +191,19 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def _tier_lines(tiers: dict[str, Any] | None) -> list[str]:
+def format_tiers(tiers: Mapping[str, Any] | None, budget: str) -> list[str]:
+    """Fast memory, hit rates and bytes moved, a line each; empty if all rows were resident.
+
+    Args:
+        tiers: The entry of a run record.
+        budget: As the configuration has it; empty if a plan gave it.
+    """
     if tiers is None:
         return []
+    of_budget = f" of budget {budget}" if budget else ""
     return [
-        f"tiers               {format_bytes(tiers['hot_bytes'])} hot, {tiers['num_slots']:,} of "
-        f"{tiers['num_rows']:,} rows; the rest: {tiers['cold_tier']}",
+        f"tiers               {format_bytes(tiers['hot_bytes'])} hot{of_budget}, "
+        f"{tiers['num_slots']:,} of {tiers['num_rows']:,} rows; the rest: {tiers['cold_tier']}",
         f"hits                {tiers['lookup_hit_rate']:.1%} of lookups, "
         f"{tiers['unique_hit_rate']:.1%} of distinct rows",
         f"moved               {format_bytes(tiers['fetched_bytes'])} fetched, "

@@ -76,6 +76,8 @@ def test_the_page_of_a_run_holds_all_of_its_record_and_needs_no_other_file(
         "auc",
         *(f"{record['metrics'][split]['auc']:.4f}" for split in ("test", "validation")),
     ]
+    error = record["metrics"]["test"]["auc_standard_error"]
+    assert metrics[2][:2] == ["auc standard error", f"{error:.4f}"]
     assert ["optimizer.lr", "0.1"] in configuration
     assert ["model.dense_arch", "8, 4"] in configuration
     assert ["commit", record["environment"]["commit"] or "-"] in environment
@@ -249,6 +251,11 @@ def test_a_page_has_what_other_settings_would_save_and_the_timeline_of_a_run_tha
     page = write_report(tmp_path / "run").read_text()
 
     assert page.count('<img alt="timeline" src="data:image/png;base64,') == 1
+    hits = f"hits                {record['tiers']['lookup_hit_rate']:.1%} of lookups"
+    assert "<h2>Fast memory</h2>" in page
+    assert " hot of budget 20KiB, " in page
+    assert hits in page
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
     for each in record["stalls"]["predicted"]:
         assert Suggestion.sentence(each) in page
     file = tmp_path / "run" / "run.json"

@@ -3,7 +3,13 @@
 import pytest
 
 from recsys.pipeline.timeline import Timeline
-from recsys.train.run_files.curves import draw_shares, draw_skipping, draw_timeline, draw_variations
+from recsys.train.run_files.curves import (
+    draw_run,
+    draw_shares,
+    draw_skipping,
+    draw_timeline,
+    draw_variations,
+)
 
 
 @pytest.fixture
@@ -118,3 +124,48 @@ def test_skipping_without_a_tracker_is_drawn(figures):
     assert share.lines[0].get_ydata().tolist() == pytest.approx([0.2])
     assert not rows.lines
     assert not drift.lines
+
+
+def test_training_is_smoothed_without_being_shifted_or_bent(figures):
+    losses = [0.7 - 0.01 * step for step in range(20)]
+    history = [
+        {"num_samples": 100_000 * step, "train_loss": loss, "train_auc": None if step else 0.5}
+        for step, loss in enumerate(losses)
+    ]
+    history[0]["test"] = {"logloss": 0.6, "auc": 0.7}
+
+    draw_run(history, "test")
+
+    loss, auc = figures[0].axes
+    raw, smooth, test = loss.lines
+    assert raw.get_ydata().tolist() == losses
+    assert smooth.get_ydata().tolist() == pytest.approx(losses)  # a line stays the line that it is
+    assert test.get_xydata().tolist() == [[0, 0.6]]
+    assert auc.lines[1].get_ydata()[0] == 0.5
+    assert loss.xaxis.get_major_formatter()(2_000_000) == "2 M"
+
+
+def test_reports_that_jump_are_drawn_as_their_mean(figures):
+    history = [
+        {"num_samples": step, "train_loss": 0.4 + 0.2 * (step % 2), "train_auc": 0.5}
+        for step in range(40)
+    ]
+
+    draw_run(history, "test")
+
+    smooth = figures[0].axes[0].lines[1].get_ydata()[5:-5]
+    assert smooth.max() - smooth.min() < 0.02
+
+
+def test_the_runs_of_a_seed_have_its_mark_and_the_legend_names_it(figures):
+    draw_variations([run_of("a"), run_of("a"), run_of("b")], "test", seeds=[3, 1, 3])
+    draw_variations([run_of("a"), run_of("b")], "test", seeds=[3, 3])
+
+    left, right = figures[0].axes
+    markers = [line.get_marker() for line in left.lines]
+    assert markers[0] == markers[2] != markers[1]
+    legend = right.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["seed 1", "seed 3"]
+    shown = [handle.get_marker() for handle in legend.legend_handles]
+    assert shown == [markers[1], markers[0]]
+    assert figures[1].axes[1].get_legend() is None  # one seed needs none

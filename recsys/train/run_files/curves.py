@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from io import BytesIO
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from recsys.pipeline.stalls import stage_title
@@ -32,6 +33,8 @@ _NUM_COLORS = 10  # of matplotlib's cycle
 _DASHES = ("-", "--", ":", "-.")
 _STEPS_SHOWN = 10
 _TABLES_SHOWN = 8
+_MARKERS = ("o", "s", "^", "D", "v", "P", "*", "X", "<", ">")  # of seeds
+_SMOOTHED = 5  # reports before and after one, whose mean is drawn
 
 
 def plot_curves(folder: RunFolder) -> None:
@@ -49,7 +52,10 @@ def plot_timeline(folder: RunFolder, timeline: Timeline) -> None:
 
 
 def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
-    """PNG of loss and AUC over samples, in training and in evaluation; None if empty."""
+    """PNG of loss and AUC over samples, in training and in evaluation; None if empty.
+
+    A mean over neighbouring reports lies over those of training, which vary from one to the next.
+    """
     training = [entry for entry in history if "train_loss" in entry]
     if not training:
         return None
@@ -62,34 +68,40 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
             figure.subplots(1, 2), ("logloss", "auc"), ("loss", "AUC"), strict=True
         ):
             train_key = "train_loss" if key == "logloss" else "train_auc"
+            samples = [entry["num_samples"] for entry in training]
+            reports = [entry[train_key] for entry in training]
+            axis.plot(samples, reports, color="C0", linewidth=0.7, alpha=0.35)
             axis.plot(
-                [entry["num_samples"] for entry in training],
-                [entry[train_key] for entry in training],
-                label="training (before each update)",
-                linewidth=1,
-                alpha=0.7,
+                samples,
+                _smoothed(reports),
+                color="C0",
+                label="training (before each update), smoothed",
             )
             axis.plot(
                 [entry["num_samples"] for entry in evaluated],
                 [entry[split][key] for entry in evaluated],
+                color="C1",
                 label=split,
                 marker="o",
                 markersize=3,
             )
-            axis.set_xlabel("samples")
+            _count_samples(axis)
             axis.set_ylabel(name)
             axis.legend()
         return _as_png(figure)
 
 
 def draw_variations(
-    runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]], split: str
+    runs: Iterable[tuple[str, Sequence[Mapping[str, Any]]]], split: str, seeds: Sequence[int] = ()
 ) -> bytes | None:
-    """PNG of the AUC over samples and over training time, with a line style per variation.
+    """PNG of the AUC over samples and over training time.
+
+    A variation has a line style, and a seed a mark.
 
     Args:
         runs: The variation and the history of each run.
         split: "test" or "validation".
+        seeds: The seed of each run; empty if the marks do not tell seeds apart.
 
     Returns:
         None if no run was evaluated.
@@ -100,28 +112,36 @@ def draw_variations(
     if not any(entries for _, entries in curves):
         return None
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     styles = _line_styles(variation for variation, _ in curves)
+    marks = dict(zip(sorted(set(seeds)), cycle(_MARKERS), strict=False))
+    mark_of_run = [marks[seed] for seed in seeds] or [_MARKERS[0]] * len(curves)
     with _style():
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.subplots(1, 2, sharey=True)
-        handles = {}
-        for variation, entries in curves:
+        for (variation, entries), mark in zip(curves, mark_of_run, strict=True):
             for axis, key in zip(axes, ("num_samples", "train_seconds"), strict=True):
-                (handles[variation],) = axis.plot(
+                axis.plot(
                     [entry[key] for entry in entries],
                     [entry[split]["auc"] for entry in entries],
                     **styles[variation],
                     linewidth=1,
                     alpha=0.8,
-                    marker="o",
-                    markersize=2,
+                    marker=mark,
+                    markersize=3,
                 )
-        for axis, name in zip(axes, ("samples", "seconds of training"), strict=True):
-            axis.set_xlabel(name)
+        _count_samples(axes[0])
+        axes[1].set_xlabel("seconds of training")
         axes[0].set_ylabel(f"{split} AUC")
+        if len(marks) > 1:
+            of_seeds = [
+                Line2D([], [], color="gray", marker=mark, linestyle="") for mark in marks.values()
+            ]
+            axes[1].legend(of_seeds, [f"seed {seed}" for seed in marks], loc="lower right")
         # With explicit labels: matplotlib skips artists whose labels begin with _.
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=2)
+        lines = [Line2D([], [], **style) for style in styles.values()]
+        figure.legend(lines, list(styles), loc="outside lower center", ncols=2)
         return _as_png(figure)
 
 
@@ -319,6 +339,27 @@ def draw_timeline(timeline: Timeline) -> bytes | None:
         titles = [stage_title(name) for name in handles]
         figure.legend(list(handles.values()), titles, loc="outside lower center", ncols=8)
         return _as_png(figure)
+
+
+def _count_samples(axis: Axes) -> None:
+    """Label the horizontal axis with numbers of samples such as 20 M."""
+    from matplotlib.ticker import EngFormatter
+
+    axis.xaxis.set_major_formatter(EngFormatter())
+    axis.set_xlabel("samples")
+
+
+def _smoothed(reports: Sequence[float | None]) -> list[float]:
+    """For each report, the mean of itself and as many before as after it; nan where none has one.
+
+    Near an end there are fewer of them, so that a rising or falling curve is not bent there.
+    """
+    found = []
+    for place in range(len(reports)):
+        width = min(_SMOOTHED, place, len(reports) - 1 - place)
+        known = [each for each in reports[place - width : place + width + 1] if each is not None]
+        found.append(sum(known) / len(known) if known else float("nan"))
+    return found
 
 
 def _line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:
