@@ -37,7 +37,7 @@ from recsys.conversion.left_alone import find_not_updated, find_unfit
 from recsys.conversion.model_plan import plan_of_model, require_arguments
 from recsys.embeddings.attach import Link, NamedTable, UpdaterSpec, attach, choose_updaters
 from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.optimizer import RowOptimizer
+from recsys.embeddings.optimizer import RowOptimizer, shown_optimizer
 from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.tiers.cold.cold_files import open_cold_files
 
@@ -261,7 +261,7 @@ def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimize
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(
                 "optimizer must be a torch.optim.Optimizer, several of these, a formula of "
-                f"recsys.embeddings (SGD, Adagrad, ...) or None, got {type(each).__name__}"
+                f"recsys.embeddings (SGD, Adagrad, ...) or None, got {shown_optimizer(each)}"
             )
     return several
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
+from recsys.embeddings.popularity.plan import plan_hot_rows, require_plan
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.errors import BudgetTooSmall, ProfileError
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from recsys.embeddings.attach import NamedTable, UpdaterSpec
+    from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
 
 __all__ = ["plan_of_model", "require_arguments"]
@@ -43,10 +44,7 @@ def require_arguments(
         TypeError: `plan` is not a `HotPlan`, or `profile` not a `PopularityProfile`.
         ValueError: both are given, or a profile without a budget.
     """
-    if plan is not None and not isinstance(plan, HotPlan):
-        raise TypeError(
-            f"plan must be a HotPlan, got {type(plan).__name__}; HotPlan.load reads a file"
-        )
+    require_plan(plan)
     if profile is not None and not isinstance(profile, PopularityProfile):
         raise TypeError(
             f"profile must be a PopularityProfile, got {type(profile).__name__}; "

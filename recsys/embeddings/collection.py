@@ -41,6 +41,8 @@ from recsys.embeddings.lookup.device_tables import (
 )
 from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup, prefetch_parts
 from recsys.embeddings.lookup.table_group import TableGroup
+from recsys.embeddings.optimizer import require_formula
+from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.rows.row_space import compute_dtype, require_device
 from recsys.embeddings.rows.table_parameter import require_no_updater
 from recsys.embeddings.table import DATA_TYPES, data_type_of
@@ -101,6 +103,7 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
 
     Raises:
         ColdTierError: the folder cannot be used or has other tables, or the disk is full.
+        TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: names are not distinct, a pooling or data type is unknown, or recsys kernels do
             not support the device.
     """
@@ -122,6 +125,8 @@ class HotColdEmbeddingBagCollection(AbstractTables, AbstractEmbeddingBags):
         _bags: nn.ModuleDict | None = None,
     ) -> None:
         super().__init__(tables, poolings=("sum", "mean"), data_types=tuple(DATA_TYPES))
+        require_formula(optimizer)
+        require_plan(plan)
         if optimizer is None and (budget is not None or plan is not None):
             raise ValueError(NEEDS_OPTIMIZER)
         if plan is not None:

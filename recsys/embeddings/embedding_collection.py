@@ -24,6 +24,8 @@ from recsys.embeddings.lookup.device_tables import (
     slot_device,
     table_device,
 )
+from recsys.embeddings.optimizer import require_formula
+from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.rows.bag_input import BagInput
 from recsys.embeddings.rows.row_space import require_device
 from recsys.embeddings.table import DATA_TYPES, data_type_of, output_names
@@ -109,6 +111,7 @@ class HotColdEmbeddingCollection(AbstractTables):
 
     Raises:
         ColdTierError: the folder cannot be used or has other tables, or the disk is full.
+        TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: names are not distinct, dims differ, a data type is unknown, or recsys kernels
             do not support the device.
     """
@@ -131,6 +134,8 @@ class HotColdEmbeddingCollection(AbstractTables):
     ) -> None:
         super().__init__()
         _require_alike(tables)
+        require_formula(optimizer)
+        require_plan(plan)
         if optimizer is None and (budget is not None or plan is not None):
             raise ValueError(NEEDS_OPTIMIZER)
         if plan is not None:

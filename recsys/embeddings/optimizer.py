@@ -49,7 +49,9 @@ __all__ = [
     "PartialRowWiseAdam",
     "RowOptimizer",
     "RowWiseAdagrad",
+    "require_formula",
     "row_steps",
+    "shown_optimizer",
     "update_reference",
 ]
 
@@ -180,6 +182,27 @@ class PartialRowWiseAdam(AbstractRowOptimizer):
 
 
 RowOptimizer = SGD | Adagrad | RowWiseAdagrad | Adam | PartialRowWiseAdam
+
+
+def require_formula(optimizer: object) -> None:
+    """Check that the `optimizer=` of a module is a formula or None.
+
+    Raises:
+        TypeError: it is something else, such as a name, a class or a torch optimizer.
+    """
+    if optimizer is not None and not isinstance(optimizer, RowOptimizer):
+        raise TypeError(
+            "optimizer must be a formula, such as recsys.embeddings.SGD(lr=0.1), or None, got "
+            f"{shown_optimizer(optimizer)}; torch optimizers go to recsys.accelerate(model, "
+            "optimizer=...)"
+        )
+
+
+def shown_optimizer(value: object) -> str:
+    """What was given in place of an optimizer, for errors."""
+    if isinstance(value, type):
+        return f"the class {value.__name__} instead of an object of it"
+    return repr(value) if isinstance(value, str) else f"an object of type {type(value).__name__}"
 
 
 def update_reference(

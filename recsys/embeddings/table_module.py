@@ -12,6 +12,8 @@ from recsys._support.torch_compat import are_functorch_transforms_active, is_bat
 from recsys.embeddings.lookup.bag_lookup import BagPlace
 from recsys.embeddings.lookup.device_tables import AbstractTables, slot_device, table_device
 from recsys.embeddings.lookup.table_group import TableGroup
+from recsys.embeddings.optimizer import require_formula
+from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.rows.lookups import Lookups
 from recsys.embeddings.rows.row_space import require_device
 from recsys.embeddings.rows.table_parameter import require_no_updater
@@ -66,8 +68,11 @@ def allocate_rows(
     Raises:
         ProfileError: the plan is for other tables.
         ColdTierError: the folder cannot be used or has another table, or the disk is full.
+        TypeError: the optimizer is not a formula, or the plan no `HotPlan`.
         ValueError: a recsys optimizer does not support the device or dtype of the rows.
     """
+    require_formula(optimizer)
+    require_plan(plan)
     if optimizer is None and (budget is not None or plan is not None):
         raise ValueError(NEEDS_OPTIMIZER)
     if plan is not None:

@@ -204,7 +204,7 @@ REFUSED = {
         r"table 'many\.0': one optimizer must have it in a param group, and 2 of the given",
     ),
     "bad type": (lambda model: "sgd", "optimizer must be a torch.optim.Optimizer, several of"),
-    "bad type in a list": (lambda model: [sgd(model), "sgd"], "several of these, .* got str"),
+    "bad type in a list": (lambda model: [sgd(model), "sgd"], "several of these, .* got 'sgd'"),
 }
 
 

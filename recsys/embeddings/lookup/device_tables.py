@@ -15,12 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from recsys._support.memory import empty_rows
+from recsys._support.sizes import format_bytes
 from recsys._support.torch_compat import plain_grad
 from recsys.embeddings.kernels.choice import kernels_on
 from recsys.embeddings.lookup.abstract import pooling_of
 from recsys.embeddings.rows.row_space import require_aligned
 from recsys.embeddings.rows.table_parameter import make_plain
 from recsys.embeddings.table import DATA_TYPES, data_type_of
+from recsys.embeddings.tiers.residency import HitRates
+from recsys.embeddings.update.fused_optimizer import FusedOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,6 +73,25 @@ class AbstractTables(nn.Module, ABC):
         """The tiers of its tables; empty if all rows are resident."""
         updater = self.row_updater
         return [] if updater is None else updater.tiers()
+
+    @property
+    def hit_rates(self) -> HitRates | None:
+        """How often rows were in fast memory; None if all rows are resident.
+
+        In an accelerated model, that of all tables of the same optimizer.
+        """
+        tiers = self.tiers()
+        return HitRates.of(each.residency.counts for each in tiers) if tiers else None
+
+    def extra_repr(self) -> str:
+        """For `repr`: with a budget, also the budget and the optimizer of the rows."""
+        own, updater = super().extra_repr(), self._updater
+        if updater is None or not updater.budget_bytes:
+            return own
+        rule: object = type(updater.optimizer).__name__
+        if isinstance(updater.optimizer, FusedOptimizer):
+            rule = updater.optimizer.formula
+        return f"{own}, budget={format_bytes(updater.budget_bytes)!r}, optimizer={rule}"
 
     @abstractmethod
     def holders(self) -> list[nn.Module]:

@@ -30,6 +30,7 @@ import torch
 
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys._support.untrusted import is_count, is_finite_number, is_int, is_text
+from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.popularity.profile_file import read_profile, write_profile
 from recsys.embeddings.table import DATA_TYPES, TableConfig, data_type_of
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.coverage import Coverage
 
-__all__ = ["RANKINGS", "HotPlan", "PlannedTable", "plan_hot_rows"]
+__all__ = ["RANKINGS", "HotPlan", "PlannedTable", "plan_hot_rows", "require_plan"]
 
 # The names of the rankings; see `plan_hot_rows`.
 RANKINGS = ("lookups_per_byte", "global_topk", "per_table_threshold")
@@ -140,7 +141,9 @@ def plan_hot_rows(
         BudgetTooSmall: the budget is below the floor. The message names the floor.
         ProfileError: the profile has other tables.
         ConfigError: an argument is out of range.
+        TypeError: the optimizer is not a formula.
     """
+    require_formula(optimizer)
     counted = profile.for_tables(tables)
     planned = {}
     for table in tables:
@@ -157,6 +160,18 @@ def plan_hot_rows(
         small_share = _SMALL_SHARE if ranking == RANKINGS[0] else 0.0
     budget_bytes = parse_bytes(budget, "budget")
     return HotPlan(counted, planned, budget_bytes, ranking, window_lookups, small_share)
+
+
+def require_plan(plan: object) -> None:
+    """Check that the `plan=` of a module is a plan or None.
+
+    Raises:
+        TypeError: it is something else, such as the name of a file.
+    """
+    if plan is not None and not isinstance(plan, HotPlan):
+        raise TypeError(
+            f"plan must be a HotPlan, got {type(plan).__name__}; HotPlan.load reads a file"
+        )
 
 
 @final

@@ -34,7 +34,7 @@ from recsys.embeddings.tiers.ticket import Hold, Ticket
 from recsys.embeddings.tiers.transfers import TransferClock, TransferQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.tiers.slots import Slots
     from recsys.embeddings.update.changed_rows import ChangedRows
 
-__all__ = ["MOST_HELD", "NotEnoughSlots", "Residency", "TierCounts"]
+__all__ = ["MOST_HELD", "HitRates", "NotEnoughSlots", "Residency", "TierCounts"]
 
 
 # The maximum number of tickets at a time: a slot counts them in an int16.
@@ -84,6 +84,29 @@ class TierCounts(NamedTuple):
     num_rows_hit: int = 0
     num_fetched: int = 0
     num_written_back: int = 0
+
+
+class HitRates(NamedTuple):
+    """What was in fast memory when mini-batches claimed slots, since the tiers were made.
+
+    Attributes:
+        lookups: Share of the lookups whose row was there.
+        distinct_rows: The same with every row counted once for each mini-batch.
+    """
+
+    lookups: float
+    distinct_rows: float
+
+    @classmethod
+    def of(cls, counts: Iterable[TierCounts]) -> HitRates:
+        """The rates of several tiers together; 0 before the first lookup."""
+        known = list(counts)
+        num_lookups = sum(each.num_lookups for each in known)
+        num_rows = sum(each.num_rows for each in known)
+        return cls(
+            sum(each.num_hits for each in known) / max(1, num_lookups),
+            sum(each.num_rows_hit for each in known) / max(1, num_rows),
+        )
 
 
 class Residency:

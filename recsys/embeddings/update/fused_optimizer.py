@@ -14,6 +14,7 @@ from recsys._support.torch_compat import (
     GLOBAL_STEP_PRE_HOOKS,
     is_profiler_enabled,
 )
+from recsys.embeddings.optimizer import require_formula
 from recsys.embeddings.update.row_updater import RowUpdater
 from recsys.embeddings.update.state_arrays import require_state
 from recsys.embeddings.update.translation import Translation
@@ -53,6 +54,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         stochastic_rounding: bool = True,
         rounding_seed: int = 0,
     ) -> None:
+        require_formula(formula)
         settings = {field.name: getattr(formula, field.name) for field in fields(formula)}
         settings |= {"stochastic_rounding": stochastic_rounding, "rounding_seed": rounding_seed}
         super().__init__([table for table, _ in tables.values()], settings)
@@ -111,6 +113,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # otherwise the base class wraps it
+
+    @property
+    def formula(self) -> RowOptimizer:
+        """The update rule, by the settings in `param_groups`."""
+        return self._formula_of(self.param_groups[0])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse other groups: the tables are those of the module.
@@ -182,7 +189,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a size differs.
         """
-        formula = self._formula_of(self.param_groups[0])
+        formula = self.formula
         sizes = formula.state_sizes(table.shape[1]) if self.updater.tiers() else {}
         for name, value in state.items():
             if not isinstance(value, Tensor) or not value.dim():

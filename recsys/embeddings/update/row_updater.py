@@ -329,8 +329,9 @@ class RowUpdater:
         self._files = files
         divided = divide_first(self._groups, self._budget_bytes, pinned, may_stay=files is None)
         if divided is None:
+            shown = budget if isinstance(budget, str) else format_bytes(budget)
             warnings.warn(
-                f"budget={budget!r}: all {format_bytes(self.resident_bytes())} of rows and state "
+                f"budget={shown!r}: all {format_bytes(self.resident_bytes())} of rows and state "
                 "fit; no cold tier is needed",
                 stacklevel=5,
             )
@@ -371,6 +372,11 @@ class RowUpdater:
         """The tiers of every group that is not resident."""
         found = [group.group.tiers for group in self._groups]
         return [tiers for tiers in found if tiers is not None]
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget of fast memory; 0 if there is none."""
+        return self._budget_bytes
 
     def resident_bytes(self) -> int:
         """Bytes of all rows and their state, in fast memory or not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from recsys.embeddings.lookup.device_tables import AbstractTables
+from recsys.embeddings.tiers.residency import HitRates
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,16 +34,14 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
     tiers = tiers_of(model)
     if not tiers:
         return None
-    counts = [each.residency.counts for each in tiers]
-    num_lookups = sum(count.num_lookups for count in counts)
-    num_rows = sum(count.num_rows for count in counts)
+    rates = HitRates.of(each.residency.counts for each in tiers)
     return {
         "cold_tier": "host" if all(each.files is None for each in tiers) else "file",
         "hot_bytes": sum(each.hot.num_bytes for each in tiers),
         "num_slots": sum(each.hot.num_slots for each in tiers),
         "num_rows": sum(int(each.hot.first_rows[-1]) for each in tiers),
-        "lookup_hit_rate": sum(count.num_hits for count in counts) / max(1, num_lookups),
-        "unique_hit_rate": sum(count.num_rows_hit for count in counts) / max(1, num_rows),
+        "lookup_hit_rate": rates.lookups,
+        "unique_hit_rate": rates.distinct_rows,
         "fetched_bytes": sum(
             each.residency.counts.num_fetched * each.hot.row_bytes for each in tiers
         ),

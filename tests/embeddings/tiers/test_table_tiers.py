@@ -411,6 +411,40 @@ def test_a_budget_without_an_optimizer_is_refused():
         HotColdEmbeddingBagCollection(TABLES, budget="1KiB")
 
 
+def test_a_module_with_a_budget_shows_it_its_optimizer_and_its_hit_rates():
+    bag = HotColdEmbeddingBag(300, 4, mode="sum", optimizer=SGD(lr=0.5), budget="2KiB")
+    resident = build(SGD(lr=0.5))
+
+    assert repr(bag).endswith(", mode='sum', budget='2 KiB', optimizer=SGD(lr=0.5))")
+    assert ", budget='11.7 KiB', optimizer=SGD(lr=0.5)" in repr(build(SGD(lr=0.5), BUDGET))
+    assert "budget" not in repr(resident)
+    assert resident.hit_rates is None
+    assert bag.hit_rates == (0, 0)
+    for _ in range(2):
+        bag(torch.tensor([[1, 1, 2]])).sum().backward()
+    assert bag.hit_rates.lookups == 0.5
+    assert bag.hit_rates.distinct_rows == 0.5
+
+
+def test_accelerated_modules_show_budget_and_optimizer():
+    model = nn.ModuleList([nn.EmbeddingBag(300, 4, mode="sum"), nn.Embedding(200, 4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    recsys.accelerate(model, optimizer=optimizer, budget="4KiB")
+
+    assert "budget='4 KiB', optimizer=SGD)" in repr(model[0])
+    assert repr(model[1]) == "HotColdEmbedding(200, 4, budget='4 KiB', optimizer=SGD)"
+    assert model[0].hit_rates == model[1].hit_rates == (0, 0)
+
+
+def test_a_budget_of_accelerate_is_told_in_a_unit_where_everything_fits():
+    model = nn.ModuleList([nn.EmbeddingBag(300, 4, mode="sum")])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.warns(UserWarning, match="budget='2 MiB': all 4.69 KiB of rows and state fit"):
+        recsys.accelerate(model, optimizer=optimizer, budget="2MiB")
+
+
 def test_a_budget_for_everything_changes_nothing_and_says_so():
     with pytest.warns(UserWarning, match="no cold tier is needed"):
         module = build(SGD(lr=0.1), "1MiB")
