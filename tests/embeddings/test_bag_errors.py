@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import recsys
 from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.optimizer import SGD
 from recsys.errors import IdOutOfRange, MalformedBags
@@ -112,6 +113,18 @@ def test_an_id_out_of_range_names_sample_and_id(bad, settings, dtype, mode, opti
     assert type(found.value) is IdOutOfRange
     if not settings:
         assert torch.equal(module.weight, before)
+
+
+def test_an_id_out_of_range_names_the_table_in_its_model():
+    model = nn.ModuleDict({"users": nn.EmbeddingBag(5, 3, mode="sum"), "goods": nn.Embedding(5, 3)})
+    recsys.accelerate(model, optimizer=SGD(lr=1.0))
+
+    with pytest.raises(IdOutOfRange, match=r"^table 'users', sample 1: id 7 is not in \[0, 5\)"):
+        model["users"](ints(0, 7).view(2, 1))
+    with pytest.raises(IdOutOfRange, match=r"^table 'goods', sample 0: id -1 is not in"):
+        model["goods"](ints(-1))
+    with pytest.raises(IdOutOfRange, match=r"^table 'weight', sample 1: id 5 is not in"):
+        HotColdEmbeddingBag(5, 3)(ints(0, 5).view(2, 1))
 
 
 @WITH_AND_WITHOUT

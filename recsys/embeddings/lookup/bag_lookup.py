@@ -131,7 +131,7 @@ def prefetch_bags(bag: TableModule, place: BagPlace, bags: BagInput) -> Prefetch
         looked_up = _one_by_one(torch.unique(bags.values))
     claimed = prefetch_parts(
         [Part(place.group, place.lookups, _made(bag, place, looked_up))],
-        partial(_id_error, bags, len(bag.weight)),
+        partial(_id_error, bags, len(bag.weight), _table_name(place)),
     )
     claimed.can_split = not needs_distinct  # a distinct row may belong to several samples
     return claimed
@@ -173,7 +173,7 @@ def _look_up(bag: TableModule, place: BagPlace, looked_up: BagInput, bags: BagIn
     weight, kernels = bag.weight, place.group.kernels
     values, offsets, weights = looked_up[:3]
     # A device may report an error later, so this must not keep the module alive.
-    explain = partial(_id_error, bags, len(weight))
+    explain = partial(_id_error, bags, len(weight), _table_name(place))
     made = _made(bag, place, looked_up)
     if kernels.errors is not None and looked_up is bags:
         made = made._replace(padding=bag.padding_idx)
@@ -198,7 +198,7 @@ def _made(bag: TableModule, place: BagPlace, looked_up: BagInput) -> Any:
 def _renormalize(bag: TableModule, place: BagPlace, bags: BagInput, max_norm: float) -> None:
     bad = bags.first_bad(len(bag.weight))
     if bad is not None:
-        raise bags.id_error(bad, len(bag.weight))
+        raise bags.id_error(bad, len(bag.weight), _table_name(place))
     if place.group.tiers is None:
         changed_rows = place.group.changed_rows
         if changed_rows is not None:
@@ -214,7 +214,12 @@ def _renormalize(bag: TableModule, place: BagPlace, bags: BagInput, max_norm: fl
         place.group.tiers.renormalize(space, table, bags.values, max_norm, bag.norm_type)
 
 
-def _id_error(bags: BagInput, num_rows: int, position: int) -> Exception:
+def _table_name(place: BagPlace) -> str:
+    [number] = place.lookups.distinct_tables
+    return place.group.names[number]
+
+
+def _id_error(bags: BagInput, num_rows: int, table: str, position: int) -> Exception:
     bad = bags.first_bad(num_rows)
     # The caller may have overwritten the ids before a device reports the error.
-    return bags.id_error(position if bad is None else bad, num_rows)
+    return bags.id_error(position if bad is None else bad, num_rows, table)

@@ -73,10 +73,10 @@ class BagInput(NamedTuple):
         bad = ((self.values < 0) | (self.values >= num_rows)).nonzero()
         return int(bad[0]) if len(bad) else None
 
-    def id_error(self, position: int, num_rows: int) -> IdOutOfRange:
-        """The exception for a value that is not a row."""
+    def id_error(self, position: int, num_rows: int, table: str = "weight") -> IdOutOfRange:
+        """The exception for a value that is not a row of a table, which it names."""
         return IdOutOfRange(
-            f"{self._place(position)}: id {int(self.values[position])} is not in "
+            f"table {table!r}, {self._place(position)}: id {int(self.values[position])} is not in "
             f"[0, {num_rows}); raise num_embeddings or hash the ids"
         )
 
