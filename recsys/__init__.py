@@ -4,7 +4,11 @@ from recsys._version import __version__
 from recsys.batch import Batch, JaggedIds, PooledEmbeddings
 from recsys.conversion.accelerate import accelerate, restore
 from recsys.conversion.verify import verify
+from recsys.datasets.store import Store
+from recsys.embeddings.bag import HotColdEmbeddingBag
+from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.models.dlrm import DLRM, DLRMTrain
+from recsys.pipeline.train_pipeline import TrainPipeline
 from recsys.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 
 __all__ = [
@@ -12,8 +16,12 @@ __all__ = [
     "Batch",
     "Checkpoints",
     "DLRMTrain",
+    "HotColdEmbeddingBag",
+    "HotColdEmbeddingBagCollection",
     "JaggedIds",
     "PooledEmbeddings",
+    "Store",
+    "TrainPipeline",
     "__version__",
     "accelerate",
     "load_checkpoint",

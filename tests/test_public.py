@@ -9,6 +9,7 @@ import recsys.datasets
 import recsys.embeddings
 import recsys.models
 import recsys.pipeline
+import recsys.train
 
 
 def test_public_names_are_these_and_no_others():
@@ -18,14 +19,19 @@ def test_public_names_are_these_and_no_others():
         "recsys.embeddings": recsys.embeddings.__all__,
         "recsys.models": recsys.models.__all__,
         "recsys.pipeline": recsys.pipeline.__all__,
+        "recsys.train": recsys.train.__all__,
     } == {
         "recsys": [
             "DLRM",
             "Batch",
             "Checkpoints",
             "DLRMTrain",
+            "HotColdEmbeddingBag",
+            "HotColdEmbeddingBagCollection",
             "JaggedIds",
             "PooledEmbeddings",
+            "Store",
+            "TrainPipeline",
             "__version__",
             "accelerate",
             "load_checkpoint",
@@ -88,8 +94,10 @@ def test_public_names_are_these_and_no_others():
             "Subsample",
             "TrainPipeline",
         ],
+        "recsys.train": ["train"],
     }
-    for module in (recsys, recsys.datasets, recsys.embeddings, recsys.models, recsys.pipeline):
+    modules = (recsys.datasets, recsys.embeddings, recsys.models, recsys.pipeline, recsys.train)
+    for module in (recsys, *modules):
         assert all(hasattr(module, name) for name in module.__all__)
 
 
