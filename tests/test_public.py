@@ -76,6 +76,8 @@ def test_public_names_are_these_and_no_others():
             "DLRMTrain",
             "DeepFM",
             "MaskedTransformerArch",
+            "pad_left",
+            "sum_of_bags",
         ],
         "recsys.pipeline": [
             "FAE",

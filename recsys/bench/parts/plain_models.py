@@ -69,7 +69,7 @@ def make_model(kind: str, table_sizes: Sequence[int]) -> nn.Module:
 def make_without_tables(kind: str, num_tables: int, batch_size: int) -> nn.Module:
     """Make a model of `WHOLE_KINDS` with constant vectors instead of lookups."""
     model = make_model(kind, [1] * num_tables)
-    shapes = [(batch_size, DIM)] * num_tables
+    shapes: list[tuple[int, ...]] = [(batch_size, DIM)] * num_tables
     if kind == "tbsm":
         shapes = [(batch_size, length, DIM) for length in _STEPS]
     model.tables = _Constants(shapes)
