@@ -224,7 +224,7 @@ def test_a_class_of_the_users_trains_and_is_evaluated(
         (
             "own_code:M",
             "import torch\nclass M(torch.nn.Module):\n    pass",
-            r"is built as M\(embeddings, num_dense\), which it does not take: too many",
+            r"is built as M\(embeddings, num_dense\), which raised a TypeError",
         ),
     ],
 )

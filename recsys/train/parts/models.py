@@ -15,7 +15,6 @@ A class of the user's is built as `Class(embeddings, num_dense)`. Its `forward(b
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 from contextlib import contextmanager
@@ -223,18 +222,17 @@ def _import_class(name: str) -> type[nn.Module]:
 
 
 def _build_custom(name: str, embeddings: nn.Module, num_dense: int) -> nn.Module:
-    """Build a class of the user's; its own errors are left as they are.
+    """Build a class of the user's.
 
     Raises:
         ConfigError: it does not take the two arguments.
     """
     custom = _import_class(name)
     try:
-        inspect.signature(custom).bind(embeddings, num_dense)
+        with _current_folder_last():
+            return custom(embeddings, num_dense)
     except TypeError as error:
         raise ConfigError(
             f"model.name {name!r}: the class is built as {custom.__name__}(embeddings, num_dense), "
-            f"which it does not take: {error}"
+            f"which raised a TypeError: {error}"
         ) from error
-    with _current_folder_last():
-        return custom(embeddings, num_dense)
