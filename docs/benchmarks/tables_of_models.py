@@ -91,7 +91,7 @@ def quantized_table(file: str) -> str:
         lines.append(line)
     seeds = ", ".join(str(model["seed"]) for model in next(iter(by_dim.values())))
     caption = (
-        f"DLRM on the real sample of the first table, seeds {seeds}, the same run exported twice: "
+        f"DLRM on a real sample of Criteo Kaggle, seeds {seeds}, the same run exported twice: "
         f"least to most change; {machine(record['environment'])}."
     )
     header = ["embedding_dim", "tables in float32, MiB", "bytes of int8 over float32"]
