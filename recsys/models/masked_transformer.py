@@ -3,8 +3,8 @@
 Ad-Rec is known here by its abstract and a summary: a block of masked attention over the vectors,
 with layer normalization, learns feature crosses and leaves out irrelevant ones. Neither text fixes
 the mask, the number of heads, or how the result enters the top MLP, and we found no published code.
-So this is a reconstruction. Both say that layer normalization of the outputs is what counters
-shifts of the input, so the tokens that leave the last block are normalized.
+So this is a reconstruction. The summary speaks of normalized outputs; here each block normalizes
+its input, because with normalized outputs it hardly learns (docs/models.md).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MASKS = ("none", "causal", "learned")
 class MaskedTransformerArch(nn.Module):
     """Transformer blocks over a sample's vectors, then the dot products of all pairs.
 
-    The tokens are the dense vector and the F sparse vectors, in this order. Those that leave the
-    last block are normalized; the dense one and the products of all pairs are the result. It is as
-    wide as that of `InteractionArch`, so both take the same top MLP.
+    The tokens are the dense vector and the F sparse vectors, in this order. The dense token and the
+    products of all pairs of tokens that leave the last block are the result. It is as wide as that
+    of `InteractionArch`, so both take the same top MLP.
 
     Args:
         num_sparse_features: F.
@@ -93,7 +93,6 @@ class MaskedTransformerArch(nn.Module):
             )
             for _ in range(num_layers)
         )
-        self.norm = nn.LayerNorm(embedding_dim, device=device)
         self.products = InteractionArch(num_sparse_features, embedding_dim)
         self.out_features = self.products.out_features
 
@@ -108,7 +107,6 @@ class MaskedTransformerArch(nn.Module):
         tokens = torch.cat([dense_features.unsqueeze(1), sparse_features], dim=1)
         for block in self.blocks:
             tokens = block(tokens)
-        tokens = self.norm(tokens)
         return cast("Tensor", self.products(tokens[:, 0], tokens[:, 1:]))
 
 
