@@ -103,6 +103,22 @@ def test_public_names_are_these_and_no_others():
         assert all(hasattr(module, name) for name in module.__all__)
 
 
+def test_names_of_the_package_are_imported_when_they_are_used():
+    code = """
+import sys
+import recsys
+assert not {"torch", "numba"} & set(sys.modules)
+assert set(recsys.__all__) <= set(dir(recsys))
+assert recsys.DLRM is recsys.models.DLRM
+assert recsys.errors.ConfigError.__name__ == "ConfigError"
+try:
+    recsys.nosuch
+except AttributeError as error:
+    print(error)
+"""
+    assert run_python("-c", code).stdout == "module 'recsys' has no attribute 'nosuch'\n"
+
+
 FROM_THE_WHEEL = """
 import importlib, pathlib, pkgutil, sys
 

@@ -1,5 +1,5 @@
 """The command line: `recsys`, or `python -m recsys`."""
 
-from recsys.cli.commands import main
+from recsys.cli.entry import main
 
 __all__ = ["main"]

@@ -1,6 +1,6 @@
 """`python -m recsys.cli`."""
 
-from recsys.cli.commands import main
+from recsys.cli.entry import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

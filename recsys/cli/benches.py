@@ -10,18 +10,16 @@ from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from recsys.bench.parts.harness import Row
 
-    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-__all__ = ["add_bench_commands"]
+__all__ = ["add_bench_options"]
 
 
-def add_bench_commands(commands: _Commands) -> None:
-    """Add `bench` and its benchmarks."""
-    bench = commands.add_parser("bench", help="measure against other libraries")
+def add_bench_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Give `bench` its benchmarks, and them their options."""
+    bench = commands["bench"]
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="NAME")
 
     def add(name: str, run_command: Callable[..., int], help_text: str) -> argparse.ArgumentParser:

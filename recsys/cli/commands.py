@@ -11,24 +11,21 @@ from typing import TYPE_CHECKING, Any, Final
 from recsys._support.config_fields import format_keys
 from recsys._support.files import require_place
 from recsys._support.plain_warnings import plain_warnings
-from recsys._version import __version__
-from recsys.cli.benches import add_bench_commands
-from recsys.cli.data import add_data_commands
-from recsys.cli.help import EXAMPLES, TRAIN_EXAMPLES, GroupedHelp
-from recsys.cli.popularity import add_popularity_commands
-from recsys.cli.predict import add_predict_command
-from recsys.cli.table import add_table_commands
+from recsys.cli.benches import add_bench_options
+from recsys.cli.data import add_data_options
+from recsys.cli.help import TRAIN_EXAMPLES, outline
+from recsys.cli.popularity import add_popularity_options
+from recsys.cli.predict import add_predict_options
+from recsys.cli.table import add_table_options
 from recsys.config import TrainConfig, load_config, read_tree
 from recsys.errors import ConfigError, RecsysError
 from recsys.train.exports.export import FORMATS
 from recsys.train.exports.quantized import QUANTIZATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-__all__ = ["build_parser", "main"]
+__all__ = ["build_parser", "run"]
 
 _INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 _SET: Final[dict[str, Any]] = {
@@ -39,8 +36,8 @@ _SET: Final[dict[str, Any]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the process's exit status: 0 done, 2 bad input, 130 interrupted."""
+def run(arguments: Sequence[str]) -> int:
+    """As `recsys.cli.main`, with every option known."""
     options = build_parser().parse_args(arguments)
     try:
         if getattr(options, "json", None) is not None:
@@ -58,31 +55,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands and their options."""
-    parser = argparse.ArgumentParser(
-        prog="recsys",
-        description="Train recommendation models whose embedding tables outgrow the fast memory.",
-        formatter_class=GroupedHelp,
-        epilog=EXAMPLES,
-    )
-    parser.add_argument("--version", action="version", version=f"recsys {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_data_commands(commands)
-    add_table_commands(commands)
-    add_popularity_commands(commands)
-    _add_run_commands(commands)
-    add_predict_command(commands)
-    add_bench_commands(commands)
+    parser, commands = outline()
+    add_data_options(commands)
+    add_table_options(commands)
+    add_popularity_options(commands)
+    _add_run_options(commands)
+    add_predict_options(commands)
+    add_bench_options(commands)
     return parser
 
 
-def _add_run_commands(commands: _Commands) -> None:
-    """Add `train`, `evaluate`, `export`, `apply`, `verify`, `ablate` and `report`."""
-    train = commands.add_parser(
-        "train",
-        help="train a model, evaluate it and save it",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"{TRAIN_EXAMPLES}\n{format_keys(TrainConfig)}",
-    )
+def _add_run_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Give the commands about runs their options."""
+    train = commands["train"]
+    train.formatter_class = argparse.RawDescriptionHelpFormatter
+    train.epilog = f"{TRAIN_EXAMPLES}\n{format_keys(TrainConfig)}"
     train.add_argument(
         "data",
         nargs="?",
@@ -105,7 +92,7 @@ def _add_run_commands(commands: _Commands) -> None:
     )
     train.set_defaults(run_command=_train)
 
-    evaluate = commands.add_parser("evaluate", help="measure the quality of a saved model")
+    evaluate = commands["evaluate"]
     evaluate.add_argument("run", metavar="DIR", help="folder of a run")
     evaluate.add_argument("--data", metavar="STORE", help="default: the data of the run")
     evaluate.add_argument(
@@ -113,9 +100,7 @@ def _add_run_commands(commands: _Commands) -> None:
     )
     evaluate.set_defaults(run_command=_evaluate)
 
-    export = commands.add_parser(
-        "export", help="write a model, or the rows that changed, for other programs"
-    )
+    export = commands["export"]
     export.add_argument("run", metavar="DIR", help="folder of a run")
     what = export.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -143,18 +128,13 @@ def _add_run_commands(commands: _Commands) -> None:
     export.add_argument("--out", required=True, metavar="FILE", help="new file")
     export.set_defaults(run_command=_export)
 
-    apply = commands.add_parser(
-        "apply", help="write the model that results from a whole one and deltas"
-    )
+    apply = commands["apply"]
     apply.add_argument("full", metavar="FULL", help="export --to safetensors --checkpoint N")
     apply.add_argument("deltas", nargs="+", metavar="DELTA", help="export --since N, in order")
     apply.add_argument("--out", required=True, metavar="FILE", help="new file")
     apply.set_defaults(run_command=_apply)
 
-    verify = commands.add_parser(
-        "verify",
-        help="check that training at several budgets equals training with every row resident",
-    )
+    verify = commands["verify"]
     verify.add_argument("data", metavar="STORE", help="a store, or synthetic data, as for train")
     verify.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
     verify.add_argument("--set", **_SET)
@@ -167,9 +147,7 @@ def _add_run_commands(commands: _Commands) -> None:
     verify.add_argument("--steps", type=int, metavar="N", help="most steps; default: one epoch")
     verify.set_defaults(run_command=_verify)
 
-    ablate = commands.add_parser(
-        "ablate", help="train variations with several seeds and tabulate them"
-    )
+    ablate = commands["ablate"]
     ablate.add_argument(
         "config", type=Path, metavar="CONFIG.toml", help="configuration file with a table [ablate]"
     )
@@ -187,7 +165,7 @@ def _add_run_commands(commands: _Commands) -> None:
     )
     ablate.set_defaults(run_command=_ablate)
 
-    report = commands.add_parser("report", help="write an HTML page about a run or an ablation")
+    report = commands["report"]
     report.add_argument("run", metavar="DIR", help="folder of a run or an ablation")
     report.set_defaults(run_command=_report)
 
@@ -306,7 +284,3 @@ def _verify(options: argparse.Namespace) -> int:
     found = verify_budgets(config, options.budgets or BUDGETS, options.steps)
     print(format_verification(found))
     return 0 if all(each.ok for each in found) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

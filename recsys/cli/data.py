@@ -11,20 +11,19 @@ from recsys.datasets.source import SPLITS
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
     from pathlib import Path
 
     from recsys.datasets.criteo.flow import PrepareReport
 
-    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-__all__ = ["add_data_commands"]
+__all__ = ["add_data_options"]
 
 _RAW_HELP = "tab-separated text, plain, gzip or zst"
 
 
-def add_data_commands(commands: _Commands) -> None:
-    """Add `prepare` and `convert`."""
-    prepare = commands.add_parser("prepare", help="prepare a store from files")
+def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Give `prepare` and `convert` their options."""
+    prepare = commands["prepare"]
     formats = prepare.add_subparsers(dest="format", required=True, metavar="FORMAT")
 
     kaggle = formats.add_parser("criteo-kaggle", help="raw text of the Criteo Kaggle challenge")
@@ -72,7 +71,7 @@ def add_data_commands(commands: _Commands) -> None:
 
     add_table_format(formats)
 
-    convert = commands.add_parser("convert", help="write the samples of a store for other programs")
+    convert = commands["convert"]
     convert.add_argument("store", metavar="STORE", help="a prepared store")
     convert.add_argument(
         "--to",

@@ -1,23 +1,46 @@
-"""How the help of the command line looks: commands in groups, examples as they are written."""
+"""What `recsys --help` prints: commands in groups, examples as they are written.
+
+Imports nothing that takes long, so that help and the version come at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING, Final
 
+from recsys._version import __version__
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["EXAMPLES", "GROUPS", "TRAIN_EXAMPLES", "GroupedHelp"]
+__all__ = ["COMMANDS", "EXAMPLES", "GROUPS", "TRAIN_EXAMPLES", "outline"]
 
-# The commands under each heading of `recsys --help`.
+# The commands, under each heading of `recsys --help`.
 GROUPS: Final = {
-    "data": ("inspect", "prepare", "convert"),
-    "training": ("train", "evaluate", "report", "ablate", "verify"),
-    "a trained model": ("predict", "export", "apply"),
-    "fast memory": ("profile", "plan"),
-    "speed": ("bench",),
+    "data": {
+        "inspect": "guess the schema of a table and print it as TOML, to edit",
+        "prepare": "prepare a store from files",
+        "convert": "write the samples of a store for other programs",
+    },
+    "training": {
+        "train": "train a model, evaluate it and save it",
+        "evaluate": "measure the quality of a saved model",
+        "report": "write an HTML page about a run or an ablation",
+        "ablate": "train variations with several seeds and tabulate them",
+        "verify": "check that training at several budgets equals training with every row resident",
+    },
+    "a trained model": {
+        "predict": "predict samples with a saved model",
+        "export": "write a model, or the rows that changed, for other programs",
+        "apply": "write the model that results from a whole one and deltas",
+    },
+    "fast memory": {
+        "profile": "count lookups per row, and print the coverage of the most popular rows",
+        "plan": "choose the hot rows for a budget, and print the coverage of several budgets",
+    },
+    "speed": {"bench": "measure against other libraries"},
 }
+COMMANDS: Final = [name for commands in GROUPS.values() for name in commands]
 
 EXAMPLES: Final = """\
 examples:
@@ -40,7 +63,25 @@ examples:
 """
 
 
-class GroupedHelp(argparse.RawDescriptionHelpFormatter):
+def outline() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of `recsys`, and those of its commands, by name, without their options."""
+    parser = argparse.ArgumentParser(
+        prog="recsys",
+        description="Train recommendation models whose embedding tables outgrow the fast memory.",
+        formatter_class=_GroupedHelp,
+        epilog=EXAMPLES,
+    )
+    parser.add_argument("--version", action="version", version=f"recsys {__version__}")
+    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = {
+        name: parsers.add_parser(name, help=help_text)
+        for group in GROUPS.values()
+        for name, help_text in group.items()
+    }
+    return parser, commands
+
+
+class _GroupedHelp(argparse.RawDescriptionHelpFormatter):
     """Lists the commands of the parser under the headings of `GROUPS`."""
 
     def _iter_indented_subactions(self, action: argparse.Action) -> Generator[argparse.Action]:

@@ -14,23 +14,20 @@ from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
     from recsys.datasets.source import SampleSource
 
-    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-__all__ = ["add_popularity_commands", "parse_samples"]
+__all__ = ["add_popularity_options", "parse_samples"]
 
 _NUMBER = r"\d+\.?\d*|\.\d+"
 # Sets of hot rows whose coverage is printed, as shares of the rows seen.
 _SHARES = (0.001, 0.01, 0.1, 1.0)
 
 
-def add_popularity_commands(commands: _Commands) -> None:
-    """Add `profile` and `plan`."""
-    profile = commands.add_parser(
-        "profile", help="count lookups per row, and print the coverage of the most popular rows"
-    )
+def add_popularity_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Give `profile` and `plan` their options."""
+    profile = commands["profile"]
     profile.add_argument("store", metavar="STORE", help="a store, or synthetic:criteo-kaggle")
     profile.add_argument("--out", required=True, type=Path, metavar="FILE", help="new .npz file")
     profile.add_argument(
@@ -49,9 +46,7 @@ def add_popularity_commands(commands: _Commands) -> None:
     )
     profile.set_defaults(run_command=_profile)
 
-    plan = commands.add_parser(
-        "plan", help="choose the hot rows for a budget, and print the coverage of several budgets"
-    )
+    plan = commands["plan"]
     plan.add_argument("profile", metavar="PROFILE", help="file written by `recsys profile`")
     plan.add_argument(
         "--budget", required=True, metavar="SIZE", help="fast memory, such as 256MiB or 2GiB"

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
-    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-__all__ = ["add_predict_command"]
+__all__ = ["add_predict_options"]
 
 
-def add_predict_command(commands: _Commands) -> None:
-    """Add `predict`."""
-    predict = commands.add_parser("predict", help="predict samples with a saved model")
+def add_predict_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Give `predict` its options."""
+    predict = commands["predict"]
     predict.add_argument("run", metavar="DIR", help="folder of a run")
     predict.add_argument(
         "data",

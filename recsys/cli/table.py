@@ -6,21 +6,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
     from recsys.datasets.tabular.prepare import TableReport
 
-    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    _Formats = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_table_commands", "add_table_format"]
+__all__ = ["add_table_format", "add_table_options"]
 
 _FILES_HELP = "CSV or TSV (plain, .gz, .zst), Parquet, or a folder of such files"
 
 
-def add_table_commands(commands: _Commands) -> None:
-    """Add `inspect`."""
-    inspect = commands.add_parser(
-        "inspect", help="guess the schema of a table and print it as TOML, to edit"
-    )
+def add_table_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Give `inspect` its options."""
+    inspect = commands["inspect"]
     inspect.add_argument("files", nargs="+", metavar="FILE", help=_FILES_HELP)
     inspect.add_argument("--label", default="", metavar="COLUMN", help="the column of labels")
     inspect.add_argument(
@@ -35,7 +34,7 @@ def add_table_commands(commands: _Commands) -> None:
     inspect.set_defaults(run_command=_inspect)
 
 
-def add_table_format(formats: _Commands) -> None:
+def add_table_format(formats: _Formats) -> None:
     """Add `table` to the formats of `prepare`."""
     table = formats.add_parser("table", help="tables of any columns, by a schema")
     table.add_argument("files", nargs="+", metavar="FILE", help=_FILES_HELP)

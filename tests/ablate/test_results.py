@@ -4,7 +4,7 @@ import shutil
 import pytest
 
 from recsys.ablate.run import ablate
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.report.ablation_table import format_ablation
 from recsys.train.trainer import train

@@ -7,7 +7,7 @@ from recsys.bench.file_tier import FileTierCase, bench_file_tier, scaled_table_s
 from recsys.bench.parts.disk import best_num_threads
 from recsys.bench.parts.file_tier_rows import FileTierTurns, rows_of_file_tier
 from recsys.bench.parts.scheduled import Turn
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.datasets.criteo.shape import KAGGLE_TABLE_SIZES
 from recsys.embeddings.tiers.residency import TierCounts
 from recsys.errors import ConfigError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.datasets.criteo.flow import CriteoFlow
 from recsys.datasets.source import SPLITS
 from recsys.datasets.store import Store

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from recsys.bench.synthetic import write_store
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.cli.popularity import parse_samples
 from recsys.datasets import Store, SyntheticCriteo
 from recsys.embeddings import HotPlan, PopularityProfile

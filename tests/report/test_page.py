@@ -7,7 +7,7 @@ import pytest
 
 from recsys.ablate.config import load_ablation
 from recsys.ablate.run import ablate
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import STAGES, stage_seconds, stage_title
 from recsys.pipeline.suggestions import Suggestion

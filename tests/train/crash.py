@@ -28,7 +28,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-import recsys.cli.commands
+import recsys.cli
 import recsys.train.trainer
 from recsys._support.machine import describe_environment
 from recsys.train.checkpoint import newest
@@ -86,7 +86,7 @@ def attempt(words: list[str], log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os._exit(recsys.cli.commands.main(words))
+    os._exit(recsys.cli.main(words))
 
 
 def pieces(folder: Path) -> set[str]:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.errors import BudgetTooSmall
 from recsys.train.parts.budget import require_budget
 from recsys.train.parts.build import open_source

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.config import EvalConfig, load_config
 from recsys.datasets import write_store as write_store_of_frame
 from recsys.datasets.store import Store

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.config import load_config
 from recsys.datasets.store import Store
 from recsys.datasets.tabular.prepare import prepare_table

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.config import load_config
 from recsys.errors import AlreadyExists, ConfigError, WeightsError
 from recsys.train.exports.program import export_program

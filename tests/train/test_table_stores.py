@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from recsys.batch import feature_tables, features_by_table, has_bags
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.datasets.source import classic_splits
 from recsys.datasets.store import Store
 from recsys.datasets.store_features import Feature

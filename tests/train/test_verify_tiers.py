@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.embeddings import PopularityProfile, plan_hot_rows
 from recsys.errors import BudgetTooSmall, ConfigError
 from recsys.train import verify_tiers

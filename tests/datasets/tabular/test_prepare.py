@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from recsys.cli.commands import main
+from recsys.cli import main
 from recsys.datasets import Store, prepare_table, write_store
 from recsys.datasets.tabular.encoding.file_encoder import Encoder
 from recsys.datasets.tabular.encoding.vocabulary import read_vocabulary

@@ -1,0 +1,33 @@
+"""Where the command line begins."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from recsys.cli.help import COMMANDS, outline
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Without a command, as in `recsys --help`, PyTorch is not imported: that takes seconds.
+
+    Args:
+        arguments: What follows `recsys`; default: that of this process.
+
+    Returns:
+        The process's exit status: 0 done, 2 bad input, 130 interrupted.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given or given[0] not in COMMANDS:
+        parser, _ = outline()
+        parser.parse_args(given)  # prints help, the version, or what is wrong, and exits
+    from recsys.cli.commands import run
+
+    return run(given)
