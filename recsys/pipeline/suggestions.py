@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from recsys.embeddings.tiers.table_tiers import Tiers
+    from recsys.pipeline.auto import Auto
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
 
-__all__ = ["Suggestion", "forecast_budget", "of_budget", "of_load", "of_schedule"]
+__all__ = ["Suggestion", "forecast_budget", "of_budget", "of_load", "of_schedule", "too_deep"]
 
 # If fewer mini-batches ahead have slots than the schedule asks for, further ones would have none.
 _ENOUGH_ROOM = 0.9
@@ -145,6 +146,27 @@ def of_load(clock: StageClock, num_ahead: int) -> Suggestion:
     load = clock.seconds["load"]
     saved = min(load, clock.train_seconds - load)
     return Suggestion("prefetch", 2 * num_ahead, saved, is_upper_bound=True)
+
+
+def too_deep(schedule: Schedule | Auto, tiers: Sequence[Tiers], wanted: int, depth: int) -> str:
+    """What to say if there is no room for as many mini-batches ahead as wanted.
+
+    Args:
+        schedule: As the user gave it.
+        tiers: Of the model.
+        wanted: Mini-batches ahead that the schedule wants.
+        depth: Those that there is room for.
+    """
+    slots = ", ".join(
+        f"{each.hot.num_slots} rows of embedding_dim {each.hot.rows.shape[1]}" for each in tiers
+    )
+    remedy = f"or LookAhead(depth={depth})" if depth else "or Sequential()"
+    return (
+        f"schedule={schedule}: a budget with slots for {slots} "
+        f"({format_bytes(sum(each.hot.num_bytes for each in tiers))}) has room for {depth} of "
+        f"{wanted} mini-batches ahead; rows of the others are fetched when there is room. Give a "
+        f"larger budget, {remedy}"
+    )
 
 
 def _saved_share(count: int, with_more: int) -> float:

@@ -19,19 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from recsys._support.interrupts import interrupts_held_back
-from recsys._support.sizes import format_bytes
 from recsys._support.states import SavedState
 from recsys.errors import TrainingDiverged
 from recsys.pipeline.auto import Auto, Choice
 from recsys.pipeline.hotline.popular_split import PopularSplit
 from recsys.pipeline.inputs import Inputs, cancel
-from recsys.pipeline.micro_batches import join_outputs
+from recsys.pipeline.micro_batches import count_samples, join_outputs
 from recsys.pipeline.non_finite import explain_loss
 from recsys.pipeline.optimizers import optimizers_to_step
 from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
 from recsys.pipeline.skip.skipping import Skipping, load_skipping
 from recsys.pipeline.stalls import StageClock
-from recsys.pipeline.suggestions import forecast_budget, of_budget, of_schedule
+from recsys.pipeline.suggestions import forecast_budget, of_budget, of_schedule, too_deep
 from recsys.pipeline.tiers_state import load_tiers_state, tiers_state
 from recsys.pipeline.window import Windows
 
@@ -98,6 +97,9 @@ class TrainPipeline:
             it, collections look up the sparse features in the mini-batch.
         custom_model_fwd: Called in place of `model`, for example under `torch.autocast`.
         clock: Measures the stages.
+        batch_size: Samples of a whole mini-batch, if the loss is a mean over samples. The loss of a
+            smaller mini-batch, such as the last one, is then multiplied by its share of a whole
+            one before backward, so that each sample counts as much. None: as in a plain loop.
         skip: What training leaves out, such as `DropInput()`; None for nothing. Mini-batches keep
             their size, because later samples replace those left out.
 
@@ -119,12 +121,14 @@ class TrainPipeline:
         ids: Callable[[Any], Any] | None = None,
         custom_model_fwd: Callable[[Any], tuple[Tensor, Any]] | None = None,
         clock: StageClock | None = None,
+        batch_size: int | None = None,
         skip: Policy | Paper | None = None,
     ) -> None:
         self._model, self._forward = model, custom_model_fwd or model
         self._device = None if device is None else torch.device(device)
         self._inputs = Inputs(model, ids)
         self._optimizers = optimizers_to_step(model, optimizer)
+        self._batch_size = batch_size
         self.clock = clock or StageClock()
         self.clock.watch(self._inputs.moved)
         if schedule is None:
@@ -353,10 +357,11 @@ class TrainPipeline:
         if self._depth or self.popular_split:
             self._look_ahead(current, window)
         parts = self._split(current)
+        weight = self._share_of_batch(current.batch)
         if parts:
-            loss, output = self._train_on_parts(parts)
+            loss, output = self._train_on_parts(parts, weight)
         else:
-            loss, output = self._train_on(current.batch, current.claims)
+            loss, output = self._train_on(current.batch, current.claims, weight)
         for optimizer in self._optimizers:
             optimizer.step()
         if self.popular_split:
@@ -392,6 +397,11 @@ class TrainPipeline:
             current.claims = [claim for part in parts for claim in part.claims]
         return parts
 
+    def _share_of_batch(self, batch: Any) -> float:
+        if self._batch_size is None:
+            return 1.0
+        return min(1.0, (count_samples(batch) or self._batch_size) / self._batch_size)
+
     def _compute(self, batch: Any) -> tuple[Tensor, Any]:
         try:
             found = self._forward(batch)
@@ -401,7 +411,7 @@ class TrainPipeline:
         return found
 
     def _train_on(
-        self, batch: Any, claims: Sequence[Prefetched] | None, weight: float = 1.0
+        self, batch: Any, claims: Sequence[Prefetched] | None, weight: float
     ) -> tuple[Tensor, Any]:
         """Forward and backward.
 
@@ -424,12 +434,14 @@ class TrainPipeline:
         self.clock.mark("backward")
         return loss.detach(), output
 
-    def _train_on_parts(self, parts: Sequence[MicroBatch]) -> tuple[Tensor, Any]:
+    def _train_on_parts(self, parts: Sequence[MicroBatch], weight: float) -> tuple[Tensor, Any]:
         """Forward and backward of each part; gradients add up, and every row is updated once."""
         with ExitStack() as stack:
             for updater in self._inputs.updaters():
                 stack.enter_context(updater.update_once())
-            found = [self._train_on(part.batch, part.claims, part.weight) for part in parts]
+            found = [
+                self._train_on(each.batch, each.claims, weight * each.weight) for each in parts
+            ]
             is_sum = self.popular_split is not None and self.popular_split.is_loss_a_sum
             sums = [loss for loss, _ in found] if is_sum else None
             loss, output = join_outputs(found, [part.samples for part in parts], sums)
@@ -461,18 +473,8 @@ class TrainPipeline:
         if self._has_warned_of_depth:
             return
         self._has_warned_of_depth = True
-        slots = ", ".join(
-            f"{tiers.hot.num_slots} rows of embedding_dim {tiers.hot.rows.shape[1]}"
-            for tiers in self._inputs.tiers()
-        )
-        remedy = f"or LookAhead(depth={depth})" if depth else "or Sequential()"
-        warnings.warn(
-            f"schedule={self.schedule}: a budget with slots for {slots} "
-            f"({format_bytes(sum(tiers.hot.num_bytes for tiers in self._inputs.tiers()))}) has "
-            f"room for {depth} of {self._depth} mini-batches ahead; rows of the others are fetched "
-            f"when there is room. Give a larger budget, {remedy}",
-            stacklevel=5,
-        )
+        found = too_deep(self.schedule, self._inputs.tiers(), self._depth, depth)
+        warnings.warn(found, stacklevel=5)
 
     def _warn_of_other_ids(self) -> None:
         if self._has_warned_of_other_ids:

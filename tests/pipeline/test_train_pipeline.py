@@ -68,6 +68,24 @@ def test_left_out_a_schedule_looks_ahead_where_rows_are_in_two_tiers(pair):
     assert TrainPipeline(tiered, None).schedule == LookAhead(depth=2)
 
 
+@pytest.mark.parametrize("schedule", [Sequential(), LookAhead(2)])
+def test_a_smaller_mini_batch_counts_by_its_share(small, pair, batches, schedule):
+    (resident, tiered), (dense, other_dense) = pair()
+    batches.append(small.make_batch(small.tables, seed=99, num_samples=1))
+    losses = []
+    for batch in batches:
+        dense.zero_grad()
+        loss, _ = resident(batch)
+        (loss * len(batch.labels) / 4).backward()
+        dense.step()
+        losses.append(loss.item())
+
+    pipeline = TrainPipeline(tiered, other_dense, schedule=schedule, batch_size=4)
+
+    assert small.run(pipeline, iter(batches)) == losses  # of the samples, not of their share
+    small.require_equal(resident, tiered)
+
+
 def test_looking_ahead_without_tiers_has_no_effect_and_says_so(small, pair, batches):
     (resident, _), (dense, _) = pair()
     (other, _), (other_dense, _) = pair()

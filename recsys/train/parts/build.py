@@ -431,6 +431,7 @@ def build_pipeline(
         skip=skip_policy(config),
         custom_model_fwd=forward,
         clock=clock,
+        batch_size=config.batch_size,
     )
 
 

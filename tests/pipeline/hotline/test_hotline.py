@@ -101,6 +101,7 @@ def budgets_for(sizes, dims, optimizer, batches, num_more):
     num_more=st.sampled_from([60, 20, 3, 0]),
     seeds=st.lists(st.integers(0, 30), min_size=3, max_size=12),
     share=st.sampled_from([1.0, 0.3, 0.05]),
+    batch_size=st.sampled_from([None, 24]),  # mini-batches have 6 samples
     auto_apply=st.booleans(),
     is_slow=st.booleans(),
 )
@@ -114,6 +115,7 @@ def test_hotline_is_a_plain_run_but_for_rounding(
     num_more,
     seeds,
     share,
+    batch_size,
     auto_apply,
     is_slow,
 ):
@@ -136,7 +138,7 @@ def test_hotline_is_a_plain_run_but_for_rounding(
         for bag in model.bags if is_slow else []:
             for tiers in bag.tiers():
                 tiers.residency._cold = small.WatchedStore(tiers.residency._cold)
-        pipeline = TrainPipeline(model, dense, schedule=schedule, ids=ids_of)
+        pipeline = TrainPipeline(model, dense, schedule=schedule, ids=ids_of, batch_size=batch_size)
         runs.append([*pipeline.steps(batches)])
         assert small.num_claimed(model) == 0
         runs[-1].append(model)
