@@ -193,6 +193,18 @@ class SkipConfig:
                 f"the share or given; got share {self.share} and threshold "
                 f"{self.staleness.threshold}; drop one of the keys"
             )
+        if self.needs_stale_rows and self.has_guard:
+            if self.staleness.threshold:
+                raise ConfigError(
+                    "staleness.threshold means that a guard cannot lower share; set guard.every "
+                    f"to 0, or drop the threshold {self.staleness.threshold}"
+                )
+            if self.guard.every < self.staleness.window:
+                raise ConfigError(
+                    "guard.every must be at least staleness.window, because a lowered share holds "
+                    f"from the next window of staleness on; got every {self.guard.every} and "
+                    f"window {self.staleness.window}"
+                )
         if self.policy == "importance" and self.share + self.importance.least > 1:
             raise ConfigError(
                 "share must be at most 1 - importance.least: every sample is kept with at least "
@@ -203,10 +215,11 @@ class SkipConfig:
                 continue
             value = getattr(self, name)
             inner = f".{_keys_set(value)[0]}" if is_dataclass(value) else ""
-            policy = next(policy for policy, keys in _KEYS_OF.items() if name in keys)
+            fitting = " or ".join(repr(each) for each, keys in _KEYS_OF.items() if name in keys)
+            instead = "set paper.target" if (self.policy, name) == ("paper", "share") else ""
             raise ConfigError(
-                f"{name}{inner} means nothing with policy {self.policy!r}; set policy to "
-                f"{policy!r}, or drop the key"
+                f"{name}{inner} means nothing with policy {self.policy!r}; "
+                f"{instead or f'set policy to {fitting}'}, or drop the key"
             )
 
     @property

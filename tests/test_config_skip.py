@@ -56,16 +56,18 @@ def test_keys_become_settings():
         [
             DROP,
             "skip.staleness.window=200",
-            "skip.staleness.threshold=0.5",
+            "skip.staleness.patience=3",
             "skip.guard.every=300",
             "skip.guard.auc=0.01",
         ],
     )
 
-    assert config.skip.staleness.settings() == Staleness(window=200, threshold=0.5)
+    assert config.skip.staleness.settings() == Staleness(window=200, patience=3)
     assert config.skip.guard.settings() == Guard(every=300, auc=0.01)
     assert SkipConfig().staleness.settings() == Staleness()
     assert GuardConfig(every=0).settings() is None
+    fixed = load_config(None, [DROP, "skip.guard.every=0", "skip.staleness.threshold=0.5"])
+    assert fixed.skip.staleness.settings() == Staleness(threshold=0.5)
     paper = load_config(None, ["skip.policy=paper", *FAE, "skip.paper.target=0.1"]).skip.paper
     assert paper.settings(3) == Paper(target=0.1, seed=3)
 
@@ -91,7 +93,7 @@ def test_keys_become_policies():
 
 
 def test_what_is_written_is_what_was_read(tmp_path):
-    config = load_config(None, [DROP, "skip.guard.every=300", "skip.share=0.4"])
+    config = load_config(None, [DROP, "skip.guard.every=1500", "skip.share=0.4"])
     file = tmp_path / "config.toml"
     file.write_text(to_toml(config))
 
@@ -138,6 +140,18 @@ def test_what_is_written_is_what_was_read(tmp_path):
         (
             [DROP, "skip.share=0.3", "skip.staleness.threshold=0.5"],
             r"skip\.share means nothing with staleness\.threshold.* 0\.3 and threshold 0\.5; drop",
+        ),
+        (
+            [DROP, "skip.staleness.threshold=0.5"],
+            r"skip\.staleness\.threshold means that a guard cannot lower share; set guard\.every",
+        ),
+        (
+            [DROP, "skip.guard.every=500"],
+            r"skip\.guard\.every must be at least staleness\.window, .* every 500 and window 1000",
+        ),
+        (
+            ["skip.policy=paper", *FAE, "skip.share=0.4"],
+            r"skip\.share means nothing with policy 'paper'; set paper\.target, or drop the key",
         ),
         ([DROP, "skip.share=1"], r"skip\.share must be in \(0, 0.95\], got 1"),
         (

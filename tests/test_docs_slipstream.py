@@ -11,7 +11,7 @@ from recsys.report.paired import make_differences
 from recsys.train.trainer import train
 
 # The runs are too short for a row to become stale; the tables do not depend on it.
-pytestmark = pytest.mark.filterwarnings("ignore:no row becomes stale")
+pytestmark = pytest.mark.filterwarnings("ignore:nothing is skipped")
 
 ABLATION = """
 eval.popular_share = 0.4

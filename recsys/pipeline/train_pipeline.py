@@ -71,10 +71,10 @@ class TrainPipeline:
 
     Under every schedule losses and rows equal those of a plain loop to the last bit, except that
     floats are summed in another order when `Hotline` splits a mini-batch. With `skip` they equal
-    those of each other schedule. Between two steps the
-    model is an ordinary model: evaluation, checkpoints and `weight` see the newest value of every
-    row. An error or Ctrl-C releases the claims for later mini-batches. The next `progress` then
-    continues with the mini-batch after the failed one.
+    those of each other schedule. Between two steps the model is an ordinary model: evaluation,
+    checkpoints and `weight` see the newest value of every row. An error or Ctrl-C releases the
+    claims for later mini-batches. The next `progress` then continues with the mini-batch after the
+    failed one.
 
     Mini-batches taken ahead are kept by iterator. `progress` with another iterator, such as one for
     evaluation, neither uses nor loses them. The state of a `BatchLoader` or `HotColdLoader` does
@@ -100,8 +100,8 @@ class TrainPipeline:
         batch_size: Samples of a whole mini-batch, if the loss is a mean over samples. The loss of a
             smaller mini-batch, such as the last one, is then multiplied by its share of a whole
             one before backward, so that each sample counts as much. None: as in a plain loop.
-        skip: What training leaves out, such as `DropInput()`; None for nothing. Mini-batches keep
-            their size, because later samples replace those left out.
+        skip: What training leaves out, such as `DropInput()`; None for nothing. Its docstring says
+            whether later samples replace those left out.
 
     Attributes:
         schedule: The schedule, or the default.
@@ -357,7 +357,7 @@ class TrainPipeline:
         if self._depth or self.popular_split:
             self._look_ahead(current, window)
         parts = self._split(current)
-        weight = self._share_of_batch(current.batch)
+        weight = self._share_of_whole(current)
         if parts:
             loss, output = self._train_on_parts(parts, weight)
         else:
@@ -397,10 +397,12 @@ class TrainPipeline:
             current.claims = [claim for part in parts for claim in part.claims]
         return parts
 
-    def _share_of_batch(self, batch: Any) -> float:
-        if self._batch_size is None:
+    def _share_of_whole(self, current: MiniBatch) -> float:
+        whole, refilled = self._batch_size, current.refilled
+        if whole is None:
             return 1.0
-        return min(1.0, (count_samples(batch) or self._batch_size) / self._batch_size)
+        size = count_samples(current.batch) if refilled is None else refilled.size
+        return min(1.0, (size or whole) / whole)
 
     def _compute(self, batch: Any) -> tuple[Tensor, Any]:
         try:

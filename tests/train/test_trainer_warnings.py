@@ -50,8 +50,11 @@ def test_looking_ahead_over_resident_rows_is_warned_of(small_config, tmp_path):
 def test_a_run_too_short_to_skip_is_warned_of(small_config, tmp_path):
     settings = ["skip.policy=drop_input", "batch_size=32", "skip.staleness.min_updates=2"]
 
-    with pytest.warns(UserWarning, match=r"no row becomes stale: .* 2 of 1000, and 32 .* 57 steps"):
+    with pytest.warns(UserWarning, match=r"nothing is skipped: .* 3 windows .* 1000 .* 57 steps"):
         run(small_config(*settings), tmp_path / "short")
+    measure = "skip.staleness.measure=signal_to_noise"
+    with pytest.warns(UserWarning, match=r"nothing is skipped: .* 4 windows .* 57 steps"):
+        run(small_config(*settings, measure), tmp_path / "another measure")
     with pytest.warns(UserWarning, match=r"no sample is left out: .*warm_up is 100, .* 57 steps"):
         run(small_config("skip.policy=importance", "batch_size=32"), tmp_path / "importance")
     settings += ["skip.staleness.window=40", "skip.staleness.patience=1", "epochs=2"]

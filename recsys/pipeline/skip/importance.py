@@ -277,6 +277,12 @@ class ImportanceSampler:
                 f"attribute labels (B,), got {shape} in {type(batch).__name__}; use recsys.Batch, "
                 "or another policy"
             )
+        if not bool(((labels == 0) | (labels == 1)).all()):
+            found = labels[(labels != 0) & (labels != 1)][0].item()
+            raise ValueError(
+                f"{self._setting} needs labels of 0 and 1, because it compares them with "
+                f"probabilities, got {found:g}; use another policy"
+            )
         return labels
 
 

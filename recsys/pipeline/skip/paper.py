@@ -11,9 +11,9 @@ The source is the authors' review artefact, anonymous6116/Slipstream of March 20
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["Paper", "Search", "draw_places", "search_threshold"]
+
+_TYPES: Final = {
+    "int": ("a whole number", (int,)),
+    "float": ("a number", (int, float)),
+    "bool": ("True or False", (bool,)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +82,10 @@ class Paper:
     counts_unseen_rows_as_stale: bool = True
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, (what, types) = getattr(self, field.name), _TYPES[str(field.type)]
+            if type(value) not in types:
+                raise ConfigError(f"Paper: {field.name} must be {what}, got {value!r}")
         names = ("window_share", "target", "tolerance", "sample_share")
         shares = [getattr(self, name) for name in names]
         if not all(0 <= share <= 1 for share in shares):

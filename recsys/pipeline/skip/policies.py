@@ -4,12 +4,14 @@ Observe      nothing; counts what the others would leave out
 DropInput    samples whose lookups are all of stale rows
 Subsample    a part of these samples, and gives the others a larger weight
 FreezeRows   gradients and updates of stale rows
+Importance   samples that are predicted well, and gives the others a larger weight
 RandomDrop   random samples: the control for all of these
 
 `Paper`, which leaves out what Slipstream's published code does, is in `paper`.
 
-A row is *stale* if it has stopped changing although it is trained; see `Staleness`. Samples that
-are left out are replaced by later ones, so mini-batches keep their size. The order is kept.
+A row is *stale* if it has stopped changing although it is trained; see `Staleness`. The order of
+samples is kept. Later samples replace those that are left out, so mini-batches keep their size;
+with `Importance` and `RandomDrop(refill=False)` they get smaller instead.
 """
 
 from __future__ import annotations
@@ -265,8 +267,22 @@ def _require_common(policy: Any) -> None:
             f"from the share or given; got share {policy.share!r} and threshold {threshold!r}; "
             "drop one of them"
         )
-    if not isinstance(getattr(policy, "guard", None), Guard | None):
+    guard = getattr(policy, "guard", None)
+    if not isinstance(guard, Guard | None):
         raise ConfigError(f"{name}: guard must be a Guard or None, got {policy.guard!r}")
+    if guard is not None and threshold is not None:
+        raise ConfigError(
+            f"{name}: a guard lowers share, which means nothing with staleness.threshold; set "
+            f"guard=None, or drop the threshold {threshold!r}"
+        )
+    if guard is not None and hasattr(policy, "staleness"):
+        window = policy.staleness.window
+        if guard.every < window:
+            raise ConfigError(
+                f"{name}: guard.every must be at least staleness.window, because a lowered share "
+                f"holds from the next window of staleness on; got every {guard.every} and window "
+                f"{window}"
+            )
     seed = getattr(policy, "seed", 0)
     if type(seed) is not int or not 0 <= seed <= _MOST_SEED:
         raise ConfigError(f"{name}: seed must be a whole number in [0, 2**63), got {seed!r}")

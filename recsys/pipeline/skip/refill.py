@@ -119,12 +119,15 @@ class Refilled(NamedTuple):
     Attributes:
         batch: The mini-batch.
         number: Its number.
+        size: Samples that it stands for: its own, or all those of its raw mini-batch if the ones
+            left out are not replaced.
         is_stale: Which samples have stale rows only, (B,) bool; None if no one asked.
         weights: The chosen weights, without a scale, (B,) float32; None for 1.
     """
 
     batch: Any
     number: int
+    size: int
     is_stale: NDArray[np.bool_] | None
     weights: NDArray[np.float32] | None = None
 
@@ -152,9 +155,8 @@ class _Waiting:
             self._is_stale = None if self._is_stale is None else self._is_stale[begin:]
         self._samples = samples  # None for all
         self._size = raw.size if samples is None else len(samples)
-        self._scale = np.float32(1)
-        if is_scaled:
-            self._scale = np.float32(self._size / max(1, raw.size - raw.offset))
+        self.num_raw = raw.size - raw.offset
+        self._scale = np.float32(self._size / max(1, self.num_raw) if is_scaled else 1)
 
     def __len__(self) -> int:
         return self._size - self.num_used
@@ -340,7 +342,7 @@ class Refill:
                 self._count_raw(iterator, size, chosen, num_made=1)
                 self._num_raw = 0
                 self._positions.append(self._taken)
-                return Refilled(batch, taken.num_batches, chosen.is_stale)
+                return Refilled(batch, taken.num_batches, size, chosen.is_stale)
             self._count_raw(iterator, size, chosen)
             if len(waiting):
                 self._waiting.append(waiting)
@@ -383,8 +385,9 @@ class Refill:
                 self._num_raw = 0
             raise
         with interrupts_held_back():
+            num_raw = size if self._refills else self._waiting[0].num_raw
             self._remove(size)
-            return self._refilled(made)
+            return self._refilled(made, num_raw)
 
     def _remove(self, size: int) -> None:
         """Let the next `size` samples wait no more."""
@@ -397,7 +400,7 @@ class Refill:
             if not len(waiting):
                 self._waiting.popleft()
 
-    def _refilled(self, made: _Taken) -> Refilled:
+    def _refilled(self, made: _Taken, num_raw: int) -> Refilled:
         """Hand out a mini-batch: count it, and note the position after it."""
         number = self._taken.num_batches
         taken = self._taken = self._taken._replace(
@@ -411,7 +414,7 @@ class Refill:
                 num_raw=raw.number, offset=offset, num_seen=raw.first_index + offset
             )
         self._positions.append(position)
-        return Refilled(made.batch, number, made.is_stale, made.weights)
+        return Refilled(made.batch, number, num_raw, made.is_stale, made.weights)
 
     def _tell(self, iterator: Any) -> None:
         if hasattr(iterator, "num_waiting"):

@@ -50,11 +50,13 @@ def warn_of_no_skipping(config: TrainConfig, num_steps: int) -> None:
     """
     keys = config.skip
     staleness, guard = keys.staleness, keys.guard
-    if keys.needs_stale_rows and staleness.window * staleness.patience + LEAD >= num_steps:
+    num_windows = staleness.patience + (2 if staleness.measure == "signal_to_noise" else 1)
+    if keys.needs_stale_rows and staleness.window * num_windows + LEAD >= num_steps:
         warnings.warn(
-            "no row becomes stale: it takes skip.staleness.patience windows of "
-            f"skip.staleness.window steps, {staleness.patience} of {staleness.window}, and {LEAD} "
-            f"steps more, and the run has {num_steps} steps; lower skip.staleness.window",
+            f"nothing is skipped: rows become stale after {num_windows} windows of "
+            f"skip.staleness.window {staleness.window} steps and {LEAD} steps more, with "
+            f"skip.staleness.patience {staleness.patience}, and the run has {num_steps} steps; "
+            "lower skip.staleness.window",
             stacklevel=4,
         )
     elif keys.policy == "importance" and keys.importance.warm_up >= num_steps:

@@ -117,11 +117,13 @@ def options_of(tier, folder):
 class Run:
     """A model, its optimizer, a pipeline and a loader."""
 
-    def __init__(self, schedule, skip, options=None, *, batch_size=16, model=None, **settings):
+    def __init__(
+        self, schedule, skip, options=None, *, batch_size=16, model=None, whole=None, **settings
+    ):
         self.model = model or Model(**(options or {}))
         self.dense = torch.optim.Adagrad(self.model.layer.parameters(), lr=0.05)
         self.pipeline = TrainPipeline(
-            self.model, self.dense, schedule=schedule, skip=skip, **settings
+            self.model, self.dense, schedule=schedule, skip=skip, batch_size=whole, **settings
         )
         self.loader = BatchLoader(Clicks(), "train", batch_size, shuffle=True, seed=1)
         self.losses = []

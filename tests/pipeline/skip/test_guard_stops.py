@@ -13,7 +13,7 @@ from recsys.pipeline import DropInput, FreezeRows, Guard, TrainPipeline
 
 NUM_POPULAR, NUM_ROWS, BATCH_SIZE = 4, 404, 128
 FLIP_AT = 70_000  # raw samples
-EVERY = 100
+EVERY = 120
 GUARD = Guard(every=EVERY, steps=30)
 # Rows of other samples are updated too rarely to be known.
 STALENESS = Staleness(
@@ -93,6 +93,8 @@ def test_without_a_guard_samples_that_turn_around_do_lasting_harm(policy, expect
     assert min(list(worse.values())[:2]) > 0.3
 
 
+# A guard that has stopped measures with a smaller share.
+@pytest.mark.filterwarnings("ignore:staleness. .* sampled inputs have the same level")
 @pytest.mark.parametrize("policy", [DropInput, FreezeRows])
 def test_a_guard_stops_skipping_in_its_first_window_and_the_harm_heals(policy, expected):
     with pytest.warns(UserWarning, match=r"guard: .* the run stops skipping: logloss of all"):

@@ -146,7 +146,7 @@ def sampler_after(num_steps, policy, stream, guard=None):
     """A sampler that has learned from whole mini-batches."""
     sampler = ImportanceSampler(policy, stream, guard, "skip=test")
     for number in range(num_steps):
-        sampler.end_step(Refilled(None, number, None), stream.make())
+        sampler.end_step(Refilled(None, number, 16, None), stream.make())
     return sampler
 
 
@@ -295,6 +295,18 @@ def test_random_drop_without_refill_keeps_each_sample_equally_often():
     assert {len(samples) for samples in chosen} == {10, 11}
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_mini_batches_without_refill_count_as_their_raw_ones(skips, name):
+    """They have fewer samples than a whole one on purpose."""
+    run = skips.Run(Sequential(), POLICIES[name]).train()
+    whole = skips.Run(Sequential(), POLICIES[name], whole=16).train()
+    half = skips.Run(Sequential(), POLICIES[name], whole=32).train()
+
+    skips.require_equal(run, whole)
+    assert half.losses[0] == run.losses[0]
+    assert half.losses != run.losses
+
+
 def test_a_raw_mini_batch_of_which_nothing_is_kept_makes_no_step(skips):
     """With two samples each, both are left out at times."""
     policy = RandomDrop(0.6, weighted=True, refill=False)
@@ -441,3 +453,13 @@ def test_a_state_with_other_bits_is_refused(skips):
 def test_policies_check_their_values(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize("guard", [None, Guard(every=64, steps=12)])
+def test_labels_that_are_not_0_or_1_are_refused(skips, guard):
+    run = skips.Run(Sequential(), replace(IMPORTANCE, guard=guard))
+    batch = next(iter(run.loader))
+    batch.labels[3] = 7.5
+
+    with pytest.raises(ValueError, match=r"needs labels of 0 and 1, .* got 7\.5; use another"):
+        run.pipeline.progress(iter([batch]))

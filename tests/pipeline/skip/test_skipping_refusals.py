@@ -10,9 +10,11 @@ from recsys.pipeline import (
     FAE,
     DropInput,
     FreezeRows,
+    Guard,
     HotColdLoader,
     LookAhead,
     Observe,
+    Paper,
     RandomDrop,
     Sequential,
     Subsample,
@@ -139,6 +141,23 @@ def test_what_is_no_state_is_refused(skips, change):
         (
             lambda: FreezeRows(0.3, Staleness(threshold=0.5)),
             r"FreezeRows: share means nothing with staleness\.threshold.* 0\.3 and threshold 0\.5",
+        ),
+        (
+            lambda: DropInput(staleness=Staleness(threshold=0.5)),
+            r"DropInput: a guard lowers share, which means nothing .* drop the threshold 0\.5",
+        ),
+        (
+            lambda: Subsample(guard=Guard(every=999)),
+            r"Subsample: guard\.every must be at least staleness\.window, .* every 999 and ",
+        ),
+        (
+            lambda: Paper(first_snapshot=1.5),
+            "Paper: first_snapshot must be a whole number, got 1.5",
+        ),
+        (lambda: Paper(target="0.3"), "Paper: target must be a number, got '0.3'"),
+        (
+            lambda: Paper(counts_unseen_rows_as_stale="no"),
+            "Paper: counts_unseen_rows_as_stale must be True or False, got 'no'",
         ),
         (lambda: RandomDrop(True), "RandomDrop: share"),
         (lambda: Observe(0.2, None), "Observe: staleness must be a Staleness, got NoneType"),
