@@ -85,7 +85,7 @@ def test_the_table_of_policies_has_values_of_none_and_differences_of_the_others(
 
     assert caption.startswith("1,800 training samples of synthetic:criteo-kaggle, tested on 150; ")
     assert f"commit {runs[0]['environment']['commit'][:10]}. The line of none" in caption
-    assert header[:3] == ["policy", "share", "skipped"]
+    assert header[:3] == ["policy", "share", "left out"]
     auc = sum(run["metrics"]["test"]["auc"] for run in runs[:1] + runs[4:5]) / 2
     assert none[:3] + none[6:7] == ["none", "", "", f"{auc:.4f}"]
     assert [line[:2] for line in others] == [

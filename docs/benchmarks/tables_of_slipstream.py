@@ -7,6 +7,7 @@ at, such as "drop_input-0.2"; the baseline is "none".
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from table_cells import cells_of, keys_of_case, machine, markdown, read_record
@@ -81,11 +82,10 @@ def skipping_table(file: str) -> str:
     lines = []
     for variation in measured_in(record):
         policy, share = _policy_and_share(variation)
-        skipped = means.get((variation, "skipped_share"))
         line = [
             policy,
             share,
-            "" if skipped is None else f"{100 * skipped:.1f} %",
+            _left_out(record, variation),
             format_number("num_trained", means[variation, "num_trained"]),
             format_number("train_time", means[variation, "train_time"]),
             _speedup(paired.get((variation, "train_time", "ratio"))),
@@ -98,13 +98,25 @@ def skipping_table(file: str) -> str:
                 else difference(entry)
             )
         lines.append(line)
-    header = ["policy", "share", "skipped", "samples trained on", "seconds of training"]
+    header = ["policy", "share", "left out", "samples trained on", "seconds of training"]
     header += ["times faster (95 %)", "test AUC", "logloss", "normalized entropy", "calibration"]
     caption = caption_of(record) + (
         " The line of none has its values, the other lines the differences from them in pairs of "
         "equal seeds: mean (95 % interval by Student's t)."
     )
     return markdown(caption, header, lines)
+
+
+def _left_out(record: Mapping[str, Any], variation: str) -> str:
+    """The share of samples, or of updates, that a policy left out."""
+    found = [cell["run"]["skipped"] for cell in record["cells"] if cell["variation"] == variation]
+    if None in found:
+        return ""
+    samples, updates = (
+        100 * mean(each[key] for each in found)
+        for key in ("share_skipped", "share_lookups_left_out")
+    )
+    return f"{updates:.1f} % of updates" if updates else f"{samples:.1f} %"
 
 
 def popular_table(file: str) -> str:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Results"]
 
 _HEAD = ("command", "status", "environment", "config", "num_cells")
-# Parts of a run's record that are kept whole, and parts of which numbers and texts are kept.
+# Parts of a run's record that are kept whole, and parts that are kept without their lists.
 _KEPT = ("status", "config", "environment", "metrics", "throughput", "peak_memory_bytes")
-_NUMBERS_KEPT = ("stalls", "schedule", "tiers", "skipped")
+_KEPT_SMALL = ("stalls", "schedule", "tiers", "skipped")
 _DATA_KEPT = ("name", "num_samples", "table_sizes", "fingerprint", "best_auc")
 # Keys of the ablation on which the values of a cell depend.
 _MEANING = ("target_auc", "target_split", "eval_every_samples", "late_share")
@@ -124,14 +124,17 @@ def _small(cell: Mapping[str, Any]) -> dict[str, Any]:
     run = cell["run"]
     data = {key: run["data"][key] for key in _DATA_KEPT if key in run["data"]}
     kept = {key: run[key] for key in _KEPT if key in run} | {"data": data}
-    for key in _NUMBERS_KEPT:
-        part = run.get(key)
-        kept[key] = part and {name: value for name, value in part.items() if _is_plain(value)}
+    for key in _KEPT_SMALL:
+        kept[key] = _without_lists(run.get(key))
     return {**cell, "run": kept}
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+def _without_lists(part: Any) -> Any:
+    """A part of a record without lists, such as an entry for each window, however deep."""
+    if not isinstance(part, dict):
+        return part
+    found = {name: _without_lists(value) for name, value in part.items()}
+    return {name: value for name, value in found.items() if not isinstance(value, list)}
 
 
 def _lines(cells: Sequence[Mapping[str, Any]]) -> str:

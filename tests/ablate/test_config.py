@@ -304,7 +304,7 @@ def test_the_examples_of_skipping_aim_at_equal_shares(pytestconfig, name):
         assert skip.policy == policy
         # Policies that wait for windows aim higher than the share that they are to reach.
         assert policy != "random_drop" or skip.share == float(share)
-        assert policy == "paper" or float(share) <= skip.share < 2 * float(share)
+        assert policy == "paper" or float(share) <= skip.share < 3 * float(share)
         # A guard would lower the share.
         assert policy not in ("drop_input", "freeze_rows", "subsample") or skip.guard.every == 0
     targets = {
