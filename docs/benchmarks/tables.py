@@ -33,6 +33,7 @@ from tables_of_own_data import (
 from tables_of_reliability import checkpoints_table, crash_table, threads_table
 from tables_of_runs import (
     ablate_table,
+    last_batch_table,
     reached_table,
     reference_table,
     schedules_table,
@@ -40,6 +41,7 @@ from tables_of_runs import (
 )
 from tables_of_samples import continuation_table, coverage_table, planted_table, rand_em_table
 from tables_of_slipstream import (
+    bytes_table,
     following_table,
     late_table,
     popular_table,
@@ -104,6 +106,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ablate_schedules": partial(schedules_table, "ablate_schedules.json"),
     "fuzz": fuzz_table,
     "generator": partial(generator_table, "generator.json"),
+    "last_batch": partial(last_batch_table, "last_batch.json"),
     "lookup": partial(lookup_table, "lookup.json"),
     "models": partial(models_table, "models.json"),
     "models_tbsm": partial(models_table, "models_tbsm.json"),
@@ -137,6 +140,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"{name}_popular": partial(popular_table, f"{name}.json") for name in SKIPPING},
     "slipstream_goal_seeds": partial(seeds_table, "slipstream_goal.json", without=(14,)),
     "slipstream_goal_35_seeds": partial(seeds_table, "slipstream_goal_35.json", without=(22,)),
+    "slipstream_bytes": partial(bytes_table, "slipstream_bytes.json"),
     "slipstream_preferences": partial(late_table, "slipstream_preferences.json"),
 }
 

@@ -18,7 +18,22 @@ from recsys.report.ablation_metrics import column_title, format_number
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ablate_table", "reached_table", "reference_table", "schedules_table", "synthetic_table"]
+__all__ = [
+    "ablate_table",
+    "last_batch_table",
+    "reached_table",
+    "reference_table",
+    "schedules_table",
+    "synthetic_table",
+]
+
+_LAST_STEPS = {
+    "none": "whole mini-batches only",
+    "1": "1 sample, as every other step",
+    "1-scaled": "1 sample, by its share",
+    "37": "37 samples, as every other step",
+    "37-scaled": "37 samples, by their share",
+}
 
 
 def reference_table(folder: str) -> str:
@@ -52,6 +67,28 @@ def reference_table(folder: str) -> str:
     )
     header = ["recipe", "embeddings", "mean test AUC", "by seed", "logloss", "samples/s"]
     return markdown(caption, header, lines)
+
+
+def last_batch_table(file: str) -> str:
+    """What a last step on few samples does to a model: metrics after it, over the seeds."""
+    record = read_record(file)
+    recipes: dict[str, list[dict[str, Any]]] = {}
+    for run in record["runs"]:
+        recipes.setdefault(run["recipe"], []).append(run)
+    lines = []
+    for recipe, runs in recipes.items():
+        for step, name in _LAST_STEPS.items():
+            line = [recipe, name]
+            for metric in ("auc", "logloss", "calibration"):
+                found = [run[step][metric] for run in runs]
+                line.append(f"{mean(found):.4f} ({min(found):.4f} to {max(found):.4f})")
+            lines.append(line)
+    seeds = len(next(iter(recipes.values())))
+    caption = (
+        f"The same model before and after a last step, {seeds} seeds: mean (least to most) on the "
+        f"test part of a real sample of Criteo Kaggle; {machine(record['environment'])}."
+    )
+    return markdown(caption, ["recipe", "last step", "AUC", "logloss", "calibration"], lines)
 
 
 def synthetic_table(file: str) -> str:

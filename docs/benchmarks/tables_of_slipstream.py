@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "bytes_table",
     "following_table",
     "late_table",
     "popular_table",
@@ -132,6 +133,21 @@ def popular_table(file: str) -> str:
     return markdown(
         caption, ["policy", "share", *_titles(record, _POPULAR)], _lines(record, _POPULAR)
     )
+
+
+def bytes_table(file: str) -> str:
+    """Bytes that each policy moves between the tiers, and what it leaves out."""
+    record = read_record(file)
+    lines = []
+    for cell in record["cells"]:
+        policy, share = _policy_and_share(cell["variation"])
+        tiers = cell["run"]["tiers"]
+        moved = [f"{tiers[key] / 2**20:,.1f}" for key in ("fetched_bytes", "written_back_bytes")]
+        lines.append([policy, share, _left_out(record, cell["variation"]), *moved])
+    config = record["cells"][0]["run"]["config"]
+    caption = caption_of(record) + f" Rows in files, with a budget of {config['budget']}."
+    header = ["policy", "share", "left out", "MiB fetched", "MiB written back"]
+    return markdown(caption, header, lines)
 
 
 def late_table(file: str) -> str:
