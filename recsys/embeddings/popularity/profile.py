@@ -173,7 +173,7 @@ class PopularityProfile:
         Raises:
             ProfileError: it has other tables or another rate.
         """
-        self._require_same_tables(other._rows)
+        self._rows.require_same_tables(other._rows)
         if self.rate != other.rate:
             raise ProfileError(
                 f"a profile of rate {other.rate:g} cannot be merged into one of rate "
@@ -336,7 +336,7 @@ class PopularityProfile:
             raise ConfigError("coverage: samples= needs a source as on=, got something else")
         if on is None or isinstance(on, PopularityProfile):
             counted = self._rows if on is None else on._rows
-            self._require_same_tables(counted)
+            self._rows.require_same_tables(counted)
             return coverages_by_level(levels, num_levels, counted.values, None)
         first = 0
         if is_source:
@@ -463,26 +463,6 @@ class PopularityProfile:
                         f"table {name!r} has {size} rows, but its feature {feature!r} has "
                         f"{sizes[feature]} in the data; profile this data"
                     )
-
-    def _require_same_tables(self, other: RowCounts) -> None:
-        own, others = self._rows.table_sizes, other.table_sizes
-        if list(own.items()) == list(others.items()):
-            return
-        missing = [name for name in own if name not in others]
-        added = [name for name in others if name not in own]
-        rules = [
-            *([f"{missing} are only in this profile"] if missing else []),
-            *([f"{added} are not in this profile"] if added else []),
-            *(
-                f"{name!r} has {size} rows in this profile and {others[name]} in the other"
-                for name, size in own.items()
-                if others.get(name, size) != size
-            ),
-        ]
-        raise ProfileError(
-            f"both profiles must have the same tables: {'; '.join(rules) or 'their order differs'}"
-            "; count the same tables for both"
-        )
 
 
 def _is_chosen(first_sample: int, num: int, rate: float, seed: int) -> NDArray[np.bool_]:

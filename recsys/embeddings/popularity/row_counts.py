@@ -52,6 +52,31 @@ class RowCounts:
         self._most = 0  # an upper bound of all counts
         self._layouts: dict[tuple[str, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
+    def require_same_tables(self, other: RowCounts) -> None:
+        """Check that other counts are of the same tables, in the same order.
+
+        Raises:
+            ProfileError: they are not; the message calls these counts "this profile".
+        """
+        own, others = self.table_sizes, other.table_sizes
+        if list(own.items()) == list(others.items()):
+            return
+        missing = [name for name in own if name not in others]
+        added = [name for name in others if name not in own]
+        rules = [
+            *([f"{missing} are only in this profile"] if missing else []),
+            *([f"{added} are not in this profile"] if added else []),
+            *(
+                f"{name!r} has {size} rows in this profile and {others[name]} in the other"
+                for name, size in own.items()
+                if others.get(name, size) != size
+            ),
+        ]
+        raise ProfileError(
+            f"both profiles must have the same tables: {'; '.join(rules) or 'their order differs'}"
+            "; count the same tables for both"
+        )
+
     def replace(self, values: NDArray[Any]) -> None:
         """Use other counts of the same rows; `values` is not copied."""
         self.values, self._most = values, int(values.max(initial=0))
