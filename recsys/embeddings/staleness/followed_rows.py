@@ -46,13 +46,11 @@ def history_type(patience: int) -> np.dtype[Any]:
         is_stale: Whether it is stale; also while it is on trial.
         period: Windows that it is stale before its next trial.
         next_trial: Number of the window in which its next trial begins.
-        since: Steps after which it became stale.
     """
     return np.dtype(
         [
             ("row", np.int64),
             ("next_trial", np.int64),
-            ("since", np.int64),
             ("period", np.int64),
             ("num_judged", np.int16),
             ("has_earlier", np.bool_),
@@ -166,13 +164,12 @@ class FollowedRows:
             num_judged >= settings.patience, history["drifts"].max(1), np.inf
         ).astype(np.float64)
 
-    def decide(self, threshold: float, window: int, num_steps: int) -> Decision:
+    def decide(self, threshold: float, window: int) -> Decision:
         """Decide which rows are stale in the next window.
 
         Args:
             threshold: The highest level of a stale row.
             window: Number of the window that ends.
-            num_steps: Steps so far.
         """
         settings, history = self._staleness, self.history
         was_stale = history["is_stale"].copy()
@@ -187,7 +184,6 @@ class FollowedRows:
         # A stale row that other inputs still update has shown that it rests, without a trial.
         starts = is_stale & self._is_judged
         history["next_trial"][starts] = window + 1 + period[starts]
-        history["since"][is_stale & ~was_stale] = num_steps
         history["is_stale"] = is_stale
         judged = self._is_judged
         return Decision(

@@ -380,9 +380,7 @@ class StalenessTracker:
             followed.judge(window)
         levels, indices = self._input_levels()
         threshold = self._find_threshold(levels, window)
-        decisions = [
-            followed.decide(threshold, window, self.num_steps) for followed in self._followed
-        ]
+        decisions = [followed.decide(threshold, window) for followed in self._followed]
         self.threshold = threshold if np.isfinite(threshold) else None
         windows = [*self._windows, self._summary(decisions, len(indices))]
         self._windows = thin_windows(windows, self.staleness.window)

@@ -32,7 +32,7 @@ __all__ = [
     "read_rows",
 ]
 
-_FIELDS = ("next_trial", "since", "period", "num_judged", "has_earlier", "is_stale", "drifts")
+_FIELDS = ("next_trial", "period", "num_judged", "has_earlier", "is_stale", "drifts")
 _GROUP_KEYS = ("sizes", "row", *_FIELDS, "before", "earlier", "counted", "counts", "lookups")
 _MOST = 2**62
 
@@ -84,6 +84,8 @@ def read_group_state(place: str, entries: Any, followed: FollowedRows) -> GroupS
     Raises:
         ConfigError: `entries` is no such state, or of other tables or settings.
     """
+    if isinstance(entries, dict):  # earlier versions saved `since`, which nothing reads
+        entries = {key: value for key, value in entries.items() if key != "since"}
     found = SavedState(place, entries, _GROUP_KEYS)
     if found["sizes"] != followed.marks.sizes:
         raise found.error("sizes", f"{followed.marks.sizes}, the rows of each table")

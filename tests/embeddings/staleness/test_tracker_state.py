@@ -224,3 +224,14 @@ def test_a_state_after_no_step_can_be_loaded(small):
         tracker.load_state_dict(tracker.state_dict())
         states.append(tracker.state_dict())
     assert_equal_states(*states)
+
+
+def test_a_state_of_an_earlier_version_can_be_loaded(saved):
+    """It has a field `since` for each followed row."""
+    _, tracker, state = saved
+    earlier = copy.deepcopy(state)
+    for group in earlier["groups"]:
+        group["since"] = torch.zeros_like(group["row"])
+    tracker.reset()
+    tracker.load_state_dict(earlier)
+    assert_equal_states(tracker.state_dict(), state)
