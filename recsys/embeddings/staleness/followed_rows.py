@@ -100,8 +100,8 @@ class FollowedRows:
     Args:
         group: Updates the rows.
         staleness: The settings.
-        freezes_rows: Whether rows that count as stale are not updated, so that they cannot be
-            judged.
+        freezes_rows: Whether steps leave out rows that count as stale. After a window with such a
+            step, rows that are stale and not on trial cannot be judged.
 
     Attributes:
         marks: Bits and counts of all rows.
@@ -132,11 +132,13 @@ class FollowedRows:
         """Bytes of marks, snapshots, history, and lists of stale rows."""
         return tracked_bytes(self._group, self._staleness)
 
-    def judge(self, window: int) -> None:
+    def judge(self, window: int, frozen_until: int) -> None:
         """Measure how far each row has moved in a window.
 
         Args:
             window: Number of the window that ends.
+            frozen_until: Number of steps up to the last one that left out stale rows; 0 if none
+                did.
         """
         settings, history, marks = self._staleness, self.history, self.marks
         self._updates = marks.counts_of(history["row"]).astype(np.int64) * settings.count_every
@@ -150,7 +152,8 @@ class FollowedRows:
         is_judged = self._updates >= settings.min_updates
         if self._needs_earlier:
             is_judged &= history["has_earlier"]
-        if self._freezes_rows:
+        first_measured = window - 1 if self._needs_earlier else window
+        if self._freezes_rows and frozen_until > first_measured * settings.window:
             is_judged &= ~self._is_resting
         judged = np.flatnonzero(is_judged)
         drifts = self._drifts_of(judged)

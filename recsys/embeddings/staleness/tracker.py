@@ -41,6 +41,7 @@ from recsys.embeddings.staleness.tracker_state import (
     inputs_state,
     read_group_state,
     read_inputs_state,
+    with_frozen_until,
 )
 from recsys.embeddings.staleness.windows import read_windows, thin_windows
 from recsys.errors import ConfigError
@@ -63,6 +64,7 @@ _STATE_KEYS = (
     "settings",
     "num_steps",
     "num_seen",
+    "frozen_until",
     "threshold",
     "windows",
     "inputs",
@@ -138,6 +140,7 @@ class StalenessTracker:
         self.num_steps = 0
         self.threshold: float | None = None
         self._num_seen = 0
+        self._frozen_until = 0  # steps up to the last one that left out stale rows
         self._windows: list[dict[str, Any]] = []
         self._inputs = SampledInputs([each.marks.first_rows for each in self._followed])
         self._flag_sets = FlagSets([each.marks for each in self._followed])
@@ -173,6 +176,8 @@ class StalenessTracker:
         with interrupts_held_back() if ends_window else nullcontext():
             self.num_steps += 1
             self._num_seen = num_seen
+            if any(followed.marks.is_freezing for followed in self._followed):
+                self._frozen_until = self.num_steps
             self.cancel_step()
             if ends_window:
                 self._end_window()
@@ -290,6 +295,7 @@ class StalenessTracker:
             "settings": asdict(self.staleness),
             "num_steps": self.num_steps,
             "num_seen": self._num_seen,
+            "frozen_until": self._frozen_until,
             "threshold": self.threshold,
             "windows": [dict(each) for each in self._windows],
             "inputs": inputs_state(self._inputs, self._num_seen),
@@ -304,10 +310,11 @@ class StalenessTracker:
             ConfigError: `state` is not of a tracker with the same settings and tables; nothing has
                 changed.
         """
-        found = SavedState("staleness state", state, _STATE_KEYS)
+        found = SavedState("staleness state", with_frozen_until(state), _STATE_KEYS)
         if found["settings"] != asdict(self.staleness):
             raise found.error("settings", f"{asdict(self.staleness)}, those of this run")
         num_steps, num_seen = found.whole("num_steps"), found.whole("num_seen")
+        frozen_until = found.whole("frozen_until", most=num_steps)
         threshold = None if found["threshold"] is None else found.number("threshold")
         windows = read_windows(found, "windows", self.staleness.window, num_steps)
         sizes = [sum(followed.marks.sizes) for followed in self._followed]
@@ -324,7 +331,7 @@ class StalenessTracker:
         ]
         self.reset()
         self.num_steps, self._num_seen, self.threshold = num_steps, num_seen, threshold
-        self._windows = windows
+        self._windows, self._frozen_until = windows, frozen_until
         self._inputs.replace(indices, inputs)
         for followed, group in zip(self._followed, groups, strict=True):
             followed.restore(group)
@@ -337,7 +344,7 @@ class StalenessTracker:
         `share` stays. To continue after some steps without a state, set `num_steps` then.
         """
         self.cancel_step()
-        self.num_steps = self._num_seen = 0
+        self.num_steps = self._num_seen = self._frozen_until = 0
         self.threshold = None
         self._windows = []
         self._inputs.clear()
@@ -377,7 +384,7 @@ class StalenessTracker:
     def _end_window(self) -> None:
         window = self.num_steps // self.staleness.window - 1
         for followed in self._followed:
-            followed.judge(window)
+            followed.judge(window, self._frozen_until)
         levels, indices = self._input_levels()
         threshold = self._find_threshold(levels, window)
         decisions = [followed.decide(threshold, window) for followed in self._followed]

@@ -30,6 +30,7 @@ __all__ = [
     "read_group_state",
     "read_inputs_state",
     "read_rows",
+    "with_frozen_until",
 ]
 
 _FIELDS = ("next_trial", "period", "num_judged", "has_earlier", "is_stale", "drifts")
@@ -120,6 +121,16 @@ def read_group_state(place: str, entries: Any, followed: FollowedRows) -> GroupS
     return GroupState(
         history, before, earlier, counted, counts.astype(np.uint16), (num_lookups, num_left_out)
     )
+
+
+def with_frozen_until(state: Any) -> Any:
+    """A tracker's state with the key `frozen_until`, which earlier versions did not save.
+
+    They took it that each step had left out stale rows.
+    """
+    if isinstance(state, dict) and "num_steps" in state:
+        return {"frozen_until": state["num_steps"], **state}
+    return state
 
 
 def inputs_state(inputs: SampledInputs, num_seen: int) -> dict[str, Any]:

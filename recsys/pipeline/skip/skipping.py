@@ -220,7 +220,7 @@ class Skipping:
         if tracker is not None:
             number = _number_of(current)
             for failed in range(tracker.num_steps, number):  # it began, and raised an error
-                tracker.begin_step(failed)
+                tracker.begin_step(failed, freezes=False)
                 tracker.end_step(self._num_seen)
             freezes = guard is None or not (guard.is_open(number) or not guard.factor_of(number))
             tracker.begin_step(number, freezes=freezes)

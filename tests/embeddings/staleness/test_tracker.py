@@ -467,6 +467,39 @@ def test_a_frozen_row_is_judged_by_a_window_that_it_moves_in_throughout(window):
     assert windows[-1]["drift_by_decile"][0] == pytest.approx(1.125 * window)
 
 
+@pytest.mark.parametrize("measure", ["mean_change", "signal_to_noise"])
+def test_stale_rows_are_judged_in_windows_in_which_none_is_frozen(measure):
+    """As after a guard stopped: nothing is frozen from window 6 on, and all rows move far."""
+    bag = HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0))
+    settings = Staleness(
+        window=WINDOW,
+        measure=measure,
+        min_updates=1,
+        patience=1,
+        count_every=1,
+        threshold=0.5,
+        first_period=20,
+    )
+    tracker = StalenessTracker(bag, settings, freezes_rows=True)
+    ids = torch.arange(8)[:, None]
+    for number in range(9 * WINDOW):
+        is_stopped = number >= 6 * WINDOW
+        tracker.begin_step(number, freezes=not is_stopped)
+        # Until then, rows move little, and in opposite directions in windows that follow.
+        gradient = 1.0 if is_stopped else 0.001 * (-1) ** (number // WINDOW)
+        (gradient * bag(ids)).sum().backward()
+        tracker.end_step(8 * number + 8)
+    windows = tracker.report()["windows"]
+    found = [(each["num_judged"], each["stale_rows"]["weight"]) for each in windows[4:]]
+    resting = [(0, 8), (0, 8)]
+    if measure == "signal_to_noise":  # window 7 is the first that follows one without frozen rows
+        resting.append((0, 8))
+    thawed = [(8, 0)] * (5 - len(resting))
+    assert found == resting + thawed
+    tracker.use_flags_of(9 * WINDOW + LEAD)
+    assert not tracker.has_stale_rows
+
+
 def test_a_step_that_raised_leaves_nothing_on(small):
     model = small.make_model()
     tracker = StalenessTracker(model, Staleness(window=WINDOW, count_every=1), freezes_rows=True)
