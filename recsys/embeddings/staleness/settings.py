@@ -20,8 +20,11 @@ class Staleness:
     """When a row counts as stale.
 
     The tracker measures how far rows move in windows of steps. A row is stale if it has moved no
-    farther than a threshold in each of its last `patience` windows. A row that was updated rarely
-    in a window is unknown, never stale.
+    farther than a threshold in each of its last `patience` windows. A row with fewer than
+    `min_updates` updates in a window is unknown, never stale. Updates are counted in every
+    `count_every`-th step only, and the count is multiplied by `count_every`. So the number is an
+    estimate: a row with fewer updates may be judged, and a row with more may be unknown. With
+    `count_every=1` the number is exact.
 
     A stale row that is not updated goes on trial from time to time: for one window it counts as not
     stale, so it is trained as before. A trial of rows that freeze takes two windows, because flags
@@ -35,12 +38,13 @@ class Staleness:
         measure: How a row's movement is measured, a key of `MEASURES`.
         threshold: The highest drift of a stale row, in the unit of the measure; None to find it
             from the target share of stale inputs.
-        min_updates: Updates in a window below which a row is unknown.
+        min_updates: Updates in a window below which a row is unknown; counted as above.
         patience: Windows in a row whose drifts must be under the threshold.
         max_rows: Rows per table group that are followed at once, the most updated first.
         count_every: Updates are counted in every n-th step, and multiplied by n.
         first_period: Windows without enough updates that a stale row waits for its first trial.
-        period_step: Windows that are added to the period after a trial that it passes.
+        period_step: Windows that are added to the period after a trial that it passes. The period
+            is then at least 1: with a period of 0, a stale row is on trial all the time.
         period_cut: Factor of the period when the row moves again; the result is rounded down.
 
     Raises:
@@ -85,15 +89,22 @@ class Staleness:
             )
         if self.patience >= 2**15:
             raise ConfigError(f"staleness: patience must be less than 2**15, got {self.patience}")
+        if self.count_every > self.window:
+            raise ConfigError(
+                f"staleness: count_every must be at most window ({self.window}), because windows "
+                f"without a counted step judge no row, got {self.count_every}"
+            )
         if self.window // self.count_every >= 2**15:
             raise ConfigError(
                 f"staleness: window / count_every must be less than 2**15, because counts have 15 "
                 f"bits, got {self.window} and {self.count_every}; raise count_every"
             )
-        if self.min_updates > self.window:
+        most_updates = self.window // self.count_every * self.count_every
+        if self.min_updates > most_updates:
             raise ConfigError(
-                f"staleness: min_updates must be at most window ({self.window}), because a step "
-                f"updates a row once, got {self.min_updates}"
+                f"staleness: min_updates must be at most window // count_every * count_every "
+                f"({most_updates}), the updates counted for a row that every step updates, got "
+                f"{self.min_updates}; lower it, or raise window"
             )
         if self.threshold is not None and not _is_at_least_0(self.threshold):
             raise ConfigError(

@@ -46,3 +46,13 @@ def test_a_window_with_more_counts_than_15_bits_is_refused():
     with pytest.raises(ConfigError, match="window / count_every must be less than"):
         Staleness(window=2**16, count_every=2)
     Staleness(window=2**16, count_every=4)
+
+
+def test_counts_that_a_row_never_reaches_are_refused():
+    with pytest.raises(ConfigError, match=r"count_every must be at most window \(50\)"):
+        Staleness(window=50, count_every=51, min_updates=1)
+    # 12 or 13 of 50 steps are counted.
+    with pytest.raises(ConfigError, match=r"min_updates must be at most .* \(48\), .* got 49"):
+        Staleness(window=50, count_every=4, min_updates=49)
+    Staleness(window=50, count_every=4, min_updates=48)
+    Staleness(window=50, count_every=50, min_updates=50)
