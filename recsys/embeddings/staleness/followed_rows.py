@@ -182,7 +182,7 @@ class FollowedRows:
         has_passed = was_on_trial & is_stale
         has_thawed = was_stale & ~is_stale & ~is_unknown
         period = history["period"]
-        period[has_passed] += settings.period_step
+        period[has_passed] = np.maximum(period[has_passed] + settings.period_step, 1)
         period[has_thawed] = np.floor(period[has_thawed] * settings.period_cut)
         # A stale row that other inputs still update has shown that it rests, without a trial.
         starts = is_stale & self._is_judged

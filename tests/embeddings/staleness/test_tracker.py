@@ -96,7 +96,7 @@ class Oracle:
             was_on_trial = known["stale"] and not self.is_resting(known, window)
             is_stale = level <= threshold
             if was_on_trial and is_stale:
-                known["period"] += settings.period_step
+                known["period"] = max(1, known["period"] + settings.period_step)
             if known["stale"] and not is_stale and level < np.inf:
                 known["period"] = int(known["period"] * settings.period_cut)
                 self.thawed[-1] += 1
@@ -220,6 +220,8 @@ def test_a_row_is_stale_when_its_recomputed_drifts_say_so(small, measure, thresh
 
 SETTINGS = [
     {"patience": 1, "first_period": 0},
+    {"first_period": 0, "period_step": 0},
+    {"period_step": 0, "period_cut": 0.0},
     {"patience": 3, "first_period": 2, "period_step": 2},
     {"min_updates": 9, "count_every": 1, "period_cut": 1.0},
     {"max_rows": 12, "period_cut": 0.0},
@@ -465,6 +467,28 @@ def test_a_frozen_row_is_judged_by_a_window_that_it_moves_in_throughout(window):
     assert [each["num_judged"] for each in windows] == [0, 8, 0, 0, 8]
     assert [each["num_thawed"] for each in windows] == [0, 0, 0, 0, 8]
     assert windows[-1]["drift_by_decile"][0] == pytest.approx(1.125 * window)
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("periods", [{"first_period": 0}, {"period_cut": 0.0}])
+def test_a_row_that_passed_a_trial_is_marked_as_stale(periods, freezes):
+    """Also with a first period of 0, and after a cut to 0."""
+    bag = HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0))
+    traits = {"window": WINDOW, "min_updates": 1, "count_every": 1, "patience": 1}
+    settings = Staleness(**traits, **periods, period_step=0, threshold=1.0)
+    tracker = StalenessTracker(bag, settings, freezes_rows=freezes)
+    ids = torch.arange(8)[:, None]
+    for number in range(14 * WINDOW):
+        tracker.begin_step(number)
+        moves = 4 * WINDOW <= number < 7 * WINDOW  # so they thaw
+        (bag(ids) if moves else 0 * bag(ids)).sum().backward()
+        tracker.end_step(8 * number + 8)
+    assert sum(each["num_thawed"] for each in tracker.report()["windows"]) == 8
+    is_marked = []
+    for window in range(14, 16):
+        tracker.use_flags_of(window * WINDOW - 1)
+        is_marked.append(tracker.has_stale_rows)
+    assert any(is_marked)
 
 
 @pytest.mark.parametrize("measure", ["mean_change", "signal_to_noise"])
