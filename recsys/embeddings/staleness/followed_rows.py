@@ -118,14 +118,10 @@ class FollowedRows:
         self.max_rows = min(staleness.max_rows, sum(sizes))
         self._memory: Any = np.empty(self.max_rows, history_type(staleness.patience))
         self.history = self._memory[:0]
-        self.levels = np.empty(0)
         self._needs_earlier = staleness.measure in NEEDS_EARLIER
         self._before = self._make_snapshots()
         self._earlier = self._make_snapshots() if self._needs_earlier else None
-        self._is_judged = self._is_resting = np.empty(0, bool)
-        self._updates = np.empty(0, np.int64)
-        self._most_updated = np.empty(0, np.int64)
-        self._counts = np.empty(0, np.uint16)
+        self._forget_window()
 
     @property
     def num_bytes(self) -> int:
@@ -236,7 +232,7 @@ class FollowedRows:
         self.history = self._memory[: len(rows)]
         self.history[:] = found
         self._take_snapshots()
-        self.levels = np.empty(0)
+        self._forget_window()
 
     def snapshots(self) -> tuple[Tensor, Tensor | None]:
         """The rows when the window began, (M, D), and those of the window before if needed."""
@@ -245,7 +241,8 @@ class FollowedRows:
 
     def reset(self) -> None:
         """Follow no row, and forget all counts."""
-        self.history, self.levels = self._memory[:0], np.empty(0)
+        self.history = self._memory[:0]
+        self._forget_window()
         self.marks.set_counts(np.empty(0, np.int64), np.empty(0, np.uint16))
 
     def restore(self, state: GroupState) -> None:
@@ -257,6 +254,13 @@ class FollowedRows:
         if self._earlier is not None and state.earlier is not None:
             self._earlier[:count] = state.earlier.to(self._earlier.device)
         self.marks.set_counts(state.counted, state.counts)
+
+    def _forget_window(self) -> None:
+        """Free what only a window's end needs: it is not part of the budget."""
+        self.levels = np.empty(0)
+        self._is_judged = self._is_resting = np.empty(0, bool)
+        self._updates, self._most_updated = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._counts = np.empty(0, np.uint16)
 
     def _drifts_of(self, judged: NDArray[np.int64]) -> NDArray[np.float32]:
         """The drifts of some rows, by their places in the history."""
