@@ -10,6 +10,7 @@ Letters: G groups, S inputs, V their rows, M followed rows.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -77,8 +78,15 @@ class InputRows(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Inputs that were added together: their stream indices, (S,), and rows for each group."""
+    """Inputs that were added together.
 
+    Attributes:
+        end: Number of inputs added up to the end of the chunk, those before it included.
+        indices: Their stream indices, (S,).
+        groups: Their rows for each group.
+    """
+
+    end: int
     indices: NDArray[np.int64]
     groups: list[InputRows]
 
@@ -92,7 +100,7 @@ class SampledInputs:
 
     def __init__(self, first_rows: Sequence[NDArray[np.uint64]]) -> None:
         self._first_rows = list(first_rows)
-        self._chunks: list[_Chunk] = []
+        self._chunks: deque[_Chunk] = deque()
 
     def add(
         self,
@@ -114,8 +122,9 @@ class SampledInputs:
         """
         if not len(indices):
             return
-        self._chunks = [each for each in self._chunks if each.indices[0] < indices[0]]
-        if self._chunks and self._chunks[-1].indices[-1] >= indices[0]:
+        while self._chunks and self._chunks[-1].indices[0] >= indices[0]:
+            self._chunks.pop()
+        if self._chunks:
             self._chunks[-1] = _cut(self._chunks[-1], int(indices[0]))
         groups = []
         for number, first_rows in enumerate(self._first_rows):
@@ -132,28 +141,34 @@ class SampledInputs:
             for per_sample, arguments in inputs:
                 _list_rows(per_sample, samples, first_rows, places, rows, *arguments)
             groups.append(InputRows(rows, bounds))
-        self._chunks.append(_Chunk(indices, groups))
+        end = (self._chunks[-1].end if self._chunks else 0) + len(indices)
+        self._chunks.append(_Chunk(end, indices, groups))
+
+    def trim(self, num_seen: int) -> None:
+        """Forget the inputs before the last `MOST_INPUTS` with an index below `num_seen`.
+
+        Some more of the mini-batch that the first of these came with are kept.
+        """
+        for chunk in reversed(self._chunks):
+            if chunk.indices[0] < num_seen:
+                first = _cut(chunk, num_seen).end - MOST_INPUTS
+                while self._chunks[0].end <= first:
+                    self._chunks.popleft()
+                return
 
     def newest(self, num_seen: int) -> tuple[NDArray[np.int64], list[InputRows]]:
-        """The last `MOST_INPUTS` inputs with an index below `num_seen`; forgets those before them.
+        """The last `MOST_INPUTS` inputs with an index below `num_seen`; calls `trim`.
 
         Returns:
             Their indices, (S,), and their rows for each group.
         """
-        chosen: list[_Chunk] = []
-        num_left = MOST_INPUTS
-        kept = len(self._chunks)
-        while kept and num_left:
-            kept -= 1
-            chunk = _cut(self._chunks[kept], num_seen)
-            size = len(chunk.indices)
-            begin = max(0, size - num_left)
-            num_left -= size - begin
-            chosen.append(
-                _Chunk(chunk.indices[begin:], [each.select(begin, size) for each in chunk.groups])
-            )
-        del self._chunks[:kept]
-        chosen.reverse()
+        self.trim(num_seen)
+        chosen = [_cut(each, num_seen) for each in self._chunks if each.indices[0] < num_seen]
+        if chosen:
+            first, size = chosen[0], len(chosen[0].indices)
+            begin = max(0, chosen[-1].end - MOST_INPUTS - (first.end - size))
+            groups = [each.select(begin, size) for each in first.groups]
+            chosen[0] = _Chunk(first.end, first.indices[begin:], groups)
         return (
             np.concatenate([np.empty(0, np.int64), *(each.indices for each in chosen)]),
             [
@@ -164,11 +179,13 @@ class SampledInputs:
 
     def clear(self) -> None:
         """Forget all inputs."""
-        self._chunks = []
+        self._chunks.clear()
 
     def replace(self, indices: NDArray[np.int64], groups: list[InputRows]) -> None:
         """Forget all inputs, and have those that `newest` returned once."""
-        self._chunks = [_Chunk(indices, groups)] if len(indices) else []
+        self._chunks.clear()
+        if len(indices):
+            self._chunks.append(_Chunk(len(indices), indices, groups))
 
 
 def quantile(levels: NDArray[np.float64], share: float) -> float:
@@ -228,7 +245,8 @@ def _cut(chunk: _Chunk, end: int) -> _Chunk:
     count = int(np.searchsorted(chunk.indices, end))
     if count == len(chunk.indices):
         return chunk
-    return _Chunk(chunk.indices[:count], [each.select(0, count) for each in chunk.groups])
+    end = chunk.end - len(chunk.indices) + count
+    return _Chunk(end, chunk.indices[:count], [each.select(0, count) for each in chunk.groups])
 
 
 _ONE = np.uint64(1)

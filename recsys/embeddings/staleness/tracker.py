@@ -43,7 +43,7 @@ from recsys.embeddings.staleness.tracker_state import (
     read_inputs_state,
     with_frozen_until,
 )
-from recsys.embeddings.staleness.windows import read_windows, thin_windows
+from recsys.embeddings.staleness.windows import by_decile, read_windows, thin_windows
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,12 +54,12 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.lookup.fused_lookup import Part
     from recsys.embeddings.staleness.followed_rows import Decision
+    from recsys.embeddings.staleness.sampled_inputs import InputRows
     from recsys.embeddings.update.group_updater import GroupUpdater
     from recsys.embeddings.update.row_updater import RowUpdater
 
 __all__ = ["StalenessTracker"]
 
-_NUM_DECILES = 10
 _STATE_KEYS = (
     "settings",
     "num_steps",
@@ -242,6 +242,7 @@ class StalenessTracker:
             (self._group_numbers[id(group)], lookups, bags) for group, lookups, bags in parts
         ]
         self._inputs.add(first_index + chosen, numbered, batch_size, chosen)
+        self._inputs.trim(self._num_seen)
 
     @property
     def has_stale_rows(self) -> bool:
@@ -260,7 +261,8 @@ class StalenessTracker:
     def num_bytes(self) -> int:
         """Bytes of marks, snapshots and history; with tiers they are taken out of the budget.
 
-        Without the ids of sampled inputs, which are in proportion to a mini-batch.
+        Without the ids of sampled inputs: those of 4096 inputs, of the mini-batch that the oldest
+        of them came with, and of mini-batches that are taken ahead.
         """
         return sum(followed.num_bytes for followed in self._followed)
 
@@ -385,28 +387,27 @@ class StalenessTracker:
         window = self.num_steps // self.staleness.window - 1
         for followed in self._followed:
             followed.judge(window, self._frozen_until)
-        levels, indices = self._input_levels()
-        threshold = self._find_threshold(levels, window)
+        _, inputs = self._inputs.newest(self._num_seen)
+        threshold = self._find_threshold(self._levels_of(inputs), window)
         decisions = [followed.decide(threshold, window) for followed in self._followed]
         self.threshold = threshold if np.isfinite(threshold) else None
-        windows = [*self._windows, self._summary(decisions, len(indices))]
+        windows = [*self._windows, self._summary(decisions, inputs)]
         self._windows = thin_windows(windows, self.staleness.window)
         for followed in self._followed:
             followed.follow()
         flagged = [each.flagged for each in decisions]
         self._flag_sets.add(FlagSet(self.num_steps + LEAD, flagged))
 
-    def _input_levels(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """The level of each sampled input, and the inputs' indices.
+    def _levels_of(self, inputs: Sequence[InputRows]) -> NDArray[np.float64]:
+        """The level of each sampled input, (S,), from the rows that it has in each group.
 
         It is the greatest level of the input's rows; infinite for an input without rows.
         """
-        indices, groups = self._inputs.newest(self._num_seen)
-        levels = np.full(len(indices), -np.inf)
-        for followed, rows in zip(self._followed, groups, strict=True):
+        levels = np.full(len(inputs[0].bounds) - 1, -np.inf)
+        for followed, rows in zip(self._followed, inputs, strict=True):
             rows.raise_levels(followed.history["row"].copy(), followed.levels, levels)
         levels[levels == -np.inf] = np.inf
-        return levels, indices
+        return levels
 
     def _find_threshold(self, levels: NDArray[np.float64], window: int) -> float:
         """The threshold; -inf if no row is to be stale.
@@ -462,14 +463,16 @@ class StalenessTracker:
             self._warned_of.add(of)
             warnings.warn(message, stacklevel=6)
 
-    def _summary(self, decisions: Sequence[Decision], num_inputs: int) -> dict[str, Any]:
+    def _summary(
+        self, decisions: Sequence[Decision], inputs: Sequence[InputRows]
+    ) -> dict[str, Any]:
         """An entry of the report; see `report`."""
         stale = {
             name: count
             for names, followed in zip(self._names, self._followed, strict=True)
             for name, count in zip(names, followed.num_stale_by_table(), strict=True)
         }
-        _, inputs = self._inputs.newest(self._num_seen)
+        num_inputs = len(inputs[0].bounds) - 1
         of_inputs = np.full(num_inputs, -np.inf)  # 0 if there are rows, and all of them are stale
         for decision, rows in zip(decisions, inputs, strict=True):
             rows.raise_levels(decision.flagged, np.zeros(len(decision.flagged)), of_inputs)
@@ -482,15 +485,5 @@ class StalenessTracker:
             "num_thawed": sum(each.num_thawed for each in decisions),
             "stale_share": float((of_inputs == 0).mean()) if num_inputs else None,
             "num_inputs": num_inputs,
-            "drift_by_decile": _by_decile(decisions),
+            "drift_by_decile": by_decile(decisions),
         }
-
-
-def _by_decile(decisions: Sequence[Decision]) -> list[float | None]:
-    """The median drift of each tenth of the judged rows, those with most updates first."""
-    drifts = np.concatenate([each.drifts for each in decisions])
-    counts = np.concatenate([each.counts for each in decisions])
-    in_order = drifts[np.argsort(-counts, kind="stable")]
-    tenths = np.array_split(in_order, _NUM_DECILES)
-    found = [float(np.median(each)) if len(each) else None for each in tenths]
-    return [None if each is None or not np.isfinite(each) else each for each in found]

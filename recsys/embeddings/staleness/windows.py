@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from recsys._support.states import SavedState
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["MOST_WINDOWS", "WINDOW_KEYS", "read_windows", "thin_windows"]
+    from recsys.embeddings.staleness.followed_rows import Decision
+
+__all__ = ["MOST_WINDOWS", "WINDOW_KEYS", "by_decile", "read_windows", "thin_windows"]
 
 MOST_WINDOWS = 256
+_NUM_DECILES = 10
 WINDOW_KEYS = (
     "step",
     "threshold",
@@ -47,6 +52,16 @@ def thin_windows(windows: Sequence[dict[str, Any]], window_steps: int) -> list[d
             kept.append(each | {"num_thawed": num_thawed})
             num_thawed = 0
     return kept
+
+
+def by_decile(decisions: Sequence[Decision]) -> list[float | None]:
+    """The median drift of each tenth of the judged rows, those with most updates first."""
+    drifts = np.concatenate([each.drifts for each in decisions])
+    counts = np.concatenate([each.counts for each in decisions])
+    in_order = drifts[np.argsort(-counts, kind="stable")]
+    tenths = np.array_split(in_order, _NUM_DECILES)
+    found = [float(np.median(each)) if len(each) else None for each in tenths]
+    return [None if each is None or not np.isfinite(each) else each for each in found]
 
 
 def read_windows(

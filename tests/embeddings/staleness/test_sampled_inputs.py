@@ -119,7 +119,7 @@ def test_the_newest_inputs_that_are_used_up_are_chosen(steps, num_seen, most):
     inputs, expected = SampledInputs(FIRSTS[:1]), []
     before, sampled_inputs.MOST_INPUTS = sampled_inputs.MOST_INPUTS, most
     try:
-        for first, is_chosen in steps:
+        for number, (first, is_chosen) in enumerate(steps):
             samples = np.flatnonzero(is_chosen)
             bags = Bags(np.arange(3) + first % 5, None, None, 3, is_mean=False)
             indices = 3 * first + samples
@@ -127,8 +127,24 @@ def test_the_newest_inputs_that_are_used_up_are_chosen(steps, num_seen, most):
             if len(samples):
                 expected = [each for each in expected if each[0] < indices[0]]
                 expected += [(int(i), int(i) % 3 + first % 5) for i in indices]
+            # Those that are used up by now; none of them is taken again.
+            inputs.trim(min([num_seen, *(3 * later for later, _ in steps[number + 1 :])]))
         indices, [found] = inputs.newest(num_seen)
     finally:
         sampled_inputs.MOST_INPUTS = before
     chosen = [each for each in expected if each[0] < num_seen][-most:]
     assert list(zip(indices.tolist(), found.rows.tolist(), strict=True)) == chosen
+
+
+def test_inputs_that_no_window_uses_are_forgotten_when_others_are_added(monkeypatch):
+    monkeypatch.setattr(sampled_inputs, "MOST_INPUTS", 10)
+    inputs = SampledInputs(FIRSTS[:1])
+    bags = Bags(np.arange(4), None, None, 4, is_mean=False)
+    num_held = []
+    for number in range(20):  # two mini-batches of 4 are taken ahead
+        inputs.add(4 * number + np.arange(4), [(0, lookups_of(0), bags)], 4, np.arange(4))
+        inputs.trim(4 * (number - 2))
+        num_held.append(sum(len(each.indices) for each in inputs._chunks))
+    # 3 mini-batches have the 10 newest that are used up; 3 were taken after them.
+    assert max(num_held) == 4 * (3 + 3)
+    assert inputs.newest(4 * 18)[0].tolist() == list(range(62, 72))

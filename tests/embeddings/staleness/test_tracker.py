@@ -565,14 +565,12 @@ def test_a_sample_without_rows_is_not_stale(small):
 
 def test_the_level_of_an_input_without_rows_is_infinite(small):
     tracker = StalenessTracker(small.make_model(), Staleness(window=WINDOW), share=1.0)
-    tracker._inputs.replace(np.arange(3), [InputRows(np.array([0, 1]), np.array([0, 1, 1, 2]))])
-    tracker._num_seen = 3
+    inputs = [InputRows(np.array([0, 1]), np.array([0, 1, 1, 2]))]
     [followed] = tracker._followed
     followed.history = followed._memory[:2]
     followed.history["row"] = [0, 1]
     followed.levels = np.array([0.0, 2.0])
-    levels, _ = tracker._input_levels()
-    assert levels.tolist() == [0.0, np.inf, 2.0]
+    assert tracker._levels_of(inputs).tolist() == [0.0, np.inf, 2.0]
 
 
 def test_a_model_without_a_recsys_optimizer_is_refused(small):

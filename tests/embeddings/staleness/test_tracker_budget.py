@@ -179,3 +179,10 @@ def test_a_tracker_does_not_begin_while_slots_are_in_use(small):
         StalenessTracker(model, Staleness(**TRAITS, max_rows=60))
     del pooled
     StalenessTracker(model, Staleness(**TRAITS, max_rows=60))
+
+
+def test_sampled_inputs_do_not_pile_up_within_a_window(small):
+    model = small.make_model()
+    tracker = StalenessTracker(model, Staleness(window=1000))
+    small.train(model, tracker, range(500))
+    assert sum(len(each.indices) for each in tracker._inputs._chunks) < 4096 + 2 * small.BATCH_SIZE
