@@ -229,7 +229,8 @@ class StalenessTracker:
         """Add samples of a mini-batch to those that the threshold is found from.
 
         A window's end uses the last 4096 that are used up by then. If the stream index falls again,
-        because look-ahead was dropped, the samples from there on are forgotten.
+        because look-ahead was dropped, the samples from there on are forgotten. With a lookup in
+        tables that the tracker does not follow, no sample of the mini-batch counts as stale.
 
         Args:
             first_index: Number of the mini-batch's first sample in the stream.
@@ -238,8 +239,11 @@ class StalenessTracker:
             samples: Numbers of the samples in the mini-batch, (S,) int64 ascending.
         """
         chosen = samples.cpu().numpy().astype(np.int64)
+        is_followed = all(id(part.group) in self._group_numbers for part in parts)
         numbered = [
-            (self._group_numbers[id(group)], lookups, bags) for group, lookups, bags in parts
+            (self._group_numbers[id(group)], lookups, bags)
+            for group, lookups, bags in parts
+            if is_followed  # an input without rows is not stale
         ]
         self._inputs.add(first_index + chosen, numbered, batch_size, chosen)
         self._inputs.trim(self._num_seen)

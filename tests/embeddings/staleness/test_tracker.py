@@ -563,6 +563,26 @@ def test_a_sample_without_rows_is_not_stale(small):
     assert tracker.all_stale([], 2).tolist() == [False, False]
 
 
+def test_a_lookup_in_tables_that_are_not_followed_makes_no_sample_stale():
+    own, other = (HotColdEmbeddingBag(8, 4, mode="sum", optimizer=SGD(lr=1.0)) for _ in range(2))
+    settings = Staleness(window=WINDOW, min_updates=1, count_every=1, patience=1, threshold=1.0)
+    tracker = StalenessTracker(own, settings)
+    ids = torch.arange(8)[:, None]
+    for number in range(2 * WINDOW):
+        parts = own.parts(ids)
+        if number >= WINDOW:
+            parts += other.parts(ids)
+        tracker.add_inputs(8 * number, parts, 8, torch.arange(8))
+        tracker.begin_step(number)
+        (0 * own(ids)).sum().backward()
+        tracker.end_step(8 * number + 8)
+    tracker.use_flags_of(2 * WINDOW + LEAD)
+    assert tracker.all_stale(own.parts(ids), 8).all()
+    assert not tracker.all_stale(parts, 8).any()
+    last = tracker.report()["windows"][-1]
+    assert (last["num_inputs"], last["stale_share"]) == (16 * WINDOW, 0.5)
+
+
 def test_the_level_of_an_input_without_rows_is_infinite(small):
     tracker = StalenessTracker(small.make_model(), Staleness(window=WINDOW), share=1.0)
     inputs = [InputRows(np.array([0, 1]), np.array([0, 1, 1, 2]))]
