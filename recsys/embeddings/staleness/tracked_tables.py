@@ -21,7 +21,8 @@ def updaters_in(models: Sequence[nn.Module]) -> list[RowUpdater]:
     """The updaters of all recsys modules, each once.
 
     Raises:
-        ValueError: there is no recsys module, or one has no recsys optimizer.
+        ValueError: there is no recsys module, or one has no recsys optimizer; also if its tables
+            are not trained.
     """
     found = {
         name: each
@@ -39,6 +40,15 @@ def updaters_in(models: Sequence[nn.Module]) -> list[RowUpdater]:
     updaters: dict[RowUpdater, None] = {}
     for name, module in whole.items():
         if module.row_updater is None:
+            tables = dict(module.named_parameters(prefix=name))
+            if not any(weight.requires_grad for weight in tables.values()):
+                table = next(iter(tables), name).removesuffix(".weight")
+                raise ValueError(
+                    f"table {table!r} is not trained (requires_grad is False), and only rows that "
+                    "a recsys optimizer updates can be followed; train it with one (optimizer=), "
+                    "use a policy that follows no rows, such as Importance, or give a "
+                    "StalenessTracker the other modules only"
+                )
             raise ValueError(
                 f"module {name!r}: its rows are updated by a torch optimizer, which a "
                 "StalenessTracker cannot follow; give it a recsys optimizer (optimizer=)"

@@ -602,6 +602,15 @@ def test_a_model_without_a_recsys_optimizer_is_refused(small):
         StalenessTracker(plain)
 
 
+def test_a_table_that_is_not_trained_is_refused_by_name(small):
+    fixed = HotColdEmbeddingBag(9, 4, mode="sum")
+    fixed.weight.requires_grad_(False)
+    model = torch.nn.ModuleDict({"own": small.make_model(), "fixed": fixed})
+    with pytest.raises(ValueError, match=r"table 'fixed' is not trained \(requires_grad is False"):
+        StalenessTracker(model)
+    StalenessTracker(model["own"])
+
+
 def test_rows_have_one_tracker(small):
     model = small.make_model()
     tracker = StalenessTracker(model)
