@@ -107,6 +107,17 @@ class SavedState:
             raise self.error(key, "a tensor (n,) of finite real numbers")
         return value
 
+    def tensor_of(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of this dtype and shape."""
+        value = self._entries[key]
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.dtype is not dtype
+            or tuple(value.shape) != shape
+        ):
+            raise self.error(key, f"a tensor {shape} of {dtype}")
+        return value
+
     def inner(self, key: str, keys: Collection[str]) -> SavedState:
         """A state inside this one, with these keys."""
         return SavedState(f"{self._place}: {key}", self._entries[key], keys)

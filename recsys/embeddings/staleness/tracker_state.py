@@ -105,7 +105,9 @@ def read_group_state(place: str, entries: Any, followed: FollowedRows) -> GroupS
             raise found.error(name, "numbers of at least 0")
         history[name] = values
     before, earlier = (
-        None if wanted is None else _snapshots(found, name, len(rows), wanted)
+        None
+        if wanted is None
+        else found.tensor_of(name, wanted.dtype, (len(rows), wanted.shape[1]))
         for name, wanted in zip(("before", "earlier"), followed.snapshots(), strict=True)
     )
     if earlier is None and found["earlier"] is not None:
@@ -200,24 +202,6 @@ def _array(
     found: SavedState, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> NDArray[Any]:
     """An entry that is a tensor of this dtype and shape, as a new array."""
-    value = found[key]
-    wanted = torch.from_numpy(np.empty(0, dtype)).dtype
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.dtype is not wanted
-        or tuple(value.shape) != shape
-    ):
-        raise found.error(key, f"a tensor {shape} of {wanted}")
-    copied: NDArray[Any] = value.cpu().numpy().copy()
+    of_torch = torch.from_numpy(np.empty(0, dtype)).dtype
+    copied: NDArray[Any] = found.tensor_of(key, of_torch, shape).cpu().numpy().copy()
     return copied
-
-
-def _snapshots(found: SavedState, key: str, num_rows: int, like: Tensor) -> Tensor:
-    value, shape = found[key], (num_rows, like.shape[1])
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.dtype is not like.dtype
-        or tuple(value.shape) != shape
-    ):
-        raise found.error(key, f"a tensor {shape} of {like.dtype}")
-    return value
