@@ -265,12 +265,8 @@ def _frozen(skipped: Mapping[str, Any]) -> str:
     """The updates that frozen rows left out; empty for a policy that freezes no rows."""
     if not skipped.get("share_lookups_left_out"):
         return ""
-    windows = skipped["staleness"]["windows"]
-    num_frozen = sum(windows[-1]["stale_rows"].values()) if windows else 0
-    return (
-        f"{skipped['share_lookups_left_out']:.1%} of the updates of "
-        f"{skipped['staleness']['num_lookups']:,} lookups, {num_frozen:,} rows frozen"
-    )
+    num_lookups = skipped["staleness"]["num_lookups"]
+    return f"{skipped['share_lookups_left_out']:.1%} of the updates of {num_lookups:,} lookups"
 
 
 def _staleness_lines(staleness: Mapping[str, Any]) -> list[str]:
