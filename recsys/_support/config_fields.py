@@ -26,6 +26,7 @@ __all__ = ["Key", "Range", "build", "check_fields", "format_keys", "key", "walk_
 _T = TypeVar("_T")
 _MOST_MEANT = 3  # keys that the error for an unknown one names
 _MEANING_COLUMN = 34  # of the help
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
 _TYPE_NAMES: dict[Any, str] = {
     int: "integer",
     float: "number",
@@ -202,7 +203,7 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
         of_value = get_args(kind)[1]
         return {each: _checked(f"{name}.{each}", found, of_value) for each, found in value.items()}
     if type(value) is not kind:
-        raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
+        raise ConfigError(f"{name} must be {_WORDS.get(kind, kind.__name__)}, got {value!r}")
     return value
 
 

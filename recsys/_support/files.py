@@ -17,6 +17,7 @@ __all__ = [
     "alone_in",
     "alone_with",
     "appearing_whole",
+    "describe_taken",
     "flush_to_disk",
     "lock_unless_read",
     "read_together",
@@ -79,6 +80,11 @@ def require_files(kind: str, files: Iterable[Path]) -> None:
         seen[place] = file
 
 
+def describe_taken(path: Path) -> str:
+    """That a place is taken, and by what: the user may need the file."""
+    return f"{path} is a file" if path.is_file() else f"{path} exists already"
+
+
 def require_new(*files: Path) -> None:
     """Check that no file would be overwritten, and create the folders above them.
 
@@ -87,7 +93,7 @@ def require_new(*files: Path) -> None:
     """
     for file in files:
         if file.exists():
-            raise AlreadyExists(f"{file} exists already; remove it or choose another name")
+            raise AlreadyExists(f"{file} exists already; choose another name")
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
 

@@ -296,7 +296,7 @@ class JaggedIds:
             from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
         except ImportError as error:
             raise MissingDependency(
-                "JaggedIds.to_torchrec needs TorchRec; install recsys[torchrec]"
+                "JaggedIds.to_torchrec needs TorchRec; pip install torchrec"
             ) from error
         return KeyedJaggedTensor(
             keys=self._keys, values=self._values, offsets=self._offsets, weights=self._weights

@@ -345,7 +345,7 @@ def _dense_steps(batch_size: int, precision: str) -> dict[str, Callable[[], None
         from torchrec.models import dlrm as torchrec_dlrm
     except ImportError as error:
         raise MissingDependency(
-            "bench step also measures TorchRec's modules; install recsys[torchrec]"
+            "bench step also measures TorchRec's modules; pip install torchrec"
         ) from error
     model = TrainConfig().model
     over_in = _over_in(model)

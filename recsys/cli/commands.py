@@ -38,7 +38,7 @@ _SET: Final[dict[str, Any]] = {
 
 def run(arguments: Sequence[str]) -> int:
     """As `recsys.cli.main`, with every option known."""
-    options = build_parser().parse_args(arguments)
+    options = _parse(arguments)
     try:
         if getattr(options, "json", None) is not None:
             require_place(options.json)  # before work that can take an hour
@@ -47,14 +47,33 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except (RecsysError, OSError) as error:
+    except RecsysError as error:
         print(f"recsys {options.command}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"recsys {options.command}: {reason}; name another place", file=sys.stderr)
         return 2
     return status
 
 
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; words that no option takes end the process, with those of the command."""
+    parser, commands = _build()
+    options, left = parser.parse_known_args(arguments)
+    if left:
+        keys = "; configuration keys are given by --set KEY=VALUE" if "set" in options else ""
+        commands[options.command].error(f"unrecognized arguments: {' '.join(left)}{keys}")
+    return options
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands and their options."""
+    return _build()[0]
+
+
+def _build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """That parser, and the parsers of the commands, by name."""
     parser, commands = outline()
     add_data_options(commands)
     add_table_options(commands)
@@ -62,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run_options(commands)
     add_predict_options(commands)
     add_bench_options(commands)
-    return parser
+    return parser, commands
 
 
 def _add_run_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] not in COMMANDS:
         parser, _ = outline()
-        parser.parse_args(given)  # prints help, the version, or what is wrong, and exits
+        if given and not given[0].startswith("-"):
+            close = difflib.get_close_matches(given[0], COMMANDS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "`recsys --help` lists the commands"
+            parser.error(f"there is no command {given[0]!r}; {hint}")
+        parser.parse_args(given or ["--help"])  # prints, and exits
     from recsys.cli.commands import run
 
     return run(given)

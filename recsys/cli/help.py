@@ -49,7 +49,7 @@ examples:
 
   recsys inspect clicks.csv > schema.toml
   recsys prepare table clicks.csv --schema schema.toml --out store
-  recsys train store --run run
+  recsys train store --run run --set optimizer.name=adagrad --set optimizer.lr=0.03
   recsys predict run clicks.csv --out scores.parquet
 
 `recsys COMMAND --help` lists the options of a command."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from recsys._support.sizes import parse_bytes
 from recsys.conversion.accelerated import (
@@ -44,8 +45,6 @@ from recsys.embeddings.tiers.cold.cold_files import open_cold_files
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    from torch import nn
 
     from recsys.embeddings.lookup.device_tables import AbstractTables
     from recsys.embeddings.popularity.plan import HotPlan
@@ -127,12 +126,14 @@ def accelerate(
         What was replaced, what was not and why, and what speed to expect; print it.
 
     Raises:
-        TypeError: `optimizer`, `plan` or `profile` has another type.
+        TypeError: `model`, `optimizer`, `plan` or `profile` has another type.
         BudgetTooSmall: the budget is smaller than the row maps.
         ProfileError: `plan` or `profile` is for other tables.
         ColdTierError: the folder cannot be used, or already has tables.
         ValueError: the model has nothing to replace, or something that cannot be replaced.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     optimizers = _as_tuple(optimizer)
     require_arguments(budget, plan, profile)
     found = find_replaceable(model)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Accelerated", "LeftAlone", "Replacement", "describe_outlook"]
 
+_FEW_TABLES = 4  # with so few, a step is not shorter in every case; see docs/benchmarks.md
 _NAMED = 3  # modules named in a list before it is shortened
 
 
@@ -110,15 +111,16 @@ def describe_outlook(updaters: Sequence[RowUpdater]) -> tuple[str, str]:
     num_groups = sum(each.num_groups for each in updaters)
     tables = "1 table is" if num_tables == 1 else f"{num_tables} tables are"
     calls = "1 kernel call" if num_groups == 1 else f"{num_groups} kernel calls"
-    speed = f"expect shorter steps: {tables} updated by {calls} a step"
+    shorter = "shorter steps" if num_tables > _FEW_TABLES else "hardly shorter steps"
+    speed = f"expect {shorter}: {tables} updated by {calls} a step"
     tiers = [each for updater in updaters for each in updater.tiers()]
     if not tiers:
         return f"all {total} are in fast memory", speed
     hot_bytes = format_bytes(sum(each.hot.num_bytes for each in tiers))
     place = "in memory" if all(each.files is None for each in tiers) else "in files"
-    speed += (
-        ", but rows that are not in fast memory must be fetched; "
-        "recsys.pipeline.TrainPipeline fetches them before their step"
+    speed = (
+        "expect longer steps: a budget saves fast memory, and rows that are not in it must be "
+        "fetched; recsys.pipeline.TrainPipeline fetches them before their step"
     )
     return f"{hot_bytes} of fast memory for {total}; the other rows are {place}", speed
 

@@ -57,6 +57,7 @@ _KEEP_EVERYTHING = {
     "observe": "nothing by observe, which only measures",
     "freeze_rows": "updates of stale rows by freeze_rows",
 }
+_LEARNED_LITTLE = 0.99  # the normalized entropy of the mean label is 1
 NO_METRICS = "no evaluation was made, or the run diverged"
 
 
@@ -150,6 +151,19 @@ def _describe_model(model: Mapping[str, Any]) -> str:
     return str(model["name"]) + (f", {interaction}" if interaction != "dot" else "")
 
 
+def _little_learned(metrics: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
+    """A hint, if predictions are hardly better than the mean label for every sample."""
+    test = metrics.get("test") or {}
+    entropy = test.get("normalized_entropy")
+    if entropy is None or entropy < _LEARNED_LITTLE:
+        return []
+    return [
+        "",
+        "Predictions are hardly better than the mean label for all (normalized entropy near 1).",
+        "Try --set optimizer.name=adagrad --set optimizer.lr=0.03, or more epochs.",
+    ]
+
+
 def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     """The text that `recsys train` prints at its end."""
     throughput = record["throughput"]
@@ -169,6 +183,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         lines += [f"{record['status']} at step {throughput['num_steps']:,}; measured so far:", ""]
     lines += [
         format_metrics(record["metrics"]),
+        *_little_learned(record["metrics"]),
         *format_best_auc(record["data"]),
         "",
         f"data                {record['data']['name']}, {record['data']['num_samples']:,} samples",

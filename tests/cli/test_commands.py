@@ -389,7 +389,47 @@ def test_help_version_and_unknown_commands_do_not_wait_for_pytorch(arguments):
     )
 
     assert "AssertionError" not in ended.stderr
-    assert ended.returncode == (0 if arguments and arguments[0].startswith("--") else 2)
+    assert ended.returncode == (2 if arguments == ["trian"] else 0)
+    if arguments == ["trian"]:
+        assert "there is no command 'trian'; did you mean 'train'?" in ended.stderr
+    elif arguments != ["--version"]:
+        assert "examples:" in ended.stdout
+
+
+def test_words_that_no_option_takes_are_told_by_the_command(capsys):
+    for arguments in (["train", "store", "--epochs", "3"], ["report", "run", "--epochs=3"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+
+    train, _, report = capsys.readouterr().err.partition("usage: recsys report")
+    assert train.startswith("usage: recsys train")
+    assert "unrecognized arguments: --epochs 3; configuration keys are given by --set" in train
+    assert "unrecognized arguments: --epochs=3\n" in report
+
+
+def test_errors_of_the_system_name_the_place(tmp_path, capsys):
+    (tmp_path / "file").touch()
+
+    assert run_cli("report", tmp_path / "file" / "run") == 2
+
+    assert "recsys report: " in capsys.readouterr().err
+
+
+def test_files_in_the_way_are_not_to_be_removed(tmp_path, small_settings, capsys):
+    mine = tmp_path / "clicks.csv"
+    mine.write_text("click,site\n0,a\n1,b\n")
+    schema = tmp_path / "schema.toml"
+    schema.write_text("label = 'click'\n[categorical.site]\n")
+
+    for command in (
+        ["train", "synthetic:criteo-kaggle", *small_settings, "--run", mine],
+        ["prepare", "table", mine, "--schema", schema, "--out", mine],
+    ):
+        assert run_cli(*command) == 2
+        told = capsys.readouterr().err
+        assert f"{mine} is a file; choose " in told
+        assert "remove" not in told
 
 
 @pytest.mark.parametrize("text", [EXAMPLES, TRAIN_EXAMPLES])

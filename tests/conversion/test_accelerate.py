@@ -67,7 +67,7 @@ def test_bags_are_found_at_any_depth_under_any_name():
         "HotColdEmbeddingBag: 3 tables of 15 rows at one, many.0, many.1.deep",
         "rows are updated in the step of SGD",
         "all 120 B of rows and state are in fast memory",
-        "expect shorter steps: 3 tables are updated by 1 kernel call a step",
+        "expect hardly shorter steps: 3 tables are updated by 1 kernel call a step",
     ]
 
 
@@ -181,7 +181,7 @@ REFUSED = {
     "momentum": (
         lambda model: sgd(model, momentum=0.9),
         r"table 'many\.0': torch\.optim\.SGD with momentum=0\.9 updates rows that were not looked "
-        r"up; leave it out; or: recsys\.accelerate\(model\) without optimizer=",
+        r"up; set momentum=0\.0; or: recsys\.accelerate\(model\) without optimizer=",
     ),
     "weight decay": (
         lambda model: torch.optim.Adagrad(model.parameters(), weight_decay=0.1),
@@ -543,3 +543,8 @@ def test_a_table_that_two_collections_share_binds_both_to_the_optimizer():
 
     with pytest.raises(ValueError, match=r"second\.embedding_bags\.b': all tables of a"):
         recsys.accelerate(model, optimizer=torch.optim.SGD(moved, lr=0.1))
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
+        recsys.accelerate("model")

@@ -85,5 +85,8 @@ def test_an_unknown_format_and_a_run_without_a_model_are_refused(run, tmp_path):
     with pytest.raises(ConfigError, match=r"must be one of .* got 'onnx'"):
         export_run(run, "onnx", tmp_path / "file")
     (tmp_path / "config.toml").touch()
+    with pytest.raises(ConfigError, match="its run has not ended"):
+        export_run(tmp_path, "torchrec", tmp_path / "file")
+    (tmp_path / "run.json").touch()
     with pytest.raises(ConfigError, match="the run saved no model"):
         export_run(tmp_path, "torchrec", tmp_path / "file")

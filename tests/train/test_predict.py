@@ -398,12 +398,14 @@ def test_what_cannot_be_predicted_is_refused_and_leaves_no_file(tmp_path, clicks
     out, file = tmp_path / "scores.parquet", tmp_path / "clicks.csv"
     bad = tmp_path / "bad.csv"
     bad.write_text(file.read_text() + "1,expensive,a,1,\n")
+    taken = tmp_path / "taken.parquet"
+    taken.touch()
     files = sorted(tmp_path.iterdir())
 
     with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
         predict_run(clicks, [file], out, batch_size=0)
-    with pytest.raises(AlreadyExists, match=r"clicks\.csv"):
-        predict_run(clicks, [file], file)
+    with pytest.raises(AlreadyExists, match=r"taken\.parquet exists already; choose"):
+        predict_run(clicks, [file], taken)
     with pytest.raises(FileNotFoundError, match=r"missing\.csv"):
         predict_run(clicks, [tmp_path / "missing.csv"], out)
     with pytest.raises(DatasetFormatError, match=r"bad\.csv, line 302.*'price'.*expensive"):
@@ -459,3 +461,9 @@ def test_a_file_does_not_give_histories(tmp_path):
     np.testing.assert_allclose(
         read(tmp_path / "scores.parquet")["score"], scores_of(tmp_path / "run"), rtol=1e-5
     )
+
+
+def test_predictions_want_the_name_of_a_parquet_file(clicks, tmp_path):
+    with pytest.raises(ConfigError, match=r"are a Parquet file; give a name in \.parquet, got"):
+        predict_run(clicks, [tmp_path / "clicks.csv"], tmp_path / "scores.csv")
+    assert not (tmp_path / "scores.csv").exists()

@@ -125,7 +125,8 @@ class PlainModel:
             self.logits(samples), torch.from_numpy(self.store.labels[samples]).float(),
             reduction="none",
         )  # fmt: skip
-        (losses * torch.from_numpy(self.store.weights[samples])).mean().backward()
+        weighted = losses * torch.from_numpy(self.store.weights[samples])
+        (weighted.sum() / BATCH_SIZE).backward()  # a smaller mini-batch counts by its share
         with torch.no_grad():
             for name, value in self.state.items():
                 value.sub_((lr if "embedding_bags" in name else dense_lr) * value.grad)

@@ -277,6 +277,15 @@ def test_a_run_told_to_saves_no_model_and_says_so_when_asked_for_it(small_config
         evaluate_run(tmp_path / "run")
 
 
+def test_a_run_that_was_killed_is_said_to_be_one_to_continue(small_config, tmp_path):
+    run(small_config(), tmp_path / "run")
+    (tmp_path / "run" / "run.json").unlink()  # as in a process that was killed before its end
+    (tmp_path / "run" / "model.safetensors").unlink()
+
+    with pytest.raises(ConfigError, match=r"its run has not ended; .*`recsys train --run .* --res"):
+        evaluate_run(tmp_path / "run")
+
+
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(small_config, tmp_path):
     def losses(name, seed):
         run(small_config(f"seed={seed}", "num_threads=1"), tmp_path / name)

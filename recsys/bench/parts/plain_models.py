@@ -132,7 +132,7 @@ def _torchrec() -> Any:
         import torchrec  # importing it takes seconds
     except ImportError as error:
         raise MissingDependency(
-            "bench models also measures TorchRec's collection; install recsys[torchrec]"
+            "bench models also measures TorchRec's collection; pip install torchrec"
         ) from error
     return torchrec
 

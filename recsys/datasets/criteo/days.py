@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from recsys._support.files import alone_in, require_files
+from recsys._support.files import alone_in, describe_taken, require_files
 from recsys._support.untrusted import is_count, is_text
 from recsys.datasets.criteo.flow import (
     CATEGORY_NAMES,
@@ -213,7 +213,7 @@ def _unfinished(store: Path) -> Iterator[tuple[GrowingFolder, dict[str, Any] | N
     folder = GrowingFolder(store.parent / f"{store.name}.unfinished")
     if store.exists():
         _clear_left_over(folder)
-        raise AlreadyExists(f"store {store} exists already; remove it or choose another folder")
+        raise AlreadyExists(f"{describe_taken(store)}; choose another folder for the store")
     if folder.path.exists() and not folder.path.is_dir():
         raise AlreadyExists(
             f"{folder.path} must be a folder or not exist, but is a file; move it away or choose "

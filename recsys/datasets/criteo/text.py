@@ -123,7 +123,7 @@ class _ZstText:
             import zstandard
         except ImportError as error:
             raise MissingDependency(
-                f"{raw.path} is a zst file, which needs zstandard; install recsys[zstd], or "
+                f"{raw.path} is a zst file, which needs zstandard; pip install zstandard, or "
                 "decompress the file"
             ) from error
         self._raw = raw

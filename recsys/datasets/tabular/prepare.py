@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from recsys._support.files import describe_taken
 from recsys.datasets.store import Store
 from recsys.datasets.store_features import Feature
 from recsys.datasets.store_writer import StoreWriter
@@ -182,7 +183,7 @@ def write_table(
             "[categorical], [multi] or [sequence]"
         )
     if store.exists():
-        raise AlreadyExists(f"store {store} exists already; remove it or choose another folder")
+        raise AlreadyExists(f"{describe_taken(store)}; choose another folder for the store")
     rules = None if like is None else read_rules(like)
     if like is not None and schema.history:
         warnings.warn(

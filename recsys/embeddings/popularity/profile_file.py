@@ -83,8 +83,8 @@ def read_profile(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
         if _is_array(file):
             raise _no_profile(file, "it is a single array") from error
         raise ProfileError(
-            f"{file} cannot be read as a profile ({error}): it is damaged or another file; make it "
-            f"again with `recsys profile STORE --out {file}`"
+            f"{file} cannot be read as a profile ({error}): it is damaged or another file; make "
+            "one by `recsys profile STORE --out PROFILE.npz`, and name that file"
         ) from error
     return meta, counts
 

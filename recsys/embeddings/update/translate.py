@@ -205,7 +205,10 @@ _RWS_ADAGRAD = Translation(
 def _require_off(name: str, settings: Mapping[str, Any]) -> None:
     for setting, wrong in _MUST_BE_OFF.items():
         if settings.get(setting):
-            raise ValueError(f"{name} with {setting}={settings[setting]} {wrong}; leave it out")
+            off = type(settings[setting])()
+            raise ValueError(
+                f"{name} with {setting}={settings[setting]} {wrong}; set {setting}={off}"
+            )
 
 
 def _reason_to_refuse(kind: type) -> str:

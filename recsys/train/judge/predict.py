@@ -83,7 +83,7 @@ def predict_run(
         data: One store; or files with the columns of the run's store that are features, in order,
             with or without the label. Other columns are not read. Files are encoded by the
             vocabularies of the run's store.
-        out: A new file.
+        out: A new file, with a name that ends in .parquet.
         batch_size: Samples per forward pass.
 
     Raises:
@@ -101,6 +101,8 @@ def predict_run(
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     out = Path(out)
+    if out.suffix != ".parquet":
+        raise ConfigError(f"predictions are a Parquet file; give a name in .parquet, got {out}")
     require_place(out)
     require_new(out)
     import_pyarrow()

@@ -7,6 +7,8 @@ from io import BytesIO
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from recsys.pipeline.stalls import stage_title
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
 
     from recsys.pipeline.timeline import Timeline
     from recsys.train.run_files.run_folder import RunFolder
@@ -352,14 +355,25 @@ def _count_samples(axis: Axes) -> None:
 def _smoothed(reports: Sequence[float | None]) -> list[float]:
     """For each report, the mean of itself and as many before as after it; nan where none has one.
 
-    Near an end there are fewer of them, so that a rising or falling curve is not bent there.
+    Near the start there are fewer of them, so that a curve that rises or falls there is not bent.
+    The last ones lie on the line that fits the end best: the curve does not end in a single report.
     """
-    found = []
-    for place in range(len(reports)):
-        width = min(_SMOOTHED, place, len(reports) - 1 - place)
-        known = [each for each in reports[place - width : place + width + 1] if each is not None]
-        found.append(sum(known) / len(known) if known else float("nan"))
-    return found
+    values = np.array([np.nan if each is None else each for each in reports])
+    places: NDArray[np.int64] = np.arange(len(values))
+    is_known = np.isfinite(values)
+    found = np.full(len(values), np.nan)
+    for place in range(len(values)):
+        width = min(_SMOOTHED, place, len(values) - 1 - place)
+        near = slice(place - width, place + width + 1)
+        if is_known[near].any():
+            found[place] = values[near][is_known[near]].mean()
+    end = slice(max(0, len(values) - 2 * _SMOOTHED - 1), None)
+    is_last = is_known & (places >= len(values) - _SMOOTHED)
+    x, y = places[end][is_known[end]], values[end][is_known[end]]
+    if is_last.any() and len(x) > _SMOOTHED:
+        slope, start = np.polyfit(x, y, 1)
+        found[is_last] = start + slope * places[is_last]
+    return [float(each) for each in found]
 
 
 def _line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -83,7 +83,9 @@ class RunFolder:
             AlreadyExists: the folder is not empty.
             ConfigError: it cannot be made, or not be written to.
         """
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not path.is_dir():
+            raise AlreadyExists(f"{path} is a file; choose a new folder with --run")
+        if path.exists() and any(path.iterdir()):
             raise AlreadyExists(
                 f"run folder {path} is not empty; remove it or choose another with --run, "
                 "or continue its run with --resume"
@@ -244,6 +246,11 @@ class RunFolder:
             ConfigError: there is no saved model.
         """
         if not self.model_file.is_file():
+            if self.config_file.is_file() and not self.record_file.is_file():
+                raise ConfigError(
+                    f"{self.path} has no {self.model_file.name} yet: its run has not ended; if it "
+                    f"was killed, continue it by `recsys train --run {self.path} --resume`"
+                )
             raise ConfigError(
                 f"{self.path} has no {self.model_file.name}: the run saved no model; "
                 "train with save_model = true and to the end"

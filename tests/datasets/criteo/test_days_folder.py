@@ -91,7 +91,7 @@ def test_an_existing_store_is_never_overwritten(days, tmp_path, unfinished):
     prepare(days, tmp_path / "store")
     before = contents(tmp_path / "store")
 
-    with pytest.raises(AlreadyExists, match="exists already; remove it or choose another"):
+    with pytest.raises(AlreadyExists, match="exists already; choose another"):
         prepare(days, tmp_path / "store")
 
     assert contents(tmp_path / "store") == before

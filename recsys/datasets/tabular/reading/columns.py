@@ -61,7 +61,7 @@ def import_pyarrow() -> Any:
         import pyarrow
     except ImportError as error:
         raise MissingDependency(
-            "tables need pyarrow, which is not installed; pip install 'recsys[table]'"
+            "tables need pyarrow, which is not installed; pip install pyarrow"
         ) from error
     return pyarrow
 
