@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -85,5 +86,7 @@ def _inspect(options: argparse.Namespace) -> int:
     guess = guess_schema(
         options.files, label=options.label, ignore=options.ignore, quote=options.quote
     )
+    for warning in guess.warnings:
+        warnings.warn(warning, stacklevel=2)
     print(guess.to_toml(), end="")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,12 @@ import tomli_w
 
 from recsys._support.untrusted import is_text
 from recsys.datasets.tabular.guessing.column_facts import ColumnFacts, measure_column
+from recsys.datasets.tabular.guessing.label_hints import (
+    LABEL_NAMES,
+    is_binary,
+    likely_labels,
+    no_label_note,
+)
 from recsys.datasets.tabular.reading.columns import import_pyarrow
 from recsys.datasets.tabular.reading.files import ParquetFile, find_files, open_file
 from recsys.datasets.tabular.reading.text_files import TextFile
@@ -29,7 +36,6 @@ _SAMPLE_ROWS = 100_000
 _SEQUENCE_LENGTH = 50
 _HISTORY_LENGTH = 20
 
-_LABELS = ("label", "click", "clicked", "is_click", "is_clicked", "target", "y", "converted")
 _RATINGS = ("rating", "ratings", "stars", "score")
 _USERS = ("user", "user_id", "userid", "uid", "customer_id", "visitor_id", "visitorid", "member_id")
 _SESSIONS = ("session", "session_id", "sessionid")
@@ -58,18 +64,21 @@ class Guess:
         reasons: Why, by column, in order of the file; for ignored columns, too.
         role_reasons: Why, by the key `label`, `group`, `timestamp` or `weight`.
         num_rows: Rows that were looked at.
+        warnings: What is probably wrong with the draft or the file, a sentence each.
     """
 
     schema: Schema
     reasons: dict[str, str]
     role_reasons: dict[str, str]
     num_rows: int
+    warnings: tuple[str, ...] = ()
 
     def to_toml(self) -> str:
-        """The schema as TOML, with a comment on each column."""
+        """The schema as TOML, with the warnings first and a comment on each column."""
         tree = self.schema.as_dict()
         tables = {name: tree.pop(name) for name in list(tree) if isinstance(tree[name], dict)}
-        lines = [
+        lines = [line for each in self.warnings for line in (*_as_comment(f"WARNING: {each}"), "")]
+        lines += [
             f"# A draft, guessed from the first {self.num_rows:,} rows. Check it, edit it "
             "(docs/tables.md lists",
             "# the keys), and run `recsys prepare table FILES --schema THIS.toml --out STORE`.",
@@ -148,7 +157,13 @@ def guess_schema(
         if not draft.reasons[each.name]:
             draft.give_kind(each)
     draft.complete(str(file.path), table)
-    return Guess(Schema.from_dict(draft.tree), draft.reasons, draft.role_reasons, table.num_rows)
+    return Guess(
+        Schema.from_dict(draft.tree),
+        draft.reasons,
+        draft.role_reasons,
+        table.num_rows,
+        tuple(draft.warnings),
+    )
 
 
 def _open(path: Path, quote: str) -> tuple[TextFile | ParquetFile, str]:
@@ -197,10 +212,12 @@ class _Draft:
         self.tree: dict[str, Any] = {}
         self.reasons: dict[str, str] = {}
         self.role_reasons: dict[str, str] = {}
+        self.warnings: list[str] = []
+        self._likely_labels: dict[str, str] = {}
 
     def give_roles(self, facts: dict[str, ColumnFacts], label: str) -> None:
         """Find label, column of the split, weight, timestamp and group."""
-        chosen = facts.get(label) or _first(facts, _LABELS, _is_binary)
+        chosen = facts.get(label) or _first(facts, LABEL_NAMES, is_binary)
         chosen = chosen or _first(facts, _RATINGS, lambda each: each.kind in ("integer", "number"))
         if chosen is not None:
             self._take_label(chosen, "named by --label" if label else "by its name")
@@ -226,6 +243,9 @@ class _Draft:
             self.reasons[session.name] = "sessions do not come again"  # no table for them
         elif user is not None:
             self._take("group", user, "by its name")
+        if "label" not in self.tree:
+            free = [each for each in facts.values() if not self.reasons[each.name]]
+            self._likely_labels = likely_labels(free)
 
     def give_kind(self, each: ColumnFacts) -> None:
         """Find the kind of a column that has no role but perhaps that of the group."""
@@ -269,10 +289,13 @@ class _Draft:
         if "label" not in tree:
             item = next((name for name in categorical if name.lower() in _ITEMS), "")
             if "group" not in tree or not item:
+                named = [f"{name!r} has {what}" for name, what in self._likely_labels.items()]
                 raise ConfigError(
-                    f"{path}: no column looks like a label; name it by --label COLUMN, or, if "
-                    "every row is a positive, write a schema with [negatives]"
+                    f"{path}: no column looks like a label; name it by --label COLUMN"
+                    f"{f' ({named[0]})' if named else ''}, or, if every row is a positive, write a "
+                    "schema with [negatives]"
                 )
+            self.warnings.append(no_label_note(self._likely_labels))
             tree["negatives"] = {"item": item, **self._take_item_columns(item, table)}
             if "timestamp" in tree or tree["group"].lower() in _SESSIONS:
                 tree["history"] = {"recent": {"of": item, "max_length": _HISTORY_LENGTH}}
@@ -287,7 +310,7 @@ class _Draft:
             self.reasons[each.name] = why
 
     def _take_label(self, each: ColumnFacts, why: str) -> None:
-        if not _is_binary(each):
+        if not is_binary(each):
             if each.kind not in ("integer", "number"):
                 raise ConfigError(
                     f"label {each.name!r} must hold 0 and 1, true and false, or numbers; found "
@@ -346,11 +369,6 @@ def _first(facts: dict[str, ColumnFacts], names: Sequence[str], fits: Any) -> Co
     return next((by_name[name] for name in names if name in by_name and fits(by_name[name])), None)
 
 
-def _is_binary(each: ColumnFacts) -> bool:
-    values = set(each.few_values)
-    return bool(values) and (values <= {"0", "1", "0.0", "1.0"} or values <= {"true", "false"})
-
-
 def _is_split(each: ColumnFacts) -> bool:
     known = {value for values in _PARTS.values() for value in values}
     return bool(each.few_values) and set(each.few_values) <= known
@@ -385,6 +403,11 @@ def _name_words(name: str) -> set[str]:
 
 def _words(each: ColumnFacts) -> str:
     return ", ".join(each.few_values)
+
+
+def _as_comment(text: str) -> list[str]:
+    """Lines of TOML comments."""
+    return [f"# {line}" for line in textwrap.wrap(text, 98, break_long_words=False)]
 
 
 def _times_words(form: str) -> str:
