@@ -146,7 +146,9 @@ def test_a_label_may_be_named_and_columns_ignored(tmp_path, capsys):
     assert guess.reasons["click"] == guess.reasons["title"] == "named by --ignore"
     with pytest.raises(ConfigError, match="has no column 'clicks'; its columns are 'row_id'"):
         guess_schema([path], label="clicks")
-    with pytest.raises(ConfigError, match="label 'site' must hold 0 and 1, true and false, or n"):
+    with pytest.raises(
+        ConfigError, match="label 'site' must hold 0 and 1, true and false, numbers, or two"
+    ):
         guess_schema([path], label="site")
     assert main(["inspect", str(path), "--label", "site"]) == 2
     assert "recsys inspect: label 'site' must hold" in capsys.readouterr().err

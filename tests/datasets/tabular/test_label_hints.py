@@ -4,6 +4,7 @@ import pytest
 
 from recsys.cli import main
 from recsys.datasets.tabular.guessing.guess import guess_schema
+from recsys.datasets.tabular.reading.files import TableFiles
 from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.errors import ConfigError
 
@@ -79,3 +80,40 @@ def test_an_error_without_a_label_names_a_column_that_may_be_it(tmp_path):
     path = write_csv(tmp_path, a=["x", "y", "y"], clicked=["yes", "no", "no"])
     with pytest.raises(ConfigError, match=r"--label COLUMN \('clicked' has values no, yes\), or"):
         guess_schema([path])
+
+
+@pytest.mark.parametrize(
+    ("values", "rule"),
+    [
+        (["No", "Yes", "No"], "== Yes"),
+        (["converted", "no", "no"], "== converted"),
+        (["buy", "not now", "buy"], "== not now"),
+        ([0, 0, 3], "> 0"),  # with ">= 0" every row would be a positive
+        ([1, 4, 5], ">= 4"),
+    ],
+)
+def test_a_rule_is_drafted_for_a_named_label(tmp_path, values, rule):
+    path = write_csv(tmp_path, **clicks(bought=values * 4))
+    guess = guess_schema([path], label="bought")
+    assert guess.schema.positive == rule
+    assert "guess" in guess.role_reasons["label"]
+    assert Schema.from_dict(tomllib.loads(guess.to_toml())) == guess.schema
+    assert {
+        row["bought"]
+        for batch in TableFiles([path], guess.schema).batches()
+        for row in batch.to_pylist()
+    } == {0, 1}
+
+
+@pytest.mark.parametrize("values", [["a", "b", "c"], ["'a'", "b", "b"], ["01", "x", "x"]])
+def test_no_rule_is_drafted_for_other_text(tmp_path, values):
+    path = write_csv(tmp_path, **clicks(bought=values * 4))
+    with pytest.raises(ConfigError, match=r'found values .* such as positive = "== yes"'):
+        guess_schema([path], label="bought")
+
+
+def test_a_drafted_rule_keeps_to_one_line(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('c,bought\nx,yes\nx,"n\no"\ny,yes\n')
+    with pytest.raises(ConfigError, match=r"found values 'n\\no', yes"):
+        guess_schema([path], label="bought")

@@ -120,6 +120,23 @@ def test_rules_for_positives(text, comparison, number):
     assert PositiveRule.parse(text) == PositiveRule(comparison=comparison, number=number)
 
 
+@pytest.mark.parametrize("text", ["yes", "not clicked", "J/N", "1a", "naïf", "= 1"])
+def test_a_rule_for_text(text):
+    assert PositiveRule.parse(f" == {text} ") == PositiveRule(comparison="==", text=text)
+
+
+@pytest.mark.parametrize("text", ["yes", ">= yes", "== ", "== nan", "== a\tb", "== inf"])
+def test_what_is_no_rule_for_text(text):
+    with pytest.raises(ConfigError, match=r'or == and text, such as "== yes"; got'):
+        PositiveRule.parse(text)
+
+
+@pytest.mark.parametrize("text", ['== "yes"', "== 'yes'"])
+def test_text_of_a_rule_has_no_quotes(text):
+    with pytest.raises(ConfigError, match="positive must be == and text without quotes"):
+        PositiveRule.parse(text)
+
+
 def test_shares_are_exact():
     split = FractionSplit(test=0.1, validation="1/3")
     assert (split.test_share * 10, split.validation_share * 3) == (1, 1)

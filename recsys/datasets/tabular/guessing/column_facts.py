@@ -32,6 +32,7 @@ class ColumnFacts:
         median: Median of the numbers.
         most: Highest number.
         few_values: The values as lower-case text if there are at most 10, sorted.
+        few_texts: These values as the sample has them, sorted.
         time_format: Key `timestamp_format` under which all values are times; None for no times.
         separator: The character that splits most of the text into repeated parts; else "".
         num_parts: Mean number of values of a list, or of parts of the text.
@@ -47,6 +48,7 @@ class ColumnFacts:
     median: float = 0.0
     most: float = 0.0
     few_values: tuple[str, ...] = ()
+    few_texts: tuple[str, ...] = ()
     time_format: str | None = None
     separator: str = ""
     num_parts: float = 0.0
@@ -85,8 +87,9 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     counts = array.value_counts()
     facts["num_distinct"] = len(counts)
     if len(counts) <= 10:
-        values = (str(each).lower() for each in counts.field("values").to_pylist())
-        facts["few_values"] = tuple(sorted(values))
+        texts = [str(each) for each in counts.field("values").to_pylist()]
+        facts["few_texts"] = tuple(sorted(texts))
+        facts["few_values"] = tuple(sorted(text.lower() for text in texts))
     if types.is_temporal(kind):
         return ColumnFacts(kind="time", time_format="", **facts)
     if types.is_boolean(kind):

@@ -13,9 +13,11 @@ from recsys._support.untrusted import is_text
 from recsys.datasets.tabular.guessing.column_facts import ColumnFacts, measure_column
 from recsys.datasets.tabular.guessing.label_hints import (
     LABEL_NAMES,
+    guess_positive,
     is_binary,
     likely_labels,
     no_label_note,
+    shown_values,
 )
 from recsys.datasets.tabular.reading.columns import import_pyarrow
 from recsys.datasets.tabular.reading.files import ParquetFile, find_files, open_file
@@ -311,14 +313,9 @@ class _Draft:
 
     def _take_label(self, each: ColumnFacts, why: str) -> None:
         if not is_binary(each):
-            if each.kind not in ("integer", "number"):
-                raise ConfigError(
-                    f"label {each.name!r} must hold 0 and 1, true and false, or numbers; found "
-                    f"{_words(each) or each.kind}; name another column"
-                )
-            self.tree["positive"] = f">= {each.median:g}"
-            why += "; the median is a guess of the rule"
-        self._take("label", each, f"{why}; values {_words(each)}" if each.few_values else why)
+            self.tree["positive"], sureness = guess_positive(each)
+            why += f"; {sureness}"
+        self._take("label", each, f"{why}; {shown_values(each)}" if each.few_values else why)
 
     def _add(self, kind: str, each: ColumnFacts, keys: dict[str, Any], why: str) -> None:
         if kind != "dense" and "." in each.name:  # which names of tables do not have

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from recsys.datasets.tabular.schemas.schema_parts import PositiveRule
+from recsys.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from recsys.datasets.tabular.guessing.column_facts import ColumnFacts
 
-__all__ = ["LABEL_NAMES", "is_binary", "likely_labels", "no_label_note", "shown_values"]
+__all__ = [
+    "LABEL_NAMES",
+    "guess_positive",
+    "is_binary",
+    "likely_labels",
+    "no_label_note",
+    "shown_values",
+]
 
 LABEL_NAMES = ("label", "click", "clicked", "is_click", "is_clicked", "target", "y", "converted")
 _MOST_NAMED = 5
 _MOST_LETTERS = 20
 _YES_OR_NO = ({"yes", "no"}, {"y", "n"}, {"t", "f"})
+_YES = {"yes", "y", "t", "true", "pos", "positive", "click", "clicked", "converted"}
 _TWO_VALUES = ({"0", "1"}, {"0.0", "1.0"}, {"false", "true"}, *_YES_OR_NO)
 
 
@@ -22,6 +33,36 @@ def is_binary(each: ColumnFacts) -> bool:
     """Whether a column holds 0 and 1, or true and false, or one of the two."""
     values = set(each.few_values)
     return bool(values) and (values <= {"0", "1", "0.0", "1.0"} or values <= {"true", "false"})
+
+
+def guess_positive(each: ColumnFacts) -> tuple[str, str]:
+    """The key `positive` for a label that is not 0 and 1, and a word on how sure the guess is.
+
+    Raises:
+        ConfigError: its values are neither numbers nor two texts.
+    """
+    if each.kind in ("integer", "number"):
+        # With ">= MEDIAN", every row would be a positive where the median is the least value.
+        comparison = ">" if each.least == each.median < each.most else ">="
+        return f"{comparison} {each.median:g}", "the median is a guess of the rule"
+    rules = [f"== {text}" for text in each.few_texts]
+    if each.kind == "text" and len(rules) == 2 and all(map(_is_text_rule, rules, each.few_texts)):
+        for rule, text in zip(rules, each.few_texts, strict=True):
+            if text.lower() in _YES:
+                return rule, "the rule is a guess"
+        return rules[1], "the rule is a guess: either text may be the positive one"
+    raise ConfigError(
+        f"label {each.name!r} must hold 0 and 1, true and false, numbers, or two texts; found "
+        f"{shown_values(each) if each.num_distinct > 0 else each.kind}; name another column, or "
+        'write a schema with label and a rule for text, such as positive = "== yes"'
+    )
+
+
+def _is_text_rule(rule: str, text: str) -> bool:
+    try:
+        return PositiveRule.parse(rule).text == text
+    except ConfigError:
+        return False
 
 
 def likely_labels(facts: Iterable[ColumnFacts]) -> dict[str, str]:

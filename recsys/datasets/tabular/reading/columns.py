@@ -364,6 +364,18 @@ def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
     arrow = import_pyarrow()
     import pyarrow.compute as pc
 
+    if rule is not None and rule.text:
+        if array.null_count == len(array):
+            return arrow.nulls(len(array), arrow.int8())
+        if not arrow.types.is_string(array.type):
+            rule_of_text = f"must be text, as positive is {f'== {rule.text}'!r}"
+            raise _Fault(
+                None,
+                rule_of_text,
+                "leave out positive for 0, 1, true and false, or set "
+                'it to a rule for numbers, such as ">= 4"',
+            )
+        return pc.equal(array, rule.text).cast(arrow.int8())
     if rule is not None:
         way_out = "correct it, or leave the row out"
         number = _cast(array, arrow.float64(), "must be a number", way_out)
@@ -384,7 +396,7 @@ def _label(array: pa.Array, rule: PositiveRule | None) -> pa.Array:
     _require(
         pc.greater_equal(label, 0),
         "a label must be 0, 1, true or false",
-        'correct it, or set positive to a rule such as ">= 4"',
+        'correct it, or set positive to a rule, such as ">= 4" for numbers or "== yes" for text',
     )
     return label
 

@@ -295,6 +295,7 @@ def _arrow_type(name: str, schema: Schema) -> Any:
         return arrow.float64()
     if isinstance(column, ValueColumn) and column.values == "integer":
         return arrow.int64()
-    if name == schema.label and schema.positive:
+    rule = schema.positive_rule
+    if name == schema.label and rule is not None and not rule.text:
         return arrow.float64()
     return arrow.string()

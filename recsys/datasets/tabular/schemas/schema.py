@@ -107,8 +107,8 @@ class Schema:
 
     Attributes:
         label: Column of labels; empty: every row is a positive, and `negatives` is required.
-        positive: Rule that makes 0/1 of a number, such as ">= 4"; empty: values are 0/1 or
-            true/false.
+        positive: Rule that makes 0/1 of a number, such as ">= 4", or of text, such as "== yes";
+            empty: values are 0/1 or true/false.
         group: Column of groups, such as users; may also be a categorical column. Empty for none.
         timestamp: Column of times; empty for none. They become int64 seconds since 1970.
         timestamp_format: "ms", "us" or "ns" for numbers that are not seconds; or the form of text
@@ -433,7 +433,7 @@ def _check_history(schema: Schema) -> None:
 def _check_label(schema: Schema) -> None:
     if schema.positive:
         if not schema.label:
-            raise ConfigError("positive needs the key label, a column of numbers")
+            raise ConfigError("positive needs the key label, a column of numbers or text")
         PositiveRule.parse(schema.positive)
     negatives = schema.negatives
     if negatives is None:

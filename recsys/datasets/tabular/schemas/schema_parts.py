@@ -14,7 +14,7 @@ from typing import Any
 
 from recsys._support.config_fields import check_fields
 from recsys._support.config_fields import key as _key
-from recsys._support.untrusted import is_finite_number
+from recsys._support.untrusted import is_finite_number, is_text
 from recsys.errors import ConfigError
 
 __all__ = [
@@ -38,38 +38,49 @@ __all__ = [
 
 TIME_UNITS = {"ms": 10**3, "us": 10**6, "ns": 10**9}  # ticks of a second
 _MOST_ROWS = 2**31 - 1  # rows are int32 in the store
-_RULE = re.compile(r"\s*(==|>=|<=|>|<)\s*(\S+)\s*")
+_RULE = re.compile(r"\s*(==|>=|<=|>|<)\s*(\S.*?)\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositiveRule:
-    """What makes a 0/1 label of a number, such as ">= 4".
+    """What makes a 0/1 label of a number, such as ">= 4", or of text, such as "== yes".
 
     Attributes:
-        comparison: One of ==, >=, >, <=, <.
-        number: The number on its right.
+        comparison: One of ==, >=, >, <=, <; == for text.
+        number: The number on its right; 0.0 for text.
+        text: The text on its right, which a positive label equals letter by letter; empty for a
+            number.
     """
 
     comparison: str
-    number: float
+    number: float = 0.0
+    text: str = ""
 
     @classmethod
     def parse(cls, text: str) -> PositiveRule:
         """Read a rule.
 
         Raises:
-            ConfigError: it is not a comparison and a number.
+            ConfigError: it is neither a comparison and a number, nor == and text.
         """
         match = _RULE.fullmatch(text)
+        comparison, value = match.groups() if match else ("", "nan")
         try:
-            number = float(match[2]) if match else float("nan")
+            number = float(value)
         except ValueError:
+            if value[0] in "\"'":
+                raise ConfigError(
+                    f'positive must be == and text without quotes, such as "== yes"; got {text!r}'
+                ) from None
+            if comparison == "==" and is_text(value):
+                return cls(comparison=comparison, text=value)
             number = float("nan")
-        if match is None or not is_finite_number(number):
+        if not is_finite_number(number):
             raise ConfigError(
-                f'positive must be ==, >=, >, <= or < and a number, such as ">= 4"; got {text!r}'
+                'positive must be ==, >=, >, <= or < and a number, such as ">= 4", or == and text, '
+                f'such as "== yes"; got {text!r}'
             )
-        return cls(comparison=match[1], number=number)
+        return cls(comparison=comparison, number=number)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,75 @@
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from recsys.datasets import Store, prepare_table, write_store
+from recsys.datasets.tabular.encoding.file_encoder import Encoder
+from recsys.datasets.tabular.schemas.schema import Schema
+from recsys.errors import DatasetFormatError
+
+pytest.importorskip("pyarrow")
+
+LABELS = ["yes", "no", "Yes", "no", "yes", "not yet"]
+SCHEMA = Schema.from_dict(
+    {"label": "bought", "positive": "== yes", "categorical": {"c": {}}, "split": {"test": "1/6"}}
+)
+
+
+def rows(**columns):
+    return pd.DataFrame({"c": ["a", "b"] * 3, "bought": LABELS, **columns})
+
+
+def write_file(frame, path):
+    frame.to_csv(path, index=False) if path.suffix == ".csv" else frame.to_parquet(path)
+    return path
+
+
+def labels_of(store):
+    found = Store(store)
+    return found.read(np.arange(found.num_samples)).labels.tolist()
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "frame", "category"])
+def test_text_labels_are_made_0_and_1_by_a_rule(tmp_path, kind):
+    if kind in ("csv", "parquet"):
+        prepare_table([write_file(rows(), tmp_path / f"a.{kind}")], tmp_path / "store", SCHEMA)
+    else:
+        frame = rows().astype({"bought": "category"}) if kind == "category" else rows()
+        write_store(frame, SCHEMA, tmp_path / "store")
+    assert labels_of(tmp_path / "store") == [1, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_store_like_one_with_text_labels(tmp_path, kind):
+    write_store(rows(), SCHEMA, tmp_path / "store")
+    file = write_file(rows(bought=["no", "yes"] * 3), tmp_path / f"new.{kind}")
+    prepare_table([file], tmp_path / "like", like=tmp_path / "store")
+    assert labels_of(tmp_path / "like") == [0, 1] * 3
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("bought", "expected"),
+    [(["no", "yes", None] * 2, [0, 1, -1] * 2), ([None] * 6, [-1] * 6), ([np.nan] * 6, [-1] * 6)],
+)
+def test_rows_to_predict_may_lack_text_labels(tmp_path, kind, bought, expected):
+    write_store(rows(), SCHEMA, tmp_path / "store")
+    file = write_file(rows(bought=bought), tmp_path / f"new.{kind}")
+    with Encoder(tmp_path / "store") as encoder:
+        (batch,) = encoder.open_files([file]).batches()
+        assert encoder.encode(batch).labels.tolist() == expected
+
+
+@pytest.mark.parametrize("values", [[True, False] * 3, [1, 0] * 3, [1.5, 0.0] * 3])
+def test_a_rule_for_text_refuses_other_labels(tmp_path, values):
+    message = "column 'bought': must be text, as positive is '== yes', got "
+    with pytest.raises(DatasetFormatError, match=re.escape(message)):
+        write_store(rows(bought=values), SCHEMA, tmp_path / "store")
+
+
+def test_text_labels_without_a_rule_are_told_of_it(tmp_path):
+    schema = Schema.from_dict({"label": "bought", "categorical": {"c": {}}})
+    with pytest.raises(DatasetFormatError, match=r'got \'yes\'; .* or "== yes" for text'):
+        write_store(rows(), schema, tmp_path / "store")
