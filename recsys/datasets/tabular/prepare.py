@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm import tqdm
 
 from recsys._support.files import describe_taken
@@ -31,7 +32,7 @@ from recsys.datasets.tabular.encoding.file_encoder import (
     read_rules,
     read_schema,
 )
-from recsys.datasets.tabular.encoding.row_encoder import PART, RowEncoder, new_numbers
+from recsys.datasets.tabular.encoding.row_encoder import LABEL, PART, RowEncoder, new_numbers
 from recsys.datasets.tabular.reading.files import TableFiles
 from recsys.datasets.tabular.schemas.schema_parts import ColumnSplit
 from recsys.datasets.tabular.store_parts.part_writer import PartWriter
@@ -243,6 +244,26 @@ def _new_writer(store: Path, schema: Schema) -> StoreWriter:
     )
 
 
+def _warn_of_one_label(rows: SpooledRows) -> None:
+    """Warn if all labels of the training part are 0, or all are 1."""
+    name = rows.schema.label
+    if not name:
+        return
+    num_rows = num_positives = 0
+    for block in rows.blocks(TRAIN, [LABEL]):
+        num_rows += len(block.rows)
+        num_positives += int(np.count_nonzero(np.asarray(block.columns[LABEL])))
+        if 0 < num_positives < num_rows:
+            return
+    if num_rows > 1:
+        warnings.warn(
+            f"label {name!r} is {int(num_positives > 0)} in all {num_rows:,} rows of the training "
+            "part, and a model cannot learn from one value; check the column, and the keys "
+            "positive and split",
+            stacklevel=2,
+        )
+
+
 def _write(
     rows: SpooledRows,
     numbers: dict[str, Numbers | HashedRows],
@@ -259,6 +280,7 @@ def _write(
                 f"the training part has none of {len(rows.codes)} rows; change [split]"
             )
         (writer.folder / "vocabulary").mkdir()
+        _warn_of_one_label(rows)
         maker = learn_rows(rows, numbers, writer.folder)
     else:
         maker = rules.maker

@@ -117,3 +117,11 @@ def test_a_drafted_rule_keeps_to_one_line(tmp_path):
     path.write_text('c,bought\nx,yes\nx,"n\no"\ny,yes\n')
     with pytest.raises(ConfigError, match=r"found values 'n\\no', yes"):
         guess_schema([path], label="bought")
+
+
+@pytest.mark.parametrize(("name", "value"), [("label", "0"), ("label", "true"), ("rating", "5")])
+def test_a_label_of_one_value_is_warned_of(tmp_path, name, value):
+    guess = guess_schema([write_csv(tmp_path, **clicks(**{name: [value] * 12}))])
+    (warning,) = guess.warnings
+    assert warning.startswith(f"label {name!r} has one value in the first 12 rows, {value}, and a")
+    assert guess.to_toml().startswith(f"# WARNING: label {name!r} has one value")

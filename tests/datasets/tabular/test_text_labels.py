@@ -73,3 +73,17 @@ def test_text_labels_without_a_rule_are_told_of_it(tmp_path):
     schema = Schema.from_dict({"label": "bought", "categorical": {"c": {}}})
     with pytest.raises(DatasetFormatError, match=r'got \'yes\'; .* or "== yes" for text'):
         write_store(rows(), schema, tmp_path / "store")
+
+
+@pytest.mark.parametrize(("positive", "label"), [("== yse", 0), ("== no", 1)])
+def test_one_label_in_the_training_part_is_warned_of(tmp_path, positive, label):
+    schema = Schema.from_dict(SCHEMA.as_dict() | {"positive": positive})
+    frame = rows(bought=["no"] * 5 + ["yes"])  # the last row is for test
+    message = f"label 'bought' is {label} in all 5 rows of the training part, and a model cannot"
+    with pytest.warns(UserWarning, match=message):
+        write_store(frame, schema, tmp_path / "store")
+    write_store(frame[:3], None, tmp_path / "like", like=tmp_path / "store")  # nothing is learned
+
+
+def test_both_labels_in_the_training_part_are_not_warned_of(tmp_path):
+    write_store(rows(bought=["yes"] * 4 + ["no"] * 2), SCHEMA, tmp_path / "store")

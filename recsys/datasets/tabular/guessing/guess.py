@@ -315,6 +315,12 @@ class _Draft:
         if not is_binary(each):
             self.tree["positive"], sureness = guess_positive(each)
             why += f"; {sureness}"
+        if each.num_distinct == 1 and self.num_rows > 1:
+            self.warnings.append(
+                f"label {each.name!r} has one value in the first {self.num_rows:,} rows, "
+                f"{each.few_texts[0]}, and a model cannot learn from one value; check the column, "
+                "or name another by --label COLUMN"
+            )
         self._take("label", each, f"{why}; {shown_values(each)}" if each.few_values else why)
 
     def _add(self, kind: str, each: ColumnFacts, keys: dict[str, Any], why: str) -> None:
