@@ -21,7 +21,7 @@ from recsys.datasets.tabular.guessing.label_hints import (
 )
 from recsys.datasets.tabular.reading.columns import import_pyarrow
 from recsys.datasets.tabular.reading.files import ParquetFile, find_files, open_file
-from recsys.datasets.tabular.reading.text_files import TextFile
+from recsys.datasets.tabular.reading.text_files import DELIMITERS, TextFile
 from recsys.datasets.tabular.schemas.schema import Schema, check_delimiter
 from recsys.datasets.tabular.store_parts.item_values import columns_of_items
 from recsys.errors import ConfigError, DatasetFormatError
@@ -173,7 +173,7 @@ def _open(path: Path, quote: str) -> tuple[TextFile | ParquetFile, str]:
     file = open_file(path, quote=quote)
     if isinstance(file, TextFile):
         header = file.delimiter.join(file.column_names)
-        best = max((file.delimiter, "\t", ";", "|", ","), key=header.count)
+        best = max((file.delimiter, *DELIMITERS), key=header.count)
         if header.count(best) > header.count(file.delimiter):
             return TextFile(path, best, quote), best
     return file, ""

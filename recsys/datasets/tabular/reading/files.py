@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from recsys._support.files import require_files
 from recsys.datasets.tabular.reading.columns import conform, import_pyarrow
 from recsys.datasets.tabular.reading.hashing_file import HashingFile
-from recsys.datasets.tabular.reading.text_files import TEXT_SUFFIXES, TextFile
+from recsys.datasets.tabular.reading.text_files import DELIMITERS, TEXT_SUFFIXES, TextFile
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
@@ -321,6 +321,21 @@ def _kind(path: Path) -> str:
     return "text" if suffixes and suffixes[-1] in TEXT_SUFFIXES else ""
 
 
+def _hint_of_delimiter(file: TextFile | ParquetFile) -> str:
+    """How to read a text file whose first line was not split; empty for other files."""
+    if not isinstance(file, TextFile) or len(file.column_names) != 1:
+        return ""
+    header = file.column_names[0]
+    best = max(DELIMITERS, key=header.count)
+    if best not in header:
+        return ""
+    shown = "\\t" if best == "\t" else best
+    return (
+        f'its first line has no {file.delimiter!r} but has {best!r}: set delimiter = "{shown}" in '
+        "the schema"
+    )
+
+
 def _check_columns(
     file: TextFile | ParquetFile,
     columns: Sequence[str],
@@ -329,8 +344,10 @@ def _check_columns(
 ) -> None:
     for name in columns:
         if name not in file.column_names:
-            close = difflib.get_close_matches(name, file.column_names, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "correct the schema"
+            hint = _hint_of_delimiter(file)
+            if not hint:
+                close = difflib.get_close_matches(name, file.column_names, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else "correct the schema"
             shown = ", ".join(map(repr, file.column_names[:30]))
             raise DatasetFormatError(f"{file.path} must have column {name!r}, has {shown}; {hint}")
     for name in optional:
