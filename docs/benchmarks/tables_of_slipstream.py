@@ -76,8 +76,13 @@ def _more_time(row: Mapping[str, Any] | None) -> str:
     return f"{found} ({100 * (row['low'] - 1):.1f} to {100 * (row['high'] - 1):.1f})"
 
 
-def skipping_table(file: str) -> str:
-    """Every policy and share: what it skips and what it costs, compared with none."""
+def skipping_table(file: str, *, has_times: bool = True) -> str:
+    """Every policy and share: what it skips and what it costs, compared with none.
+
+    Args:
+        file: Of results.
+        has_times: Whether nothing ran beside the cells, so that their times can be compared.
+    """
     record = read_record(file)
     means, paired = means_of(record), paired_with(record, record["config"]["baseline"])
     lines = []
@@ -88,9 +93,10 @@ def skipping_table(file: str) -> str:
             share,
             _left_out(record, variation),
             format_number("num_trained", means[variation, "num_trained"]),
-            format_number("train_time", means[variation, "train_time"]),
-            _speedup(paired.get((variation, "train_time", "ratio"))),
         ]
+        if has_times:
+            line.append(format_number("train_time", means[variation, "train_time"]))
+            line.append(_speedup(paired.get((variation, "train_time", "ratio"))))
         for metric in _QUALITY:
             entry = paired.get((variation, metric, "difference"))
             line.append(
@@ -99,8 +105,9 @@ def skipping_table(file: str) -> str:
                 else difference(entry)
             )
         lines.append(line)
-    header = ["policy", "share", "left out", "samples trained on", "seconds of training"]
-    header += ["times faster (95 %)", "test AUC", "logloss", "normalized entropy", "calibration"]
+    header = ["policy", "share", "left out", "samples trained on"]
+    header += ["seconds of training", "times faster (95 %)"] if has_times else []
+    header += ["test AUC", "logloss", "normalized entropy", "calibration"]
     caption = caption_of(record) + (
         " The line of none has its values, the other lines the differences from them in pairs of "
         "equal seeds: mean (95 % interval by Student's t)."
@@ -168,8 +175,13 @@ def late_table(file: str) -> str:
     )
 
 
-def random_table(file: str) -> str:
-    """Every policy compared with dropping random samples at the same share."""
+def random_table(file: str, *, has_times: bool = True) -> str:
+    """Every policy compared with dropping random samples at the same share.
+
+    Args:
+        file: Of results.
+        has_times: As for `skipping_table`.
+    """
     record = read_record(file)
     measured = measured_in(record)
     lines = []
@@ -179,14 +191,16 @@ def random_table(file: str) -> str:
         if variation == control or control not in measured:
             continue
         paired = paired_with(record, control)
-        line = [policy, share, _speedup(paired.get((variation, "train_time", "ratio")))]
+        line = [policy, share]
+        if has_times:
+            line.append(_speedup(paired.get((variation, "train_time", "ratio"))))
         line += [difference(paired[variation, metric, "difference"]) for metric in _QUALITY]
         lines.append(line)
     caption = (
         "Each policy less random dropping at the same share, in pairs of equal seeds: mean (95 % "
         "interval by Student's t)."
     )
-    header = ["policy", "share", "times faster (95 %)"]
+    header = ["policy", "share", *(["times faster (95 %)"] if has_times else [])]
     header += ["test AUC", "logloss", "normalized entropy", "calibration"]
     return markdown(caption, header, lines)
 
