@@ -207,6 +207,14 @@ def test_a_column_without_a_printable_name_is_not_read(tmp_path):
     assert Schema.from_dict(tomllib.loads(guess.to_toml())) == guess.schema
 
 
+def test_a_column_without_a_name_is_listed_once(tmp_path):
+    path = write_csv(tmp_path, {"": [0, 1, 2], "label": [0, 1, 1], "c": ["a", "b", "b"]})
+    text = guess_schema([path]).to_toml()
+    assert "\n#   a column without a name, as `to_csv` writes the index of a frame\n" in text
+    assert text.count("without a name") == 1
+    assert "''" not in text
+
+
 def test_numbers_too_large_for_dates_are_only_numbers(tmp_path):
     columns = {"label": [0, 1], "day": ["inf", "1"], "c": [2**62, 5]}
     guess = guess_schema([write_csv(tmp_path, columns)])

@@ -37,6 +37,7 @@ __all__ = ["Guess", "guess_schema"]
 _SAMPLE_ROWS = 100_000
 _SEQUENCE_LENGTH = 50
 _HISTORY_LENGTH = 20
+_UNNAMED = "a column without a name, as `to_csv` writes the index of a frame"
 
 _RATINGS = ("rating", "ratings", "stars", "score")
 _USERS = ("user", "user_id", "userid", "uid", "customer_id", "visitor_id", "visitorid", "member_id")
@@ -93,10 +94,13 @@ class Guess:
         ignored = [name for name in self.reasons if name not in read]
         if ignored:
             lines += ["", "# Not read:"]
-            lines += [f"#   {name!r}: {self.reasons[name]}" for name in ignored]
+            lines += [
+                f"#   {f'{name!r}: ' if name else ''}{self.reasons[name]}" for name in ignored
+            ]
         for kind, columns in tables.items():
             if kind in ("split", "negatives"):
-                why = self.reasons.get(columns.get("column", ""), "")
+                column = columns.get("column", "")
+                why = self.reasons[column] if column else ""
                 lines += ["", *([f"# {why}"] if why else []), _dump({kind: columns})]
                 continue
             for name, keys in columns.items():
@@ -147,7 +151,9 @@ def guess_schema(
     facts = {}
     for name in file.column_names:
         draft.reasons[name] = "named by --ignore"
-        if not name or not is_text(name):
+        if not name:
+            draft.reasons[name] = _UNNAMED
+        elif not is_text(name):
             draft.reasons[name] = "its name is not printable text"
         elif name.startswith("/"):
             draft.reasons[name] = "its name begins with a slash"
