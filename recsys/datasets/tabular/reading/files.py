@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ParquetFile", "SourceFile", "TableFiles", "find_files", "open_file"]
 
 _PARQUET_SUFFIXES = (".parquet", ".pq")
+_SPREADSHEET_SUFFIXES = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods")
 _BATCH_ROWS = 65_536
 _LARGE_GROUP_BYTES = 256 << 20
 _BUFFER_BYTES = 1 << 20
@@ -298,6 +299,10 @@ def open_file(path: Path, delimiter: str = "", quote: str = '"') -> TextFile | P
         return ParquetFile(path)
     if kind == "text":
         return TextFile(path, delimiter, quote)
+    if path.suffix.lower() in _SPREADSHEET_SUFFIXES:
+        raise ConfigError(
+            f"{path}: a table must be CSV, TSV or Parquet, not a spreadsheet; save it as CSV"
+        )
     raise ConfigError(
         f"{path}: the name of a table must end in .csv, .tsv or .txt (.gz or .zst may follow), "
         ".parquet or .pq; rename it"

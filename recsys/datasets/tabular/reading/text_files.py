@@ -34,6 +34,7 @@ _QUOTES_WAY_OUT = (
     'double each quote that belongs to a value; or, if quotes enclose no field, set quote = "" in '
     'the schema (recsys inspect: --quote "")'
 )
+_UTF8_WAY_OUT = "convert the file, such as by `iconv -f latin1 -t utf-8 OLD > NEW` if it is Latin-1"
 
 
 class TextFile:
@@ -64,7 +65,7 @@ class TextFile:
             "".join(header).encode()
         except UnicodeEncodeError:
             raise DatasetFormatError(
-                f"{path}, line 1: column names must be UTF-8; convert the file to UTF-8"
+                f"{path}, line 1: column names must be UTF-8; {_UTF8_WAY_OUT}"
             ) from None
         repeated = sorted({name for name in header if header.count(name) > 1})
         if repeated:
@@ -221,6 +222,8 @@ class TextFile:
             rule = "a number" if value[1] == "double" else "an integer of 64 bits"
             way_out = "correct it, name it in missing_values, or change the schema"
             text = f"must be {rule}, got {value[2][:60]!r}; {way_out}"
+        elif "invalid UTF8" in text:
+            text = f"the text is not UTF-8; {_UTF8_WAY_OUT}"
         else:
             text = text.removeprefix("CSV parse error: ").removeprefix("CSV conversion error ")
             text = f"{text[:200]}; correct the line"
