@@ -288,3 +288,26 @@ def test_names_that_a_schema_refuses(tmp_path):
         "user_id": {"values": "integer"},
     }
     assert guess.reasons["/label"] == "its name begins with a slash"
+
+
+@pytest.mark.parametrize(
+    ("values", "form"),
+    [
+        (["9,87", "2,34", "12", "-0,5"], "a decimal comma"),
+        (["1.234,50", "2,5", "1 000,25"], "a decimal comma"),
+        (["$9.87", "$2", "-$1,000.50"], "a currency sign"),
+        (["9,87 €", "2,34€"], "a currency sign"),
+        (["9,87", "n/a", *["1,5"] * 9], "a decimal comma"),
+        (["1,2,3", "4,5", "1"], ""),
+        (["a,b", "1,5"], ""),
+        (["A1", "B2"], ""),
+        (["US$", "$"], ""),
+    ],
+)
+def test_numbers_that_are_read_as_text_are_pointed_out(tmp_path, values, form):
+    columns = {"label": [0, 1] * len(values), "price": values * 2}
+    guess = guess_schema([write_csv(tmp_path, columns, ";")])
+    hint = f"; looks like numbers with {form}: write them as 9.87 to have a dense feature"
+    assert guess.reasons["price"].endswith(hint) == bool(form)
+    assert ("looks like" in guess.to_toml()) == bool(form)
+    assert not guess.schema.dense

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 __all__ = ["ColumnFacts", "measure_column"]
 
 _SEPARATORS = "|;, "
+_DECIMAL_COMMA = r"^[+-]?([0-9]+|[0-9]{1,3}([. ][0-9]{3})+)(,[0-9]+)?$"
+_WITH_CURRENCY = r"^[+-]?(\p{Sc}\s?[+-]?[0-9][0-9.,]*|[0-9][0-9.,]*\s?\p{Sc})$"
 _LAST_SECONDS = 1_990_010_100  # in 2033; the digits are those of a date
 
 
@@ -37,6 +39,8 @@ class ColumnFacts:
         separator: The character that splits most of the text into repeated parts; else "".
         num_parts: Mean number of values of a list, or of parts of the text.
         element_kind: For lists and split text: "integer" or "text", or "other".
+        number_form: How numbers are written that text probably is: "a decimal comma" or "a currency
+            sign"; else "".
     """
 
     name: str
@@ -53,6 +57,7 @@ class ColumnFacts:
     separator: str = ""
     num_parts: float = 0.0
     element_kind: str = ""
+    number_form: str = ""
 
 
 def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
@@ -96,7 +101,8 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
         return ColumnFacts(kind="bool", **facts)
     if types.is_string(kind):
         facts["time_format"] = "" if _is_iso(array) else None
-        return ColumnFacts(kind="text", **facts, **_split_facts(array))
+        form = _number_form(array)
+        return ColumnFacts(kind="text", number_form=form, **facts, **_split_facts(array))
     numbers = array.cast(arrow.float64(), safe=False)
     facts["least"], facts["most"] = pc.min_max(numbers).as_py().values()
     facts["median"] = pc.quantile(numbers)[0].as_py()
@@ -149,6 +155,18 @@ def _time_format(array: pa.Array, least: float, most: float) -> str | None:
     if import_pyarrow().types.is_integer(array.type):
         return date_form(array) or None
     return None
+
+
+def _number_form(array: pa.Array) -> str:
+    """How at least 9 of 10 texts write numbers; a comma is in half of them if it is decimal."""
+    import pyarrow.compute as pc
+
+    def share(pattern: str) -> float:
+        return float(pc.mean(pc.match_substring_regex(array, pattern)).as_py())
+
+    if share(_WITH_CURRENCY) >= 0.9:
+        return "a currency sign"
+    return "a decimal comma" if share(_DECIMAL_COMMA) >= 0.9 and share(",") >= 0.5 else ""
 
 
 def _split_facts(array: pa.Array) -> dict[str, Any]:

@@ -285,6 +285,11 @@ class _Draft:
         else:
             what = "true (1) or false (0)" if each.kind == "bool" else "text"
             self._add("categorical", each, keys, f"{what}, {facts}")
+        if each.number_form:
+            self.reasons[each.name] += (
+                f"; looks like numbers with {each.number_form}: write them as 9.87 to have a dense "
+                "feature"
+            )
 
     def complete(self, path: str, table: pa.Table) -> None:
         """Add split, and for data without a label negatives and a history.
