@@ -311,3 +311,9 @@ def test_numbers_that_are_read_as_text_are_pointed_out(tmp_path, values, form):
     assert guess.reasons["price"].endswith(hint) == bool(form)
     assert ("looks like" in guess.to_toml()) == bool(form)
     assert not guess.schema.dense
+
+
+def test_a_column_of_nan_is_empty(tmp_path):
+    columns = {"label": [0, 1, 1], "c": ["a", "b", "b"], "x": ["nan", "NaN", "nan"]}
+    guess = guess_schema([write_csv(tmp_path, columns)])
+    assert guess.reasons["x"] == "empty in these rows"

@@ -79,6 +79,8 @@ def measure_column(name: str, column: pa.ChunkedArray) -> ColumnFacts:
     text = array if types.is_string(array.type) else None
     if text is not None:
         array = _parse_numbers(text)
+        if not len(array):  # each text is "nan"
+            return ColumnFacts(kind="empty", **facts)
     if types.is_floating(array.type) and _is_whole_id(name, array):
         # pandas writes integers of a column with missing values so: text "3.0", or doubles
         array = text if text is not None else array.cast(arrow.int64())
