@@ -16,6 +16,7 @@ from recsys.datasets.tabular.schemas.schema import Schema
 from recsys.report.paired import make_differences
 from recsys.train.exports.program import export_program
 from recsys.train.trainer import train
+from tests.doc_tables import cells_of
 
 ABLATION = """
 synthetic.samples_per_day = 100
@@ -44,13 +45,6 @@ def file(ablation, tmp_path):
         ablation(ABLATION), tmp_path / "out", results=results, show_progress=False, run_cell=train
     )
     return results
-
-
-def cells_of(table):
-    """The caption, and the cells of the header and of each line."""
-    caption, _, header, _, *lines = table.strip().split("\n")
-    cells = [[part.strip() for part in line.strip("|").split("|")] for line in (header, *lines)]
-    return caption, *cells
 
 
 def metrics_of(file, variation):

@@ -9,6 +9,7 @@ import pytest
 from recsys.ablate.run import ablate
 from recsys.report.paired import make_differences
 from recsys.train.trainer import train
+from tests.doc_tables import cells_of
 
 # The runs are too short for a row to become stale; the tables do not depend on it.
 pytestmark = pytest.mark.filterwarnings("ignore:nothing is skipped")
@@ -58,13 +59,6 @@ def file(ablation, results, tmp_path):
         ablation(ABLATION), tmp_path / "out", results=results, show_progress=False, run_cell=train
     )
     return results
-
-
-def cells_of(table):
-    """Caption, header and lines of a table."""
-    caption, _, header, _, *lines = table.strip().split("\n")
-    cells = [[part.strip() for part in line.strip("|").split("|")] for line in (header, *lines)]
-    return caption, *cells
 
 
 def paired(record, baseline="none"):
