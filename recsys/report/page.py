@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.files import appearing_whole
+from recsys._support.sizes import format_bytes
+from recsys.config import TrainConfig, describe_config
 from recsys.errors import ConfigError, RecsysError
 from recsys.pipeline.stalls import stage_seconds, stage_title
 from recsys.pipeline.suggestions import Suggestion
@@ -101,7 +103,8 @@ def _template() -> Template:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["flat"] = _flat
+    environment.filters["flat"] = lambda tree: list(_flat(tree))
+    environment.filters["chosen"] = _chosen
     return environment.from_string(Path(__file__).with_suffix(".html").read_text("utf-8"))
 
 
@@ -223,8 +226,16 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
+        elif key.endswith("_bytes") and isinstance(value, int):
+            yield f"{prefix}{key.removesuffix('_bytes')}", format_bytes(value)
         else:
             yield f"{prefix}{key}", _as_text(value)
+
+
+def _chosen(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The keys of a configuration that do not have their defaults."""
+    defaults = set(_flat(describe_config(TrainConfig())))
+    return [pair for pair in _flat(config) if pair not in defaults]
 
 
 def _as_text(value: Any) -> str:
@@ -232,6 +243,6 @@ def _as_text(value: Any) -> str:
         return value
     if isinstance(value, dict):
         return ", ".join(f"{key} = {_as_text(entry)}" for key, entry in value.items())
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return ", ".join(map(_as_text, value))
     return "-" if value is None else json.dumps(value)

@@ -28,6 +28,7 @@ from recsys.pipeline.timeline import Timeline
 from recsys.train.checkpoint import load_checkpoint
 from recsys.train.judge.evaluation import evaluate_split, with_ranking
 from recsys.train.judge.popular_samples import PopularSamples
+from recsys.train.loop.announcement import announce, warn_of_full_disk
 from recsys.train.loop.cold_folder import cold_folder, remove_left_rows
 from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
@@ -97,7 +98,7 @@ def train(
             sample that it was trained on. Without one, training starts from the first sample. Some
             keys of `config` may differ from the run's, such as `budget`, `schedule` and `epochs`.
         checkpoint: With `resume`, continue from the checkpoint with this number.
-        show_progress: Draw a progress bar.
+        show_progress: Tell what the tables take, and draw a progress bar.
 
     Returns:
         The run record, as in `run.json`; `status` is "finished" or "interrupted".
@@ -149,6 +150,8 @@ def _train(
     set_num_threads(config.num_threads)
     _warn_of_threads(config.num_threads)
     tune_allocator()
+    if show_progress:
+        announce(config, source)
     plan = choose_plan(config, source)
     loader = build_loader(config, source, plan)
     model, optimizers = build_model(replace(config, cold_path=cold_path), source, plan)
@@ -161,6 +164,7 @@ def _train(
         stack.enter_context(alone_in(run_dir, "recsys train"))
     else:
         folder = earlier.folder
+    warn_of_full_disk(config, source, run_dir)
     clock = StageClock()
     pipeline = build_pipeline(model, optimizers, config, clock, num_steps)
     pipeline.forecast_budget()

@@ -1,13 +1,16 @@
 import json
 import re
 from base64 import b64decode
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
+from recsys._support.sizes import format_bytes
 from recsys.ablate.config import load_ablation
 from recsys.ablate.run import ablate
 from recsys.cli import main
+from recsys.config import TrainConfig, describe_config
 from recsys.errors import ConfigError
 from recsys.pipeline.stalls import STAGES, stage_seconds, stage_title
 from recsys.pipeline.suggestions import Suggestion
@@ -70,7 +73,7 @@ def test_the_page_of_a_run_holds_all_of_its_record_and_needs_no_other_file(
     assert capsys.readouterr().out == f"{tmp_path / 'run' / 'report.html'}\n"
     page = Page(tmp_path / "run" / "report.html")
     check_self_contained(page)
-    metrics, configuration, environment, _ = page.tables
+    metrics, chosen, configuration, environment, _ = page.tables
     assert metrics[0] == ["", "test", "validation"]
     assert metrics[1] == [
         "auc",
@@ -79,12 +82,34 @@ def test_the_page_of_a_run_holds_all_of_its_record_and_needs_no_other_file(
     error = record["metrics"]["test"]["auc_standard_error"]
     assert metrics[2][:2] == ["auc standard error", f"{error:.4f}"]
     assert ["optimizer.lr", "0.1"] in configuration
+    assert ["model.dense_arch", "8, 4"] in chosen
+    assert len(chosen) < len(configuration) / 3
+    assert ["memory", format_bytes(record["environment"]["memory_bytes"])] in environment
     assert ["model.dense_arch", "8, 4"] in configuration
     assert ["commit", record["environment"]["commit"] or "-"] in environment
     text = "".join(page.text)
     assert "finished: 1,800 samples in 15 steps" in text
     for stage in STAGES:
         assert f"{stage_title(stage)} {record['stalls'][f'{stage}_seconds']:.2f} s" in text
+
+
+def test_a_page_shows_first_which_keys_do_not_have_their_defaults(small_config, tmp_path):
+    train(small_config("num_threads=1"), tmp_path / "run", show_progress=False)
+    file = tmp_path / "run" / "run.json"
+    record = json.loads(file.read_text())
+    record["config"] = describe_config(replace(TrainConfig(), batch_size=77))
+    file.write_text(json.dumps(record))
+
+    _, chosen, configuration, *_ = Page(write_report(tmp_path / "run")).tables
+
+    assert chosen == [["key", "value"], ["batch_size", "77"]]
+    assert ["batch_size", "77"] in configuration
+    assert len(configuration) > 50
+
+    record["config"]["batch_size"] = TrainConfig().batch_size
+    file.write_text(json.dumps(record))
+
+    assert "Every key has its default." in "".join(Page(write_report(tmp_path / "run")).text)
 
 
 def test_the_bar_of_stages_is_as_wide_as_they_took(small_config, tmp_path):
@@ -111,7 +136,7 @@ def test_what_a_record_says_cannot_become_markup(small_config, tmp_path):
     page = Page(path)
     check_self_contained(page)
     assert ["data", '<script>alert("1")</script>'] in page.tables[1]
-    assert ["cpu", "<img src=x> & co"] in page.tables[2]
+    assert ["cpu", "<img src=x> & co"] in page.tables[3]
     assert "b" not in page.tags
 
 
@@ -219,7 +244,7 @@ def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(
 
     page = Page(tmp_path / "out" / "report.html")
     check_self_contained(page)
-    summary, cells, keys, base, _ = page.tables
+    summary, cells, keys, _, base, _ = page.tables
     titles = ["test AUC", "test logloss", "samples/s", "seconds to test AUC 0.999"]
     assert summary[0] == ["variation", *titles]
     row = record["rows"][0]
