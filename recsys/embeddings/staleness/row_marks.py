@@ -37,6 +37,8 @@ __all__ = ["MOST_COUNTED", "RowMarks", "marks_bytes"]
 MOST_COUNTED = 2**15 - 1  # the 16th bit of a count is set while a step is counted
 _WORD_BITS = 64
 _LINE_ROWS = 64
+_LINE_WORDS = _LINE_ROWS // 4  # of 64 bits, with four counts each
+_LINES_AHEAD = 16
 _MIN_SHARED_VALUES = 8192  # fewer are counted before another thread wakes up
 _MARK, _CLEAR = 1, 2  # the passes of a count
 
@@ -156,7 +158,7 @@ class RowMarks:
             Rows, (M,) ascending, and their counts, (M,).
         """
         num_with = np.zeros(MOST_COUNTED + 1, np.int64)
-        _tally(self._counts, self._is_counted, num_with)
+        _tally(self._counts, self._counted_lines(), num_with)
         num_with[:least] = 0
         num_found = num_at_least = int(num_with.sum())
         if most is not None and num_found > most:
@@ -183,8 +185,15 @@ class RowMarks:
             is_taken: Whether all counts are set to 0.
         """
         rows, counts = np.empty(num_found, np.int64), np.empty(num_found, np.uint16)
-        _list_counts(self._counts, self._is_counted, least, num_at_least, is_taken, rows, counts)
+        lines = self._counted_lines()
+        _list_counts(self._counts, lines, least, num_at_least, is_taken, rows, counts)
+        if is_taken:
+            self._is_counted.fill(0)
         return rows, counts
+
+    def _counted_lines(self) -> NDArray[np.uint64]:
+        """The lines of which a row was counted, ascending."""
+        return np.flatnonzero(self._is_counted.view(np.bool_)).view(np.uint64)
 
     def set_counts(self, rows: NDArray[np.int64], counts: NDArray[np.uint16]) -> None:
         """Set the counts of rows, (M,), and all others to 0."""
@@ -241,6 +250,7 @@ class RowMarks:
 _ONE = np.uint64(1)
 _SHIFT = np.uint64(6)
 _PLACE = np.uint64(63)
+_FOUR = np.uint64(4)
 _AHEAD = np.uint64(16)
 _IS_MARKED = np.uint16(2**15)
 _MOST = np.uint16(MOST_COUNTED)
@@ -294,42 +304,55 @@ def _count_kernel(
 
 @kernel
 def _tally(
-    counts: NDArray[np.uint16], is_counted: NDArray[np.uint8], num_with: NDArray[np.int64]
+    counts: NDArray[np.uint16], lines: NDArray[np.uint64], num_with: NDArray[np.int64]
 ) -> None:
-    """Count the rows with each count above 0."""
-    for line in range(len(is_counted)):
-        if is_counted[line]:
-            for row in range(line * _LINE_ROWS, (line + 1) * _LINE_ROWS):
-                if counts[row]:
+    """Add the rows with each count to `num_with`, not all of those with the count 0."""
+    words = counts.view(np.uint64)
+    for number in range(len(lines)):
+        if number + _LINES_AHEAD < len(lines):
+            _prefetch_line(counts, lines[number + _LINES_AHEAD])
+        first = lines[number] * np.uint64(_LINE_WORDS)
+        for word in range(first, first + np.uint64(_LINE_WORDS)):
+            if words[word]:
+                for row in range(word * _FOUR, (word + _ONE) * _FOUR):
                     num_with[counts[row]] += 1
 
 
 @kernel
 def _list_counts(
     counts: NDArray[np.uint16],
-    is_counted: NDArray[np.uint8],
+    lines: NDArray[np.uint64],
     least: int,
     num_at_least: int,
     is_taken: bool,
     rows_M: NDArray[np.int64],
     counts_M: NDArray[np.uint16],
 ) -> None:
-    found = 0
-    for line in range(len(is_counted)):
-        if not is_counted[line]:
-            continue
-        for row in range(line * _LINE_ROWS, (line + 1) * _LINE_ROWS):
-            count = counts[row]
-            if is_taken:
-                counts[row] = 0
-            if count < least or (count == least and num_at_least == 0):
+    words, found = counts.view(np.uint64), 0
+    for number in range(len(lines)):
+        if number + _LINES_AHEAD < len(lines):
+            _prefetch_line(counts, lines[number + _LINES_AHEAD])
+        first = lines[number] * np.uint64(_LINE_WORDS)
+        for word in range(first, first + np.uint64(_LINE_WORDS)):
+            if not words[word]:
                 continue
-            if count == least:
-                num_at_least -= 1
-            rows_M[found], counts_M[found] = row, count
-            found += 1
-        if is_taken:
-            is_counted[line] = 0
+            for row in range(word * _FOUR, (word + _ONE) * _FOUR):
+                count = counts[row]
+                if count < least or (count == least and num_at_least == 0):
+                    continue
+                if count == least:
+                    num_at_least -= 1
+                rows_M[found], counts_M[found] = row, count
+                found += 1
+            if is_taken:
+                words[word] = 0
+
+
+@kernel
+def _prefetch_line(counts: NDArray[np.uint16], line: np.uint64) -> None:
+    """Fetch the counts of 64 rows, which are two cache lines."""
+    prefetch_to_write(counts, line * np.uint64(_LINE_ROWS))
+    prefetch_to_write(counts, line * np.uint64(_LINE_ROWS) + np.uint64(_LINE_ROWS // 2))
 
 
 @kernel
