@@ -213,7 +213,7 @@ def quick_pictures(request, monkeypatch):
     Not where a test asks for `whole_pictures`, nor in processes that tests start.
     """
     if "whole_pictures" not in request.fixturenames:
-        monkeypatch.setattr("recsys.train.run_files.curves._as_png", lambda _: b"\x89PNG")
+        monkeypatch.setattr("recsys.train.run_files.curves.as_png", lambda _: b"\x89PNG")
 
 
 @pytest.fixture(autouse=True, scope="session")

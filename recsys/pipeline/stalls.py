@@ -19,6 +19,7 @@ __all__ = [
     "Moved",
     "StageClock",
     "describe_stalls",
+    "format_predicted",
     "format_stalls",
     "stage_seconds",
     "stage_title",
@@ -228,9 +229,17 @@ def format_stalls(stalls: Mapping[str, Any]) -> str:
     binding = stalls["binding"]
     remedy = _REMEDIES.get(binding, _COMPUTE_FASTER)
     lines.append(f"{stage_title(binding)} takes the most time; to shorten it, {remedy}")
-    lines += [
+    return "\n".join([*lines, *format_predicted(stalls)])
+
+
+def format_predicted(stalls: Mapping[str, Any]) -> list[str]:
+    """A sentence for each setting that would save some time.
+
+    Args:
+        stalls: `describe_stalls`, from a run record; those of older versions have no predictions.
+    """
+    return [
         Suggestion.sentence(each)
-        for each in stalls["predicted"]
+        for each in stalls.get("predicted", ())
         if each["saved_share"] >= _LEAST_SHARE
     ]
-    return "\n".join(lines)

@@ -17,8 +17,7 @@ from recsys._support.files import appearing_whole
 from recsys._support.sizes import format_bytes
 from recsys.config import TrainConfig, describe_config
 from recsys.errors import ConfigError, RecsysError
-from recsys.pipeline.stalls import stage_seconds, stage_title
-from recsys.pipeline.suggestions import Suggestion
+from recsys.pipeline.stalls import format_predicted, stage_seconds, stage_title
 from recsys.report.ablation_metrics import column_title, format_number
 from recsys.report.ablation_table import format_commits, format_evaluations
 from recsys.report.paired import paired_cells, paired_note
@@ -30,8 +29,9 @@ from recsys.report.summary import (
     format_tiers,
     tabulate_metrics,
 )
-from recsys.train.run_files.curves import draw_run, draw_skipping, draw_variations
+from recsys.train.run_files.curves import draw_run, draw_variations
 from recsys.train.run_files.run_folder import RunFolder, read_json
+from recsys.train.run_files.skipping_picture import draw_skipping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -120,7 +120,7 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
             f"{record['status']}: {throughput['num_samples']:,} samples in "
             f"{throughput['num_steps']:,} steps, {throughput['train_seconds']:.1f} s of training",
             f"{'-' if rate is None else format(rate, ',.0f')} samples/s",
-            f"peak memory {'-' if peak is None else format(peak / 2**30, '.2f')} GiB",
+            f"peak memory {'-' if peak is None else format_bytes(peak)}",
             f"data {data['name']}, {data['num_samples']:,} samples",
         ],
         record=record,
@@ -131,8 +131,7 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
         curves=_as_base64(draw_run(folder.read_history(), record["config"]["eval"]["split"])),
         tiers=format_tiers(record.get("tiers"), record["config"].get("budget", "")),
         stages=_stages(record["stalls"]),
-        # Records of older versions have no predictions.
-        predicted=[Suggestion.sentence(each) for each in record["stalls"].get("predicted", ())],
+        predicted=format_predicted(record["stalls"]),
         skipped=format_skipping(skipped),
         skipping=_as_base64(skipped and draw_skipping(skipped, throughput["num_steps"])),
         timeline=_as_base64(timeline.read_bytes() if timeline.is_file() else None),

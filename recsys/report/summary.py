@@ -190,7 +190,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"model               {_describe_model(config['model'])}",
         f"tables              {len(sizes)}, {sum(sizes.values()):,} rows of "
         f"{', '.join(map(str, sorted({dim, *dims.values()})))}: "
-        f"{num_bytes / 2**30:.2f} GiB, embeddings {config['embeddings']}",
+        f"{format_bytes(num_bytes)}, embeddings {config['embeddings']}",
         f"recipe              {optimizer['name']} {optimizer['lr']:g}, B={config['batch_size']}, "
         f"{config['epochs']} epoch{'s' if config['epochs'] > 1 else ''}, seed {config['seed']}",
         f"samples/s           {'-' if rate is None else format(rate, ',.0f')}",
@@ -198,7 +198,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"evaluation took {evaluate:.1f} s more",
         *format_tiers(record["tiers"], config.get("budget", "")),
         *format_skipping(record.get("skipped")),
-        f"peak memory         {'-' if peak is None else f'{peak / 2**30:.2f} GiB'}",
+        f"peak memory         {'-' if peak is None else format_bytes(peak)}",
         f"saved               {run_dir}/: {', '.join(files)}",
         "",
         format_stalls(record["stalls"]),

@@ -281,9 +281,14 @@ def test_a_page_has_what_other_settings_would_save_and_the_timeline_of_a_run_tha
     assert " hot of budget 20KiB, " in page
     assert hits in page
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
-    for each in record["stalls"]["predicted"]:
-        assert Suggestion.sentence(each) in page
     file = tmp_path / "run" / "run.json"
+    one, *_ = record["stalls"]["predicted"]
+    for share, is_told in ((0.011, True), (0.009, False)):
+        one["saved_share"] = share
+        record["stalls"]["predicted"] = [one]
+        file.write_text(json.dumps(record))
+        page = write_report(tmp_path / "run").read_text()
+        assert (Suggestion.sentence(one) in page) == is_told
     del record["stalls"]["predicted"], record["stalls"]["binding"]
     file.write_text(json.dumps(record))
     assert "would save" not in write_report(tmp_path / "run").read_text()

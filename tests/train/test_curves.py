@@ -6,10 +6,10 @@ from recsys.pipeline.timeline import Timeline
 from recsys.train.run_files.curves import (
     draw_run,
     draw_shares,
-    draw_skipping,
     draw_timeline,
     draw_variations,
 )
+from recsys.train.run_files.skipping_picture import draw_skipping
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def figures(monkeypatch):
     """The figures that are made into pictures."""
     found = []
     monkeypatch.setattr(
-        "recsys.train.run_files.curves._as_png", lambda figure: found.append(figure) or b""
+        "recsys.train.run_files.curves.as_png", lambda figure: found.append(figure) or b""
     )
     return found
 
@@ -120,10 +120,10 @@ def test_skipping_without_a_tracker_is_drawn(figures):
     counts = {"num_seen": 10, "num_skipped": 2, "num_checked": 0, "num_stale": 0}
     draw_skipping({**counts, "over_time": [], "staleness": None, "guard": None}, 4)
 
-    share, rows, drift, _ = figures[0].axes
-    assert share.lines[0].get_ydata().tolist() == pytest.approx([0.2])
-    assert not rows.lines
-    assert not drift.lines
+    (share,) = figures[0].axes  # no empty parts
+    (dropped,) = share.lines
+    assert dropped.get_ydata().tolist() == pytest.approx([0.2])
+    assert share.get_ylim() == pytest.approx((0, 0.22))
 
 
 def test_training_is_smoothed_without_being_shifted_or_bent(figures):
@@ -143,6 +143,24 @@ def test_training_is_smoothed_without_being_shifted_or_bent(figures):
     assert test.get_xydata().tolist() == [[0, 0.6]]
     assert auc.lines[1].get_ydata()[0] == 0.5
     assert loss.xaxis.get_major_formatter()(2_000_000) == "2 M"
+
+
+def test_a_first_loss_that_is_far_above_the_others_is_not_in_the_picture(figures):
+    losses = [4.0, 2.0, *(0.7 - 0.01 * step for step in range(20))]
+    history = [
+        {"num_samples": step, "train_loss": loss, "train_auc": 0.5}
+        for step, loss in enumerate(losses)
+    ]
+
+    draw_run(history, "test")
+    draw_run(history[2:], "test")
+
+    low, high = figures[0].axes[0].get_ylim()
+    assert low < 0.51
+    assert 0.7 < high < 0.75
+    low, high = figures[1].axes[0].get_ylim()
+    assert low < 0.51
+    assert high > 0.7
 
 
 def test_reports_that_jump_are_drawn_as_their_mean(figures):

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from recsys.train.run_files.run_folder import RunFolder
 
 __all__ = [
+    "as_png",
     "draw_policies",
     "draw_run",
     "draw_shares",
-    "draw_skipping",
     "draw_timeline",
     "draw_variations",
+    "picture_style",
     "plot_curves",
     "plot_timeline",
 ]
@@ -35,8 +36,8 @@ __all__ = [
 _NUM_COLORS = 10  # of matplotlib's cycle
 _DASHES = ("-", "--", ":", "-.")
 _STEPS_SHOWN = 10
-_TABLES_SHOWN = 8
 _MARKERS = ("o", "s", "^", "D", "v", "P", "*", "X", "<", ">")  # of seeds
+_HIDDEN = 10  # a tenth of the losses may lie above the picture
 _SMOOTHED = 5  # reports before and after one, whose mean is drawn
 
 
@@ -65,7 +66,7 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
     from matplotlib.figure import Figure
 
     evaluated = [entry for entry in history if entry.get(split)]
-    with _style():
+    with picture_style():
         figure = Figure(figsize=(9, 3.5), layout="constrained")
         for axis, key, name in zip(
             figure.subplots(1, 2), ("logloss", "auc"), ("loss", "AUC"), strict=True
@@ -88,10 +89,12 @@ def draw_run(history: Sequence[Mapping[str, Any]], split: str) -> bytes | None:
                 marker="o",
                 markersize=3,
             )
+            if key == "logloss":
+                _hide_first_losses(axis, reports)
             _count_samples(axis)
             axis.set_ylabel(name)
             axis.legend()
-        return _as_png(figure)
+        return as_png(figure)
 
 
 def draw_variations(
@@ -120,7 +123,7 @@ def draw_variations(
     styles = _line_styles(variation for variation, _ in curves)
     marks = dict(zip(sorted(set(seeds)), cycle(_MARKERS), strict=False))
     mark_of_run = [marks[seed] for seed in seeds] or [_MARKERS[0]] * len(curves)
-    with _style():
+    with picture_style():
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.subplots(1, 2, sharey=True)
         for (variation, entries), mark in zip(curves, mark_of_run, strict=True):
@@ -145,7 +148,7 @@ def draw_variations(
         # With explicit labels: matplotlib skips artists whose labels begin with _.
         lines = [Line2D([], [], **style) for style in styles.values()]
         figure.legend(lines, list(styles), loc="outside lower center", ncols=2)
-        return _as_png(figure)
+        return as_png(figure)
 
 
 def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]]) -> bytes:
@@ -160,7 +163,7 @@ def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]
 
     percent = FuncFormatter(lambda share, _: f"{100 * share:g} %")
     styles = _line_styles(curves)
-    with _style():
+    with picture_style():
         figure = Figure(figsize=(7, 4), layout="constrained")
         axis = figure.subplots()
         for name, points in curves.items():
@@ -176,7 +179,7 @@ def draw_shares(curves: Mapping[str, Sequence[tuple[float, float, float, float]]
         axis.set_xlabel("fast memory, as share of all rows and their state")
         axis.set_ylabel("speed, as share of that with every row resident")
         axis.legend()
-        return _as_png(figure)
+        return as_png(figure)
 
 
 def draw_policies(
@@ -198,7 +201,7 @@ def draw_policies(
     from matplotlib.figure import Figure
 
     styles = _line_styles(policies)
-    with _style():
+    with picture_style():
         figure = Figure(figsize=(10, 4.5), layout="constrained")
         handles = {}
         for axis, metric, band in zip(
@@ -227,92 +230,7 @@ def draw_policies(
         for axis, name in zip(figure.axes, names.values(), strict=True):
             axis.set_ylabel(f"{name}, less that without skipping")
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=6)
-        return _as_png(figure)
-
-
-def draw_skipping(skipped: Mapping[str, Any], num_steps: int) -> bytes:
-    """PNG of what a run left out, over its steps; a part that was not measured is empty.
-
-    Four parts: the share of samples that were skipped, and of those with stale rows only; stale
-    rows of the tables that had most of them; drift by popularity in the first and the last window;
-    the part of the target share that the guard allowed.
-
-    Args:
-        skipped: `Skipping.report`.
-        num_steps: Steps of the run.
-    """
-    from matplotlib.figure import Figure
-
-    windows = (skipped["staleness"] or {"windows": ()})["windows"]
-    with _style():
-        figure = Figure(figsize=(9, 6), layout="constrained")
-        share, rows, drift, guard = figure.subplots(2, 2).flatten()
-        _draw_share(share, skipped, num_steps)
-        steps = [window["step"] for window in windows]
-        for name in _tables_with_most_stale_rows(windows)[:_TABLES_SHOWN]:
-            rows.plot(steps, [window["stale_rows"][name] for window in windows], label=name)
-        rows.set(xlabel="steps", ylabel="stale rows")
-        judged = [window for window in windows if any(window["drift_by_decile"])]
-        for window in [*judged[:1], *judged[1:][-1:]]:
-            label = f"window before step {window['step']:,}"
-            # Zeros and nulls have no place on a logarithmic axis.
-            values = [value or float("nan") for value in window["drift_by_decile"]]
-            drift.plot(range(1, len(values) + 1), values, marker="o", markersize=3, label=label)
-        drift.set(xlabel="tenth of the rows, most updated first", ylabel="median drift")
-        drift.set_yscale("log")
-        decisions = [] if skipped["guard"] is None else skipped["guard"]["decisions"]
-        # A long run has noted its last decisions only.
-        has_all = not decisions or skipped["guard"]["num_decisions"] == len(decisions)
-        allowed = [(0, 1.0)] if has_all else []
-        for each in decisions:
-            if each["paused_until"] > each["from_step"]:
-                allowed.append((each["from_step"], 0.0))
-            allowed.append((each["paused_until"], each["factor"]))
-        allowed = [(min(step, num_steps), factor) for step, factor in allowed]
-        guard.step(*zip(*allowed, (num_steps, allowed[-1][1]), strict=True), where="post")
-        for action, marker in (("lowered", "v"), ("stopped", "X"), ("raised", "^")):
-            points = [
-                (each["step"], each["factor"]) for each in decisions if each["action"] == action
-            ]
-            if points:
-                guard.plot(*zip(*points, strict=True), marker, label=f"{action} after a window")
-        guard.set(
-            xlabel="steps", ylabel="part of the share that the guard allows", ylim=(-0.05, 1.05)
-        )
-        for axis in (share, rows, drift, guard):
-            if axis.get_legend_handles_labels()[1]:
-                axis.legend()
-        return _as_png(figure)
-
-
-def _draw_share(axis: Axes, skipped: Mapping[str, Any], num_steps: int) -> None:
-    """Draw shares of samples between the points in time that a run has noted."""
-    end = {key: skipped[key] for key in ("num_seen", "num_checked", "num_stale")}
-    end |= {"num_batches": num_steps, "num_kept": skipped["num_seen"] - skipped["num_skipped"]}
-    before = dict.fromkeys(end, 0)
-    steps: list[float] = []
-    shares: dict[str, list[float]] = {"skipped": [], "with stale rows only": []}
-    for now in [*skipped["over_time"], end]:
-        seen, kept, checked, stale = (
-            now[key] - before[key] for key in ("num_seen", "num_kept", "num_checked", "num_stale")
-        )
-        if seen:
-            steps.append((now["num_batches"] + before["num_batches"]) / 2)
-            shares["skipped"].append(1 - kept / seen)
-            shares["with stale rows only"].append(stale / checked if checked else float("nan"))
-        before = now
-    for name, values in shares.items():
-        axis.plot(steps, values, marker="o", markersize=3, label=name)
-    axis.set(xlabel="steps", ylabel="share of samples", ylim=(0, None))
-
-
-def _tables_with_most_stale_rows(windows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of tables, those that had most stale rows in a window first."""
-    most: dict[str, int] = {}
-    for window in windows:
-        for name, count in window["stale_rows"].items():
-            most[name] = max(count, most.get(name, 0))
-    return sorted(most, key=lambda name: -most[name])
+        return as_png(figure)
 
 
 def draw_timeline(timeline: Timeline) -> bytes | None:
@@ -324,7 +242,7 @@ def draw_timeline(timeline: Timeline) -> bytes | None:
 
     names = dict.fromkeys(name for spans in tracks.values() for name, _, _ in spans)
     colors = {name: f"C{number % _NUM_COLORS}" for number, name in enumerate(names)}
-    with _style():
+    with picture_style():
         figure = Figure(figsize=(12, 1.3 + 0.5 * len(tracks)), layout="constrained")
         axis = figure.subplots()
         handles = {}
@@ -341,7 +259,7 @@ def draw_timeline(timeline: Timeline) -> bytes | None:
         axis.grid(visible=False, axis="y")
         titles = [stage_title(name) for name in handles]
         figure.legend(list(handles.values()), titles, loc="outside lower center", ncols=8)
-        return _as_png(figure)
+        return as_png(figure)
 
 
 def _count_samples(axis: Axes) -> None:
@@ -350,6 +268,19 @@ def _count_samples(axis: Axes) -> None:
 
     axis.xaxis.set_major_formatter(EngFormatter())
     axis.set_xlabel("samples")
+
+
+def _hide_first_losses(axis: Axes, reports: Sequence[float]) -> None:
+    """End the vertical axis above all losses but those of the first tenth of the reports.
+
+    A run may begin with a loss so large that the others have no height beside it.
+    """
+    rest = reports[len(reports) // _HIDDEN :]
+    low, high = axis.get_ylim()
+    most = max([each for each in rest if np.isfinite(each)], default=high)
+    if most < (low + high) / 2:
+        low = axis.dataLim.ymin
+        axis.set_ylim(low - 0.05 * (most - low), most + 0.1 * (most - low))
 
 
 def _smoothed(reports: Sequence[float | None]) -> list[float]:
@@ -389,14 +320,16 @@ def _line_styles(variations: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def picture_style() -> Iterator[None]:
+    """How all pictures look."""
     import matplotlib as mpl
 
     with mpl.rc_context({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
         yield
 
 
-def _as_png(figure: Figure) -> bytes:
+def as_png(figure: Figure) -> bytes:
+    """The picture of a figure."""
     out = BytesIO()
     figure.savefig(out, format="png", dpi=120)
     return out.getvalue()
