@@ -215,7 +215,8 @@ class TrainConfig:
     """One training run."""
 
     data: str = _key(
-        "synthetic:criteo-kaggle", "a store, or synthetic:criteo-kaggle, or synthetic:taobao"
+        "synthetic:criteo-kaggle",
+        "a store, or synthetic:criteo-kaggle, or synthetic:taobao; a command is given it as STORE",
     )
     seed: int = _key(0, "seed of initial values and of the order of samples", least=0)
     epochs: int = _key(1, "passes over the training split", least=1)

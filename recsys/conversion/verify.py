@@ -307,6 +307,8 @@ class _Run:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         value = loss(self.model, batch)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"loss must return a tensor, got {type(value).__name__}")
         if value.numel() != 1:
             raise ValueError(f"loss must return a scalar, got shape {tuple(value.shape)}")
         value.backward()  # type: ignore[no-untyped-call]

@@ -71,8 +71,9 @@ def read_meta(path: Path) -> dict[str, Any]:
     if path.is_file():
         raise _not_prepared(path)
     if not file.is_file():
+        reason = "is not a store: it has no meta.json" if path.exists() else "does not exist"
         raise StoreError(
-            f"{path} is not a store: it has no meta.json; prepare one with "
+            f"{path} {reason}; prepare a store with "
             f"`recsys prepare table FILES --schema SCHEMA --out {path}`, or with "
             f"`recsys prepare criteo-kaggle RAW --out {path}`"
         )

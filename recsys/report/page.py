@@ -232,9 +232,14 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def _chosen(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The keys of a configuration that do not have their defaults."""
-    defaults = set(_flat(describe_config(TrainConfig())))
-    return [pair for pair in _flat(config) if pair not in defaults]
+    """The keys of a configuration that do not have their defaults.
+
+    The default of `dense_optimizer` is `optimizer`.
+    """
+    defaults = describe_config(TrainConfig())
+    defaults["dense_optimizer"] |= config.get("optimizer", {})
+    known = set(_flat(defaults))
+    return [pair for pair in _flat(config) if pair not in known]
 
 
 def _as_text(value: Any) -> str:

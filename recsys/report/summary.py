@@ -180,7 +180,10 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
     files = sorted(file.name for file in run_dir.iterdir())
     lines = []
     if record["status"] != "finished":
-        lines += [f"{record['status']} at step {throughput['num_steps']:,}; measured so far:", ""]
+        lines.append(f"{record['status']} at step {throughput['num_steps']:,}")
+        if record["status"] == "interrupted" and record["checkpoints"] is not None:
+            lines.append(f"continue it by: recsys train --run {run_dir} --resume")
+        lines += ["measured so far:", ""]
     lines += [
         format_metrics(record["metrics"]),
         *_little_learned(record["metrics"]),

@@ -20,7 +20,7 @@ from recsys._support.machine import (
 )
 from recsys.config import describe_config
 from recsys.datasets.read_ahead import num_read_ahead
-from recsys.errors import TrainingDiverged
+from recsys.errors import BudgetTooSmall, TrainingDiverged
 from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.pipeline.suggestions import of_load
@@ -37,7 +37,7 @@ from recsys.train.loop.resume import reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
 from recsys.train.loop.run_state import RunState
 from recsys.train.loop.tier_report import describe_tiers
-from recsys.train.parts.budget import require_budget
+from recsys.train.parts.budget import enough_budget, require_budget
 from recsys.train.parts.build import (
     autocast,
     build_loader,
@@ -304,7 +304,7 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
     if run.checkpoints is not None:
         run.checkpoints.start()
     for epoch in range(loader.epoch, config.epochs):
-        for loss, (_, logits, labels) in _steps(pipeline, loader, progress):
+        for loss, (_, logits, labels) in _steps(pipeline, loader, progress, config):
             num_seen = _num_seen(pipeline)
             full_step = full_steps.advance(progress.num_steps + 1, num_seen)
             for scheduler in run.schedulers:
@@ -359,11 +359,19 @@ def _num_seen(pipeline: TrainPipeline) -> int | None:
 
 
 def _steps(
-    pipeline: TrainPipeline, loader: BatchLoader | HotColdLoader, progress: Progress
+    pipeline: TrainPipeline,
+    loader: BatchLoader | HotColdLoader,
+    progress: Progress,
+    config: TrainConfig,
 ) -> Iterator[tuple[Tensor, Any]]:
-    """Steps over the rest of an epoch; the error of a step that diverges names the step."""
+    """Steps over the rest of an epoch; their errors name the step, or a budget that suffices."""
     try:
         yield from pipeline.steps(loader)
+    except BudgetTooSmall as error:
+        if config.plan or config.schedule.name == "fae":
+            raise
+        enough = enough_budget(config, loader.source)
+        raise BudgetTooSmall(f"{error}; budget={enough} holds every mini-batch") from None
     except TrainingDiverged as error:
         raise TrainingDiverged(f"step {progress.num_steps + 1}: {error}; {LOWER_LR}") from error
 

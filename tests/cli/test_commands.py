@@ -199,7 +199,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "nowhere"], "nowhere is not a store"),
+        (["train", "nowhere"], "nowhere does not exist; prepare a store with"),
         (["train", "synthetic:criteo-kaggle", "--set", "x=1"], "unknown key x"),
         (["train", "synthetic:criteo-kaggle", "--set", "data=x"], "data is set elsewhere"),
         (["train", "synthetic:criteo-kaggle", "--set", "device=cuda"], "sees no CUDA device"),
@@ -240,8 +240,14 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
             ["prepare", "torchrec-npy", "no/where", "--out", "s"],
             "npy input no/where_dense.npy must be a file, found nothing",
         ),
-        (["convert", "nowhere", "--to", "classic-npz", "--out", "f"], "nowhere is not a store"),
-        (["convert", "nowhere", "--to", "torchrec-npy", "--out", "f"], "nowhere is not a store"),
+        (
+            ["convert", "nowhere", "--to", "classic-npz", "--out", "f"],
+            "nowhere does not exist; prepare a store with",
+        ),
+        (
+            ["convert", "nowhere", "--to", "torchrec-npy", "--out", "f"],
+            "nowhere does not exist; prepare a store with",
+        ),
         (
             ["convert", "s", "--to", "torchrec-npy", "--out", "."],
             ". is a folder; name what is to be",
@@ -250,7 +256,7 @@ def test_bad_lines_are_reported(raw_line, tmp_path, capsys):
             ["convert", "s", "--to", "classic-npz", "--out", "f", "--split", "test"],
             "and cannot have split 'test' alone; leave the split out",
         ),
-        (["profile", "nowhere", "--out", "f.npz"], "nowhere is not a store"),
+        (["profile", "nowhere", "--out", "f.npz"], "nowhere does not exist; prepare a store with"),
         (["profile", "synthetic:other", "--out", "f"], "must be 'synthetic:criteo-kaggle'"),
         (["plan", "nowhere", "--budget", "1GiB", "--out", "f"], "No such file or directory"),
         (["bench", "prepare", "--raw", "nowhere"], "nowhere is not a file"),
@@ -526,6 +532,7 @@ def test_ctrl_c_ends_cleanly_with_what_was_measured(tmp_path, small_settings):
     assert (folder / "model.safetensors").is_file()
     assert (folder / "curves.png").is_file()
     assert "interrupted at step" in printed
+    assert f"continue it by: recsys train --run {folder} --resume" in printed
 
 
 def test_choices_of_the_command_line_are_those_of_the_functions_behind_it():

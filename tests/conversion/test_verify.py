@@ -235,6 +235,13 @@ def test_what_cannot_be_compared_is_refused(change, message):
         recsys.verify(model, **arguments)
 
 
+def test_a_loss_that_returns_nothing_is_named():
+    model, optimizer = build("sgd")
+
+    with pytest.raises(TypeError, match="loss must return a tensor, got NoneType"):
+        recsys.verify(model, batches(), loss=lambda *_: None, optimizer=optimizer)
+
+
 def test_a_model_that_is_accelerated_already_is_refused():
     model, optimizer = build("sgd")
     recsys.accelerate(model, optimizer=SGD(lr=0.1))

@@ -17,7 +17,7 @@ def test_a_run_tells_what_its_tables_and_its_model_file_take(small_config, tmp_p
     num_rows = sum(sizes.values())
     assert told == (
         f"{len(sizes)} tables with {num_rows:,} rows take {format_bytes(num_rows * 20)} with "
-        f"optimizer state; the model file takes {format_bytes(num_rows * 16)}"
+        f"optimizer state; their rows in the model file take {format_bytes(num_rows * 16)}"
     )
     assert (tmp_path / "run/model.safetensors").stat().st_size >= num_rows * 16
 

@@ -75,3 +75,19 @@ def test_the_command_takes_the_budget_that_its_error_names(small_settings, tmp_p
 
     more = ["--set", f"budget={budget}", "--set", SEQUENTIAL, "--run", str(run)]
     assert main([*command, *more]) == 0
+
+
+def test_a_budget_that_a_later_mini_batch_exceeds_is_told_with_one_that_suffices(
+    small_settings, tmp_path, capsys
+):
+    command = ["train", "synthetic:criteo-kaggle", *small_settings, "--set", TABLES]
+    assert main([*command, "--set", "budget=1KiB", "--run", str(tmp_path / "none")]) == 2
+    least = int(re.search(r"\((\d+) bytes\)", capsys.readouterr().err)[1])  # of the first one
+
+    assert main([*command, "--set", f"budget={least}", "--run", str(tmp_path / "first")]) == 2
+    said = capsys.readouterr().err
+    assert "and further for later mini-batches that need more" in said
+    enough = re.search(r"budget=(\S+) holds every mini-batch", said)[1]
+
+    more = ["--set", f"budget={enough}", "--run", str(tmp_path / "run")]
+    assert main([*command, *more]) == 0

@@ -96,9 +96,10 @@ def divide_budget(
             for count, space in zip(least, spaces, strict=True)
         )
         raise BudgetTooSmall(
-            f"budget: the rows that the mini-batches in the window need together ({rows}), their "
-            f"state and the row map ({map_bytes(num_rows)} bytes){of_tracker} take {floor} bytes, "
-            f"and the budget is {budget_bytes}; raise it to {floor} ({round_up_bytes(floor)}), or "
+            f"budget: the rows that this mini-batch needs, with those fetched ahead ({rows}), "
+            f"their state and the row map ({map_bytes(num_rows)} bytes){of_tracker} "
+            f"take {floor} bytes, and the budget is {budget_bytes}; raise it to {floor} "
+            f"({round_up_bytes(floor)}), and further for later mini-batches that need more, or "
             "make the mini-batch smaller"
         )
     left, slots = budget_bytes - floor, list(least)

@@ -29,7 +29,7 @@ def announce(config: TrainConfig, source: SampleSource) -> None:
         f"{format_bytes(needs.everything)} with optimizer state"
     ]
     if config.save_model:
-        lines.append(f"the model file takes {format_bytes(needs.rows)}")
+        lines.append(f"their rows in the model file take {format_bytes(needs.rows)}")
     tqdm.write("; ".join(lines), file=sys.stderr)
 
 
@@ -44,7 +44,7 @@ def warn_of_full_disk(config: TrainConfig, source: SampleSource, run_dir: Path) 
     num_bytes, free = MemoryNeeds(config, source).rows, shutil.disk_usage(run_dir).free
     if config.save_model and num_bytes > free:
         warnings.warn(
-            f"{run_dir} has {format_bytes(free)} of free disk, and the model file takes "
+            f"{run_dir} has {format_bytes(free)} of free disk, and the rows in the model file take "
             f"{format_bytes(num_bytes)}; make room before training ends, choose another disk by "
             "--run, or set save_model=false",
             stacklevel=2,

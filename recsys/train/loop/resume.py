@@ -97,8 +97,10 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
         if number is None:
             if is_finished:
                 raise AlreadyExists(
-                    f"{run_dir} is finished and has no checkpoint to continue from; choose another "
-                    "folder with --run to train from the first sample"
+                    f"{run_dir} is finished and has no checkpoint to continue from: a run "
+                    "shorter than checkpoint.every_seconds keeps none, unless "
+                    "checkpoint.every_steps is set; choose another folder with --run to train "
+                    "from the first sample"
                 )
             _say(f"{run_dir} has no complete checkpoint: training starts from the first sample")
         yield Reopened(folder, before, number, None)

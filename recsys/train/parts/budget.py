@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
 
-__all__ = ["MemoryNeeds", "require_budget"]
+__all__ = ["MemoryNeeds", "enough_budget", "require_budget"]
 
 
 class MemoryNeeds:
@@ -101,24 +101,35 @@ def require_budget(config: TrainConfig, source: SampleSource) -> None:
     needs, budget_bytes = MemoryNeeds(config, source), parse_bytes(config.budget, "budget")
     if config.cold_tier == "host" and needs.everything <= budget_bytes:
         return
-    train = source.splits["train"]
-    first = range(train.start, min(train.stop, train.start + config.batch_size))
-    batch = source.read(np.array(first, np.int64))
+    batch = _first_batch(config, source)
     distinct = needs.num_distinct(batch)
     floor = needs.floor(needs.slots(distinct))
     if floor <= budget_bytes:
         return
+    raise BudgetTooSmall(
+        f"budget={config.budget!r} is too small for a mini-batch of {config.batch_size} samples: "
+        f"{sum(distinct.values()):,} distinct rows of the first one, their state, and the row map "
+        f"of {sum(source.table_sizes.values()):,} rows take {format_bytes(floor)} ({floor} bytes); "
+        f"set budget={enough_budget(config, source)}, which holds every mini-batch of this size, "
+        "or make batch_size smaller"
+    )
+
+
+def enough_budget(config: TrainConfig, source: SampleSource) -> str:
+    """A budget, as text, that holds every mini-batch of a run without a plan."""
     features, sizes = features_by_table(source), source.table_sizes
     # The length of a bag has no bound but the rows of its table.
-    is_one_hot = batch.sparse_features.is_known_one_hot()
+    is_one_hot = _first_batch(config, source).sparse_features.is_known_one_hot()
     most = {
         table: min(size, config.batch_size * len(features[table])) if is_one_hot else size
         for table, size in sizes.items()
     }
-    enough = round_up_bytes(needs.floor(needs.slots(most)))
-    raise BudgetTooSmall(
-        f"budget={config.budget!r} is too small for a mini-batch of {config.batch_size} samples: "
-        f"{sum(distinct.values()):,} distinct rows of the first one, their state, and the row map "
-        f"of {sum(sizes.values()):,} rows take {format_bytes(floor)} ({floor} bytes); set budget="
-        f"{enough}, which holds every mini-batch of this size, or make batch_size smaller"
-    )
+    needs = MemoryNeeds(config, source)
+    return round_up_bytes(needs.floor(needs.slots(most)))
+
+
+def _first_batch(config: TrainConfig, source: SampleSource) -> Batch:
+    """The first mini-batch of the training split."""
+    train = source.splits["train"]
+    samples = range(train.start, min(train.stop, train.start + config.batch_size))
+    return source.read(np.array(samples, np.int64))

@@ -35,7 +35,10 @@ def test_a_file_with_another_delimiter_is_told_of_the_key(tmp_path, name, delimi
     assert found == [[{"c": "u", "y": 1}]]
 
 
-@pytest.mark.parametrize(("header", "hint"), [("d", "correct the schema"), ("e,f;g", "correct")])
+@pytest.mark.parametrize(
+    ("header", "hint"),
+    [("y,d", "correct the schema"), ("d", "if its first line is not the"), ("e,f;g", "if its")],
+)
 def test_a_file_whose_delimiter_is_right_is_not_told_of_the_key(tmp_path, header, hint):
     path = tmp_path / "a.csv"
     path.write_text(f"{header}\n")

@@ -350,6 +350,8 @@ def _check_columns(
     for name in columns:
         if name not in file.column_names:
             hint = _hint_of_delimiter(file)
+            if not hint and isinstance(file, TextFile) and not {*columns} & {*file.column_names}:
+                hint = "if its first line is not the names of its columns, add one that is"
             if not hint:
                 close = difflib.get_close_matches(name, file.column_names, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else "correct the schema"
