@@ -84,14 +84,19 @@ class AbstractTables(nn.Module, ABC):
         return HitRates.of(each.residency.counts for each in tiers) if tiers else None
 
     def extra_repr(self) -> str:
-        """For `repr`: with a budget, also the budget and the optimizer of the rows."""
+        """For `repr`: with a budget, also the budget and the optimizer of the rows.
+
+        Modules of an accelerated model share a budget.
+        """
         own, updater = super().extra_repr(), self._updater
         if updater is None or not updater.budget_bytes:
             return own
         rule: object = type(updater.optimizer).__name__
         if isinstance(updater.optimizer, FusedOptimizer):
             rule = updater.optimizer.formula
-        return f"{own}, budget={format_bytes(updater.budget_bytes)!r}, optimizer={rule}"
+        num_tables = sum(len(each.group.tables) for each in updater.groups)
+        shared = " for all tables" if num_tables > len(self._known_tables) else ""
+        return f"{own}, budget={format_bytes(updater.budget_bytes)!r}{shared}, optimizer={rule}"
 
     @abstractmethod
     def holders(self) -> list[nn.Module]:

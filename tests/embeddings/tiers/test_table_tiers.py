@@ -432,8 +432,10 @@ def test_accelerated_modules_show_budget_and_optimizer():
 
     recsys.accelerate(model, optimizer=optimizer, budget="4KiB")
 
-    assert "budget='4 KiB', optimizer=SGD)" in repr(model[0])
-    assert repr(model[1]) == "HotColdEmbedding(200, 4, budget='4 KiB', optimizer=SGD)"
+    assert "budget='4 KiB' for all tables, optimizer=SGD)" in repr(model[0])
+    assert (
+        repr(model[1]) == "HotColdEmbedding(200, 4, budget='4 KiB' for all tables, optimizer=SGD)"
+    )
     assert model[0].hit_rates == model[1].hit_rates == (0, 0)
 
 
