@@ -130,12 +130,18 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 import recsys
 from recsys.cli import main
+from recsys.errors import MissingDependency
 
 installed, run, *settings = sys.argv[1:]
 assert pathlib.Path(recsys.__file__).is_relative_to(installed), recsys.__file__
 assert (pathlib.Path(recsys.__file__).parent / "py.typed").is_file()
 for module in pkgutil.walk_packages(recsys.__path__, "recsys."):
-    importlib.import_module(module.name)
+    if not module.name.startswith("recsys.distributed"):
+        importlib.import_module(module.name)
+try:
+    importlib.import_module("recsys.distributed")
+except MissingDependency as error:
+    print(error)
 assert list(pathlib.Path(recsys.__file__).parent.rglob("page.html"))
 command = ["train", "synthetic:criteo-kaggle", *settings]
 print("fbgemm:", main([*command, "--set", "embeddings=fbgemm", "--run", run + "-fbgemm"]))
@@ -187,6 +193,7 @@ def test_the_wheel_holds_every_module_and_trains_without_torchrec_and_fbgemm(
     )
 
     with_fbgemm, _, plain = ended.stdout.partition("fbgemm: 2\n")
+    assert "recsys.distributed needs TorchRec, which is not installed" in with_fbgemm
     assert "samples/s" not in with_fbgemm
     assert "embeddings 'fbgemm' needs fbgemm-gpu-cpu" in ended.stderr
     assert "samples/s" in plain

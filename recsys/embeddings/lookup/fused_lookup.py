@@ -113,7 +113,7 @@ def fused_lookup(
             tables = [table for part in parts for table in part.group.tables]
         elif is_updated:
             tables = (updater.grad_anchor,)
-            if active_ddp_module() is not None:
+            if not updater.is_sharded and active_ddp_module() is not None:
                 raise RuntimeError(
                     "DistributedDataParallel: a recsys optimizer does not share its row updates "
                     "between processes; build the tables without optimizer= (their sparse "

@@ -290,6 +290,28 @@ class HotPlan:
             )
         return self if budget is None else self.retarget(budget)
 
+    def of_rows(
+        self, rows: Mapping[str, tuple[int, int]], budget: int | str | None = None
+    ) -> HotPlan:
+        """Plan again for some rows of some tables, as one process of several has them.
+
+        Args:
+            rows: By table: the first row, and the number of rows. Rows that the plan does not know
+                count as never looked up.
+            budget: For these rows; by default the plan's.
+
+        Raises:
+            BudgetTooSmall, ConfigError: see `plan_hot_rows`.
+        """
+        return HotPlan(
+            self.profile.of_rows(rows),
+            {name: self.tables[name] for name in rows},
+            self.budget_bytes if budget is None else parse_bytes(budget, "budget"),
+            self.ranking,
+            self.window_lookups,
+            self.small_share,
+        )
+
     def of_bag(
         self, num_embeddings: int, embedding_dim: int, budget: int | str | None = None
     ) -> HotPlan:

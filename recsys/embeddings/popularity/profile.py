@@ -389,6 +389,32 @@ class PopularityProfile:
         found.num_decays = self.num_decays
         return found
 
+    def of_rows(self, rows: Mapping[str, tuple[int, int]]) -> PopularityProfile:
+        """The counts of some rows of some tables.
+
+        Args:
+            rows: By table: the first row, and the number of rows. Rows that this profile does not
+                have get a count of zero.
+        """
+        tables = [
+            TableConfig(
+                name=name,
+                num_embeddings=num_rows,
+                embedding_dim=1,
+                feature_names=self._rows.features[name],
+            )
+            for name, (_, num_rows) in rows.items()
+        ]
+        found = PopularityProfile(tables, rate=self.rate, seed=self.seed)
+        for base, (name, (first, num_rows)) in zip(
+            found._rows.bases.tolist(), rows.items(), strict=True
+        ):
+            counts = self.counts(name)[first : first + num_rows]
+            found._rows.add_rows(slice(base, base + len(counts)), counts)
+        found.num_samples, found.num_samples_seen = self.num_samples, self.num_samples_seen
+        found.num_decays = self.num_decays
+        return found
+
     def about(self) -> dict[str, Any]:
         """Everything except the counts, in JSON types; see `from_about`."""
         return {

@@ -72,6 +72,8 @@ class RowUpdater:
 
     Attributes:
         optimizer: As given.
+        is_sharded: Whether each process updates rows of its own, so that no update is shared.
+            `recsys.distributed` sets it. Otherwise `DistributedDataParallel` is refused.
         grad_anchor: Input of the autograd node of every lookup. The tables are not inputs, so
             this tensor is the reason that a pooled vector requires a gradient.
     """
@@ -90,6 +92,7 @@ class RowUpdater:
         ]
         self.optimizer = optimizer
         self.auto_apply, self.is_copied = auto_apply, is_copied
+        self.is_sharded = False
         self._queued_for: int | None = None  # the pass at whose end rows are updated
         self._pass: ref[_Pass] | None = None  # that pass, until it ends
         self._budget_bytes = self._reserved_bytes = 0

@@ -238,6 +238,20 @@ def test_a_plan_for_another_budget_is_the_plan_made_for_it(first, second):
     assert retargeted.budget_bytes == second
 
 
+def test_a_plan_of_some_rows_is_the_plan_made_for_their_counts():
+    whole = plan_hot_rows(profile_of(COUNTS), [A, B], FLOOR + 48, window_lookups=1)
+    some = {"b": [6, 5], "a": [1, 0, 0]}
+
+    found = whole.of_rows({"b": (1, 2), "a": (3, 3)}, 120)  # the last row of "a" is unknown
+
+    tables = [table("b", 2, 6), table("a", 3, 2)]
+    expected = plan_hot_rows(profile_of(some), tables, 120, window_lookups=1)
+    assert {name: found.profile.counts(name).tolist() for name in some} == some
+    assert pinned(found) == pinned(expected)
+    assert found.budget_bytes == 120
+    assert whole.of_rows({"a": (0, 5)}).budget_bytes == whole.budget_bytes
+
+
 def test_a_plan_is_loaded_as_it_was_saved_and_can_be_made_for_another_budget(tmp_path):
     source = SyntheticCriteo(num_samples=3000, table_sizes=[30, 7, 1, 500])
     tables = [

@@ -1,0 +1,43 @@
+"""Tables in two tiers under TorchRec's `DistributedModelParallel`. Needs TorchRec.
+
+    sharder          what users give to `DistributedModelParallel`
+    collection       the sharded collections, with and without pooling
+    sharded_tables   what they share: ids out, lookup, vectors back
+    row_wise         adds the ranks' parts of row-wise vectors
+    local_tables     the rows of one rank: lookups and checkpoints
+    row_state        the row optimizer as TorchRec's checkpoints and schedules see it
+    formula          TorchRec's settings of an optimizer as a recsys formula
+    input_checks     checks a rank's own mini-batch, before its ids go to other ranks
+    agreement        an error on one rank ends every rank
+    planner          what a table costs under a budget, for TorchRec's planner
+    train_pipeline   TorchRec's pipeline, which also fetches the rows of the next mini-batch
+
+TorchRec moves ids and vectors between ranks. Each rank holds the rows that the plan gives
+it, in slots and a cold store of its own, and updates them at the end of backward.
+"""
+
+try:
+    import torchrec  # noqa: F401
+except ImportError as error:
+    from recsys.errors import MissingDependency
+
+    raise MissingDependency(
+        "recsys.distributed needs TorchRec, which is not installed; install it by "
+        "pip install 'recsys[torchrec]'"
+    ) from error
+
+from recsys.distributed.agreement import OtherRankFailed
+from recsys.distributed.planner import HotPlanStorageEstimator
+from recsys.distributed.sharder import (
+    HotColdEmbeddingBagCollectionSharder,
+    HotColdEmbeddingCollectionSharder,
+)
+from recsys.distributed.train_pipeline import HotColdTrainPipelineSparseDist
+
+__all__ = [
+    "HotColdEmbeddingBagCollectionSharder",
+    "HotColdEmbeddingCollectionSharder",
+    "HotColdTrainPipelineSparseDist",
+    "HotPlanStorageEstimator",
+    "OtherRankFailed",
+]

@@ -1,0 +1,86 @@
+"""Checks a rank's own mini-batch before its ids go to other ranks.
+
+Afterwards an error could name neither the rank nor the id: row-wise, TorchRec renumbers ids.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recsys.embeddings.lookup.collection_input import id_error, require_bags, require_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchrec import EmbeddingBagConfig
+
+__all__ = ["InputChecks"]
+
+
+class InputChecks:
+    """The rules of a collection's input.
+
+    Args:
+        tables: The configs of the collection.
+        is_weighted: Whether every lookup has a weight.
+        needs_samples: Whether a rank must have samples.
+    """
+
+    def __init__(
+        self, tables: Sequence[EmbeddingBagConfig], *, is_weighted: bool, needs_samples: bool
+    ) -> None:
+        self._sizes = [int(table.num_embeddings) for table in tables]
+        self._lookups = [
+            (position, feature)
+            for position, table in enumerate(tables)
+            for feature in table.feature_names
+        ]
+        self._is_weighted, self._needs_samples = is_weighted, needs_samples
+        self._limits: dict[str, int] = {}  # for each feature, the rows of its smallest table
+        for position, feature in self._lookups:
+            size = self._sizes[position]
+            self._limits[feature] = min(self._limits.get(feature, size), size)
+
+    def check(self, features: Any) -> None:
+        """Check a rank's input. Ids on CUDA are checked later, by the lookup.
+
+        Args:
+            features: What the model passes to the collection.
+
+        Raises:
+            IdOutOfRange: an id is not a row of its table.
+            KeyError: a feature is missing.
+            MalformedBags: tensors do not fit together, or a weight is missing or nan.
+            TypeError: it is no `KeyedJaggedTensor`.
+            ValueError: features have different batch sizes, or there are no samples.
+        """
+        if not isinstance(features, KeyedJaggedTensor):
+            raise TypeError(f"features must be a KeyedJaggedTensor, got {type(features).__name__}")
+        keys = features.keys()
+        missing = [feature for feature in self._limits if feature not in keys]
+        if missing:
+            raise KeyError(f"features {missing} are missing; the batch has {keys}")
+        if features.variable_stride_per_key():
+            raise ValueError(
+                "features must have one batch size, got stride_per_key="
+                f"{features.stride_per_key()}; repeat the bags that samples share"
+            )
+        if self._needs_samples and not features.stride():
+            raise ValueError(
+                "an EmbeddingCollection needs samples on every rank: TorchRec cannot divide rows "
+                "among none; leave out the mini-batch on all ranks"
+            )
+        if features.values().device.type != "cpu":
+            return  # a check would wait for the device
+        weights = require_weights(features, is_deferred=False) if self._is_weighted else None
+        values, _ = require_bags(features, weights, is_deferred=False)
+        most = torch.iinfo(values.dtype).max
+        limits = torch.tensor([self._limits.get(key, most) for key in keys])
+        limits = limits.repeat_interleave(torch.tensor(features.length_per_key()))
+        # Features that no table looks up may have any ids.
+        is_bad = ((values < 0) & (limits < most)) | (values >= limits)
+        if is_bad.any():
+            raise id_error(features, self._lookups, self._sizes, int(is_bad.nonzero()[0]))

@@ -1,0 +1,331 @@
+"""The rows of one collection that one rank holds: `LocalBags`, pooled, and `LocalEmbeddings`.
+
+    ids from all ranks -> HotColdEmbeddingBagCollection -> pooled vectors for all ranks
+                          HotColdEmbeddingCollection    -> rows for all ranks
+    their gradient -> ledger -> rows, at the end of backward
+
+TorchRec makes a lookup for each sharding type, and in it a kernel for each pooling. Here, one
+collection looks up all of the rank's tables, so that they share one budget.
+
+A rank without tables has no collection. A rank with no row of a row-wise table (5 rows on 4 ranks
+are 2, 2, 1 and 0) has one row that no id leads to, and an empty Parameter for it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_kernel import get_state_dict
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
+
+from recsys.batch import JaggedIds
+from recsys.distributed.formula import common_formula
+from recsys.distributed.row_state import RowStateOptimizer, make_state
+from recsys.embeddings import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
+from recsys.errors import ColdTierError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch.distributed as dist
+    from torch import Tensor
+    from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
+    from torchrec.optim.fused import FusedOptimizer
+
+    from recsys.embeddings.tiers.ahead import Prefetched
+    from recsys.embeddings.tiers.table_tiers import Tiers
+
+__all__ = ["AbstractLocalTables", "LocalBags", "LocalEmbeddings"]
+
+
+class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc]  # untyped
+    """A rank's rows, in the place of TorchRec's lookups of a sharded collection.
+
+    Args:
+        shardings: For each sharding type of the collection, this rank's groups of tables.
+        configs: The configs of the whole tables, by name.
+        given: The rows of whole tables, to copy; other tables are drawn by their `init_fn`.
+        tiers: `budget`, `plan`, `cold_tier` and `cold_path`, as for the recsys collection.
+            The plan is of the whole tables, and this rank's folder is in `cold_path`.
+        folder: The name of that folder.
+        device: The device of lookups and results.
+        group: The ranks among which the tables are divided.
+
+    Attributes:
+        tables: The rank's tables as TorchRec describes them.
+        collection: Looks them up; None if there are none.
+
+    Raises:
+        ColdTierError: the folder cannot be used, or has rows while others are given.
+        ValueError: the optimizer is missing or not supported, or tables have different ones.
+        Exception: of the recsys collection.
+    """
+
+    def __init__(
+        self,
+        shardings: Sequence[Sequence[GroupedEmbeddingConfig]],
+        configs: Mapping[str, EmbeddingBagConfig],
+        given: Mapping[str, Tensor],
+        tiers: Mapping[str, Any],
+        folder: str,
+        *,
+        device: torch.device | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__()
+        groups = [each for of_sharding in shardings for each in of_sharding]
+        self.tables: list[ShardedEmbeddingTable] = [
+            table for each in groups for table in each.embedding_tables
+        ]
+        self._names = [name for each in groups for name in each.embedding_names()]
+        self._widths = [sum(each.dim_sum() for each in of_sharding) for of_sharding in shardings]
+        self._group, self._device = group, device
+        self.collection: HotColdEmbeddingBagCollection | HotColdEmbeddingCollection | None = None
+        self._weights: dict[str, nn.Parameter] = {}
+        self._optimizer: FusedOptimizer = EmptyFusedOptimizer()
+        if self.tables:
+            self._make(configs, given, dict(tiers), folder)
+            self._optimizer = RowStateOptimizer(self, group)
+
+    def _make(
+        self,
+        configs: Mapping[str, EmbeddingBagConfig],
+        given: Mapping[str, Tensor],
+        tiers: dict[str, Any],
+        folder: str,
+    ) -> None:
+        if tiers.get("cold_path") is not None:
+            tiers["cold_path"] = path = Path(tiers["cold_path"]) / folder
+            if given and path.exists():
+                raise ColdTierError(
+                    f"{path}: already has rows, so the module that is sharded must have none; "
+                    "build it on the meta device, or choose another cold_path"
+                )
+        if tiers.get("plan") is not None:
+            rows = {table.name: (_first_row(table), _num_rows(table)) for table in self.tables}
+            tiers["plan"] = tiers["plan"].of_rows(rows, tiers.get("budget"))
+        self.collection = self._collection_of(
+            [_local(table, configs[table.name], given.get(table.name)) for table in self.tables],
+            optimizer=common_formula(
+                {table.name: table.fused_params or {} for table in self.tables}
+            ),
+            **tiers,
+        )
+        assert self.collection.row_optimizer is not None
+        # Each rank updates rows of its own, so DistributedDataParallel has nothing to share.
+        self.collection.row_optimizer.updater.is_sharded = True
+        make_state(self.collection.row_optimizer)
+        for table, weight in zip(self.tables, self._whole_weights(), strict=True):
+            own = weight if table.local_rows else nn.Parameter(weight.new_empty(0, weight.shape[1]))
+            # Users leave parameters with this attribute out of their own optimizers.
+            own._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+            self._weights[table.name] = own
+
+    @abstractmethod
+    def _collection_of(
+        self, tables: list[EmbeddingBagConfig], **settings: Any
+    ) -> HotColdEmbeddingBagCollection | HotColdEmbeddingCollection:
+        """Make the collection of the local rows."""
+
+    @abstractmethod
+    def forward(self, inputs: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
+        """Look up this rank's rows for the samples of all ranks.
+
+        Args:
+            inputs: For each sharding type, the features that this rank looks up.
+
+        Returns:
+            What TorchRec's exchange takes, for each sharding type.
+
+        Raises:
+            BudgetTooSmall: the budget has no room for the rows of the mini-batch.
+            IdOutOfRange: an id is not a row.
+        """
+
+    def prefetch(self, inputs: Sequence[KeyedJaggedTensor]) -> Prefetched | None:
+        """Start to fetch the rows for a later `forward` of the same input; None without tiers."""
+        if self.collection is None or not self.tiers():
+            return None
+        return self.collection.prefetch(self._joined(inputs))
+
+    def _joined(self, inputs: Sequence[KeyedJaggedTensor]) -> JaggedIds:
+        """All features as one input, with a name for each lookup.
+
+        A feature of two tables is in it twice. Row-wise, the two have different ids, because a rank
+        has other rows of one table than of the other.
+        """
+        values = torch.cat([each.values() for each in inputs])
+        lengths = torch.cat([each.lengths() for each in inputs])
+        offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(values.dtype)
+        weights = None
+        if self.tables[0].is_weighted:
+            weights = torch.cat([each.weights() for each in inputs])
+        return JaggedIds(self._names, values, offsets, weights)
+
+    def _whole_weights(self) -> list[nn.Parameter]:
+        """The memory of each table, with the row of a table that has none."""
+        assert self.collection is not None
+        return [cast("nn.Parameter", holder.weight) for holder in self.collection.holders()]
+
+    def tiers(self) -> list[Tiers]:
+        """The tiers of the rows; empty if all are in fast memory."""
+        return [] if self.collection is None else self.collection.tiers()
+
+    # What TorchRec calls its lookups for: optimizers and checkpoints.
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The optimizer of the rows, as TorchRec's checkpoints and schedules see it."""
+        return self._optimizer
+
+    def state_dict(  # type: ignore[override]
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The rows as ShardedTensors or DTensors; views of the cold store, not copies."""
+        self.flush()
+        found: dict[str, Any] = get_state_dict(
+            self.tables, self.split_embedding_weights(), self._group, destination, prefix
+        )
+        return found
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The rows of each table, by name."""
+        yield from self._weights.items()
+
+    def flush(self) -> None:
+        """Write updated rows and state back to the cold store, before it is read."""
+        for tiers in self.tiers():
+            tiers.flush()
+
+    def purge(self) -> None:
+        """Let the next lookup fetch rows again, because the cold store is written to."""
+        for tiers in self.tiers():
+            tiers.expose()
+
+    # What TorchRec's `EmbeddingFusedOptimizer` calls FBGEMM's module for.
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """The rows of each table; views."""
+        return [self._weights[table.name].detach() for table in self.tables]
+
+    def get_optimizer_state(self) -> list[dict[str, Tensor]]:
+        """The state arrays of each table by FBGEMM's names; views."""
+        assert self.collection is not None
+        assert self.collection.row_optimizer is not None
+        state, formula = self.collection.row_optimizer.state, self.collection.row_optimizer.formula
+        return [
+            {
+                name: state[weight][name][: table.local_rows]
+                for name in formula.state_sizes(table.local_cols)
+            }
+            for table, weight in zip(self.tables, self._whole_weights(), strict=True)
+        ]
+
+    def get_learning_rate(self) -> float:
+        """The learning rate of the rows."""
+        return float(self._settings()["lr"])
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate from the next backward on."""
+        if lr != self.get_learning_rate():
+            self._settings()["lr"] = float(lr)
+
+    def _settings(self) -> dict[str, Any]:
+        assert self.collection is not None
+        assert self.collection.row_optimizer is not None
+        return self.collection.row_optimizer.param_groups[0]
+
+
+class LocalBags(AbstractLocalTables):
+    """A rank's rows of a collection with pooling.
+
+    Shape:
+        each result (B of all ranks, sum of dims) float32.
+    """
+
+    def _collection_of(
+        self, tables: list[EmbeddingBagConfig], **settings: Any
+    ) -> HotColdEmbeddingBagCollection:
+        is_weighted = bool(self.tables[0].is_weighted)
+        return HotColdEmbeddingBagCollection(tables, is_weighted, self._device, **settings)
+
+    def forward(self, inputs: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
+        """Pool; see `AbstractLocalTables.forward`."""
+        pooled = torch.zeros(inputs[0].stride(), 0, device=self._device)
+        if self.collection is not None:
+            found: Any = self.collection(self._joined(inputs))
+            pooled = found.values()
+        _require_gradient(pooled)
+        if len(self._widths) == 1:
+            return [pooled]
+        # TorchRec's exchange needs each sharding type's vectors side by side in memory.
+        return [each.contiguous() for each in torch.split(pooled, self._widths, 1)]
+
+
+class LocalEmbeddings(AbstractLocalTables):
+    """A rank's rows of a collection without pooling.
+
+    Shape:
+        each result (N of all ranks, D) float32, in the order of the ids; (0,) without tables.
+    """
+
+    def _collection_of(
+        self, tables: list[EmbeddingBagConfig], **settings: Any
+    ) -> HotColdEmbeddingCollection:
+        return HotColdEmbeddingCollection(tables, self._device, **settings)
+
+    def forward(self, inputs: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
+        """Look up without pooling; see `AbstractLocalTables.forward`."""
+        rows = torch.zeros(0, device=self._device)
+        if self.collection is not None:
+            found: Any = self.collection(self._joined(inputs))
+            rows = torch.cat([each.values() for each in found.values()])
+        _require_gradient(rows)
+        return list(torch.split(rows, [len(each.values()) for each in inputs]))
+
+
+def _require_gradient(result: Tensor) -> None:
+    """Let a result without rows, or with frozen ones, have a gradient, too.
+
+    The backward of the exchange of vectors is a collective. Without a gradient, this rank would
+    leave it out, and the others would wait.
+    """
+    if torch.is_grad_enabled() and not result.requires_grad:
+        result.requires_grad_()
+
+
+def _first_row(table: ShardedEmbeddingTable) -> int:
+    """The number of the first local row in the whole table."""
+    return int(table.local_metadata.shard_offsets[0])
+
+
+def _num_rows(table: ShardedEmbeddingTable) -> int:
+    """The number of rows in memory, at least one."""
+    return max(1, int(table.local_rows))
+
+
+def _local(
+    table: ShardedEmbeddingTable, config: EmbeddingBagConfig, given: Tensor | None
+) -> EmbeddingBagConfig:
+    """The config of a table's local rows."""
+    init_fn = config.init_fn
+    if given is not None:
+        first = _first_row(table)
+        init_fn = partial(_copy_rows, given.detach()[first : first + table.local_rows])
+    return replace(
+        config,
+        num_embeddings=_num_rows(table),
+        feature_names=list(table.embedding_names),
+        init_fn=init_fn,
+    )
+
+
+def _copy_rows(rows: Tensor, weight: Tensor) -> None:
+    weight[: len(rows)].copy_(rows)

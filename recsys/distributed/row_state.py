@@ -1,0 +1,77 @@
+"""The row optimizer of a rank, as TorchRec's checkpoints and schedules see it.
+
+state         {table: {"<table>.momentum1": a ShardedTensor or DTensor}}
+param_groups  the learning rate, which counts from the next `step` or `zero_grad`
+step          applies the learning rate; rows are updated at the end of backward
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
+
+from recsys.embeddings.rows.row_space import compute_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch.distributed as dist
+
+    from recsys.distributed.local_tables import AbstractLocalTables
+    from recsys.embeddings.update.fused_optimizer import FusedOptimizer
+
+__all__ = ["RowStateOptimizer", "make_state"]
+
+
+class RowStateOptimizer(EmbeddingFusedOptimizer):  # type: ignore[misc]  # TorchRec has no types
+    """TorchRec's optimizer of a kernel's tables, for all tables of a rank.
+
+    Its sharded tensors are made once, and are views of the state in the cold store. So reading
+    `state` first writes the newer state of rows in slots back, and after loading, rows are fetched
+    again.
+
+    Args:
+        tables: The rank's tables.
+        group: The ranks among which the tables are divided.
+    """
+
+    def __init__(self, tables: AbstractLocalTables, group: dist.ProcessGroup | None) -> None:
+        self._has_dtensors = any(table.dtensor_metadata is not None for table in tables.tables)
+        # TorchRec reads nothing else of a kernel's config.
+        super().__init__(SimpleNamespace(embedding_tables=tables.tables), tables, group)
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """The state of each table; the cold store then has the newest values."""
+        if self._has_dtensors:  # writes to them are not noticed
+            self._emb_module.purge()
+        else:
+            self._emb_module.flush()
+        return self._state
+
+    @state.setter
+    def state(self, state: Mapping[Any, Any]) -> None:
+        self._state = state
+
+    def post_load_state_dict(self) -> None:
+        """Let the next lookup fetch rows again, with the state that was loaded."""
+        self._emb_module.purge()
+
+
+def make_state(optimizer: FusedOptimizer) -> None:
+    """Make the state of tables that have none yet, as zeros.
+
+    TorchRec names the state of a checkpoint before the first step, and every rank must have it.
+    """
+    known, formula = optimizer.state_dict(), optimizer.formula
+    [group] = optimizer.param_groups
+    for (key, state), weight in zip(known["state"].items(), group["params"], strict=True):
+        prefix = key.partition(".")[2].removesuffix("weight")  # of embedding_bags.<table>.weight
+        zero = torch.zeros((), dtype=compute_dtype(weight.dtype), device=weight.device)
+        for name, size in formula.state_sizes(weight.shape[1]).items():
+            columns = () if name in formula.row_states else (size,)
+            state.setdefault(prefix + name, zero.expand(len(weight), *columns))
+    optimizer.load_state_dict(known)

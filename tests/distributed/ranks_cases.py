@@ -1,0 +1,443 @@
+"""What the ranks of the tests do; `ranks_serve.py` calls these functions, on each rank."""
+
+import gc
+import os
+import runpy
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks_models import (
+    CPU,
+    OPTIMIZERS,
+    Batch,
+    Model,
+    TrainModel,
+    found_in,
+    make_collection,
+    of_rank,
+    one_table,
+    pieces,
+    shard,
+    train,
+)
+from ranks_shared import (
+    DIM,
+    FEATURES,
+    KEYS,
+    LIMITS,
+    LR,
+    NUM_STEPS,
+    ROWS,
+    first_rows,
+    global_batch,
+    is_row_wise,
+    loss_of,
+)
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from recsys.distributed import (
+    HotColdEmbeddingBagCollectionSharder,
+    HotColdTrainPipelineSparseDist,
+    HotPlanStorageEstimator,
+)
+from recsys.distributed.planner import fast_bytes
+from recsys.embeddings import PopularityProfile, TableConfig, plan_hot_rows
+from recsys.embeddings.optimizer import Adagrad
+from recsys.embeddings.tiers.slots import floor_bytes, row_bytes, slot_bytes
+
+BOUNDS = {2: [0, 16, 32], 4: [0, 8, 16, 24, 32]}
+STATE_SIZES = {
+    "sgd": lambda dim: {},
+    "adagrad": lambda dim: {"momentum1": dim},
+    "rowwise_adagrad": lambda dim: {"momentum1": 1},
+}
+
+
+def budgets_of(rank, world, kind, optimizer):
+    """This rank's least budget, one in the middle, and one that is more than all rows need.
+
+    The least is the row map, and slots for the rows of any mini-batch.
+    """
+    num_rows, resident, needed = 0, 0, {}
+    for number, name in enumerate(ROWS):
+        first, last = 0, ROWS[name]
+        if is_row_wise(kind, number):
+            block = -(-ROWS[name] // world)
+            first, last = min(rank * block, last), min((rank + 1) * block, last)
+            last = max(last, first + 1)  # without rows, it has one that is never looked up
+        elif number % world != rank:
+            continue
+        num_rows += last - first
+        sizes = STATE_SIZES[optimizer](DIM[name])
+        resident += (last - first) * row_bytes(DIM[name], torch.float32, sizes)
+        for step in range(NUM_STEPS):
+            _, values, *_ = global_batch(step)
+            ids = torch.cat([values[KEYS.index(feature)] for feature in FEATURES[name]])
+            count = len(ids[(ids >= first) & (ids < last)].unique())
+            needed.setdefault(DIM[name], [0] * NUM_STEPS)[step] += count
+    slots = [
+        (max(1, *counts), slot_bytes(dim, torch.float32, STATE_SIZES[optimizer](dim)))
+        for dim, counts in needed.items()
+    ]
+    least = floor_bytes(num_rows, slots)
+    return {"floor": least, "half": max(least, (least + resident) // 2), "everything": 4 * 2**20}
+
+
+def budgets(rank, world, kind, optimizer, folder):
+    """What each budget and tier computes."""
+    runs = {"resident": None}
+    for name, budget in budgets_of(rank, world, kind, optimizer).items():
+        runs[f"{name} host"] = {"budget": budget}
+        path = str(Path(folder) / name)
+        runs[f"{name} file"] = {"budget": budget, "cold_tier": "file", "cold_path": path}
+    found = {}
+    for name, tiers in runs.items():
+        model = shard(world, kind, optimizer, tiers=tiers)
+        losses = train(model, BOUNDS[world])
+        num_tiers = len(model.module.ebc.tiers())
+        found[name] = found_in(model) | {"losses": losses, "num_tiers": num_tiers}
+    return found
+
+
+def trains(rank, world, bounds=None, **options):
+    """One run, with any options of `shard`."""
+    is_weighted = options.get("is_weighted", False)
+    model = shard(world, **options)
+    losses = train(model, bounds or BOUNDS[world], is_weighted=is_weighted)
+    return found_in(model) | {"losses": losses}
+
+
+def begins(rank, world, **options):
+    """Rows right after sharding a module."""
+    return found_in(shard(world, "mixed", **options))["rows"]
+
+
+def loads_plain_rows(rank, world):
+    """Rows after loading the state dict of a model that is not sharded."""
+    model = shard(world, "mixed", tiers={"budget": 12_000}, device="meta")
+    train(model, BOUNDS[world], num_steps=1)
+    plain = {f"ebc.embedding_bags.{name}.weight": first_rows(name) for name in ROWS}
+    model.load_state_dict(model.state_dict() | plain)
+    return found_in(model)["rows"]
+
+
+def freezes(rank, world):
+    """Rows before and after training, if the tables of rank 1 require no gradient."""
+    model = shard(world, "row_wise")
+    for weight in model.module.ebc.parameters():
+        weight.requires_grad_(rank != 1)
+    before = found_in(model)["rows"]
+    train(model, BOUNDS[world], num_steps=2)
+    return before, found_in(model)["rows"]
+
+
+def resumes(rank, world, folder, output_dtensor):
+    """A run, and the same one continued from a checkpoint in its middle, under another budget."""
+    bounds = BOUNDS[world]
+
+    def state_of(model):
+        return {"model": model.state_dict(), "rows": model.fused_optimizer.state_dict()}
+
+    def make(budget):
+        options = {"tiers": {"budget": budget}, "output_dtensor": output_dtensor}
+        return shard(world, "mixed", "adagrad", **options)
+
+    least = budgets_of(rank, world, "mixed", "adagrad")["floor"]
+    model = make(least + 2000)
+    train(model, bounds, num_steps=3)
+    dcp.save(state_of(model), checkpoint_id=folder)
+    train(model, bounds, first_step=3)
+    found = {"whole": found_in(model)}
+    for way in ("loaded in place", "load_state_dict"):
+        other = make(least + 1000)
+        train(other, bounds, num_steps=1)  # what it has in slots must not survive
+        loaded = state_of(other)
+        dcp.load(loaded, checkpoint_id=folder)
+        if way == "load_state_dict":
+            other.fused_optimizer.load_state_dict(loaded["rows"])
+            other.load_state_dict(loaded["model"])
+        train(other, bounds, first_step=3)
+        found[way] = found_in(other) | {"num_tiers": len(other.module.ebc.tiers())}
+    return found
+
+
+def writes_to_old_tensors(rank, world):
+    """The error if tensors of a state dict are written to after further training."""
+    tiers = {"budget": budgets_of(rank, world, "row_wise", "sgd")["floor"]}
+    model = shard(world, "row_wise", tiers=tiers)
+    old = model.state_dict()["ebc.embedding_bags.t2.weight"]
+    train(model, BOUNDS[world], num_steps=1)
+    for each in old.local_shards():
+        each.tensor.zero_()
+    return error_of(model.state_dict)
+
+
+def reopens_files(rank, world, folder):
+    """Rows and state of a run with files, and of a second one that finds these files."""
+    tiers = {"budget": 12_000, "cold_tier": "file", "cold_path": folder}
+    model = shard(world, "mixed", "adagrad", tiers=tiers)
+    train(model, BOUNDS[world])
+    before = found_in(model)
+    model.module.ebc.sync()
+    refused = error_of(lambda: shard(world, "mixed", "adagrad", tiers=tiers))
+    del model
+    gc.collect()
+    again = found_in(shard(world, "mixed", "adagrad", tiers=tiers, device="meta"))
+    return {"before": before, "again": again, "refused": refused}
+
+
+def pins(rank, world):
+    """A run with a plan of popular rows; how many rows of this rank are pinned."""
+    profile = PopularityProfile(configs())
+    for step in range(NUM_STEPS):
+        profile.add(of_rank(step, 0, 32, 32)[1])
+    plan = plan_hot_rows(profile, configs(), "40000", Adagrad(lr=LR, eps=1e-8), window_lookups=40)
+    budget = budgets_of(rank, world, "mixed", "adagrad")["half"]
+    model = shard(world, "mixed", "adagrad", tiers={"plan": plan, "budget": budget})
+    losses = train(model, BOUNDS[world])
+    num_pinned = sum(len(each.pinned) for each in model.module.ebc.tiers())
+    return found_in(model) | {"losses": losses, "num_pinned": num_pinned}
+
+
+def configs():
+    return [
+        TableConfig(
+            name=name,
+            num_embeddings=num_rows,
+            embedding_dim=DIM[name],
+            feature_names=tuple(FEATURES[name]),
+        )
+        for name, num_rows in ROWS.items()
+    ]
+
+
+def pipelines(rank, world):
+    """A plain loop, TorchRec's pipeline, and ours; how many rows were fetched ahead."""
+    bounds, found = BOUNDS[world], {}
+    least = budgets_of(rank, world, "mixed", "adagrad")["floor"]
+    tiers = {"budget": least + 8000}
+    model = shard(world, "mixed", "adagrad", tiers=tiers)
+    losses = train(model, bounds)
+    found["loop"] = found_in(model) | {"losses": losses}
+    for name, pipeline in (
+        ("theirs", TrainPipelineSparseDist),
+        ("ours", HotColdTrainPipelineSparseDist),
+    ):
+        model = shard(world, "mixed", "adagrad", tiers=tiers, model=TrainModel)
+        optimizer = torch.optim.SGD(model.module.over.parameters(), lr=LR)
+        running, losses, num_ahead = pipeline(model, optimizer, CPU), [], 0
+        parts = [
+            of_rank(step, bounds[rank], bounds[rank + 1], bounds[-1]) for step in range(NUM_STEPS)
+        ]
+        batches = iter([Batch(*part) for part in parts])
+        for _, _, labels in parts:
+            tiers_of_rank = model.module.ebc.tiers()
+            num_ahead += sum(bool(each.ahead) for each in tiers_of_rank)
+            losses.append(float(loss_of(running.progress(batches), labels)))
+        found[name] = found_in(model) | {"losses": losses, "num_ahead": num_ahead}
+    return found
+
+
+class TwoCollections(nn.Module):
+    """Two collections of one table each, in one model."""
+
+    def __init__(self):
+        super().__init__()
+        self.user = one_table("user", 500, "u")
+        self.item = one_table("item", 600, "i")
+        self.last = nn.Linear(8, 1)
+        with torch.no_grad():
+            self.last.weight.fill_(0.1)
+            self.last.bias.zero_()
+
+    def forward(self, features):
+        pooled = torch.cat([self.user(features)["u"], self.item(features)["i"]], 1)
+        return self.last(pooled).squeeze(1)
+
+
+def two_collections(rank, world, budget):
+    model = TwoCollections()
+    tables = [*model.user.parameters(), *model.item.parameters()]
+    apply_optimizer_in_backward(torch.optim.SGD, tables, {"lr": LR})
+    sharder = HotColdEmbeddingBagCollectionSharder({"budget": budget})
+    plans = {
+        path: construct_module_sharding_plan(
+            getattr(model, path), {path: how}, sharder, world, world, "cpu"
+        )
+        for path, how in (("user", table_wise(rank=0)), ("item", row_wise()))
+    }
+    model = DistributedModelParallel(
+        model, device=CPU, plan=ShardingPlan(plans), sharders=[sharder]
+    )
+    losses = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        ids = [torch.randint(0, limit, (8,), generator=generator) for limit in (500, 600)]
+        features = KeyedJaggedTensor(
+            keys=["u", "i"], values=torch.cat(ids), lengths=torch.ones(16, dtype=torch.long)
+        )
+        loss = model(features).square().mean()
+        loss.backward()
+        losses.append(float(loss.detach()))
+    rows = {
+        key: pieces(value)
+        for key, value in model.state_dict().items()
+        if key.startswith(("user", "item"))
+    }
+    return {"losses": losses, "rows": rows}
+
+
+def beside_fbgemm(rank, world, kind, optimizer):
+    """Ours, and TorchRec's own sharder with the same plan, rows and state: outputs and one step."""
+    bounds, found = BOUNDS[world], {}
+    ours = shard(world, kind, optimizer, tiers={"budget": 16_000})
+    train(ours, bounds, num_steps=3)  # for state that is not zero
+    theirs = shard(world, kind, optimizer, sharder=EmbeddingBagCollectionSharder)
+    theirs.load_state_dict(ours.state_dict())
+    theirs.fused_optimizer.load_state_dict(ours.fused_optimizer.state_dict())
+    for name, model in (("ours", ours), ("theirs", theirs)):
+        dense, features, _ = of_rank(3, bounds[rank], bounds[rank + 1], bounds[-1])
+        model.eval()
+        with torch.no_grad():
+            outputs = model(dense, features)
+        model.train()
+        before = found_in(model)
+        losses = train(model, bounds, first_step=3, num_steps=4)
+        found[name] = {
+            "outputs": outputs,
+            "losses": losses,
+            "before": before,
+            "after": found_in(model),
+            "keys": [
+                list(model.state_dict()),
+                {key: list(state) for key, state in state_of_rows(model).items()},
+                list(dict(model.named_parameters())),
+                list(dict(in_backward_optimizer_filter(model.named_parameters()))),
+            ],
+        }
+    return found
+
+
+def state_of_rows(model):
+    return model.fused_optimizer.state_dict()["state"]
+
+
+def error_of(work):
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def bad_ids(rank, world):
+    """For each kind of plan: the errors if the second mini-batch of rank 1 has a bad id."""
+    found = {}
+    for kind in ("table_wise", "row_wise", "mixed"):
+        model = shard(world, kind)
+        train(model, BOUNDS[world], num_steps=1)
+        dense, features, _ = of_rank(1, 8 * rank, 8 * rank + 8, 32)
+        if rank == 1:
+            features.values()[3] = LIMITS["f0"] + 7
+        found[kind] = error_of(partial(model, dense, features))
+    return found
+
+
+def bad_budget(rank, world):
+    """The error if the budget of rank 1 is smaller than its row maps."""
+    tiers = {"budget": 100 if rank else 10**6}
+    return error_of(lambda: shard(world, "row_wise", tiers=tiers))
+
+
+def too_few_slots(rank, world):
+    """The budget of rank 1 is too small for the first mini-batch, which only its lookup finds."""
+    least = budgets_of(rank, world, "row_wise", "sgd")["floor"]
+    model = shard(world, "row_wise", tiers={"budget": least - 200 if rank else 10**6})
+    train(model, BOUNDS[world])
+
+
+def schedules(rank, world):
+    """A learning rate of 0, then one that is not, set as in TorchRec."""
+    model = shard(world, "mixed", tiers={"budget": "1MiB"})
+    dense = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())),
+        lambda params: torch.optim.SGD(params, lr=LR),
+    )
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    found = [found_in(model)]
+    for lr in (0.0, LR):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        train(model, BOUNDS[world], num_steps=1, optimizer=optimizer)
+        found.append(found_in(model))
+    return found
+
+
+def plans(rank, world):
+    """The bytes that TorchRec's planner counts for each table, by where its rows are."""
+    collection = make_collection()
+    kind, settings = OPTIMIZERS["adagrad"]
+    apply_optimizer_in_backward(kind, collection.parameters(), settings)
+    profile = PopularityProfile(configs())
+    profile.add(of_rank(0, 0, 32, 32)[1])
+    plan = plan_hot_rows(profile, configs(), 20_000, Adagrad(lr=LR), window_lookups=20)
+    topology = Topology(world_size=world, compute_device="cpu")
+    found = {
+        "tables": {name: (ROWS[name], DIM[name], fast_bytes(plan, name)) for name in ROWS},
+    }
+    for cold_tier in (None, "host", "file"):
+        estimators = [EmbeddingPerfEstimator(topology)]
+        if cold_tier is not None:
+            estimators.append(HotPlanStorageEstimator(plan, topology, cold_tier=cold_tier))
+        enumerator = EmbeddingEnumerator(
+            topology, 16, estimator=estimators if cold_tier is not None else None
+        )
+        model = nn.Module()
+        model.ebc = collection
+        sharder = HotColdEmbeddingBagCollectionSharder({"plan": plan})
+        options = enumerator.enumerate(model, [sharder])
+        found[str(cold_tier)] = {
+            (option.name, option.sharding_type): [shard.storage.ddr for shard in option.shards]
+            for option in options
+        }
+        planner = EmbeddingShardingPlanner(topology=topology, enumerator=enumerator)
+        chosen = planner.collective_plan(model, [sharder], dist.group.WORLD)
+        found[f"{cold_tier} plan"] = sorted(chosen.plan["ebc"])
+    return found
+
+
+def example(rank, world, root):
+    """Losses of the example, on few samples, and how many lookups hit."""
+    module = runpy.run_path(str(Path(root) / "examples" / "torchrec_distributed.py"))
+    return module["train"](num_samples=28_000, batch_size=512, budget="200KiB")
+
+
+def docs(rank, world, snippets, folder):
+    """Rows of a model that the snippets of the docs shard, save and load."""
+    os.chdir(folder)
+    names = {"model": Model(make_collection("meta"))}
+    for snippet in snippets:
+        exec(compile(snippet, "docs/distributed.md", "exec"), names)
+    num_tiers = len(names["model"].module.ebc.tiers())
+    train(names["model"], BOUNDS[world])
+    return {"num_tiers": num_tiers} | found_in(names["model"])

@@ -1,0 +1,199 @@
+"""Cases of collections without pooling."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from ranks_models import CPU, OPTIMIZERS, Batch, found_in, of_rank, train
+from ranks_shared import (
+    FEATURES,
+    KEYS,
+    LR,
+    NUM_STEPS,
+    OUTPUTS,
+    ROWS,
+    SEQUENCE_DIM,
+    SequenceArch,
+    first_sequence_rows,
+    global_batch,
+    is_row_wise,
+    loss_of,
+    pool_in_order,
+)
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+from recsys.distributed import HotColdEmbeddingCollectionSharder, HotColdTrainPipelineSparseDist
+from recsys.embeddings.tiers.slots import floor_bytes, slot_bytes
+
+torch.fx.wrap("pool_in_order")  # TorchRec's pipelines trace the model
+torch.fx.wrap("loss_of")
+
+
+class Model(nn.Module):
+    def __init__(self, collection):
+        super().__init__()
+        self.ec, self.over = collection, SequenceArch()
+
+    def forward(self, dense, features):
+        rows = self.ec(features)
+        pooled = {}
+        for name in OUTPUTS:  # TorchRec's pipelines trace this
+            pooled[name] = pool_in_order(rows[name].values(), rows[name].lengths())
+        return self.over(dense, pooled)
+
+
+class TrainModel(Model):
+    """As TorchRec's pipelines call it: a batch in, (loss, logits) out."""
+
+    def forward(self, batch):
+        logits = super().forward(batch.dense, batch.features)
+        return loss_of(logits, batch.labels), logits.detach()
+
+
+def shard(world, kind, optimizer, tiers=None, *, model=Model, sharder=None):
+    """A model under `DistributedModelParallel`; its tables start with `first_sequence_rows`."""
+    configs = [
+        EmbeddingConfig(
+            name=name,
+            num_embeddings=num_rows,
+            embedding_dim=SEQUENCE_DIM,
+            feature_names=FEATURES[name],
+        )
+        for name, num_rows in ROWS.items()
+    ]
+    collection = EmbeddingCollection(tables=configs, device=CPU)
+    with torch.no_grad():
+        for name, embedding in collection.embeddings.items():
+            embedding.weight.copy_(first_sequence_rows(name))
+    of_tables, settings = OPTIMIZERS[optimizer]
+    apply_optimizer_in_backward(of_tables, collection.parameters(), dict(settings))
+    sharder = (sharder or HotColdEmbeddingCollectionSharder)(tiers)
+    shardings = {
+        name: row_wise() if is_row_wise(kind, number) else table_wise(rank=number % world)
+        for number, name in enumerate(ROWS)
+    }
+    plan = construct_module_sharding_plan(collection, shardings, sharder, world, world, "cpu")
+    return DistributedModelParallel(
+        model(collection),
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=CPU,
+        plan=ShardingPlan({"ec": plan}),
+        sharders=[sharder],
+    )
+
+
+def least_budget(rank, world, kind, state_size):
+    """The row map, and slots for the rows of any mini-batch."""
+    num_rows, counts = 0, [0] * NUM_STEPS
+    for number, name in enumerate(ROWS):
+        first, last = 0, ROWS[name]
+        if is_row_wise(kind, number):
+            block = -(-ROWS[name] // world)
+            first, last = min(rank * block, last), min((rank + 1) * block, last)
+            last = max(last, first + 1)  # without rows, it has one that is never looked up
+        elif number % world != rank:
+            continue
+        num_rows += last - first
+        for step in range(NUM_STEPS):
+            _, values, *_ = global_batch(step)
+            ids = torch.cat([values[KEYS.index(feature)] for feature in FEATURES[name]])
+            counts[step] += len(ids[(ids >= first) & (ids < last)].unique())
+    sizes = {"momentum1": state_size} if state_size else {}
+    slot = slot_bytes(SEQUENCE_DIM, torch.float32, sizes)
+    return floor_bytes(num_rows, [(max(counts), slot)])
+
+
+STATE_SIZES = {"sgd": 0, "adagrad": SEQUENCE_DIM, "rowwise_adagrad": 1}
+
+
+def sequences(rank, world, kind, optimizers, folder, bounds):
+    """What each optimizer and tier computes."""
+    found = {}
+    for optimizer in optimizers:
+        budget = least_budget(rank, world, kind, STATE_SIZES[optimizer])
+        path = str(Path(folder) / optimizer)
+        for name, tiers in {
+            "resident": None,
+            "host": {"budget": budget},
+            "file": {"budget": budget, "cold_tier": "file", "cold_path": path},
+        }.items():
+            model = shard(world, kind, optimizer, tiers)
+            losses = train(model, bounds)
+            num_tiers = len(model.module.ec.tiers())
+            found[f"{optimizer} {name}"] = found_in(model) | {
+                "losses": losses,
+                "num_tiers": num_tiers,
+            }
+    return found
+
+
+def no_samples(rank, world):
+    """The error if rank 0 has no samples."""
+    model = shard(world, "mixed", "sgd")
+    try:
+        train(model, [0, 0, 32])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def sequences_in_a_pipeline(rank, world):
+    """A run in our pipeline; how many rows were fetched ahead."""
+    tiers = {"budget": least_budget(rank, world, "mixed", SEQUENCE_DIM) + 8000}
+    model = shard(world, "mixed", "adagrad", tiers, model=TrainModel)
+    optimizer = torch.optim.SGD(model.module.over.parameters(), lr=LR)
+    running, losses, num_ahead = HotColdTrainPipelineSparseDist(model, optimizer, CPU), [], 0
+    parts = [of_rank(step, 16 * rank, 16 * rank + 16, 32) for step in range(NUM_STEPS)]
+    batches = iter([Batch(*part) for part in parts])
+    for _, _, labels in parts:
+        num_ahead += sum(bool(each.ahead) for each in model.module.ec.tiers())
+        losses.append(float(loss_of(running.progress(batches), labels)))
+    return found_in(model) | {"losses": losses, "num_ahead": num_ahead}
+
+
+def sequences_resume(rank, world, folder):
+    """A run, and the same one continued from a checkpoint in its middle."""
+
+    def state_of(model):
+        return {"model": model.state_dict(), "rows": model.fused_optimizer.state_dict()}
+
+    model = shard(world, "mixed", "adagrad", {"budget": 24_000})
+    train(model, [0, 16, 32], num_steps=3)
+    dcp.save(state_of(model), checkpoint_id=folder)
+    train(model, [0, 16, 32], first_step=3)
+    other = shard(world, "mixed", "adagrad", {"budget": 30_000})
+    train(other, [0, 16, 32], num_steps=1)
+    loaded = state_of(other)
+    dcp.load(loaded, checkpoint_id=folder)
+    other.load_state_dict(loaded["model"])
+    other.fused_optimizer.load_state_dict(loaded["rows"])
+    train(other, [0, 16, 32], first_step=3)
+    return {"whole": found_in(model), "resumed": found_in(other)}
+
+
+def sequences_beside_fbgemm(rank, world):
+    """Ours, and TorchRec's own sharder with the same plan, rows and state: outputs and one step."""
+    ours = shard(world, "mixed", "rowwise_adagrad", {"budget": 24_000})
+    train(ours, [0, 16, 32], num_steps=3)
+    theirs = shard(world, "mixed", "rowwise_adagrad", sharder=EmbeddingCollectionSharder)
+    theirs.load_state_dict(ours.state_dict())
+    theirs.fused_optimizer.load_state_dict(ours.fused_optimizer.state_dict())
+    found = {}
+    for name, model in (("ours", ours), ("theirs", theirs)):
+        dense, features, _ = of_rank(3, 16 * rank, 16 * rank + 16, 32)
+        with torch.no_grad():
+            outputs = model(dense, features)
+        train(model, [0, 16, 32], first_step=3, num_steps=4)
+        keys = [list(model.state_dict()), list(dict(model.named_parameters()))]
+        found[name] = {"outputs": outputs, "after": found_in(model), "keys": keys}
+    return found

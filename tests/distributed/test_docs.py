@@ -1,0 +1,41 @@
+"""Public names, the code of docs/distributed.md and the example."""
+
+import re
+from statistics import mean
+
+import pytest
+
+torchrec = pytest.importorskip("torchrec")
+
+from recsys import distributed  # noqa: E402
+
+
+def test_public_names_are_these_and_no_others():
+    assert distributed.__all__ == [
+        "HotColdEmbeddingBagCollectionSharder",
+        "HotColdEmbeddingCollectionSharder",
+        "HotColdTrainPipelineSparseDist",
+        "HotPlanStorageEstimator",
+        "OtherRankFailed",
+    ]
+
+
+@pytest.mark.slow
+def test_the_snippets_of_the_page_run(ranks, pytestconfig, tmp_path):
+    text = (pytestconfig.rootpath / "docs" / "distributed.md").read_text()
+    snippets = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+    found = ranks("docs", snippets=snippets, folder=str(tmp_path))
+
+    assert len(snippets) == 2
+    assert all(rank["num_tiers"] for rank in found)
+    assert len(list((tmp_path / "rows").iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_the_example_learns(ranks, pytestconfig):
+    found = ranks("example", root=str(pytestconfig.rootpath))
+
+    for losses, hits in found:
+        assert mean(losses[-10:]) < mean(losses[:10]) - 0.02
+        assert 0 < hits < 1

@@ -1,0 +1,113 @@
+"""Errors that end every rank, and plans that are refused."""
+
+import pytest
+import torch
+from torch.distributed.optim import (
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
+
+torchrec = pytest.importorskip("torchrec")
+
+from torchrec.distributed import DistributedModelParallel  # noqa: E402
+from torchrec.distributed.sharding_plan import (  # noqa: E402
+    column_wise,
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan  # noqa: E402
+from torchrec.modules.embedding_configs import PoolingType  # noqa: E402
+from torchrec.optim import RowWiseAdagrad  # noqa: E402
+
+from recsys.distributed import HotColdEmbeddingBagCollectionSharder  # noqa: E402
+
+
+def test_a_bad_id_on_one_rank_is_an_error_on_every_rank(ranks):
+    first, second = ranks("bad_ids")
+
+    for kind, error in second.items():
+        assert error.startswith("IdOutOfRange: feature 'f0', sample")
+        prefix = "OtherRankFailed: rank 1 has failed, so every rank stops: "
+        assert first[kind] == prefix + error
+
+
+def test_a_rank_that_cannot_be_built_is_an_error_on_every_rank(ranks):
+    first, second = ranks("bad_budget")
+
+    assert second.startswith("BudgetTooSmall: ")
+    assert first == f"OtherRankFailed: rank 1 has failed, so every rank stops: {second}"
+
+
+class Holder(torch.nn.Module):
+    def __init__(self, **settings):
+        super().__init__()
+        config = {
+            "name": "user",
+            "num_embeddings": 20,
+            "embedding_dim": 8,
+            "feature_names": ["u"],
+        }
+        self.ebc = torchrec.EmbeddingBagCollection(
+            tables=[torchrec.EmbeddingBagConfig(**(config | settings))],
+            device=torch.device("cpu"),
+        )
+
+
+def shard(model, how, fused_params=None):
+    sharder = HotColdEmbeddingBagCollectionSharder(fused_params)
+    plan = construct_module_sharding_plan(model.ebc, {"user": how}, sharder, 1, 1, "cpu")
+    return DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=ShardingPlan({"ebc": plan}), sharders=[sharder]
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "settings", "match"),
+    [
+        (column_wise(ranks=[0]), {}, "must be one of .* got 'column_wise'"),
+        (table_wise(rank=0, compute_kernel="fused_uvm"), {}, "compute kernel must be 'fused'"),
+        (table_wise(rank=0, compute_kernel="dense"), {}, "compute kernel must be 'fused'"),
+        (row_wise(), {"pooling": PoolingType.MEAN}, "must be pooled by its sum, got MEAN"),
+        (table_wise(rank=0), {"data_type": torchrec.types.DataType.FP16}, "data_type must be"),
+    ],
+)
+def test_a_plan_is_refused_by_name(process_group, how, settings, match):
+    model = Holder(**settings)
+    apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {"lr": 0.1})
+
+    with pytest.raises(ValueError, match=f"table 'user': .*{match}"):
+        shard(model, how)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "match"),
+    [
+        (None, {}, "rows need an optimizer, got none"),
+        (torch.optim.Adam, {"lr": 0.1}, "the optimizer must be one of .* got 'adam'"),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "fused_params has momentum=0.9"),
+    ],
+)
+def test_an_optimizer_is_refused_by_name(process_group, optimizer, settings, match):
+    model = Holder()
+    if optimizer is not None:
+        apply_optimizer_in_backward(optimizer, model.ebc.parameters(), settings)
+
+    with pytest.raises(ValueError, match=f"table 'user': {match}"):
+        shard(model, table_wise(rank=0, compute_kernel="fused"))
+
+
+def test_state_from_before_is_refused(process_group):
+    model = Holder()
+    apply_optimizer_in_backward(torch.optim.Adagrad, model.ebc.parameters(), {"lr": 0.1})
+    features = torchrec.KeyedJaggedTensor(
+        keys=["u"], values=torch.tensor([3]), lengths=torch.tensor([1])
+    )
+    model.ebc(features).values().sum().backward()
+
+    with pytest.raises(ValueError, match="table 'user': its optimizer has state from training"):
+        shard(model, table_wise(rank=0))
+
+
+def test_a_plan_must_be_a_hot_plan():
+    with pytest.raises(TypeError, match="plan must be a HotPlan, got dict"):
+        HotColdEmbeddingBagCollectionSharder({"plan": {}})

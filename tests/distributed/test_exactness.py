@@ -1,0 +1,177 @@
+"""Ranks compute the same numbers under every budget, and the same as one process."""
+
+import pytest
+import torch
+from ranks_one_process import OneProcess
+from ranks_shared import IS_STRESS, KINDS, OPTIMIZERS, ROWS, WORLDS
+
+torchrec = pytest.importorskip("torchrec")
+
+
+def whole(ranks, part, name):
+    """A tensor from the parts of all ranks."""
+    pieces = sorted(
+        (piece for rank in ranks for piece in rank[part].get(name, [])), key=lambda each: each[0]
+    )
+    return torch.cat([rows for _, rows in pieces])
+
+
+def losses_of(ranks):
+    """The losses of each step, rank by rank."""
+    return [list(each) for each in zip(*(rank["losses"] for rank in ranks), strict=True)]
+
+
+def require_equal(ranks, expected_losses, expected, near=0.0):
+    """Compare losses of every rank and step, rows, state and dense weights with one process."""
+
+    def same(found, wanted):
+        torch.testing.assert_close(
+            found, wanted, rtol=0, atol=near * max(1, float(wanted.abs().max()))
+        )
+
+    same(torch.tensor(losses_of(ranks)), torch.tensor(expected_losses))
+    for name in ROWS:
+        same(whole(ranks, "rows", name), expected.rows()[name])
+    for name, values in expected.state().items():
+        same(whole(ranks, "state", name), values)
+    for rank in ranks:
+        for name, values in expected.over.state_dict().items():
+            same(rank["dense"][name], values)
+
+
+def require_same(run, other):
+    """Two runs of one rank, to the last bit."""
+    assert run.get("losses") == other.get("losses")
+    for part in ("rows", "state"):
+        assert run[part].keys() == other[part].keys()
+        for name, pieces in run[part].items():
+            for (first, values), (other_first, others) in zip(
+                pieces, other[part][name], strict=True
+            ):
+                assert first == other_first
+                assert torch.equal(values, others), name
+    for name, values in run["dense"].items():
+        assert torch.equal(values, other["dense"][name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_budget_and_tier_computes_what_one_process_computes(
+    ranks, optimizer, kind, world, tmp_path
+):
+    found = ranks("budgets", world, kind=kind, optimizer=optimizer, folder=str(tmp_path))
+
+    runs = list(found[0])
+    assert len(runs) == 7
+    for run in runs[1:]:
+        for rank in found:
+            require_same(rank["resident"], rank[run])
+        has_tiers = any(rank[run]["num_tiers"] for rank in found)
+        assert has_tiers == (run.endswith("file") or "floor" in run or "half" in run), run
+    expected = OneProcess(kind, optimizer, world)
+    bounds = [32 * rank // world for rank in range(world + 1)]
+    losses = expected.train(bounds)
+    # More than two ranks add their dense gradients in another order.
+    near = 0.0 if world == 2 else 1e-6
+    require_equal([rank["resident"] for rank in found], losses, expected, near)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_STRESS, reason="four ranks only run in make stress")
+def test_more_ranks_compute_the_same_in_every_run(ranks):
+    first, second = (ranks("trains", 4, kind="mixed", optimizer="adagrad") for _ in range(2))
+
+    for run, other in zip(first, second, strict=True):
+        require_same(run, other)
+
+
+def test_a_rank_without_tables_takes_part(ranks):
+    found = ranks("trains", owners=[0, 0, 0, 0, 0], optimizer="adagrad", tiers={"budget": 20_000})
+
+    expected = OneProcess("table_wise", "adagrad")
+    require_equal(found, expected.train([0, 16, 32]), expected)
+    assert not any(found[1]["rows"].values())
+
+
+def test_a_rank_with_frozen_tables_takes_part(ranks):
+    (first, first_after), (second, second_after) = ranks("freezes")
+
+    for name in ROWS:
+        assert all(
+            map(torch.equal, *([rows for _, rows in each[name]] for each in (second, second_after)))
+        )
+    assert not torch.equal(first["t2"][0][1], first_after["t2"][0][1])
+
+
+@pytest.mark.parametrize("bounds", [[0, 0, 16], [0, 16, 16], [0, 5, 16]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_may_have_fewer_samples_or_none(ranks, kind, bounds):
+    found = ranks("trains", bounds=bounds, kind=kind, optimizer="adagrad")
+
+    expected = OneProcess(kind, "adagrad")
+    require_equal(found, expected.train(bounds), expected)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_bags_may_have_weights(ranks, kind):
+    options = {"kind": kind, "optimizer": "rowwise_adagrad", "is_weighted": True}
+
+    found = ranks("trains", tiers={"budget": 12_000}, **options)
+
+    expected = OneProcess(kind, "rowwise_adagrad", is_weighted=True)
+    require_equal(found, expected.train([0, 16, 32]), expected)
+
+
+def test_tables_of_a_rank_may_be_pooled_by_their_mean(ranks):
+    found = ranks("trains", is_mean=True, tiers={"budget": 16_000})
+
+    expected = OneProcess("table_wise", "sgd", pooling="mean")
+    require_equal(found, expected.train([0, 16, 32]), expected)
+
+
+def test_each_rank_pins_its_own_rows_of_a_plan(ranks):
+    found = ranks("pins")
+
+    expected = OneProcess("mixed", "adagrad")
+    require_equal(found, expected.train([0, 16, 32]), expected)
+    assert all(rank["num_pinned"] > 0 for rank in found)
+
+
+def test_two_collections_have_a_budget_each(ranks):
+    resident = ranks("two_collections", budget=10**6)
+    tiered = ranks("two_collections", budget=3000)
+
+    for before, after in zip(resident, tiered, strict=True):
+        empty = {"state": {}, "dense": {}}
+        require_same(before | empty, after | empty)
+
+
+def test_pipelines_compute_what_a_loop_computes(ranks):
+    found = ranks("pipelines")
+
+    for rank in found:
+        assert rank["ours"].pop("num_ahead") > 0
+        assert rank["theirs"].pop("num_ahead") == 0
+        for name in ("theirs", "ours"):
+            require_same(rank["loop"], rank[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_a_step_are_near_those_of_fbgemm(ranks, kind, optimizer):
+    found = ranks("beside_fbgemm", kind=kind, optimizer=optimizer)
+
+    for rank in found:
+        ours, theirs = rank["ours"], rank["theirs"]
+        assert ours["keys"] == theirs["keys"]
+        torch.testing.assert_close(ours["outputs"], theirs["outputs"], rtol=0, atol=1e-6)
+        require_same(ours["before"], theirs["before"])
+        for part in ("rows", "state"):
+            for name, pieces in theirs["after"][part].items():
+                for (_, expected), (_, values) in zip(
+                    pieces, ours["after"][part][name], strict=True
+                ):
+                    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-7)

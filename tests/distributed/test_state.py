@@ -1,0 +1,86 @@
+"""Rows and state of ranks: where they begin, and that they go through checkpoints."""
+
+import pytest
+import torch
+from ranks_shared import ROWS, first_rows
+
+torchrec = pytest.importorskip("torchrec")
+
+
+def whole(ranks, name):
+    pieces = sorted((piece for rank in ranks for piece in rank[name]), key=lambda each: each[0])
+    return torch.cat([rows for _, rows in pieces])
+
+
+def require_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, pieces in expected.items():
+        for (_, values), (_, others) in zip(pieces, found[name], strict=True):
+            assert torch.equal(values, others), name
+
+
+@pytest.mark.parametrize("tiers", [None, {"budget": 12_000}])
+def test_rows_of_a_module_on_the_cpu_are_kept(ranks, tiers):
+    found = ranks("begins", tiers=tiers)
+
+    for name in ROWS:
+        assert torch.equal(whole(found, name), first_rows(name))
+
+
+def test_rows_of_a_module_on_the_meta_device_are_drawn(ranks):
+    found = ranks("begins", device="meta")
+
+    for name, num_rows in ROWS.items():
+        rows = whole(found, name)
+        assert rows.shape == first_rows(name).shape
+        assert 0 < float(rows.abs().max()) <= num_rows**-0.5
+
+
+def test_rows_of_a_plain_model_are_loaded(ranks):
+    found = ranks("loads_plain_rows")
+
+    for name in ROWS:
+        assert torch.equal(whole(found, name), first_rows(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output_dtensor", [False, True], ids=["sharded", "dtensor"])
+def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, output_dtensor):
+    found = ranks("resumes", folder=str(tmp_path / "ck"), output_dtensor=output_dtensor)
+
+    for rank in found:
+        for way in ("loaded in place", "load_state_dict"):
+            assert rank[way]["num_tiers"]
+            for part in ("rows", "state"):
+                require_same(rank[way][part], rank["whole"][part])
+
+
+def test_writes_to_tensors_of_an_old_state_dict_are_an_error(ranks):
+    found = ranks("writes_to_old_tensors")
+
+    assert all(error.startswith("ConflictingWrite: table 't2'") for error in found), found
+
+
+def test_rows_in_files_are_found_again(ranks, tmp_path):
+    found = ranks("reopens_files", folder=str(tmp_path / "rows"))
+
+    for rank in found:
+        assert rank["refused"].startswith(("ColdTierError: ", "OtherRankFailed: "))
+        assert "already has rows, so the module that is sharded must have none" in rank["refused"]
+        for part in ("rows", "state"):
+            require_same(rank["again"][part], rank["before"][part])
+
+
+def test_a_learning_rate_is_set_as_in_torchrec(ranks):
+    found = ranks("schedules")
+
+    for first, frozen, after in found:
+        require_same(frozen["rows"], first["rows"])
+        for name, values in first["dense"].items():
+            assert torch.equal(values, frozen["dense"][name])
+            assert not torch.equal(values, after["dense"][name])
+        assert all(
+            len(rows) < 2 or not torch.equal(rows, others)
+            for name, pieces in first["rows"].items()
+            for (_, rows), (_, others) in zip(pieces, after["rows"][name], strict=True)
+        )
