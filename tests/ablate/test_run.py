@@ -533,7 +533,7 @@ def test_data_that_is_not_there_is_found_out_before_anything_is_written(
 ):
     config = ablation(f"[ablate]\nseeds = [0]\n{TWO_VARIATIONS}", f"data={tmp_path / 'nowhere'}")
 
-    with pytest.raises(StoreError, match="nowhere is not a store"):
+    with pytest.raises(StoreError, match="nowhere does not exist; prepare a store"):
         run_here(config)
 
     assert not (tmp_path / "out").exists()

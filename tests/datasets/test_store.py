@@ -127,7 +127,7 @@ def test_nothing_is_left_behind_when_the_disk_is_full(tmp_path):
 
 
 def test_a_folder_that_is_no_store_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(StoreError, match=r"no meta\.json; prepare one with `recsys prepare"):
+    with pytest.raises(StoreError, match=r"no meta\.json; prepare a store with `recsys prepare"):
         Store(tmp_path)
 
 
