@@ -33,8 +33,8 @@ from ranks_shared import (
     ROWS,
     first_rows,
     global_batch,
-    is_row_wise,
     loss_of,
+    rows_of_rank,
 )
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
@@ -78,14 +78,7 @@ def budgets_of(rank, world, kind, optimizer):
     The least is the row map, and slots for the rows of any mini-batch.
     """
     num_rows, resident, needed = 0, 0, {}
-    for number, name in enumerate(ROWS):
-        first, last = 0, ROWS[name]
-        if is_row_wise(kind, number):
-            block = -(-ROWS[name] // world)
-            first, last = min(rank * block, last), min((rank + 1) * block, last)
-            last = max(last, first + 1)  # without rows, it has one that is never looked up
-        elif number % world != rank:
-            continue
+    for name, first, last in rows_of_rank(rank, world, kind):
         num_rows += last - first
         sizes = STATE_SIZES[optimizer](DIM[name])
         resident += (last - first) * row_bytes(DIM[name], torch.float32, sizes)

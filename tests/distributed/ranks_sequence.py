@@ -20,6 +20,7 @@ from ranks_shared import (
     is_row_wise,
     loss_of,
     pool_in_order,
+    rows_of_rank,
 )
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
@@ -96,14 +97,7 @@ def shard(world, kind, optimizer, tiers=None, *, model=Model, sharder=None):
 def least_budget(rank, world, kind, state_size):
     """The row map, and slots for the rows of any mini-batch."""
     num_rows, counts = 0, [0] * NUM_STEPS
-    for number, name in enumerate(ROWS):
-        first, last = 0, ROWS[name]
-        if is_row_wise(kind, number):
-            block = -(-ROWS[name] // world)
-            first, last = min(rank * block, last), min((rank + 1) * block, last)
-            last = max(last, first + 1)  # without rows, it has one that is never looked up
-        elif number % world != rank:
-            continue
+    for name, first, last in rows_of_rank(rank, world, kind):
         num_rows += last - first
         for step in range(NUM_STEPS):
             _, values, *_ = global_batch(step)

@@ -32,6 +32,19 @@ def is_row_wise(kind, number):
     return kind == "row_wise" or (kind == "mixed" and number % 2 == 0)
 
 
+def rows_of_rank(rank, world, kind):
+    """The tables of a rank, each with its first row there and the end of them."""
+    for number, name in enumerate(ROWS):
+        first, last = 0, ROWS[name]
+        if is_row_wise(kind, number):
+            block = -(-ROWS[name] // world)
+            first, last = min(rank * block, last), min((rank + 1) * block, last)
+            last = max(last, first + 1)  # without rows, it has one that is never looked up
+        elif number % world != rank:
+            continue
+        yield name, first, last
+
+
 def first_rows(name):
     generator = torch.Generator().manual_seed(1 + list(ROWS).index(name))
     return torch.rand(ROWS[name], DIM[name], generator=generator) - 0.5
