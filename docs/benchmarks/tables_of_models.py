@@ -22,7 +22,7 @@ __all__ = ["compared_table", "days_table", "quantized_table"]
 # The metrics of a table, by the one that models are compared in.
 _METRICS = {
     "auc": ("auc", "logloss", "calibration"),
-    "recall_at_k": ("recall_at_k", "ndcg_at_k", "auc"),
+    "recall_at_k": ("recall_at_k", "ndcg_at_k"),
 }
 
 
