@@ -3,8 +3,12 @@
     sharder          what users give to `DistributedModelParallel`
     collection       the sharded collections, with and without pooling
     sharded_tables   what they share: ids out, lookup, vectors back
-    row_wise         adds the ranks' parts of row-wise vectors
+    row_wise         row-wise tables: one of two exchanges
+    exchange_choice  which of the two
+    distinct_rows    distinct ids out, their rows back
+    received_rows    pools the rows that the rank of the samples receives
     local_tables     the rows of one rank: lookups and checkpoints
+    row_lookups      rows of single tables without pooling, under the same budget
     row_state        the row optimizer as TorchRec's checkpoints and schedules see it
     formula          TorchRec's settings of an optimizer as a recsys formula
     input_checks     checks a rank's own mini-batch, before its ids go to other ranks

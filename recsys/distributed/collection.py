@@ -8,12 +8,21 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 
+from recsys.distributed.distinct_rows import DistinctIdsDist
+from recsys.distributed.exchange_choice import (
+    AUTO,
+    POOLED,
+    ROWS,
+    cheaper_exchange,
+    require_same_exchange,
+)
 from recsys.distributed.local_tables import AbstractLocalTables, LocalBags, LocalEmbeddings
 from recsys.distributed.row_wise import RowWiseSharding
 from recsys.distributed.sharded_tables import AbstractShardedTables
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torchrec import KeyedJaggedTensor
     from torchrec.distributed.embedding_sharding import EmbeddingShardingInfo
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 
@@ -25,10 +34,40 @@ _Groups = tuple[type[AbstractLocalTables], list[list["GroupedEmbeddingConfig"]]]
 class ShardedHotColdEmbeddingBagCollection(AbstractShardedTables, ShardedEmbeddingBagCollection):  # type: ignore[misc]
     """Pooled lookups. `HotColdEmbeddingBagCollectionSharder` makes it.
 
+    Args:
+        arguments: As for `AbstractShardedTables`.
+        row_wise_exchange: As for the sharder.
+        options: As for `AbstractShardedTables`.
+
+    Attributes:
+        row_wise_exchange: "rows" or "pooled"; "auto" until the first mini-batch decides.
+
     Shape:
         input: features of this rank's B samples; result (B, sum of dims), columns in the order of
         the plan, not of the tables. Use the names of the result.
+
+    Raises:
+        ValueError: ranks have different exchanges.
+        Exception: of `AbstractShardedTables`.
     """
+
+    def __init__(self, *arguments: Any, row_wise_exchange: str, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._row_wise_positions = [
+            position
+            for position, each in enumerate(self._embedding_shardings)
+            if isinstance(each, RowWiseSharding)
+        ]
+        # TorchRec would divide the columns of all tables.
+        self._has_mean_pooling_callback = False
+        require_same_exchange(row_wise_exchange, self._env.process_group)
+        self.row_wise_exchange = row_wise_exchange
+        # Removing duplicates waits for the device, and would make an invalid id another row's.
+        self._checks.waits_for_device = (
+            bool(self._row_wise_positions) and row_wise_exchange != POOLED
+        )
+        if row_wise_exchange == ROWS:
+            self._exchange_rows()
 
     @classmethod
     def create_embedding_bag_sharding(
@@ -40,10 +79,48 @@ class ShardedHotColdEmbeddingBagCollection(AbstractShardedTables, ShardedEmbeddi
         kwargs.pop("permute_embeddings", None)  # only of column-wise sharding
         return RowWiseSharding(sharding_infos, *args, **kwargs)
 
+    def input_dist(self, ctx: Any, features: Any) -> Any:
+        """Send ids to the ranks that have their rows; see `AbstractShardedTables.input_dist`."""
+        requests = super().input_dist(ctx, features)
+        # TorchRec has made contexts of its own.
+        for position, each in enumerate(self._input_dists):
+            if isinstance(each, DistinctIdsDist):
+                ctx.sharding_contexts[position] = each.context
+        return requests
+
     def compute(self, ctx: Any, dist_input: Any) -> list[Tensor]:
-        """Look up this rank's rows, and pool them."""
-        pooled: list[Tensor] = self.local_tables(dist_input)
-        return pooled
+        """Look up this rank's rows, and pool them or prepare to send them."""
+        if self.row_wise_exchange == ROWS:
+            for position in self._row_wise_positions:
+                ids = dist_input[position]
+                sent = ids.lengths().view(len(ids.keys()), -1)
+                ctx.sharding_contexts[position].num_sent = sent.long()
+        found: list[Tensor] = self.local_tables(dist_input)
+        return found
+
+    def _before_input_dist(self, features: KeyedJaggedTensor) -> None:
+        """With "auto", choose by the first mini-batch. A collective."""
+        if self.row_wise_exchange != AUTO:
+            return
+        tables = [
+            table
+            for position in self._row_wise_positions
+            for table in self._embedding_shardings[position].embedding_tables()
+        ]
+        group = self._env.process_group
+        self.row_wise_exchange = cheaper_exchange(features, tables, group, self._device)
+        if self.row_wise_exchange == ROWS:
+            self._exchange_rows()
+
+    def _exchange_rows(self) -> None:
+        """Exchange distinct rows from now on; before the first mini-batch."""
+        tables = self.local_tables
+        assert isinstance(tables, LocalBags)
+        for position in self._row_wise_positions:
+            sharding = self._embedding_shardings[position]
+            sharding.exchanges_rows = True
+            self._output_dists[position] = sharding.create_output_dist(self._device)
+            tables.look_up_rows_of(position)
 
     def _local_groups(self) -> _Groups:
         return LocalBags, [each._grouped_embedding_configs for each in self._embedding_shardings]

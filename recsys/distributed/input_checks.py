@@ -27,7 +27,12 @@ class InputChecks:
         tables: The configs of the collection.
         is_weighted: Whether every lookup has a weight.
         needs_samples: Whether a rank must have samples.
+
+    Attributes:
+        waits_for_device: Whether ids on CUDA are checked, too, for which the host waits.
     """
+
+    waits_for_device = False
 
     def __init__(
         self, tables: Sequence[EmbeddingBagConfig], *, is_weighted: bool, needs_samples: bool
@@ -45,7 +50,7 @@ class InputChecks:
             self._limits[feature] = min(self._limits.get(feature, size), size)
 
     def check(self, features: Any) -> None:
-        """Check a rank's input. Ids on CUDA are checked later, by the lookup.
+        """Check a rank's input; without `waits_for_device`, the lookup checks ids on CUDA later.
 
         Args:
             features: What the model passes to the collection.
@@ -74,7 +79,9 @@ class InputChecks:
                 "among none; leave out the mini-batch on all ranks"
             )
         if features.values().device.type != "cpu":
-            return  # a check would wait for the device
+            if not self.waits_for_device:
+                return
+            features = features.to(torch.device("cpu"))
         weights = require_weights(features, is_deferred=False) if self._is_weighted else None
         values, _ = require_bags(features, weights, is_deferred=False)
         most = torch.iinfo(values.dtype).max

@@ -2,6 +2,7 @@
 
     ids from all ranks -> HotColdEmbeddingBagCollection -> pooled vectors for all ranks
                           HotColdEmbeddingCollection    -> rows for all ranks
+                          RowLookups                    -> rows of row-wise tables, not pooled
     their gradient -> ledger -> rows, at the end of backward
 
 TorchRec makes a lookup for each sharding type, and in it a kernel for each pooling. Here, one
@@ -26,8 +27,10 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
 from recsys.batch import JaggedIds
 from recsys.distributed.formula import common_formula
+from recsys.distributed.row_lookups import RowLookups, make_room, without_tables
 from recsys.distributed.row_state import RowStateOptimizer, make_state
 from recsys.embeddings import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
+from recsys.embeddings.tiers.ahead import Prefetched
 from recsys.errors import ColdTierError
 
 if TYPE_CHECKING:
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
     from torchrec.optim.fused import FusedOptimizer
 
-    from recsys.embeddings.tiers.ahead import Prefetched
     from recsys.embeddings.tiers.table_tiers import Tiers
 
 __all__ = ["AbstractLocalTables", "LocalBags", "LocalEmbeddings"]
@@ -84,8 +86,7 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         self.tables: list[ShardedEmbeddingTable] = [
             table for each in groups for table in each.embedding_tables
         ]
-        self._names = [name for each in groups for name in each.embedding_names()]
-        self._widths = [sum(each.dim_sum() for each in of_sharding) for of_sharding in shardings]
+        self._shardings = shardings
         self._group, self._device = group, device
         self.collection: HotColdEmbeddingBagCollection | HotColdEmbeddingCollection | None = None
         self._weights: dict[str, nn.Parameter] = {}
@@ -153,21 +154,26 @@ class AbstractLocalTables(nn.Module, FusedOptimizerModule):  # type: ignore[misc
         """Start to fetch the rows for a later `forward` of the same input; None without tiers."""
         if self.collection is None or not self.tiers():
             return None
-        return self.collection.prefetch(self._joined(inputs))
+        return self.collection.prefetch(self._joined(inputs, self._shardings))
 
-    def _joined(self, inputs: Sequence[KeyedJaggedTensor]) -> JaggedIds:
-        """All features as one input, with a name for each lookup.
+    def _joined(
+        self,
+        inputs: Sequence[KeyedJaggedTensor],
+        shardings: Sequence[Sequence[GroupedEmbeddingConfig]],
+    ) -> JaggedIds:
+        """The features of some sharding types as one input, with a name for each lookup.
 
         A feature of two tables is in it twice. Row-wise, the two have different ids, because a rank
         has other rows of one table than of the other.
         """
+        names = [name for groups in shardings for each in groups for name in each.embedding_names()]
         values = torch.cat([each.values() for each in inputs])
         lengths = torch.cat([each.lengths() for each in inputs])
         offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(values.dtype)
         weights = None
         if self.tables[0].is_weighted:
             weights = torch.cat([each.weights() for each in inputs])
-        return JaggedIds(self._names, values, offsets, weights)
+        return JaggedIds(names, values, offsets, weights)
 
     def _whole_weights(self) -> list[nn.Parameter]:
         """The memory of each table, with the row of a table that has none."""
@@ -247,8 +253,58 @@ class LocalBags(AbstractLocalTables):
     """A rank's rows of a collection with pooling.
 
     Shape:
-        each result (B of all ranks, sum of dims) float32.
+        each result (B of all ranks, sum of dims) float32; after `look_up_rows_of`, the rows of that
+        sharding type as one array of numbers, see `RowLookups`.
     """
+
+    # Position of the sharding type whose tables are looked up without pooling.
+    _unpooled_position: int | None = None
+
+    def look_up_rows_of(self, position: int) -> None:
+        """From now on, look up the tables of one sharding type without pooling.
+
+        Args:
+            position: The position of the sharding type.
+        """
+        assert isinstance(self.collection, HotColdEmbeddingBagCollection)
+        tables = [
+            table.name for each in self._shardings[position] for table in each.embedding_tables
+        ]
+        self._unpooled_position = position
+        # In tuples, so that torch does not find the tables twice.
+        self._row_lookups = (RowLookups(self.collection, tables),)
+        self._pooled = (without_tables(self.collection, tables),)
+
+    def forward(self, inputs: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
+        """Look up; see `AbstractLocalTables.forward`."""
+        if self._unpooled_position is None:
+            return self._pool(self.collection, inputs, self._shardings)
+        [pooled], [row_lookups], position = self._pooled, self._row_lookups, self._unpooled_position
+        others = _all_but(inputs, position), _all_but(self._shardings, position)
+        if torch.is_grad_enabled() and self.tiers():
+            assert self.collection is not None
+            assert self.collection.row_updater is not None
+            parts = row_lookups.parts(inputs[position])
+            if pooled is not None:
+                parts += pooled.parts(self._joined(*others))
+            make_room(self.collection.row_updater, parts)
+        rows = row_lookups(inputs[position])
+        _require_gradient(rows)
+        found = self._pool(pooled, *others)
+        return [*found[:position], rows, *found[position:]]
+
+    def prefetch(self, inputs: Sequence[KeyedJaggedTensor]) -> Prefetched | None:
+        """Start to fetch rows; see `AbstractLocalTables.prefetch`."""
+        if self._unpooled_position is None:
+            return super().prefetch(inputs)
+        if not self.tiers():
+            return None
+        [pooled], [row_lookups], position = self._pooled, self._row_lookups, self._unpooled_position
+        claims = row_lookups.prefetch(inputs[position])
+        if pooled is not None and all(each.has_room for each in claims):
+            others = _all_but(inputs, position), _all_but(self._shardings, position)
+            claims.append(pooled.prefetch(self._joined(*others)))
+        return Prefetched.all_of(claims)
 
     def _collection_of(
         self, tables: list[EmbeddingBagConfig], **settings: Any
@@ -256,17 +312,24 @@ class LocalBags(AbstractLocalTables):
         is_weighted = bool(self.tables[0].is_weighted)
         return HotColdEmbeddingBagCollection(tables, is_weighted, self._device, **settings)
 
-    def forward(self, inputs: Sequence[KeyedJaggedTensor]) -> list[Tensor]:
-        """Pool; see `AbstractLocalTables.forward`."""
+    def _pool(
+        self,
+        collection: Any,
+        inputs: Sequence[KeyedJaggedTensor],
+        shardings: Sequence[Sequence[GroupedEmbeddingConfig]],
+    ) -> list[Tensor]:
+        """The pooled vectors of some sharding types, whose tables `collection` has."""
+        if not inputs:
+            return []
         pooled = torch.zeros(inputs[0].stride(), 0, device=self._device)
-        if self.collection is not None:
-            found: Any = self.collection(self._joined(inputs))
-            pooled = found.values()
+        if collection is not None:
+            pooled = collection(self._joined(inputs, shardings)).values()
         _require_gradient(pooled)
-        if len(self._widths) == 1:
+        if len(inputs) == 1:
             return [pooled]
+        widths = [sum(each.dim_sum() for each in groups) for groups in shardings]
         # TorchRec's exchange needs each sharding type's vectors side by side in memory.
-        return [each.contiguous() for each in torch.split(pooled, self._widths, 1)]
+        return [each.contiguous() for each in torch.split(pooled, widths, 1)]
 
 
 class LocalEmbeddings(AbstractLocalTables):
@@ -285,7 +348,7 @@ class LocalEmbeddings(AbstractLocalTables):
         """Look up without pooling; see `AbstractLocalTables.forward`."""
         rows = torch.zeros(0, device=self._device)
         if self.collection is not None:
-            found: Any = self.collection(self._joined(inputs))
+            found: Any = self.collection(self._joined(inputs, self._shardings))
             rows = torch.cat([each.values() for each in found.values()])
         _require_gradient(rows)
         return list(torch.split(rows, [len(each.values()) for each in inputs]))
@@ -299,6 +362,10 @@ def _require_gradient(result: Tensor) -> None:
     """
     if torch.is_grad_enabled() and not result.requires_grad:
         result.requires_grad_()
+
+
+def _all_but(items: Sequence[Any], position: int) -> list[Any]:
+    return [*items[:position], *items[position + 1 :]]
 
 
 def _first_row(table: ShardedEmbeddingTable) -> int:

@@ -110,6 +110,7 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
         """
         check = partial(self._checks.check, features)
         on_every_rank(check, self._env.process_group, self._device)
+        self._before_input_dist(features)
         return super().input_dist(ctx, features)
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
@@ -159,6 +160,9 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
             "recsys cannot move tables between ranks while it trains; save a checkpoint, make the "
             "model with the new plan, and load the checkpoint"
         )
+
+    def _before_input_dist(self, features: Any) -> None:
+        """A collection's own work on a valid input."""
 
     @abstractmethod
     def _local_groups(

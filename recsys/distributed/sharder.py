@@ -16,6 +16,7 @@ from recsys.distributed.collection import (
     ShardedHotColdEmbeddingBagCollection,
     ShardedHotColdEmbeddingCollection,
 )
+from recsys.distributed.exchange_choice import DEFAULT, ROWS, require_exchange
 from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.table import data_type_of
 
@@ -56,6 +57,8 @@ class AbstractHotColdSharder(BaseEmbeddingSharder):  # type: ignore[misc]  # Tor
         TypeError: the plan is no `HotPlan`.
     """
 
+    _exchange = ROWS  # of row-wise tables
+
     def __init__(self, fused_params: Mapping[str, Any] | None = None, **options: Any) -> None:
         # TorchRec would copy these for every table, and group tables by them.
         settings = dict(fused_params or {})
@@ -93,7 +96,7 @@ class AbstractHotColdSharder(BaseEmbeddingSharder):  # type: ignore[misc]  # Tor
             )
         configs, weights = self._configs(module), self.shardable_parameters(module)
         for table in configs:
-            _require_table(table, params[table.name])
+            _require_table(table, params[table.name], self._exchange)
             _require_new(table.name, weights[table.name])
         plan = self._tiers.get("plan")
         if plan is not None:
@@ -133,7 +136,24 @@ class AbstractHotColdSharder(BaseEmbeddingSharder):  # type: ignore[misc]  # Tor
 
 
 class HotColdEmbeddingBagCollectionSharder(AbstractHotColdSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """Divides an `EmbeddingBagCollection`; see `AbstractHotColdSharder`."""
+    """Divides an `EmbeddingBagCollection`; see `AbstractHotColdSharder`.
+
+    Args:
+        fused_params: As for `AbstractHotColdSharder`, and "row_wise_exchange": "rows" sends the
+            distinct rows of row-wise tables to the samples' ranks and pools there, "pooled" pools
+            each rank's rows and sends these parts, "auto" takes the one that sends fewer bytes in
+            the first mini-batch. It must be the same on every rank.
+        options: More arguments of TorchRec's class.
+
+    Raises:
+        TypeError: the plan is no `HotPlan`.
+        ValueError: "row_wise_exchange" is another value.
+    """
+
+    def __init__(self, fused_params: Mapping[str, Any] | None = None, **options: Any) -> None:
+        settings = dict(fused_params or {})
+        self._exchange = require_exchange(settings.pop("row_wise_exchange", DEFAULT))
+        super().__init__(settings, **options)
 
     @property
     def sharded_module_type(self) -> type[ShardedHotColdEmbeddingBagCollection]:
@@ -144,7 +164,10 @@ class HotColdEmbeddingBagCollectionSharder(AbstractHotColdSharder, EmbeddingBagC
         return list(module.embedding_bag_configs())
 
     def _options(self) -> dict[str, Any]:
-        return {"sharded_module_order_overwrite": self._sharded_module_order_overwrite}
+        return {
+            "sharded_module_order_overwrite": self._sharded_module_order_overwrite,
+            "row_wise_exchange": self._exchange,
+        }
 
 
 class HotColdEmbeddingCollectionSharder(AbstractHotColdSharder, EmbeddingCollectionSharder):  # type: ignore[misc]
@@ -165,8 +188,13 @@ class HotColdEmbeddingCollectionSharder(AbstractHotColdSharder, EmbeddingCollect
         return {"use_index_dedup": self._use_index_dedup}
 
 
-def _require_table(table: Any, sharding: ParameterSharding) -> None:
+def _require_table(table: Any, sharding: ParameterSharding, exchange: str) -> None:
     """Refuse a table or its part of the plan.
+
+    Args:
+        table: Its config.
+        sharding: Its part of the plan.
+        exchange: That of row-wise tables.
 
     Raises:
         ValueError: it is not supported; the message says why.
@@ -186,11 +214,11 @@ def _require_table(table: Any, sharding: ParameterSharding) -> None:
         )
     data_type_of(table, {"fp32": torch.float32})
     is_mean = getattr(table, "pooling", PoolingType.SUM) == PoolingType.MEAN
-    if is_mean and kind == ShardingType.ROW_WISE.value:
+    if is_mean and kind == ShardingType.ROW_WISE.value and exchange != ROWS:
         raise ValueError(
-            f"{place}: a row-wise table must be pooled by its sum, got MEAN: "
-            "TorchRec divides the result of the whole collection by (length + 1e-6), also the "
-            "columns of table-wise tables; make it table-wise"
+            f"{place}: a row-wise table must be pooled by its sum, got MEAN with "
+            f"row_wise_exchange={exchange!r}: parts of a mean cannot be added; set "
+            "row_wise_exchange='rows' in fused_params of the sharder, or make the table table-wise"
         )
 
 

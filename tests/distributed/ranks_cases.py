@@ -95,7 +95,7 @@ def budgets_of(rank, world, kind, optimizer):
     return {"floor": least, "half": max(least, (least + resident) // 2), "everything": 4 * 2**20}
 
 
-def budgets(rank, world, kind, optimizer, folder):
+def budgets(rank, world, kind, optimizer, folder, exchange):
     """What each budget and tier computes."""
     runs = {"resident": None}
     for name, budget in budgets_of(rank, world, kind, optimizer).items():
@@ -104,7 +104,7 @@ def budgets(rank, world, kind, optimizer, folder):
         runs[f"{name} file"] = {"budget": budget, "cold_tier": "file", "cold_path": path}
     found = {}
     for name, tiers in runs.items():
-        model = shard(world, kind, optimizer, tiers=tiers)
+        model = shard(world, kind, optimizer, tiers=tiers, exchange=exchange)
         losses = train(model, BOUNDS[world])
         num_tiers = len(model.module.ebc.tiers())
         found[name] = found_in(model) | {"losses": losses, "num_tiers": num_tiers}
@@ -133,9 +133,9 @@ def loads_plain_rows(rank, world):
     return found_in(model)["rows"]
 
 
-def freezes(rank, world):
+def freezes(rank, world, exchange):
     """Rows before and after training, if the tables of rank 1 require no gradient."""
-    model = shard(world, "row_wise")
+    model = shard(world, "row_wise", exchange=exchange)
     for weight in model.module.ebc.parameters():
         weight.requires_grad_(rank != 1)
     before = found_in(model)["rows"]
@@ -143,7 +143,7 @@ def freezes(rank, world):
     return before, found_in(model)["rows"]
 
 
-def resumes(rank, world, folder, output_dtensor):
+def resumes(rank, world, folder, output_dtensor, exchange):
     """A run, and the same one continued from a checkpoint in its middle, under another budget."""
     bounds = BOUNDS[world]
 
@@ -152,7 +152,7 @@ def resumes(rank, world, folder, output_dtensor):
 
     def make(budget):
         options = {"tiers": {"budget": budget}, "output_dtensor": output_dtensor}
-        return shard(world, "mixed", "adagrad", **options)
+        return shard(world, "mixed", "adagrad", exchange=exchange, **options)
 
     least = budgets_of(rank, world, "mixed", "adagrad")["floor"]
     model = make(least + 2000)
@@ -198,14 +198,15 @@ def reopens_files(rank, world, folder):
     return {"before": before, "again": again, "refused": refused}
 
 
-def pins(rank, world):
+def pins(rank, world, exchange):
     """A run with a plan of popular rows; how many rows of this rank are pinned."""
     profile = PopularityProfile(configs())
     for step in range(NUM_STEPS):
         profile.add(of_rank(step, 0, 32, 32)[1])
     plan = plan_hot_rows(profile, configs(), "40000", Adagrad(lr=LR, eps=1e-8), window_lookups=40)
     budget = budgets_of(rank, world, "mixed", "adagrad")["half"]
-    model = shard(world, "mixed", "adagrad", tiers={"plan": plan, "budget": budget})
+    tiers = {"plan": plan, "budget": budget}
+    model = shard(world, "mixed", "adagrad", tiers=tiers, exchange=exchange)
     losses = train(model, BOUNDS[world])
     num_pinned = sum(len(each.pinned) for each in model.module.ebc.tiers())
     return found_in(model) | {"losses": losses, "num_pinned": num_pinned}
@@ -223,19 +224,19 @@ def configs():
     ]
 
 
-def pipelines(rank, world):
+def pipelines(rank, world, exchange):
     """A plain loop, TorchRec's pipeline, and ours; how many rows were fetched ahead."""
     bounds, found = BOUNDS[world], {}
     least = budgets_of(rank, world, "mixed", "adagrad")["floor"]
-    tiers = {"budget": least + 8000}
-    model = shard(world, "mixed", "adagrad", tiers=tiers)
+    options = {"tiers": {"budget": least + 8000}, "exchange": exchange}
+    model = shard(world, "mixed", "adagrad", **options)
     losses = train(model, bounds)
     found["loop"] = found_in(model) | {"losses": losses}
     for name, pipeline in (
         ("theirs", TrainPipelineSparseDist),
         ("ours", HotColdTrainPipelineSparseDist),
     ):
-        model = shard(world, "mixed", "adagrad", tiers=tiers, model=TrainModel)
+        model = shard(world, "mixed", "adagrad", model=TrainModel, **options)
         optimizer = torch.optim.SGD(model.module.over.parameters(), lr=LR)
         running, losses, num_ahead = pipeline(model, optimizer, CPU), [], 0
         parts = [
@@ -267,11 +268,12 @@ class TwoCollections(nn.Module):
         return self.last(pooled).squeeze(1)
 
 
-def two_collections(rank, world, budget):
+def two_collections(rank, world, budget, exchange):
     model = TwoCollections()
     tables = [*model.user.parameters(), *model.item.parameters()]
     apply_optimizer_in_backward(torch.optim.SGD, tables, {"lr": LR})
-    sharder = HotColdEmbeddingBagCollectionSharder({"budget": budget})
+    settings = {"budget": budget, "row_wise_exchange": exchange}
+    sharder = HotColdEmbeddingBagCollectionSharder(settings)
     plans = {
         path: construct_module_sharding_plan(
             getattr(model, path), {path: how}, sharder, world, world, "cpu"
@@ -299,10 +301,10 @@ def two_collections(rank, world, budget):
     return {"losses": losses, "rows": rows}
 
 
-def beside_fbgemm(rank, world, kind, optimizer):
+def beside_fbgemm(rank, world, kind, optimizer, exchange):
     """Ours, and TorchRec's own sharder with the same plan, rows and state: outputs and one step."""
     bounds, found = BOUNDS[world], {}
-    ours = shard(world, kind, optimizer, tiers={"budget": 16_000})
+    ours = shard(world, kind, optimizer, tiers={"budget": 16_000}, exchange=exchange)
     train(ours, bounds, num_steps=3)  # for state that is not zero
     theirs = shard(world, kind, optimizer, sharder=EmbeddingBagCollectionSharder)
     theirs.load_state_dict(ours.state_dict())

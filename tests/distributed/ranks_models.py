@@ -126,9 +126,12 @@ def shard(
     is_weighted=False,
     is_mean=False,
     output_dtensor=False,
+    exchange="pooled",
     sharder=HotColdEmbeddingBagCollectionSharder,
 ):
     """A model under `DistributedModelParallel`; its tables start with `first_rows`."""
+    if sharder is HotColdEmbeddingBagCollectionSharder:
+        tiers = {"row_wise_exchange": exchange} | (tiers or {})
     pooling = PoolingType.MEAN if is_mean else PoolingType.SUM
     collection = make_collection(device, is_weighted, pooling)
     if device != "meta":

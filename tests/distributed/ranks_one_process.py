@@ -1,7 +1,8 @@
 """One process that computes the halves of every rank: what two ranks must compute, to the last bit.
 
-A row-wise table is several tables here, one for each rank's rows, whose pooled vectors are added in
-the order of the ranks. Everything is resident.
+`OneProcess` is for parts of pooled vectors: a row-wise table is several tables, one for each rank's
+rows, whose pooled vectors are added in the order of the ranks. `OneProcessOfRows` is for distinct
+rows. Everything is resident.
 """
 
 import itertools
@@ -54,15 +55,14 @@ def pieces_of(name, number, kind, world):
 
 class OneProcess:
     def __init__(self, kind, optimizer, world=2, *, is_weighted=False, pooling="sum"):
-        self.pieces = {
-            name: pieces_of(name, number, kind, world) for number, name in enumerate(ROWS)
-        }
+        self.kind, self.world, self.pooling = kind, world, pooling
+        self.pieces = self.all_pieces()
         configs = [
             TableConfig(
                 name=piece,
                 num_embeddings=num_rows,
                 embedding_dim=DIM[name],
-                feature_names=tuple(f"{feature}/{piece}" for feature in FEATURES[name]),
+                feature_names=self.features_of(name, piece),
                 pooling=pooling,
             )
             for name, pieces in self.pieces.items()
@@ -77,8 +77,18 @@ class OneProcess:
                     rows = first_rows(name)[first : first + num_rows]
                     self.tables.embedding_bags[piece].weight.copy_(rows)
         self.over = OverArch()
-        self.world, self.is_weighted = world, is_weighted
+        self.is_weighted = is_weighted
         self.formula = FORMULAS[optimizer]
+
+    def all_pieces(self):
+        """The tables that stand for each table, by name."""
+        return {
+            name: pieces_of(name, number, self.kind, self.world) for number, name in enumerate(ROWS)
+        }
+
+    def features_of(self, name, piece):
+        """The features of a piece of a table."""
+        return tuple(f"{feature}/{piece}" for feature in FEATURES[name])
 
     def features(self, lengths, values, weights):
         """The ids of each piece: those of its rows, counted from its first row."""
@@ -100,8 +110,8 @@ class OneProcess:
             keys, torch.cat(found), torch.cat(ends), torch.cat(of_ids) if of_ids else None
         )
 
-    def pooled(self, lengths, values, weights):
-        """The pooled vectors of all samples, by name of output."""
+    def pooled(self, lengths, values, weights, bounds):
+        """The pooled vectors of all samples, by name of output; `bounds` are those of ranks."""
         vectors = self.tables(self.features(lengths, values, weights)).to_dict()
         found = {}
         for output, name in OUTPUTS.items():
@@ -119,7 +129,7 @@ class OneProcess:
                 step, bounds[-1], self.is_weighted
             )
             dense_optimizer.zero_grad()
-            pooled = self.pooled(lengths, values, weights)
+            pooled = self.pooled(lengths, values, weights, bounds)
             of_ranks = []
             for begin, end in itertools.pairwise(bounds):
                 its = {name: vectors[begin:end] for name, vectors in pooled.items()}
@@ -154,3 +164,88 @@ class OneProcess:
                     ]
                 )
         return found
+
+
+class OneProcessOfRows(OneProcess):
+    """Each rank's samples look up the distinct rows of a row-wise table, and pool them."""
+
+    def all_pieces(self):
+        """The tables themselves."""
+        return {name: [(name, 0, num_rows)] for name, num_rows in ROWS.items()}
+
+    def features_of(self, name, piece):
+        """For a row-wise table, one feature for each rank: the distinct ids of its samples."""
+        if is_row_wise(self.kind, list(ROWS).index(name)):
+            return tuple(f"{piece}/{rank}" for rank in range(self.world))
+        return super().features_of(name, piece)
+
+    def pooled(self, lengths, values, weights, bounds):
+        """As in `OneProcess`; sums of rows and of their gradients are in lookup order."""
+        ids, of_ids, lengths_of, numbers = {}, {}, {}, {}
+        for number, (name, features) in enumerate(FEATURES.items()):
+            if not is_row_wise(self.kind, number):
+                for feature in features:
+                    position = KEYS.index(feature)
+                    key = f"{feature}/{name}"
+                    ids[key], lengths_of[key] = values[position], lengths[position]
+                    of_ids[key] = None if weights is None else weights[position]
+                continue
+            for rank in range(self.world):
+                looked_up = torch.cat(
+                    [self.cut(values, lengths, KEYS.index(each), bounds, rank) for each in features]
+                )
+                key = f"{name}/{rank}"
+                ids[key], numbers[key] = looked_up.unique(return_inverse=True)
+                lengths_of[key] = torch.ones_like(ids[key])
+                of_ids[key] = torch.ones(len(ids[key]))
+        most = max(map(len, lengths_of.values()))  # a feature has as many bags as any other
+        bags = [
+            torch.nn.functional.pad(each, (0, most - len(each))) for each in lengths_of.values()
+        ]
+        ends = torch.nn.functional.pad(torch.cat(bags).cumsum(0), (1, 0))
+        all_weights = None if weights is None else torch.cat(list(of_ids.values()))
+        looked_up = JaggedIds(list(ids), torch.cat(list(ids.values())), ends, all_weights)
+        vectors = self.tables(looked_up).to_dict()
+        found = {}
+        for number, (name, features) in enumerate(FEATURES.items()):
+            outputs = [output for output, table in OUTPUTS.items() if table == name]
+            outputs.sort(key=lambda output: features.index(output.partition("@")[0]))
+            if not is_row_wise(self.kind, number):
+                for output, feature in zip(outputs, features, strict=True):
+                    found[output] = vectors[f"{feature}/{name}"][: bounds[-1]]
+                continue
+            of_ranks = []
+            for rank in range(self.world):
+                key = f"{name}/{rank}"
+                rows = vectors[key][: len(ids[key])].index_select(0, numbers[key])
+                of_ranks.append(self.pool(rows, features, lengths, weights, bounds, rank))
+            for output, parts in zip(outputs, zip(*of_ranks, strict=True), strict=True):
+                found[output] = torch.cat(parts)
+        return found
+
+    def pool(self, rows, features, lengths, weights, bounds, rank):
+        """The vectors of one rank's samples, for each feature of a table."""
+        begin, end, found, first = bounds[rank], bounds[rank + 1], [], 0
+        for feature in features:
+            position = KEYS.index(feature)
+            counts = lengths[position][begin:end]
+            its_rows = rows[first : first + int(counts.sum())]
+            first += len(its_rows)
+            if weights is not None:
+                its_weights = self.cut(weights, lengths, position, bounds, rank)
+                its_rows = its_rows * its_weights.unsqueeze(1)
+            bags = torch.arange(end - begin).repeat_interleave(counts)
+            found.append(torch.zeros(end - begin, rows.shape[1]).index_add(0, bags, its_rows))
+        return found
+
+    @staticmethod
+    def cut(values, lengths, position, bounds, rank):
+        """The ids or weights of one feature of one rank's samples."""
+        ends = torch.nn.functional.pad(lengths[position].cumsum(0), (1, 0))
+        return values[position][ends[bounds[rank]] : ends[bounds[rank + 1]]]
+
+
+def one_process(kind, optimizer, world=2, *, exchange="pooled", **options):
+    """One process that computes what ranks compute by an exchange."""
+    made = OneProcessOfRows if exchange == "rows" else OneProcess
+    return made(kind, optimizer, world, **options)

@@ -1,4 +1,4 @@
-"""One rank of the tests: runs functions of `ranks_cases.py` and `ranks_sequence.py`."""
+"""One rank of the tests: runs functions of the three modules of cases."""
 
 import io
 import traceback
@@ -19,9 +19,10 @@ def serve(rank, world, store, connection, limit):
         timeout=timedelta(seconds=limit),
     )
     import ranks_cases
+    import ranks_exchange
     import ranks_sequence
 
-    cases = vars(ranks_cases) | vars(ranks_sequence)
+    cases = vars(ranks_cases) | vars(ranks_exchange) | vars(ranks_sequence)
     connection.send("ready")
     while True:
         try:

@@ -67,7 +67,6 @@ def shard(model, how, fused_params=None):
         (column_wise(ranks=[0]), {}, "must be one of .* got 'column_wise'"),
         (table_wise(rank=0, compute_kernel="fused_uvm"), {}, "compute kernel must be 'fused'"),
         (table_wise(rank=0, compute_kernel="dense"), {}, "compute kernel must be 'fused'"),
-        (row_wise(), {"pooling": PoolingType.MEAN}, "must be pooled by its sum, got MEAN"),
         (table_wise(rank=0), {"data_type": torchrec.types.DataType.FP16}, "data_type must be"),
     ],
 )
@@ -77,6 +76,43 @@ def test_a_plan_is_refused_by_name(process_group, how, settings, match):
 
     with pytest.raises(ValueError, match=f"table 'user': .*{match}"):
         shard(model, how)
+
+
+@pytest.mark.parametrize("exchange", ["pooled", "auto"])
+def test_parts_of_means_are_refused(process_group, exchange):
+    model = Holder(pooling=PoolingType.MEAN)
+    apply_optimizer_in_backward(RowWiseAdagrad, model.ebc.parameters(), {"lr": 0.1})
+
+    with pytest.raises(ValueError, match=r"table 'user': .* pooled by its sum, got MEAN with"):
+        shard(model, row_wise(), {"row_wise_exchange": exchange})
+
+
+def test_an_exchange_is_one_of_three():
+    with pytest.raises(ValueError, match=r"row_wise_exchange must be one of .* got 'row'"):
+        HotColdEmbeddingBagCollectionSharder({"row_wise_exchange": "row"})
+
+
+@pytest.mark.parametrize("exchange", ["rows", "pooled", "auto"])
+def test_one_rank_looks_up_all_rows_and_ignores_weights(process_group, exchange):
+    model = Holder()
+    apply_optimizer_in_backward(torch.optim.SGD, model.ebc.parameters(), {"lr": 0.5})
+    before = model.ebc.embedding_bags["user"].weight.detach().clone()
+    sharded = shard(model, row_wise(), {"row_wise_exchange": exchange}).module.ebc
+    features = torchrec.KeyedJaggedTensor(
+        keys=["u"],
+        values=torch.tensor([3, 0, 3]),
+        lengths=torch.tensor([2, 0, 1]),
+        weights=torch.tensor([2.0, 3.0, 4.0]),  # the collection has is_weighted=False
+    )
+
+    vectors = sharded(features)["u"]
+    vectors.sum().backward()
+
+    assert torch.equal(vectors, torch.stack([before[3] + before[0], 0 * before[0], before[3]]))
+    rows = sharded.state_dict()["embedding_bags.user.weight"].local_shards()[0].tensor
+    before[3] -= 0.5 * 2
+    before[0] -= 0.5
+    torch.testing.assert_close(rows, before)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
-from ranks_one_process import OneProcess
+from ranks_one_process import OneProcess, one_process
 from ranks_shared import IS_STRESS, KINDS, OPTIMIZERS, ROWS, WORLDS
 
 torchrec = pytest.importorskip("torchrec")
+
+# Each kind of plan with each exchange of row-wise tables.
+PLANS = [(kind, "pooled") for kind in KINDS] + [("row_wise", "rows"), ("mixed", "rows")]
+EXCHANGES = ("pooled", "rows")
 
 
 def whole(ranks, part, name):
@@ -56,12 +60,13 @@ def require_same(run, other):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "exchange"), PLANS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_budget_and_tier_computes_what_one_process_computes(
-    ranks, optimizer, kind, world, tmp_path
+    ranks, optimizer, kind, exchange, world, tmp_path
 ):
-    found = ranks("budgets", world, kind=kind, optimizer=optimizer, folder=str(tmp_path))
+    options = {"kind": kind, "optimizer": optimizer, "exchange": exchange}
+    found = ranks("budgets", world, folder=str(tmp_path), **options)
 
     runs = list(found[0])
     assert len(runs) == 7
@@ -70,7 +75,7 @@ def test_every_budget_and_tier_computes_what_one_process_computes(
             require_same(rank["resident"], rank[run])
         has_tiers = any(rank[run]["num_tiers"] for rank in found)
         assert has_tiers == (run.endswith("file") or "floor" in run or "half" in run), run
-    expected = OneProcess(kind, optimizer, world)
+    expected = one_process(kind, optimizer, world, exchange=exchange)
     bounds = [32 * rank // world for rank in range(world + 1)]
     losses = expected.train(bounds)
     # More than two ranks add their dense gradients in another order.
@@ -80,8 +85,10 @@ def test_every_budget_and_tier_computes_what_one_process_computes(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_STRESS, reason="four ranks only run in make stress")
-def test_more_ranks_compute_the_same_in_every_run(ranks):
-    first, second = (ranks("trains", 4, kind="mixed", optimizer="adagrad") for _ in range(2))
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_more_ranks_compute_the_same_in_every_run(ranks, exchange):
+    options = {"kind": "mixed", "optimizer": "adagrad", "exchange": exchange}
+    first, second = (ranks("trains", 4, **options) for _ in range(2))
 
     for run, other in zip(first, second, strict=True):
         require_same(run, other)
@@ -95,8 +102,9 @@ def test_a_rank_without_tables_takes_part(ranks):
     assert not any(found[1]["rows"].values())
 
 
-def test_a_rank_with_frozen_tables_takes_part(ranks):
-    (first, first_after), (second, second_after) = ranks("freezes")
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_rank_with_frozen_tables_takes_part(ranks, exchange):
+    (first, first_after), (second, second_after) = ranks("freezes", exchange=exchange)
 
     for name in ROWS:
         assert all(
@@ -106,21 +114,21 @@ def test_a_rank_with_frozen_tables_takes_part(ranks):
 
 
 @pytest.mark.parametrize("bounds", [[0, 0, 16], [0, 16, 16], [0, 5, 16]])
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_may_have_fewer_samples_or_none(ranks, kind, bounds):
-    found = ranks("trains", bounds=bounds, kind=kind, optimizer="adagrad")
+@pytest.mark.parametrize(("kind", "exchange"), PLANS)
+def test_ranks_may_have_fewer_samples_or_none(ranks, kind, exchange, bounds):
+    found = ranks("trains", bounds=bounds, kind=kind, optimizer="adagrad", exchange=exchange)
 
-    expected = OneProcess(kind, "adagrad")
+    expected = one_process(kind, "adagrad", exchange=exchange)
     require_equal(found, expected.train(bounds), expected)
 
 
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
-def test_bags_may_have_weights(ranks, kind):
-    options = {"kind": kind, "optimizer": "rowwise_adagrad", "is_weighted": True}
+@pytest.mark.parametrize(("kind", "exchange"), PLANS)
+def test_bags_may_have_weights(ranks, kind, exchange):
+    options = {"kind": kind, "exchange": exchange, "is_weighted": True}
 
-    found = ranks("trains", tiers={"budget": 12_000}, **options)
+    found = ranks("trains", tiers={"budget": 14_000}, optimizer="rowwise_adagrad", **options)
 
-    expected = OneProcess(kind, "rowwise_adagrad", is_weighted=True)
+    expected = one_process(kind, "rowwise_adagrad", exchange=exchange, is_weighted=True)
     require_equal(found, expected.train([0, 16, 32]), expected)
 
 
@@ -131,25 +139,28 @@ def test_tables_of_a_rank_may_be_pooled_by_their_mean(ranks):
     require_equal(found, expected.train([0, 16, 32]), expected)
 
 
-def test_each_rank_pins_its_own_rows_of_a_plan(ranks):
-    found = ranks("pins")
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_each_rank_pins_its_own_rows_of_a_plan(ranks, exchange):
+    found = ranks("pins", exchange=exchange)
 
-    expected = OneProcess("mixed", "adagrad")
+    expected = one_process("mixed", "adagrad", exchange=exchange)
     require_equal(found, expected.train([0, 16, 32]), expected)
     assert all(rank["num_pinned"] > 0 for rank in found)
 
 
-def test_two_collections_have_a_budget_each(ranks):
-    resident = ranks("two_collections", budget=10**6)
-    tiered = ranks("two_collections", budget=3000)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_two_collections_have_a_budget_each(ranks, exchange):
+    resident = ranks("two_collections", budget=10**6, exchange=exchange)
+    tiered = ranks("two_collections", budget=3000, exchange=exchange)
 
     for before, after in zip(resident, tiered, strict=True):
         empty = {"state": {}, "dense": {}}
         require_same(before | empty, after | empty)
 
 
-def test_pipelines_compute_what_a_loop_computes(ranks):
-    found = ranks("pipelines")
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_pipelines_compute_what_a_loop_computes(ranks, exchange):
+    found = ranks("pipelines", exchange=exchange)
 
     for rank in found:
         assert rank["ours"].pop("num_ahead") > 0
@@ -160,9 +171,9 @@ def test_pipelines_compute_what_a_loop_computes(ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_a_step_are_near_those_of_fbgemm(ranks, kind, optimizer):
-    found = ranks("beside_fbgemm", kind=kind, optimizer=optimizer)
+@pytest.mark.parametrize(("kind", "exchange"), PLANS)
+def test_outputs_and_a_step_are_near_those_of_fbgemm(ranks, kind, exchange, optimizer):
+    found = ranks("beside_fbgemm", kind=kind, optimizer=optimizer, exchange=exchange)
 
     for rank in found:
         ours, theirs = rank["ours"], rank["theirs"]

@@ -44,9 +44,11 @@ def test_rows_of_a_plain_model_are_loaded(ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["pooled", "rows"])
 @pytest.mark.parametrize("output_dtensor", [False, True], ids=["sharded", "dtensor"])
-def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, output_dtensor):
-    found = ranks("resumes", folder=str(tmp_path / "ck"), output_dtensor=output_dtensor)
+def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, output_dtensor, exchange):
+    options = {"output_dtensor": output_dtensor, "exchange": exchange}
+    found = ranks("resumes", folder=str(tmp_path / "ck"), **options)
 
     for rank in found:
         for way in ("loaded in place", "load_state_dict"):

@@ -20,6 +20,7 @@ from recsys._support.torch_compat import (
     plain_apply,
     version_of,
 )
+from recsys.embeddings.kernels.cpu.row_gradients import row_gradients
 from recsys.embeddings.kernels.cpu.slots import NoSuchRow
 from recsys.embeddings.lookup.sparse_gradients import sparse_gradients
 from recsys.embeddings.rows.ledger import LedgerEntry, next_lookup
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_KEPT_BYTES",
     "Part",
+    "count_distinct",
     "empty_result",
     "fused_lookup",
     "prefetch_parts",
@@ -107,7 +109,7 @@ def fused_lookup(
                 short, num_needed = error.residency, error.num_needed
             if calls is None:
                 assert updater is not None
-                updater.make_room(short, num_needed, _count_distinct(parts))
+                updater.make_room(short, num_needed, count_distinct(parts))
         tables: Sequence[Tensor] = ()
         if updater is None:
             tables = [table for part in parts for table in part.group.tables]
@@ -166,8 +168,12 @@ def prefetch_parts(parts: Sequence[Part], explain: Callable[[int], Exception]) -
 _NOTHING = Lookups.nothing()
 
 
-def _count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
-    """For each group: the number of distinct rows looked up."""
+def count_distinct(parts: Sequence[Part]) -> dict[TableGroup, int]:
+    """For each group: the number of distinct rows looked up.
+
+    Args:
+        parts: Parts with any batch sizes; only one of them may look a table up.
+    """
     found: dict[TableGroup, int] = {}
     for table_group, lookups, bags in parts:
         for table in lookups.distinct_tables:
@@ -303,6 +309,10 @@ def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor
     tables: list[Tensor | None] = []
     for call, _ in work.calls:
         needs_grad = ctx.needs_input_grad[2 + len(tables) :][: len(call.tables)]
+        is_dense = not any(call.group.are_sparse) and isinstance(call.bags, Bags)
+        if is_dense and all(table.dtype == gradient.dtype for table in call.tables):
+            tables += _dense_gradients(call, gradient.flatten(1).contiguous(), needs_grad)
+            continue
         # Use the tables as they were at the lookup; now they may have fewer rows.
         ledger = [LedgerEntry(call.lookups, call.bags, gradient)]
         found = sparse_gradients(call.tables, ledger, needs_grad)
@@ -311,6 +321,19 @@ def _gradients_of_tables(ctx: Any, work: _Work, gradient: Tensor) -> list[Tensor
             for gradient, is_sparse in zip(found, call.group.are_sparse, strict=True)
         ]
     return tables
+
+
+def _dense_gradients(
+    call: ResolvedLookup, gradient: Tensor, needs_grad: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradient of each table that was looked up; of tables as they were at the lookup."""
+    looked_up = call.lookups.distinct_tables
+    return [
+        row_gradients(call.lookups, call.bags, gradient, number, table.shape)
+        if needs_grad[number] and number in looked_up
+        else None
+        for number, table in enumerate(call.tables)
+    ]
 
 
 def _keep(work: _Work, updater: RowUpdater, gradient: Tensor) -> None:

@@ -1,0 +1,113 @@
+"""Pools the rows that a rank receives for its own samples, in lookup order.
+
+    received rows, (U, D)          -> lookup and pooling -> vectors, (B, sum of dims)
+    gradient of each row, summed   <- backward           <- gradient of the vectors
+
+The lookup is that of tables in one process. So the vectors are equal to the last bit to those of
+one process that has the whole tables.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from recsys.embeddings.lookup.abstract import pooling_of
+from recsys.embeddings.lookup.fused_lookup import Part, fused_lookup
+from recsys.embeddings.lookup.table_group import TableGroup
+from recsys.embeddings.rows.lookups import Lookups
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+    from torchrec.distributed.embedding_types import ShardedEmbeddingTable
+
+    from recsys.distributed.distinct_rows import DistinctRowsContext
+
+__all__ = ["ReceivedRowsPooling"]
+
+
+class ReceivedRowsPooling:
+    """Pools the features of row-wise tables.
+
+    Args:
+        tables: The row-wise tables, in TorchRec's order. Their features are in this order, too.
+    """
+
+    def __init__(self, tables: Sequence[ShardedEmbeddingTable]) -> None:
+        self._dims_of_tables = [int(table.embedding_dim) for table in tables]
+        kinds, dims = [], []
+        for table in tables:
+            for _ in table.embedding_names:
+                dims.append(int(table.embedding_dim))
+                kinds.append((dims[-1], pooling_of(table) == "mean"))
+        columns = np.cumsum([0, *dims])
+        self._dims = sorted(set(dims))
+        # For each dim and pooling: one kernel call.
+        self._lookups: dict[tuple[int, bool], Lookups] = {}
+        for kind in dict.fromkeys(kinds):
+            features = [number for number, each in enumerate(kinds) if each == kind]
+            self._lookups[kind] = Lookups(
+                tables=np.zeros(len(features), np.uint64),
+                positions=np.array(features, np.uint64),
+                columns=columns[features].astype(np.uint64),
+                width=int(columns[-1]),
+            )
+
+    def __call__(self, received: Tensor, context: DistinctRowsContext) -> Tensor:
+        """Pool.
+
+        Args:
+            received: The rows, rank by rank, and of each rank table by table.
+            context: The exchange of the mini-batch.
+
+        Shape:
+            received (sum of dims of U rows, 1); result (B, sum of dims of the features).
+        """
+        received, places = received.reshape(-1), context.places
+        if len(self._dims) == 1:
+            [dim] = self._dims
+            rows = {dim: received.view(-1, dim)}
+        else:
+            rows, places = self._by_dim(received, context.num_received, places)
+        # A group without an updater takes any tensors as its tables.
+        groups = {
+            dim: TableGroup([cast("nn.Parameter", of_dim)], [False]) for dim, of_dim in rows.items()
+        }
+        weights = context.weights
+        if weights is not None:
+            weights = weights.to(received.dtype)
+        parts = []
+        for (dim, is_mean), lookups in self._lookups.items():
+            bags = groups[dim].kernels.make_bags(
+                places, context.offsets, weights, context.batch_size, is_mean=is_mean
+            )
+            parts.append(Part(groups[dim], lookups, bags))
+        return fused_lookup(
+            parts, weights, ids=(places, context.offsets), updater=None, explain=_explain
+        )
+
+    def _by_dim(
+        self, received: Tensor, num_received: Tensor, places: Tensor
+    ) -> tuple[dict[int, Tensor], Tensor]:
+        """The rows of each dim, and places that count the rows of one dim only."""
+        dims = self._dims_of_tables * len(num_received)  # of every piece
+        counts = num_received.flatten()
+        sizes = [count * dim for count, dim in zip(counts.tolist(), dims, strict=True)]
+        pieces = list(zip(dims, torch.split(received, sizes), strict=True))
+        dim_of_row = torch.tensor(dims, device=counts.device).repeat_interleave(counts)
+        place_in_dim = torch.empty_like(dim_of_row)
+        rows = {}
+        for dim in self._dims:
+            of_dim = (dim_of_row == dim).nonzero().flatten()
+            place_in_dim[of_dim] = torch.arange(len(of_dim), device=counts.device)
+            rows[dim] = torch.cat([piece for of_piece, piece in pieces if of_piece == dim])
+            rows[dim] = rows[dim].view(-1, dim)
+        return rows, place_in_dim[places]
+
+
+def _explain(position: int) -> Exception:
+    return AssertionError(f"lookup {position} has no row among the received ones")

@@ -1,0 +1,129 @@
+"""What is particular to distinct rows; `test_exactness.py` has what both exchanges promise."""
+
+import pytest
+import torch
+from ranks_one_process import OneProcess
+from ranks_shared import DIM, FEATURES, IS_STRESS, KEYS, LR, OUTPUTS, ROWS, global_batch, part
+
+torchrec = pytest.importorskip("torchrec")
+
+WORLDS = {2: [0, 16, 32], **({4: [0, 8, 16, 24, 32]} if IS_STRESS else {})}
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "mixed"])
+@pytest.mark.parametrize(
+    ("bounds", "options"),
+    [
+        *((bounds, {}) for bounds in WORLDS.values()),
+        *((bounds, {"is_weighted": True}) for bounds in WORLDS.values()),
+        *((bounds, {"is_mean": True}) for bounds in WORLDS.values()),
+        ([0, 0, 32], {"is_mean": True}),
+        ([0, 5, 32], {"is_weighted": True}),
+    ],
+)
+def test_vectors_are_those_of_one_process(ranks, kind, bounds, options):
+    found = ranks("looks_up", len(bounds) - 1, kind=kind, bounds=bounds, **options)
+
+    is_weighted = options.get("is_weighted", False)
+    pooling = "mean" if options.get("is_mean") else "sum"
+    whole = OneProcess("table_wise", "sgd", is_weighted=is_weighted, pooling=pooling)
+    lengths, values, _, _, weights = global_batch(0, 32, is_weighted)
+    expected = whole.pooled(lengths, values, weights, bounds)
+    for number, of_rank in enumerate(found):
+        begin, end = bounds[number], bounds[number + 1]
+        for vectors in of_rank:
+            for name in OUTPUTS:
+                assert torch.equal(vectors[name], expected[name][begin:end]), name
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_a_step_is_near_that_of_pooled_parts(ranks, optimizer):
+    for rank in ranks("steps_once", kind="mixed", optimizer=optimizer):
+        for part_of, found in rank["rows"].items():
+            if part_of == "dense":
+                continue
+            for name, its_pieces in found.items():
+                for (_, values), (_, expected) in zip(
+                    its_pieces, rank["pooled"][part_of][name], strict=True
+                ):
+                    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_means_of_row_wise_tables_train_as_in_one_process(ranks):
+    options = {"kind": "row_wise", "optimizer": "adagrad", "is_mean": True}
+    found = ranks("trains", exchange="rows", tiers={"budget": 16_000}, **options)
+
+    expected = OneProcess("table_wise", "adagrad", pooling="mean")
+    losses = torch.tensor(expected.train([0, 16, 32]))
+    torch.testing.assert_close(
+        torch.tensor([rank["losses"] for rank in found]).T, losses, rtol=1e-5, atol=1e-6
+    )
+    for name, rows in expected.rows().items():
+        whole = torch.cat([piece for rank in found for _, piece in rank["rows"][name]])
+        torch.testing.assert_close(whole, rows, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rank_may_look_up_rows_of_another_rank_only(ranks):
+    found = ranks("looks_up_rows_of_the_next_rank")
+
+    whole = torch.arange(40).view(10, 4) / 1000
+    for rank, (vectors, first, rows) in enumerate(found):
+        assert torch.equal(vectors, whole[torch.tensor([0, 4, 4, 1]) + (5 - 5 * rank)])
+        times = torch.tensor([1.0, 1, 0, 0, 2]).unsqueeze(1)
+        torch.testing.assert_close(rows, whole[first : first + 5] - LR * times / 2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [([1, 1], "rows"), ([10, 10], "pooled"), ([1, 10], "pooled")]
+)
+def test_auto_takes_the_exchange_that_sends_fewer_bytes(ranks, lengths, expected):
+    chosen = ranks("chooses", lengths=lengths, exchange="auto")
+    same = ranks("chooses", lengths=lengths, exchange=expected)
+
+    for (known, rows), (_, others) in zip(chosen, same, strict=True):
+        assert known == ["auto", expected]
+        assert torch.equal(rows, others)
+
+
+def test_a_distinct_id_and_its_row_travel_once_each_way(ranks):
+    world, bounds = 2, [0, 16, 32]
+    lengths, values, *_ = global_batch(0)
+    num_asked = [dict.fromkeys(ROWS, 0) for _ in range(world)]  # rows that are on the other rank
+    for rank in range(world):
+        ids, its_lengths, _ = part(lengths, values, bounds[rank], bounds[rank + 1])
+        its = dict(
+            zip(KEYS, ids.split(its_lengths.view(len(KEYS), -1).sum(1).tolist()), strict=True)
+        )
+        for name, features in FEATURES.items():
+            distinct = torch.cat([its[feature] for feature in features]).unique()
+            block = -(-ROWS[name] // world)
+            num_asked[rank][name] = int((distinct // block != rank).sum())
+
+    found = ranks("counts_bytes", kind="row_wise", exchange="rows")
+
+    for rank, sent in enumerate(found):
+        of_ids = [num_bytes for dtype, num_bytes in sent if dtype == torch.int32]
+        of_rows = [num_bytes for dtype, num_bytes in sent if dtype == torch.float32]
+        own, other = num_asked[rank], num_asked[1 - rank]
+        # How many ids there are of each table, and the ids: 4 bytes each.
+        assert of_ids == [4 * len(ROWS), 4 * sum(own.values())]
+        # The rows that the other rank asked for, then the gradients of those that this one got.
+        assert of_rows == [
+            sum(4 * DIM[name] * count[name] for name in ROWS) for count in (other, own)
+        ]
+
+
+def test_parts_of_all_vectors_travel_without_distinct_rows(ranks):
+    width = sum(DIM[table] for table in OUTPUTS.values())
+
+    for sent in ranks("counts_bytes", kind="row_wise", exchange="pooled"):
+        of_vectors = [num_bytes for dtype, num_bytes in sent if dtype == torch.float32]
+        assert of_vectors == [16 * 4 * width] * 2  # there and back, of the other rank's samples
+
+
+def test_an_exchange_that_differs_between_ranks_is_an_error_on_all(ranks):
+    for error in ranks("differs"):
+        assert error.startswith(
+            "ValueError: fused_params: row_wise_exchange must be the same on every rank, got "
+            "{0: 'rows', 1: 'pooled'}"
+        )
