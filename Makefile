@@ -86,6 +86,7 @@ bench: setup
 	$(BIN)/recsys bench rand-em --json docs/benchmarks/rand_em.json
 	$(BIN)/recsys bench checkpoints --json docs/benchmarks/checkpoints.json
 	$(BIN)/recsys bench skipping --json docs/benchmarks/skipping.json
+	$(BIN)/recsys bench distributed --json docs/benchmarks/distributed.json
 
 reference: setup
 	sh docs/benchmarks/reference.sh

@@ -22,6 +22,11 @@ from tables_of_benches import (
     prepare_table,
     step_table,
 )
+from tables_of_distributed import (
+    distributed_collectives_table,
+    distributed_model_table,
+    distributed_table,
+)
 from tables_of_fuzz import fuzz_table
 from tables_of_models import compared_table, days_table, quantized_table
 from tables_of_own_data import (
@@ -105,6 +110,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "rand_em": partial(rand_em_table, "rand_em.json"),
     "ablate_precision": partial(ablate_table, "ablate_precision.json"),
     "ablate_schedules": partial(schedules_table, "ablate_schedules.json"),
+    "distributed": partial(distributed_table, "distributed.json"),
+    "distributed_collectives": partial(distributed_collectives_table, "distributed.json"),
+    "distributed_model": partial(distributed_model_table, "distributed.json"),
     "fuzz": fuzz_table,
     "generator": partial(generator_table, "generator.json"),
     "last_batch": partial(last_batch_table, "last_batch.json"),

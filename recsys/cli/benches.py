@@ -86,6 +86,10 @@ def add_bench_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     skipping.add_argument("--quick", action="store_true", help="small tables, few rounds")
     skipping.add_argument("--batch-sizes", type=int, nargs="+", default=[128, 2048], metavar="B")
 
+    _add_distributed_options(
+        add("distributed", _bench_distributed, "tables on several processes, against TorchRec")
+    )
+
     for name, run_command, help_text in (
         ("predict", _bench_predict, "predictions of a saved model, against its training"),
         ("synthetic", _bench_synthetic, "generating samples, against reading them from a store"),
@@ -138,6 +142,32 @@ def _add_tiers_options(tiers: argparse.ArgumentParser) -> None:
         help="bytes of the tables, in units of RAM",
     )
     in_files.add_argument("--budget", default="2GiB", metavar="SIZE")
+
+
+def _add_distributed_options(distributed: argparse.ArgumentParser) -> None:
+    distributed.add_argument("--quick", action="store_true", help="small tables, few rounds")
+    distributed.add_argument(
+        "--world-sizes",
+        type=int,
+        nargs="+",
+        metavar="W",
+        help="numbers of processes on this machine; default: 1 2 4; with --quick 1 2",
+    )
+    distributed.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="B",
+        help="samples over all processes; default: 16384; with --quick 512",
+    )
+    distributed.add_argument("--dim", type=int, default=16, metavar="D", help="default: 16")
+    distributed.add_argument(
+        "--budget-share",
+        type=float,
+        default=0.2,
+        metavar="SHARE",
+        help="fast memory of recsys_budget, as a share of the bytes of rows; default: 0.2",
+    )
+    distributed.add_argument("--rounds", type=int, metavar="N", help="default: 30; with --quick 3")
 
 
 def _bench_prepare(options: argparse.Namespace) -> int:
@@ -266,6 +296,27 @@ def _bench_checkpoints(options: argparse.Namespace) -> int:
         steps_per_turn=20 if options.quick else 1150,
         table_sizes=[1000] * 26 if options.quick else (),
         file_tier_bytes=10**7 if options.quick else FILE_TIER_BYTES,
+    )
+    return _show_rows(rows, options)
+
+
+def _bench_distributed(options: argparse.Namespace) -> int:
+    from recsys.bench.distributed import bench_distributed
+    from recsys.bench.ranks.providers import providers_with
+
+    if not 0 < options.budget_share < 1:
+        raise ConfigError(f"--budget-share must be between 0 and 1, got {options.budget_share}")
+
+    def value(given: int | None, quick: int, full: int) -> int:
+        return given if given is not None else quick if options.quick else full
+
+    rows = bench_distributed(
+        options.world_sizes or ([1, 2] if options.quick else [1, 2, 4]),
+        batch_size=value(options.batch_size, 512, 16384),
+        dim=options.dim,
+        num_rounds=value(options.rounds, 3, 30),
+        providers=providers_with(options.budget_share),
+        table_sizes=[20_000] * 26 if options.quick else (),
     )
     return _show_rows(rows, options)
 

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "ModelledRow",
     "Row",
     "in_own_process",
     "median_of_ratios",
+    "modelled",
     "print_rows",
     "ratio",
     "rows_by_provider",
@@ -75,6 +77,17 @@ class Row:
     num_runs: int
     low: float | None
     high: float | None
+
+
+@dataclass(frozen=True)
+class ModelledRow(Row):
+    """A quantity that was computed by a model instead of measured.
+
+    Attributes:
+        modelled: True, so that the JSON says it.
+    """
+
+    modelled: bool = True
 
 
 def take_turns(
@@ -158,6 +171,16 @@ def summarize(
     rounds = _resampled(len(values))
     low, high = _interval(np.median(np.asarray(values)[rounds], axis=1), len(values))
     return Row(bench, case, provider, metric, unit, median, p20, p80, len(values), low, high)
+
+
+def modelled(
+    *, bench: str, case: str, provider: str, metric: str, unit: str, values: Sequence[float]
+) -> ModelledRow:
+    """Summarize the values that a model computes from several inputs as a row."""
+    row = summarize(
+        bench=bench, case=case, provider=provider, metric=metric, unit=unit, values=values
+    )
+    return ModelledRow(**asdict(row))
 
 
 def rows_by_provider(
@@ -281,6 +304,15 @@ def write_rows(file: Path, rows: Sequence[Row]) -> None:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """Print the rows as a table."""
+    """Print the rows as a table, and those of a model as a second one."""
+    measured = [row for row in rows if not isinstance(row, ModelledRow)]
+    computed = [row for row in rows if isinstance(row, ModelledRow)]
+    _print_table(measured)
+    if computed:
+        print("\nComputed by a model, not measured:")
+        _print_table(computed)
+
+
+def _print_table(rows: Sequence[Row]) -> None:
     table = pd.DataFrame([asdict(row) for row in rows])
     print(table.to_string(index=False, float_format=lambda value: f"{value:,.2f}"))

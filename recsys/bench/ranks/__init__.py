@@ -1,0 +1,1 @@
+"""Parts of `recsys bench distributed`: processes that share tables, and what they send."""
