@@ -4,9 +4,9 @@ Public names and subpackages are imported when they are first used: PyTorch take
 `recsys --help` needs none of it.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from recsys._support.lazy_names import lazy_names
 from recsys._version import __version__
 
 if TYPE_CHECKING:
@@ -39,35 +39,25 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = {
-    "DLRM": "models.dlrm",
-    "Batch": "batch",
-    "Checkpoints": "train.checkpoint",
-    "DLRMTrain": "models.dlrm",
-    "HotColdEmbeddingBag": "embeddings.bag",
-    "HotColdEmbeddingBagCollection": "embeddings.collection",
-    "JaggedIds": "batch",
-    "PooledEmbeddings": "batch",
-    "Store": "datasets.store",
-    "TrainPipeline": "pipeline.train_pipeline",
-    "accelerate": "conversion.accelerate",
-    "load_checkpoint": "train.checkpoint",
-    "restore": "conversion.accelerate",
-    "save_checkpoint": "train.checkpoint",
-    "verify": "conversion.verify",
-}
-_SUBPACKAGES = ("datasets", "embeddings", "errors", "models", "pipeline", "train")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
-        return import_module(f"recsys.{name}")
-    if name not in _MODULES:
-        raise AttributeError(f"module 'recsys' has no attribute {name!r}")
-    value = getattr(import_module(f"recsys.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBPACKAGES})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "DLRM": "models.dlrm",
+            "Batch": "batch",
+            "Checkpoints": "train.checkpoint",
+            "DLRMTrain": "models.dlrm",
+            "HotColdEmbeddingBag": "embeddings.bag",
+            "HotColdEmbeddingBagCollection": "embeddings.collection",
+            "JaggedIds": "batch",
+            "PooledEmbeddings": "batch",
+            "Store": "datasets.store",
+            "TrainPipeline": "pipeline.train_pipeline",
+            "accelerate": "conversion.accelerate",
+            "load_checkpoint": "train.checkpoint",
+            "restore": "conversion.accelerate",
+            "save_checkpoint": "train.checkpoint",
+            "verify": "conversion.verify",
+        },
+        ("datasets", "embeddings", "errors", "models", "pipeline", "train"),
+    )

@@ -54,7 +54,7 @@ from recsys.config_skip import (
     StalenessConfig,
 )
 from recsys.datasets.synthetic.config import SyntheticConfig
-from recsys.embeddings.tiers.cold.cold_files import COLD_TIERS
+from recsys.embeddings.tiers.cold import COLD_TIERS
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,6 +93,7 @@ OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "partial_rowwise_adam
 _DENSE_OPTIMIZERS = ("sgd", "adagrad", "adam")
 _ADAMS = ("adam", "partial_rowwise_adam")
 SYNTHETIC_PREFIX = "synthetic:"
+_SYNTHETIC = tuple(f"{SYNTHETIC_PREFIX}{name}" for name in ("criteo-kaggle", "taobao"))
 _MOST_TABLES = 16
 
 
@@ -262,6 +263,10 @@ class TrainConfig:
         check_fields(self)
         if self.seed >= 2**63:
             raise ConfigError(f"seed must be less than 2**63, got {self.seed}")
+        if self.data.startswith(SYNTHETIC_PREFIX) and self.data not in _SYNTHETIC:
+            raise ConfigError(
+                f"synthetic data must be {' or '.join(map(repr, _SYNTHETIC))}, got {self.data!r}"
+            )
         if type(vars(self)["budget"]) is int:  # bytes
             object.__setattr__(self, "budget", str(self.budget))
         if self.budget:
@@ -355,7 +360,9 @@ def read_tree(file: Path | None = None, settings: Sequence[str] = ()) -> dict[st
         except ValueError as error:
             raise ConfigError(f"{file} is not TOML: {error}") from error
         except OSError as error:
-            raise ConfigError(f"configuration {file} cannot be read: {error.strerror}") from error
+            raise ConfigError(
+                f"configuration {file} cannot be read: {error.strerror}; name a TOML file"
+            ) from error
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals or not key.strip():

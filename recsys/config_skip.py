@@ -9,7 +9,7 @@ from recsys._support.config_fields import check_fields, key
 from recsys.embeddings.staleness.drift import MEASURES
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
-from recsys.pipeline.skip.guard import Guard
+from recsys.pipeline.skip.guard_settings import Guard
 from recsys.pipeline.skip.paper import Paper
 
 __all__ = ["GuardConfig", "ImportanceConfig", "PaperConfig", "SkipConfig", "StalenessConfig"]

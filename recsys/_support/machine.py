@@ -1,4 +1,7 @@
-"""The machine of a run: threads, memory, and the versions that are recorded with its results."""
+"""The machine of a run: threads, memory, and the versions that are recorded with its results.
+
+PyTorch is imported by the functions that need it: others run before the commands import it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from recsys._version import __version__
 
@@ -33,6 +34,8 @@ def set_num_threads(num_threads: int) -> None:
 
     Every kernel reads this number from torch (`recsys._support.jit`).
     """
+    import torch
+
     torch.set_num_threads(num_threads or num_cores())
 
 
@@ -81,6 +84,8 @@ def describe_environment() -> dict[str, Any]:
     `commit` is the commit of the checkout that this package is imported from; null for an installed
     package. `dirty` says whether the package differs from that commit.
     """
+    import torch
+
     commit = _git("rev-parse", "HEAD")
     return {
         "recsys": __version__,

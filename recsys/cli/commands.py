@@ -1,4 +1,8 @@
-"""The command line: every command parses its options and calls one function of the library."""
+"""The command line: every command parses its options and calls one function of the library.
+
+A command checks keys and paths before it imports that function, so that a mistake is told at once:
+PyTorch takes seconds to import.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from recsys._support.config_fields import format_keys
-from recsys._support.files import require_place
+from recsys._support.files import require_files, require_place
 from recsys._support.plain_warnings import plain_warnings
 from recsys.cli.benches import add_bench_options
+from recsys.cli.checks import require_data, require_model
 from recsys.cli.data import add_data_options
 from recsys.cli.help import TRAIN_EXAMPLES, outline
 from recsys.cli.popularity import add_popularity_options
@@ -19,8 +24,9 @@ from recsys.cli.predict import add_predict_options
 from recsys.cli.table import add_table_options
 from recsys.config import TrainConfig, load_config, read_tree
 from recsys.errors import ConfigError, RecsysError
-from recsys.train.exports.export import FORMATS
-from recsys.train.exports.quantized import QUANTIZATIONS
+from recsys.report.records import find_record
+from recsys.train.exports import FORMATS, QUANTIZATIONS
+from recsys.train.run_files.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,8 +57,10 @@ def run(arguments: Sequence[str]) -> int:
         print(f"recsys {options.command}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        reason = f"{error.filename}: {error.strerror}" if error.filename else error
-        print(f"recsys {options.command}: {reason}; name another place", file=sys.stderr)
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        if error.errno is not None:  # the system's; errors of recsys name a way out themselves
+            reason += "; name another place"
+        print(f"recsys {options.command}: {reason}", file=sys.stderr)
         return 2
     return status
 
@@ -190,9 +198,7 @@ def _add_run_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from recsys.report.summary import format_run
     from recsys.train.loop.resume import resumed_config
-    from recsys.train.trainer import train
 
     run_dir = Path(options.run or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
     if options.resume:
@@ -203,6 +209,12 @@ def _train(options: argparse.Namespace) -> int:
         raise ConfigError("--checkpoint N is for a run to continue; add --resume")
     else:
         config = _config_with_data(options)
+        require_data(config.data)
+        RunFolder.require_place(run_dir)
+
+    from recsys.report.summary import format_run
+    from recsys.train.trainer import train
+
     record = train(config, run_dir, resume=options.resume, checkpoint=options.checkpoint)
     print(format_run(record, run_dir))
     return _INTERRUPTED if record["status"] == "interrupted" else 0
@@ -224,9 +236,12 @@ def _config_with_data(options: argparse.Namespace) -> TrainConfig:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
+    require_model(options.run)
+    if options.data is not None:
+        require_data(options.data)
+
     from recsys.report.summary import format_metrics, format_unknown
     from recsys.train.judge.evaluation import evaluate_run, unknown_values
-    from recsys.train.run_files.run_folder import write_json
 
     metrics = {
         split: found.as_dict() for split, found in evaluate_run(options.run, options.data).items()
@@ -239,23 +254,27 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from recsys.train.exports.export import export_run, export_run_checkpoint, export_run_delta
-
     number = options.checkpoint
     if number is not None and options.to != "safetensors":
         raise ConfigError(f"--checkpoint {number} goes with --to safetensors only; leave it out")
     if number is not None and number != "last" and not number.isdecimal():
         raise ConfigError(f"--checkpoint must be a number or 'last', got {number!r}")
+    if options.quantize is not None and options.to != "torch-export":
+        raise ConfigError(
+            f"--quantize {options.quantize} goes with --to torch-export only; leave it out"
+        )
+    folder = RunFolder.open(options.run)
+    if options.since is None and number is None:
+        folder.require_model()
+
     if options.to == "torch-export":
         from recsys.train.exports.program import export_program
         from recsys.train.exports.program_report import format_program
 
         print(format_program(export_program(options.run, options.out, options.quantize)))
         return 0
-    if options.quantize is not None:
-        raise ConfigError(
-            f"--quantize {options.quantize} goes with --to torch-export only; leave it out"
-        )
+    from recsys.train.exports.export import export_run, export_run_checkpoint, export_run_delta
+
     if options.since is not None:
         written = export_run_delta(options.run, options.out, options.since)
     elif number is not None:
@@ -269,6 +288,8 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _apply(options: argparse.Namespace) -> int:
+    require_files("model", map(Path, [options.full, *options.deltas]))
+
     from recsys.train.exports.deltas import apply_deltas
 
     print(f"wrote {apply_deltas(options.full, options.deltas, options.out)}")
@@ -277,10 +298,14 @@ def _apply(options: argparse.Namespace) -> int:
 
 def _ablate(options: argparse.Namespace) -> int:
     from recsys.ablate.config import load_ablation
+
+    config = load_ablation(options.config, options.set)
+    for data in {cell.config.data for cell in config.cells()}:
+        require_data(data)
+
     from recsys.ablate.run import ablate
     from recsys.report.ablation_table import format_ablation
 
-    config = load_ablation(options.config, options.set)
     record = ablate(config, options.run, results=options.results)
     print(format_ablation(record))
     print(f"saved in {options.run}/: ablate.json, report.html, cells/")
@@ -290,6 +315,8 @@ def _ablate(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
+    find_record(Path(options.run))
+
     from recsys.report.page import write_report
 
     print(write_report(Path(options.run)))
@@ -297,9 +324,11 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.set, data=options.data)
+    require_data(config.data)
+
     from recsys.train.verify_tiers import BUDGETS, format_verification, verify_budgets
 
-    config = load_config(options.config, options.set, data=options.data)
     found = verify_budgets(config, options.budgets or BUDGETS, options.steps)
     print(format_verification(found))
     return 0 if all(each.ok for each in found) else 1

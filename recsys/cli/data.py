@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recsys._support.files import require_files
 from recsys.cli.table import add_table_format
-from recsys.datasets.convert import FORMATS
-from recsys.datasets.criteo.kaggle import CONVENTIONS
-from recsys.datasets.source import SPLITS
+from recsys.datasets.criteo import CONVENTIONS
+from recsys.datasets.interchange import FORMATS
+from recsys.datasets.splits import SPLITS
+from recsys.datasets.store_meta import read_meta
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
-    from pathlib import Path
 
     from recsys.datasets.criteo.flow import PrepareReport
 
@@ -91,6 +93,8 @@ def add_data_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
 
 
 def _prepare_kaggle(options: argparse.Namespace) -> int:
+    require_files("raw", map(Path, options.raw))
+
     from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
 
     report = prepare_criteo_kaggle(
@@ -104,6 +108,8 @@ def _prepare_kaggle(options: argparse.Namespace) -> int:
 
 
 def _prepare_1tb(options: argparse.Namespace) -> int:
+    require_files("raw", map(Path, options.day))
+
     from recsys.datasets.criteo.days import prepare_criteo_1tb
 
     report = prepare_criteo_1tb(
@@ -119,6 +125,8 @@ def _prepare_1tb(options: argparse.Namespace) -> int:
 
 
 def _prepare_npz(options: argparse.Namespace) -> int:
+    require_files("npz", [Path(options.file)])
+
     from recsys.datasets.classic_npz import read_classic_npz
 
     return _print_store(read_classic_npz(options.file, options.out))
@@ -133,6 +141,8 @@ def _prepare_npy(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    read_meta(Path(options.store))
+
     from recsys.datasets.convert import convert_store
 
     files = convert_store(options.store, options.to, options.out, split=options.split)

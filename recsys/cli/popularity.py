@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recsys._support.files import require_new
-from recsys._support.sizes import format_bytes
-from recsys.config import SYNTHETIC_PREFIX, load_config
-from recsys.embeddings.popularity.plan import RANKINGS
+from recsys._support.sizes import format_bytes, parse_bytes
+from recsys.cli.checks import require_data
+from recsys.config import load_config
+from recsys.embeddings.popularity import RANKINGS
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
-
-    from recsys.datasets.source import SampleSource
 
 __all__ = ["add_popularity_options", "parse_samples"]
 
@@ -104,10 +103,14 @@ def parse_samples(text: str, num_samples: int) -> range:
 
 
 def _profile(options: argparse.Namespace) -> int:
+    config = load_config(None, [], data=options.store)
+    require_data(config.data)
+
     from recsys.embeddings.popularity.coverage import format_coverages
     from recsys.embeddings.popularity.profile import PopularityProfile
+    from recsys.train.parts.build import open_source
 
-    source = _open(options.store)
+    source = open_source(config, to_train=False)
     samples = parse_samples(options.samples, source.num_samples)
     require_new(options.out)
     profile = PopularityProfile.count(source, samples, rate=options.rate)
@@ -133,14 +136,19 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from recsys.embeddings.popularity.profile_file import read_profile
+
+    config = load_config(options.config, options.set)
+    parse_bytes(options.budget, "budget")
+    about, counts = read_profile(Path(options.profile))
+    require_new(options.out)
+
     from recsys.embeddings.popularity.plan import plan_hot_rows
     from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.train.parts.providers import row_optimizer
     from recsys.train.parts.tables import table_configs
 
-    config = load_config(options.config, options.set)
-    profile = PopularityProfile.load(options.profile)
-    require_new(options.out)
+    profile = PopularityProfile.from_about(about, counts)
     plan = plan_hot_rows(
         profile,
         table_configs(
@@ -163,12 +171,3 @@ def _plan(options: argparse.Namespace) -> int:
     )
     print(f"\nshares of the counted lookups (later lookups miss more):\n{plan}")
     return 0
-
-
-def _open(name: str) -> SampleSource:
-    from recsys.datasets.store import Store
-    from recsys.train.parts.build import open_source
-
-    if name.startswith(SYNTHETIC_PREFIX):
-        return open_source(load_config(None, [], data=name))
-    return Store(name)

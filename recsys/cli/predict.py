@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recsys.cli.checks import require_model
+from recsys.datasets.store_meta import is_store
+from recsys.datasets.tabular.reading.paths import find_files
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
@@ -31,6 +35,10 @@ def add_predict_options(commands: Mapping[str, argparse.ArgumentParser]) -> None
 
 
 def _predict(options: argparse.Namespace) -> int:
+    require_model(options.run)
+    if not (len(options.data) == 1 and is_store(Path(options.data[0]))):
+        find_files(options.data)
+
     from recsys._support.machine import tune_allocator
     from recsys.report.summary import format_unknown
     from recsys.train.judge.predict import predict_run

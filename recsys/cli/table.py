@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from recsys.datasets.store_meta import read_meta
+from recsys.datasets.tabular.reading.paths import find_files
+from recsys.datasets.tabular.schemas.named import find_schema
 
 if TYPE_CHECKING:
     import argparse
@@ -55,10 +60,13 @@ def add_table_format(formats: _Formats) -> None:
 
 
 def _prepare_table(options: argparse.Namespace) -> int:
-    from recsys.datasets.tabular.prepare import prepare_table
-    from recsys.datasets.tabular.schemas.named import find_schema
-
+    find_files(options.files)
     schema = None if options.schema is None else find_schema(options.schema)
+    if options.like is not None:
+        read_meta(Path(options.like))
+
+    from recsys.datasets.tabular.prepare import prepare_table
+
     report = prepare_table(
         options.files, options.out, schema, like=options.like, show_progress=True
     )
@@ -81,6 +89,8 @@ def _print_table_report(report: TableReport) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    find_files(options.files)
+
     from recsys.datasets.tabular.guessing.guess import guess_schema
 
     guess = guess_schema(

@@ -1,15 +1,20 @@
 """Prepare raw files as stores, read mini-batches from stores, and generate synthetic data."""
 
-from recsys.datasets.criteo.days import prepare_criteo_1tb
-from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
-from recsys.datasets.loader import BatchLoader
-from recsys.datasets.source import SampleSource
-from recsys.datasets.store import Store
-from recsys.datasets.synthetic.samples import SyntheticCriteo
-from recsys.datasets.synthetic.taobao import SyntheticTaobao
-from recsys.datasets.tabular.frames import write_store
-from recsys.datasets.tabular.prepare import prepare_table
-from recsys.datasets.tabular.schemas.schema import Schema
+from typing import TYPE_CHECKING
+
+from recsys._support.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from recsys.datasets.criteo.days import prepare_criteo_1tb
+    from recsys.datasets.criteo.kaggle import prepare_criteo_kaggle
+    from recsys.datasets.loader import BatchLoader
+    from recsys.datasets.source import SampleSource
+    from recsys.datasets.store import Store
+    from recsys.datasets.synthetic.samples import SyntheticCriteo
+    from recsys.datasets.synthetic.taobao import SyntheticTaobao
+    from recsys.datasets.tabular.frames import write_store
+    from recsys.datasets.tabular.prepare import prepare_table
+    from recsys.datasets.tabular.schemas.schema import Schema
 
 __all__ = [
     "BatchLoader",
@@ -23,3 +28,20 @@ __all__ = [
     "prepare_table",
     "write_store",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "BatchLoader": "loader",
+            "SampleSource": "source",
+            "Schema": "tabular.schemas.schema",
+            "Store": "store",
+            "SyntheticCriteo": "synthetic.samples",
+            "SyntheticTaobao": "synthetic.taobao",
+            "prepare_criteo_1tb": "criteo.days",
+            "prepare_criteo_kaggle": "criteo.kaggle",
+            "prepare_table": "tabular.prepare",
+            "write_store": "tabular.frames",
+        },
+    )

@@ -34,7 +34,7 @@ from recsys.datasets.interchange.npy_blocks import (
     write_header,
 )
 from recsys.datasets.interchange.npy_store import append_samples, finish_numbered
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import DatasetFormatError, StoreError
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from recsys.datasets.classic_npz import write_classic_npz
-from recsys.datasets.source import day_splits
+from recsys.datasets.interchange import FORMATS
+from recsys.datasets.splits import day_splits
 from recsys.datasets.store import Store
 from recsys.datasets.torchrec_npy import write_torchrec_npy
 from recsys.errors import ConfigError
 
 __all__ = ["FORMATS", "convert_store"]
-
-FORMATS = ("classic-npz", "torchrec-npy")
 
 
 def convert_store(

@@ -16,7 +16,7 @@ import numpy as np
 from recsys._support.states import SavedState
 from recsys.datasets.iteration import ResumableLoader
 from recsys.datasets.read_ahead import ReadAhead
-from recsys.datasets.source import SPLITS
+from recsys.datasets.splits import SPLITS
 from recsys.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ import torch
 
 from recsys._support.jit import kernel
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.source import SPLITS
+from recsys.datasets.splits import SPLITS
 from recsys.datasets.store_bags import Bags, join_features
 from recsys.datasets.store_features import features_of, histories_in
 from recsys.datasets.store_meta import read_meta

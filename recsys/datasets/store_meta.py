@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from recsys._support.untrusted import is_count, is_int, is_text, parse_json
-from recsys.datasets.source import SPLITS
+from recsys.datasets.splits import SPLITS
 from recsys.datasets.store_features import KINDS
 from recsys.errors import StoreError
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from pathlib import Path
 
-__all__ = ["BAG_ARRAYS", "DENSE_DTYPES", "UNDERSTOOD", "dtypes_of", "read_meta"]
+__all__ = ["BAG_ARRAYS", "DENSE_DTYPES", "UNDERSTOOD", "dtypes_of", "is_store", "read_meta"]
 
 _DTYPES = {"labels": "<i1", "dense": "<i4", "sparse": "<i4"}
 BAG_ARRAYS = ("bag_values", "bag_ends")
@@ -58,6 +58,11 @@ def dtypes_of(dense_transform: str, optional: Collection[str] = ()) -> dict[str,
     """
     kept = {name: dtype for name, dtype in _OPTIONAL_DTYPES.items() if name in optional}
     return _DTYPES | {"dense": DENSE_DTYPES[dense_transform]} | kept
+
+
+def is_store(path: Path) -> bool:
+    """Whether a folder looks like a store: a table's folder does not."""
+    return (path / "meta.json").is_file()
 
 
 def read_meta(path: Path) -> dict[str, Any]:

@@ -15,16 +15,21 @@ A folder imports only folders below it in this list. A resident table does not u
 with tiers uses the same kernels on slots instead of rows.
 """
 
-from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.collection import HotColdEmbeddingBagCollection
-from recsys.embeddings.embedding import HotColdEmbedding
-from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
-from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
-from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
-from recsys.embeddings.popularity.profile import PopularityProfile
-from recsys.embeddings.staleness.settings import Staleness
-from recsys.embeddings.staleness.tracker import StalenessTracker
-from recsys.embeddings.table import TableConfig
+from typing import TYPE_CHECKING
+
+from recsys._support.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from recsys.embeddings.bag import HotColdEmbeddingBag
+    from recsys.embeddings.collection import HotColdEmbeddingBagCollection
+    from recsys.embeddings.embedding import HotColdEmbedding
+    from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
+    from recsys.embeddings.optimizer import SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
+    from recsys.embeddings.popularity.plan import HotPlan, plan_hot_rows
+    from recsys.embeddings.popularity.profile import PopularityProfile
+    from recsys.embeddings.staleness.settings import Staleness
+    from recsys.embeddings.staleness.tracker import StalenessTracker
+    from recsys.embeddings.table import TableConfig
 
 __all__ = [
     "SGD",
@@ -43,3 +48,25 @@ __all__ = [
     "TableConfig",
     "plan_hot_rows",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "SGD": "optimizer",
+            "Adagrad": "optimizer",
+            "Adam": "optimizer",
+            "HotColdEmbedding": "embedding",
+            "HotColdEmbeddingBag": "bag",
+            "HotColdEmbeddingBagCollection": "collection",
+            "HotColdEmbeddingCollection": "embedding_collection",
+            "HotPlan": "popularity.plan",
+            "PartialRowWiseAdam": "optimizer",
+            "PopularityProfile": "popularity.profile",
+            "RowWiseAdagrad": "optimizer",
+            "Staleness": "staleness.settings",
+            "StalenessTracker": "staleness.tracker",
+            "TableConfig": "table",
+            "plan_hot_rows": "popularity.plan",
+        },
+    )

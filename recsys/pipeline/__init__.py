@@ -26,28 +26,33 @@ changes the order of samples:
     sample_choice       which samples of a mini-batch are kept
     importance          the same for the policy Importance
     predictor           a small model that predicts labels for it
-    guard               lowers or stops skipping when predictions get worse
+    guard               lowers or stops skipping when predictions get worse; guard_settings: when
     skipping            a policy at work in a pipeline
     paper               Slipstream's published code as a policy
     paper_classifier    which samples that policy leaves out
     hot_rows            how far hot rows move between its snapshots
 """
 
-from recsys.pipeline.auto import Auto
-from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
-from recsys.pipeline.fae.shuffle_scheduler import FAE
-from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
-from recsys.pipeline.skip.guard import Guard
-from recsys.pipeline.skip.paper import Paper
-from recsys.pipeline.skip.policies import (
-    DropInput,
-    FreezeRows,
-    Importance,
-    Observe,
-    RandomDrop,
-    Subsample,
-)
-from recsys.pipeline.train_pipeline import TrainPipeline
+from typing import TYPE_CHECKING
+
+from recsys._support.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from recsys.pipeline.auto import Auto
+    from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
+    from recsys.pipeline.fae.shuffle_scheduler import FAE
+    from recsys.pipeline.schedule import Hotline, LookAhead, Sequential
+    from recsys.pipeline.skip.guard_settings import Guard
+    from recsys.pipeline.skip.paper import Paper
+    from recsys.pipeline.skip.policies import (
+        DropInput,
+        FreezeRows,
+        Importance,
+        Observe,
+        RandomDrop,
+        Subsample,
+    )
+    from recsys.pipeline.train_pipeline import TrainPipeline
 
 __all__ = [
     "FAE",
@@ -66,3 +71,25 @@ __all__ = [
     "Subsample",
     "TrainPipeline",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "FAE": "fae.shuffle_scheduler",
+            "Auto": "auto",
+            "DropInput": "skip.policies",
+            "FreezeRows": "skip.policies",
+            "Guard": "skip.guard_settings",
+            "HotColdLoader": "fae.hot_cold_loader",
+            "Hotline": "schedule",
+            "Importance": "skip.policies",
+            "LookAhead": "schedule",
+            "Observe": "skip.policies",
+            "Paper": "skip.paper",
+            "RandomDrop": "skip.policies",
+            "Sequential": "schedule",
+            "Subsample": "skip.policies",
+            "TrainPipeline": "train_pipeline",
+        },
+    )

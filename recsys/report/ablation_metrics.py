@@ -10,7 +10,15 @@ from recsys.config import EvalConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["METRICS", "Metric", "column_title", "format_number", "tabulated_metrics", "value_of"]
+__all__ = [
+    "ALWAYS",
+    "METRICS",
+    "Metric",
+    "column_title",
+    "format_number",
+    "tabulated_metrics",
+    "value_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +217,7 @@ _ALL = (
     ),
 )
 METRICS = {metric.name: metric for metric in _ALL}
-_ALWAYS = ("auc", "logloss", "throughput")
+ALWAYS = ("auc", "logloss", "throughput")
 
 
 def tabulated_metrics(
@@ -228,7 +236,7 @@ def tabulated_metrics(
     for metric in _ALL:
         if metric.name == "time_to_target_auc":
             is_tabulated = config["target_auc"] is not None
-        elif metric.name in _ALWAYS:
+        elif metric.name in ALWAYS:
             is_tabulated = True
         elif metric.needs_baseline and config.get("baseline") is None:
             is_tabulated = False

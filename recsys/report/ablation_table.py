@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from recsys.bench.parts.harness import summarize
+from recsys.report.ablation_columns import column_notes, shown_metrics, spread_notes
 from recsys.report.ablation_metrics import (
     column_title,
     format_number,
@@ -110,7 +111,7 @@ def _is_evaluated_only_at_its_end(run: Mapping[str, Any]) -> bool:
 
 def format_ablation(record: Mapping[str, Any]) -> str:
     """What `recsys ablate` prints at the end."""
-    config = record["config"]
+    config, shown = record["config"], shown_metrics(record)
     table = pd.DataFrame(
         [
             [
@@ -120,10 +121,20 @@ def format_ablation(record: Mapping[str, Any]) -> str:
                 f"{row['num_runs']} of {row['num_cells']}",
             ]
             for row in record["rows"]
+            if row["metric"] in shown
         ],
         columns=["variation", "metric", "mean", "std", "min", "max", "runs"],
     ).set_index(["variation", "metric"])
+    notes = []
+    if (table["std"] == "-").all():
+        table = table.drop(columns=["std", "min", "max"])  # of one seed
+    runs = list(table["runs"].unique())
+    if len(runs) == 1:
+        table = table.drop(columns="runs")
+        notes.append(f"Every mean is over {runs[0]} cells.")
     lines = [table.to_string() if len(table) else "no cell is finished", ""]
+    notes += column_notes(record) + spread_notes(record)
+    lines += [*notes, ""] if notes else []
     if record.get("differences"):
         lines += [*format_paired(record), ""]
     lines += format_commits(record)

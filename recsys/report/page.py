@@ -18,16 +18,24 @@ from recsys._support.sizes import format_bytes
 from recsys.config import TrainConfig, describe_config
 from recsys.errors import ConfigError, RecsysError
 from recsys.pipeline.stalls import format_predicted, stage_seconds, stage_title
+from recsys.report.ablation_columns import (
+    auc_errors,
+    column_notes,
+    shown_metrics,
+    spread_notes,
+)
 from recsys.report.ablation_metrics import column_title, format_number
 from recsys.report.ablation_table import format_commits, format_evaluations
 from recsys.report.paired import paired_cells, paired_note
+from recsys.report.records import find_record
 from recsys.report.summary import (
     NO_METRICS,
     format_auc_error,
     format_best_auc,
     format_skipping,
-    format_tiers,
+    tabulate_hits,
     tabulate_metrics,
+    tabulate_tiers,
 )
 from recsys.train.run_files.curves import draw_run, draw_variations
 from recsys.train.run_files.run_folder import RunFolder, read_json
@@ -52,8 +60,10 @@ _COLORS = (
     "#8c8c8c",
 )
 _SPREAD_NOTE = "Mean over seeds, least to most, sample standard deviation (sd)."
+_ONE_SEED_NOTE = "One seed, so no spread."
+_ERROR_NOTE = "After a cell's test AUC is its standard error."
 _TARGET_NOTE = (
-    " Seconds to {target_split} AUC {target_auc}: training time until the first evaluation that "
+    "Seconds to {target_split} AUC {target_auc}: training time until the first evaluation that "
     "reached it, without interpolation; {evaluations}. The clock leaves evaluations out."
 )
 
@@ -64,17 +74,12 @@ def write_report(folder: Path) -> Path:
     Raises:
         ConfigError: the folder is neither, has no record yet, or has a damaged record.
     """
-    if (folder / "ablate.json").is_file():
-        with _reporting_damage(folder / "ablate.json"):
-            page = _ablation_page(folder, read_json(folder / "ablate.json"))
-    elif (folder / "run.json").is_file():
-        with _reporting_damage(folder / "run.json"):
+    record_file = find_record(folder)
+    with _reporting_damage(record_file):
+        if record_file.name == "ablate.json":
+            page = _ablation_page(folder, read_json(record_file))
+        else:
             page = _run_page(RunFolder.open(folder), RunFolder(folder).read_record())
-    else:
-        raise ConfigError(
-            f"{folder} has neither a run.json nor an ablate.json; name the folder of a run or of "
-            "an ablation, after it has ended"
-        )
     out = folder / "report.html"
     with appearing_whole(out) as partial:
         # A record may hold half of a surrogate pair, which UTF-8 cannot.
@@ -129,7 +134,8 @@ def _run_page(folder: RunFolder, record: Mapping[str, Any]) -> str:
         no_metrics=NO_METRICS,
         notes=format_auc_error(metrics) + format_best_auc(data),
         curves=_as_base64(draw_run(folder.read_history(), record["config"]["eval"]["split"])),
-        tiers=format_tiers(record.get("tiers"), record["config"].get("budget", "")),
+        tiers=tabulate_tiers(record.get("tiers"), record["config"].get("budget", "")),
+        hits=tabulate_hits(record.get("tiers")),
         stages=_stages(record["stalls"]),
         predicted=format_predicted(record["stalls"]),
         skipped=format_skipping(skipped),
@@ -164,13 +170,18 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
         (cell["variation"], RunFolder(folder / "cells" / cell["name"]).read_history())
         for cell in cells
     ]
-    note = _SPREAD_NOTE
+    note = _SPREAD_NOTE if len(config["seeds"]) > 1 else _ONE_SEED_NOTE
+    metrics, errors = shown_metrics(record), auc_errors(record)
+    own_errors = {
+        cell["variation"]: errors[cell["name"]] for cell in cells if cell["name"] in errors
+    }
+    if errors:
+        note += f" {_ERROR_NOTE}"
     if config["target_auc"] is not None:
-        note += _TARGET_NOTE.format(**config, evaluations=format_evaluations(record))
+        note += f" {_TARGET_NOTE.format(**config, evaluations=format_evaluations(record))}"
     tested = {cell["name"]: cell["run"]["metrics"]["test"] for cell in cells}
     best = dict.fromkeys(line for cell in cells for line in format_best_auc(cell["run"]["data"]))
     rows = {(row["variation"], row["metric"]): row for row in record["rows"]}
-    metrics = list(dict.fromkeys(metric for _, metric in rows))
     values = {key: iter(row["values"]) for key, row in rows.items()}  # in the order of the cells
     return _template().render(
         kind="ablation",
@@ -182,10 +193,23 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
         record=record,
         titles=[column_title(metric, config) for metric in metrics],
         variations=[
-            [variation, *(_summary(rows[variation, metric]) for metric in metrics)]
+            [
+                variation,
+                *(
+                    _summary(rows[variation, metric], own_errors.get(variation))
+                    for metric in metrics
+                ),
+            ]
             for variation in dict.fromkeys(variation for variation, _ in rows)
         ],
-        notes=[note, *format_auc_error(tested), *best, *format_commits(record)],
+        notes=[
+            note,
+            *column_notes(record),
+            *spread_notes(record),
+            *format_auc_error(tested),
+            *best,
+            *format_commits(record),
+        ],
         differences=paired_cells(record) if record.get("differences") else None,
         differences_note=paired_note(record) if record.get("differences") else "",
         curves=_as_base64(
@@ -194,7 +218,11 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
         cells=[
             [
                 cell["name"],
-                *(format_number(name, next(values[cell["variation"], name])) for name in metrics),
+                *(
+                    format_number(name, next(values[cell["variation"], name]))
+                    + (_plus_minus(errors.get(cell["name"])) if name == "auc" else "")
+                    for name in metrics
+                ),
                 cell["run"]["status"],
             ]
             for cell in cells
@@ -203,17 +231,30 @@ def _ablation_page(folder: Path, record: Mapping[str, Any]) -> str:
     )
 
 
-def _summary(row: Mapping[str, Any]) -> str:
-    """Mean, range and standard deviation of a metric of one variation, a line each."""
+def _summary(row: Mapping[str, Any], auc_error: float | None) -> str:
+    """Mean, range and standard deviation of a metric of one variation, a line each.
+
+    Args:
+        row: A row of the record.
+        auc_error: The standard error of the AUC of one cell of the variation; it is told where the
+            variation has no spread.
+    """
     mean, low, high, std = (
         format_number(row["metric"], row[key]) for key in ("mean", "min", "max", "std")
     )
     lines = [mean]
     if row["num_runs"] > 1:
         lines += [f"{low} to {high}", f"sd {std}"]
+    elif row["metric"] == "auc" and row["num_runs"]:
+        lines = [mean + _plus_minus(auc_error)]
     if row["num_runs"] < row["num_cells"]:
         lines.append(f"{row['num_cells'] - row['num_runs']} of {row['num_cells']} have none")
     return "\n".join(lines)
+
+
+def _plus_minus(error: float | None) -> str:
+    """The standard error of an AUC, to be written after it."""
+    return "" if error is None else f" \N{PLUS-MINUS SIGN} {format_number('auc', error)}"
 
 
 def _as_base64(png: bytes | None) -> str:

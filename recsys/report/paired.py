@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from recsys._support.student import interval_of_mean, interval_of_ratios
+from recsys.report.ablation_columns import shown_metrics
 from recsys.report.ablation_metrics import (
     column_title,
     format_number,
@@ -138,28 +139,39 @@ def format_paired(record: Mapping[str, Any]) -> list[str]:
                 *(format_difference(entry, key) for key in ("mean", "low", "high")),
                 f"{entry['num_pairs']} of {len(entry['seeds'])}",
             ]
-            for entry in record["differences"]
+            for entry in _shown(record)
         ],
         columns=["variation", "metric", "kind", "mean", "low", "high", "pairs"],
     ).set_index(["variation", "metric", "kind"])
-    return [paired_note(record), table.to_string()]
+    note, pairs = paired_note(record), list(table["pairs"].unique())
+    if len(pairs) == 1:
+        table = table.drop(columns="pairs")
+        note += f" Every line is of {pairs[0]} pairs."
+    return [note, table.to_string()]
 
 
 def paired_cells(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the comparison as a table with a column per metric, for the page."""
-    columns = list(dict.fromkeys((each["metric"], each["kind"]) for each in record["differences"]))
-    entries = {
-        (each["variation"], each["metric"], each["kind"]): each for each in record["differences"]
-    }
+    shown = _shown(record)
+    columns = list(dict.fromkeys((each["metric"], each["kind"]) for each in shown))
+    entries = {(each["variation"], each["metric"], each["kind"]): each for each in shown}
     header = [
         column_title(metric, record["config"]) + (", ratio" if kind == "ratio" else "")
         for metric, kind in columns
     ]
     lines = [
         [variation, *(_cell(entries[variation, metric, kind]) for metric, kind in columns)]
-        for variation in dict.fromkeys(each["variation"] for each in record["differences"])
+        for variation in dict.fromkeys(each["variation"] for each in shown)
     ]
     return header, lines
+
+
+def _shown(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The entries of the metrics that have a column, where a pair of some variation has a value."""
+    metrics = shown_metrics(record)
+    entries = [each for each in record["differences"] if each["metric"] in metrics]
+    measured = {(each["metric"], each["kind"]) for each in entries if each["num_pairs"]}
+    return [each for each in entries if (each["metric"], each["kind"]) in measured] or entries
 
 
 def _cell(entry: Mapping[str, Any]) -> str:

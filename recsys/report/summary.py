@@ -22,7 +22,9 @@ __all__ = [
     "format_skipping",
     "format_tiers",
     "format_unknown",
+    "tabulate_hits",
     "tabulate_metrics",
+    "tabulate_tiers",
 ]
 
 _METRIC_NAMES = (
@@ -210,6 +212,11 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
 
 
 def format_tiers(tiers: Mapping[str, Any] | None, budget: str) -> list[str]:
+    """The lines of `tabulate_tiers` as text."""
+    return [f"{title:<20}{text}" for title, text in tabulate_tiers(tiers, budget)]
+
+
+def tabulate_tiers(tiers: Mapping[str, Any] | None, budget: str) -> list[tuple[str, str]]:
     """Fast memory, hit rates and bytes moved, a line each; empty if all rows were resident.
 
     Args:
@@ -220,14 +227,61 @@ def format_tiers(tiers: Mapping[str, Any] | None, budget: str) -> list[str]:
         return []
     of_budget = f" of budget {budget}" if budget else ""
     return [
-        f"tiers               {format_bytes(tiers['hot_bytes'])} hot{of_budget}, "
-        f"{tiers['num_slots']:,} of {tiers['num_rows']:,} rows; the rest: {tiers['cold_tier']}",
-        f"hits                {tiers['lookup_hit_rate']:.1%} of lookups, "
-        f"{tiers['unique_hit_rate']:.1%} of distinct rows",
-        f"moved               {format_bytes(tiers['fetched_bytes'])} fetched, "
-        f"{format_bytes(tiers['written_back_bytes'])} written back; "
-        f"{tiers['exposed_fetch_seconds']:.1f} s of waiting",
+        (
+            "tiers",
+            f"{format_bytes(tiers['hot_bytes'])} hot{of_budget}, {tiers['num_slots']:,} of "
+            f"{tiers['num_rows']:,} rows; the rest: {tiers['cold_tier']}",
+        ),
+        (
+            "hits",
+            f"{tiers['lookup_hit_rate']:.1%} of lookups, {tiers['unique_hit_rate']:.1%} of "
+            "distinct rows",
+        ),
+        (
+            "moved",
+            f"{format_bytes(tiers['fetched_bytes'])} fetched, "
+            f"{format_bytes(tiers['written_back_bytes'])} written back; "
+            f"{tiers['exposed_fetch_seconds']:.1f} s of waiting",
+        ),
+        *_most_misses(tiers),
     ]
+
+
+def _most_misses(tiers: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A line with the tables that miss most; empty if no lookup missed, or none was counted."""
+    rows = tabulate_hits(tiers)
+    shown = [f"{name} {share}" for name, *_, share in rows[:_TABLES_SHOWN] if share != "-"]
+    return [("missed most", f"{', '.join(shown)} of all misses")] if shown else []
+
+
+def tabulate_hits(tiers: Mapping[str, Any] | None) -> list[list[str]]:
+    """Name, rows, lookups, hit rate and share of all misses of each table, most misses first.
+
+    Empty where lookups were not counted by table.
+
+    Args:
+        tiers: The entry of a run record.
+    """
+    tables = (tiers or {}).get("tables", [])
+    total = sum(map(_misses, tables))
+    return [
+        [
+            each["name"],
+            f"{each['num_rows']:,}",
+            f"{each['num_lookups']:,}",
+            _percent(each["num_hits"], each["num_lookups"]),
+            _percent(_misses(each), total),
+        ]
+        for each in sorted(tables, key=_misses, reverse=True)
+    ]
+
+
+def _misses(table: Mapping[str, Any]) -> int:
+    return int(table["num_lookups"] - table["num_hits"])
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
 
 
 def format_skipping(skipped: Mapping[str, Any] | None) -> list[str]:

@@ -295,7 +295,7 @@ def test_numbers_of_the_table_are_those_of_the_cells(ablation, run_here, tmp_pat
         if row["metric"] == "auc":
             line = next(line for line in printed.splitlines() if line.startswith(row["variation"]))
             assert line.split()[3:5] == [f"{mean(expected):.4f}", f"{stdev(expected):.4f}"]
-            assert line.endswith("2 of 2")
+    assert "Every mean is over 2 of 2 cells." in printed
 
 
 @pytest.mark.usefixtures("whole_pictures")
@@ -313,8 +313,7 @@ def test_a_target_that_is_never_reached_is_null_and_counted(ablation, run_here):
     assert (times["num_runs"], times["num_cells"]) == (0, 2)
     assert times.keys() == record["rows"][0].keys()
     printed = format_ablation(record)
-    (line,) = (line for line in printed.splitlines() if "seconds to test AUC 0.999" in line)
-    assert line.split()[-3:] == ["0", "of", "2"]
+    assert "No cell has a value of: seconds to test AUC 0.999." in printed
 
 
 @pytest.mark.parametrize(

@@ -20,3 +20,8 @@ def test_a_folder_is_not_taken_for_a_files_name(tmp_path, to, name):
         convert_store(tmp_path / "store", to, tmp_path)
 
     assert f"name what is to be in it, such as {tmp_path / name}" in str(caught.value)
+
+
+def test_a_format_of_whole_stores_has_no_split(tmp_path):
+    with pytest.raises(ConfigError, match="cannot have split 'test' alone; leave the split out"):
+        convert_store(tmp_path / "store", "classic-npz", tmp_path / "out", split="test")

@@ -16,7 +16,7 @@ from recsys.pipeline.stalls import STAGES, stage_seconds, stage_title
 from recsys.pipeline.suggestions import Suggestion
 from recsys.report.ablation_table import format_ablation
 from recsys.report.page import write_report
-from recsys.report.summary import format_metrics
+from recsys.report.summary import format_metrics, tabulate_hits
 from recsys.train.run_files.run_folder import RunFolder
 from recsys.train.trainer import train
 
@@ -245,17 +245,20 @@ def test_the_page_of_an_ablation_holds_its_table_its_cells_and_their_curves(
     page = Page(tmp_path / "out" / "report.html")
     check_self_contained(page)
     summary, cells, keys, _, base, _ = page.tables
-    titles = ["test AUC", "test logloss", "samples/s", "seconds to test AUC 0.999"]
+    titles = ["test AUC", "test logloss", "samples/s"]
     assert summary[0] == ["variation", *titles]
     row = record["rows"][0]
     assert summary[1][:2] == [
         "optimizer.name=sgd",
         f"{row['mean']:.4f}\n{row['min']:.4f} to {row['max']:.4f}\nsd {row['std']:.4f}",
     ]
-    assert summary[1][4] == "-\n2 of 2 have none"
+    text = "".join(page.text)
+    assert "No cell has a value of: seconds to test AUC 0.999." in text
+    assert "Two seeds: a spread or an interval of two values says little" in text
     assert cells[0] == ["cell", *titles, "status"]
     assert [line[:2] for line in cells[1:]] == [
-        [cell["name"], f"{cell['run']['metrics']['test']['auc']:.4f}"] for cell in record["cells"]
+        [cell["name"], "{auc:.4f} \xb1 {auc_standard_error:.4f}".format(**metrics)]
+        for cell, metrics in ((cell, cell["run"]["metrics"]["test"]) for cell in record["cells"])
     ]
     assert ["optimizer.name=adagrad", "optimizer.name = adagrad"] in keys
     assert ["model.embedding_dim", "4"] in base
@@ -276,10 +279,15 @@ def test_a_page_has_what_other_settings_would_save_and_the_timeline_of_a_run_tha
     page = write_report(tmp_path / "run").read_text()
 
     assert page.count('<img alt="timeline" src="data:image/png;base64,') == 1
-    hits = f"hits                {record['tiers']['lookup_hit_rate']:.1%} of lookups"
+    hits = f"<td>hits</td><td>{record['tiers']['lookup_hit_rate']:.1%} of lookups"
     assert "<h2>Fast memory</h2>" in page
     assert " hot of budget 20KiB, " in page
     assert hits in page
+    (counted,) = [
+        table for table in Page(tmp_path / "run" / "report.html").tables if "hits" in table[0]
+    ]
+    assert counted[0] == ["table", "rows", "lookups", "hits", "share of all misses"]
+    assert counted[1:] == tabulate_hits(record["tiers"])
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
     file = tmp_path / "run" / "run.json"
     one, *_ = record["stalls"]["predicted"]

@@ -161,6 +161,8 @@ def test_a_first_loss_that_is_far_above_the_others_is_not_in_the_picture(figures
     low, high = figures[1].axes[0].get_ylim()
     assert low < 0.51
     assert high > 0.7
+    captions = [figure.axes[0].get_title(loc="left") for figure in figures]
+    assert captions == ["first losses, up to 4, are cut off", ""]
 
 
 def test_reports_that_jump_are_drawn_as_their_mean(figures):

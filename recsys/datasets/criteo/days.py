@@ -47,7 +47,7 @@ from recsys.datasets.criteo.flow import (
 from recsys.datasets.criteo.growing_folder import GrowingFolder
 from recsys.datasets.criteo.row_numbers import RowNumbers
 from recsys.datasets.criteo.text import not_criteo
-from recsys.datasets.source import day_splits
+from recsys.datasets.splits import day_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import AlreadyExists, ConfigError, DatasetFormatError, StoreError
 

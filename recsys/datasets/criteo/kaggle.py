@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recsys._support.files import require_files
+from recsys.datasets.criteo import CONVENTIONS
 from recsys.datasets.criteo.flow import (
     CATEGORY_NAMES,
     INTEGER_NAMES,
@@ -34,7 +35,7 @@ from recsys.datasets.criteo.flow import (
     progress_bar,
 )
 from recsys.datasets.criteo.text import not_criteo
-from recsys.datasets.source import classic_splits, day_splits
+from recsys.datasets.splits import classic_splits, day_splits
 from recsys.datasets.store import StoreWriter
 from recsys.errors import ConfigError, DatasetFormatError
 
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CONVENTIONS", "prepare_criteo_kaggle"]
 
-CONVENTIONS = ("classic", "torchrec")
 # TorchRec does not use row 0, and keeps row 1 for rare ids.
 _TORCHREC_RESERVED_ROWS = 2
 

@@ -29,7 +29,7 @@ import torch
 from recsys._support.auc import auc
 from recsys.batch import Batch, JaggedIds
 from recsys.datasets.criteo.shape import KAGGLE_DENSE, KAGGLE_TABLE_SIZES
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.synthetic.config import SyntheticConfig
 from recsys.datasets.synthetic.kernel import SampleArrays, make_samples, split_key
 from recsys.datasets.synthetic.parameters import BEST_AUC, CLICK_RATE, build_parameters, calibrate

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -33,7 +33,7 @@ import torch
 
 from recsys._support.hashing import GOLDEN, mix64
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.source import classic_splits
+from recsys.datasets.splits import classic_splits
 from recsys.datasets.synthetic.parameters import multiplier_for
 from recsys.errors import ConfigError
 

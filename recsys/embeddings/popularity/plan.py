@@ -31,6 +31,7 @@ import torch
 from recsys._support.sizes import format_bytes, parse_bytes
 from recsys._support.untrusted import is_count, is_finite_number, is_int, is_text
 from recsys.embeddings.optimizer import require_formula
+from recsys.embeddings.popularity import RANKINGS
 from recsys.embeddings.popularity.profile import PopularityProfile
 from recsys.embeddings.popularity.profile_file import read_profile, write_profile
 from recsys.embeddings.table import DATA_TYPES, TableConfig, data_type_of
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RANKINGS", "HotPlan", "PlannedTable", "plan_hot_rows", "require_plan"]
 
-# The names of the rankings; see `plan_hot_rows`.
-RANKINGS = ("lookups_per_byte", "global_topk", "per_table_threshold")
 _SMALL_SHARE = 1 / 1024
 _PRINTED = (0.25, 0.5, 1.0, 2.0, 4.0)
 _DATA_TYPES = DATA_TYPES | {"fp64": torch.float64}  # only in models; `TableConfig` refuses it

@@ -1,16 +1,16 @@
 """How far a row has moved in a window: the measures of drift, behind one interface.
 
 A measure maps the values of M rows at the ends of a window to one number per row, at least 0. Stale
-rows have small numbers. The measures are torch operations, so they run where the rows are.
+rows have small numbers. The measures are torch operations, so they run where the rows are. PyTorch
+is imported when they run: the configuration reads their names alone.
 
 Letters: M rows, D dim.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
-
-import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ def measure_drift(measure: str, movement: Movement) -> Tensor:
         movement: The rows, in any floating dtype; 16-bit rows are computed in float32.
     """
     drift = MEASURES[measure](_widened(movement)).float()
-    return drift.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return drift.nan_to_num(nan=inf, posinf=inf)
 
 
 def largest_change(movement: Movement) -> Tensor:
@@ -105,7 +105,7 @@ def signal_to_noise(movement: Movement) -> Tensor:
     first, second = movement.before - movement.earlier, movement.now - movement.before
     signal = (first * second).sum(1).clamp(min=0)
     size = ((first * first).sum(1) + (second * second).sum(1)) / 2
-    return torch.where(size == 0, 0, signal / size)
+    return (signal / size).masked_fill(size == 0, 0)
 
 
 MEASURES: Mapping[str, Callable[[Movement], Tensor]] = {
@@ -129,6 +129,8 @@ def _change(movement: Movement) -> Tensor:
 
 def _widened(movement: Movement) -> Movement:
     """The movement in the dtype of the computation, at least float32."""
+    import torch
+
     dtype = torch.promote_types(movement.now.dtype, torch.float32)
     before, now, earlier, updates, step_size = movement
     return Movement(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from contextlib import nullcontext
+from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -40,13 +41,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from recsys.embeddings.kernels.cpu.slots import SlotClaim
     from recsys.embeddings.rows.lookups import Lookups
     from recsys.embeddings.rows.row_space import RowSpace
     from recsys.embeddings.tiers.cold.host_store import ColdStore
     from recsys.embeddings.tiers.slots import Slots
     from recsys.embeddings.update.changed_rows import ChangedRows
 
-__all__ = ["MOST_HELD", "HitRates", "NotEnoughSlots", "Residency", "TierCounts"]
+__all__ = [
+    "MOST_HELD",
+    "HitRates",
+    "NotEnoughSlots",
+    "Residency",
+    "TableHits",
+    "TableSums",
+    "TierCounts",
+]
 
 
 # The maximum number of tickets at a time: a slot counts them in an int16.
@@ -109,6 +119,50 @@ class HitRates(NamedTuple):
         )
 
 
+class TableHits(NamedTuple):
+    """Lookups of one table when mini-batches claimed slots, since the tiers were made.
+
+    Attributes:
+        num_lookups: Values looked up.
+        num_hits: Values whose row was in fast memory.
+    """
+
+    num_lookups: int
+    num_hits: int
+
+
+class TableSums:
+    """Sums of the lookups and hits of each table; kernels on a device do not count them.
+
+    Args:
+        num_tables: T.
+    """
+
+    def __init__(self, num_tables: int) -> None:
+        self._starts = np.zeros(num_tables + 1, np.uint64)
+        self._hits = np.zeros(num_tables, np.int64)
+        self._is_complete = True
+
+    def add(self, claim: SlotClaim) -> None:
+        """Add a claim."""
+        if claim.by_table is None:
+            self._is_complete = False
+            return
+        starts, hits = claim.by_table
+        self._starts += starts
+        self._hits += hits
+
+    def hits(self) -> list[TableHits] | None:
+        """The sums by table; None if slots were claimed on a device."""
+        if not self._is_complete:
+            return None
+        starts = self._starts.tolist()
+        return [
+            TableHits(end - start, hits)
+            for (start, end), hits in zip(pairwise(starts), self._hits.tolist(), strict=True)
+        ]
+
+
 class Residency:
     """Moves the rows of one row space between its tiers.
 
@@ -119,6 +173,7 @@ class Residency:
     Attributes:
         hot: The slots.
         counts: Counts since the tiers were made.
+        table_sums: The same of lookups and hits, by table.
         times: The time of transfers, and the time spent waiting for them.
         queue: The queue of transfers.
         released: Slots of tickets released since the last call.
@@ -128,6 +183,7 @@ class Residency:
     def __init__(self, hot: Slots, cold: ColdStore) -> None:
         self.hot, self._cold = hot, cold
         self.counts = TierCounts()
+        self.table_sums = TableSums(len(hot.first_rows) - 1)
         self.times = TransferClock()
         self.queue = TransferQueue()
         self.released: deque[Any] = deque()
@@ -177,6 +233,7 @@ class Residency:
             num_fetched=old.num_fetched + len(moves.fetched_rows),
             num_written_back=old.num_written_back + len(moves.written_rows),
         )
+        self.table_sums.add(claim)
         if len(moves.fetched_rows):
             self._move(moves, self.hot.in_order(), in_background=in_background)
         return Ticket(

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.ledger import LedgerEntry
     from recsys.embeddings.rows.lookups import Bags, Lookups
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
-    from recsys.embeddings.tiers.residency import TierCounts
+    from recsys.embeddings.tiers.residency import TableSums, TierCounts
     from recsys.embeddings.tiers.slots import ClaimObserver
     from recsys.embeddings.tiers.ticket import Ticket
     from recsys.embeddings.tiers.transfers import TransferClock
@@ -71,6 +71,7 @@ class _Kept(NamedTuple):
     """The parts of a residency that its successor continues with."""
 
     counts: TierCounts
+    table_sums: TableSums
     times: TransferClock
     on_span: Callable[[str, float, float], None] | None
     changed_rows: ChangedRows | None
@@ -92,7 +93,7 @@ class Tiers:
             its tables in memory.
 
     Attributes:
-        files: As given, like `sizes` and `dtype`.
+        files: As given, like `names`, `sizes` and `dtype`.
         device: Device of the slots.
         hot: The slots.
         residency: Moves rows between the slots and the cold store.
@@ -113,7 +114,7 @@ class Tiers:
         device: torch.device,
         files: ColdFiles | None = None,
     ) -> None:
-        self.files, self.sizes, self.dtype = files, sizes, dtype
+        self.files, self.names, self.sizes, self.dtype = files, names, sizes, dtype
         self.ahead = AheadQueue()
         self._make_observer: Callable[[Slots], ClaimObserver | None] | None = None
         self._make(_Recipe(names, sizes, dim, dtype, state_sizes, num_slots, pinned, device))
@@ -145,7 +146,8 @@ class Tiers:
         )
         self.residency = Residency(self.hot, cold)
         if kept is not None:
-            self.residency.counts, self.residency.times = kept.counts, kept.times
+            self.residency.counts, self.residency.table_sums = kept.counts, kept.table_sums
+            self.residency.times = kept.times
             self.residency.queue.on_span = kept.on_span
             self.residency.changed_rows = kept.changed_rows
 
@@ -288,7 +290,7 @@ class Tiers:
         assert not self.ahead
         self.flush()
         before, old = self._made_of, self.residency
-        kept = _Kept(old.counts, old.times, old.queue.on_span, old.changed_rows)
+        kept = _Kept(old.counts, old.table_sums, old.times, old.queue.on_span, old.changed_rows)
         del self.residency, self.hot, old
         try:
             self._make(made_of._replace(pinned=made_of.pinned[: made_of.num_slots]), kept)

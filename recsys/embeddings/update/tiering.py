@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,10 +63,7 @@ def divide_first(
         if is_on_host and not on_meta:  # tables on a device are copied to the host anyway
             _require_own_memory(each.group, known)
     rows = [order_pinned(each.group.tables, pinned) for each in groups]
-    try:
-        slots = _divide(groups, budget_bytes, [len(each) + 1 for each in rows], may_stay=may_stay)
-    except BudgetTooSmall:  # the plan assumed less state or a larger budget
-        slots = _divide(groups, budget_bytes, [1] * len(groups), may_stay=may_stay)
+    slots = _divide_for_pinned(groups, budget_bytes, rows, may_stay=may_stay)
     if slots is None:
         return None
     if on_meta:
@@ -165,9 +163,10 @@ def make_room(
     least = [max(each.least_slots, need) for each, need in zip(groups, needs, strict=True)]
     # A tiered group stays tiered. In a copy of a file tier, whose tables are in memory, the budget
     # may suffice for all rows without slots and be too small for as many slots.
-    try:
+    slots = None
+    with suppress(BudgetTooSmall):
         slots = _divide_slots(groups, budget_bytes, least, tracker_bytes)
-    except BudgetTooSmall:  # ignore what earlier mini-batches needed
+    if slots is None:  # ignore what earlier mini-batches needed
         least, slots = needs, _divide_slots(groups, budget_bytes, needs, tracker_bytes)
     _resize_all(groups, slots, least)
 
@@ -207,6 +206,19 @@ def _growth(divided: tuple[GroupUpdater, int, int]) -> int:
     each, num_slots, _ = divided
     assert each.group.tiers is not None
     return num_slots - each.group.tiers.hot.num_slots
+
+
+def _divide_for_pinned(
+    groups: Sequence[GroupUpdater],
+    budget_bytes: int,
+    pinned: Sequence[NDArray[np.int32]],
+    *,
+    may_stay: bool,
+) -> list[int] | None:
+    """Divide a budget so that the pinned rows of each group fit, or as without a plan."""
+    with suppress(BudgetTooSmall):  # the plan assumed less state or a larger budget
+        return _divide(groups, budget_bytes, [len(each) + 1 for each in pinned], may_stay=may_stay)
+    return _divide(groups, budget_bytes, [1] * len(groups), may_stay=may_stay)
 
 
 def _divide(

@@ -22,7 +22,7 @@ from typing import Any
 
 from recsys.embeddings.staleness.settings import Staleness
 from recsys.errors import ConfigError
-from recsys.pipeline.skip.guard import Guard
+from recsys.pipeline.skip.guard_settings import Guard
 
 __all__ = [
     "DropInput",

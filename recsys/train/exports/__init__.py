@@ -1,1 +1,6 @@
 """A saved model in files for other programs."""
+
+__all__ = ["FORMATS", "QUANTIZATIONS"]
+
+FORMATS = ("torchrec", "classic", "safetensors", "torch-export")  # see `export`
+QUANTIZATIONS = ("int8",)  # see `quantized`

@@ -23,6 +23,7 @@ import torch
 from recsys._support.files import appearing_whole, require_new
 from recsys.errors import ConfigError
 from recsys.models.convert import to_classic
+from recsys.train.exports import FORMATS
 from recsys.train.exports.deltas import export_checkpoint, export_delta
 from recsys.train.run_files.run_folder import RunFolder
 
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["FORMATS", "export_run", "export_run_checkpoint", "export_run_delta"]
-
-FORMATS = ("torchrec", "classic", "safetensors", "torch-export")
 
 
 def export_run(run_dir: str | Path, to: str, file: str | Path) -> Path:

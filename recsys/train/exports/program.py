@@ -25,9 +25,9 @@ from recsys._support.machine import set_num_threads
 from recsys._version import __version__
 from recsys.batch import feature_tables, has_bags, has_weighted_bags, histories_of
 from recsys.errors import ConfigError, StoreError
+from recsys.train.exports import QUANTIZATIONS
 from recsys.train.exports.plain_tables import quantize_tables, table_bytes, use_plain_tables
 from recsys.train.exports.program_report import ABOUT, FORMAT_VERSION, ProgramReport
-from recsys.train.exports.quantized import QUANTIZATIONS
 from recsys.train.exports.recorded_source import RecordedSource, dense_names_of
 from recsys.train.exports.traced import trace
 from recsys.train.judge.evaluation import evaluate_split, evaluation_config, with_ranking

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from recsys.errors import WeightsError
 
-__all__ = ["QUANTIZATIONS", "dequantize", "quantize_rows"]
+__all__ = ["dequantize", "quantize_rows"]
 
-QUANTIZATIONS = ("int8",)
 _LARGEST = 127  # -128 is not used, so that a row and its negative have negative values
 _BLOCK_BYTES = 16 * 2**20  # of float32 rows that are quantized at a time
 

@@ -8,7 +8,7 @@ import torch
 
 from recsys._support.untrusted import is_count, is_text
 from recsys.batch import Batch, JaggedIds
-from recsys.datasets.source import SPLITS
+from recsys.datasets.splits import SPLITS
 from recsys.datasets.store_features import Feature, histories_in, require_features
 from recsys.errors import ConfigError
 

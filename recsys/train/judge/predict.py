@@ -26,6 +26,7 @@ import torch
 from recsys._support.files import appearing_whole, require_new, require_place
 from recsys.datasets.read_ahead import ReadAhead, num_read_ahead
 from recsys.datasets.store import Store
+from recsys.datasets.store_meta import is_store
 from recsys.datasets.tabular.encoding.file_encoder import Encoder
 from recsys.datasets.tabular.encoding.row_encoder import NO_LABEL
 from recsys.datasets.tabular.reading.columns import import_pyarrow
@@ -106,12 +107,12 @@ def predict_run(
     require_place(out)
     require_new(out)
     import_pyarrow()
-    is_store = len(data) == 1 and (Path(data[0]) / "meta.json").is_file()
-    saved = open_saved_model(run_dir, str(data[0]) if is_store else None)
+    from_store = len(data) == 1 and is_store(Path(data[0]))
+    saved = open_saved_model(run_dir, str(data[0]) if from_store else None)
     begun = time.perf_counter()
     with ExitStack() as stack:
         samples: _StoreSamples | _FileSamples
-        if is_store:
+        if from_store:
             assert isinstance(saved.source, Store)
             samples = _StoreSamples(saved.source, batch_size)
         else:

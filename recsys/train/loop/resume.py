@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from recsys._support.files import alone_in
 from recsys.config import build_config, describe_config, load_config, read_tree
 from recsys.errors import AlreadyExists, ConfigError
-from recsys.train.checkpoint import newest
 from recsys.train.run_files.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -82,6 +81,8 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
         _say(f"{run_dir} is new: training starts from the first sample")
         yield None
         return
+    from recsys.train.checkpoint import newest  # imports PyTorch, which takes seconds
+
     folder = RunFolder.open(run_dir)
     with alone_in(run_dir, "recsys train"):
         before = folder.read_config()

@@ -29,12 +29,20 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
 
     A lookup hits if its row was in fast memory when its mini-batch claimed slots;
     `unique_hit_rate` counts each row once per mini-batch. `exposed_fetch_seconds` is the time spent
-    waiting for transfers, of rows fetched and of rows written back.
+    waiting for transfers, of rows fetched and of rows written back. `tables` has the rows,
+    lookups and hits of each table; it is empty on a GPU, where hits are not counted by table.
     """
     tiers = tiers_of(model)
     if not tiers:
         return None
     rates = HitRates.of(each.residency.counts for each in tiers)
+    tables = [
+        {"name": name, "num_rows": size, **hits._asdict()}
+        for each in tiers
+        for name, size, hits in zip(
+            each.names, each.sizes, each.residency.table_sums.hits() or (), strict=False
+        )
+    ]
     return {
         "cold_tier": "host" if all(each.files is None for each in tiers) else "file",
         "hot_bytes": sum(each.hot.num_bytes for each in tiers),
@@ -42,6 +50,7 @@ def describe_tiers(model: nn.Module) -> dict[str, Any] | None:
         "num_rows": sum(int(each.hot.first_rows[-1]) for each in tiers),
         "lookup_hit_rate": rates.lookups,
         "unique_hit_rate": rates.distinct_rows,
+        "tables": tables,
         "fetched_bytes": sum(
             each.residency.counts.num_fetched * each.hot.row_bytes for each in tiers
         ),

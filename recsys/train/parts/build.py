@@ -83,7 +83,7 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
 
     Raises:
         StoreError: the folder is not a store.
-        ConfigError: the synthetic data is unknown, or a split is empty.
+        ConfigError: a split is empty, or synthetic data does not go with a key.
     """
     source: SampleSource
     if not config.data.startswith(SYNTHETIC_PREFIX):
@@ -100,13 +100,9 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
             test_samples=config.synthetic.test_samples,
             samples_per_day=config.synthetic.samples_per_day,
         )
-    elif config.data == f"{SYNTHETIC_PREFIX}taobao":
-        source = _open_taobao(config.synthetic)
     else:
-        raise ConfigError(
-            "synthetic data must be 'synthetic:criteo-kaggle' or 'synthetic:taobao', got "
-            f"{config.data!r}"
-        )
+        assert config.data == f"{SYNTHETIC_PREFIX}taobao"  # the configuration checks it
+        source = _open_taobao(config.synthetic)
     for split, samples in source.splits.items():
         if to_train and not samples:
             way_out = (

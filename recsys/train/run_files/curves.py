@@ -273,7 +273,8 @@ def _count_samples(axis: Axes) -> None:
 def _hide_first_losses(axis: Axes, reports: Sequence[float]) -> None:
     """End the vertical axis above all losses but those of the first tenth of the reports.
 
-    A run may begin with a loss so large that the others have no height beside it.
+    A run may begin with a loss so large that the others have no height beside it. The title then
+    says what is above the picture.
     """
     rest = reports[len(reports) // _HIDDEN :]
     low, high = axis.get_ylim()
@@ -281,6 +282,11 @@ def _hide_first_losses(axis: Axes, reports: Sequence[float]) -> None:
     if most < (low + high) / 2:
         low = axis.dataLim.ymin
         axis.set_ylim(low - 0.05 * (most - low), most + 0.1 * (most - low))
+        axis.set_title(
+            f"first losses, up to {axis.dataLim.ymax:.3g}, are cut off",
+            fontsize="small",
+            loc="left",
+        )
 
 
 def _smoothed(reports: Sequence[float | None]) -> list[float]:

@@ -10,7 +10,8 @@
         timeline.json      the first steps for chrome://tracing, if `timeline_steps` is set
         timeline.png       ten of these steps as a picture
 
-`config.toml`, `run.json` and the model are written atomically.
+`config.toml`, `run.json` and the model are written atomically. PyTorch is imported when a model is
+saved or loaded, so that commands can check a folder before.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from recsys._support.files import appearing_whole, require_place
 from recsys._support.untrusted import is_count, is_finite_number, is_text, parse_json
@@ -41,11 +40,11 @@ __all__ = ["RunFolder", "fault_of_record", "read_json", "write_json"]
 
 # The dtypes that a model may have, under their names in the file.
 _DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
+    "torch.float32": "F32",
+    "torch.float64": "F64",
+    "torch.bfloat16": "BF16",
+    "torch.float16": "F16",
+    "torch.int64": "I64",
 }
 # Keys that every record has, however its run ended, each with its inner keys.
 _RECORD_KEYS: dict[str, tuple[str, ...]] = {
@@ -230,6 +229,8 @@ class RunFolder:
         Raises:
             OSError: the disk is full, or the folder no longer exists.
         """
+        from safetensors.torch import save_file
+
         state = {key: value.contiguous() for key, value in model.state_dict().items()}
         with appearing_whole(self.model_file) as partial:
             try:
@@ -290,11 +291,13 @@ class RunFolder:
             ConfigError: there is no saved model, it is damaged, or its keys, shapes or dtypes
                 differ from the model's.
         """
+        import torch
+
         state = model.state_dict()
         with self._open_model() as saved:
             found = {key: _shape_of(saved.get_slice(key)) for key in saved.keys()}  # noqa: SIM118  # no mapping
             expected = {
-                key: f"{_DTYPE_NAMES[value.dtype]} {list(value.shape)}"
+                key: f"{_DTYPE_NAMES[str(value.dtype)]} {list(value.shape)}"
                 for key, value in state.items()
             }
             if found != expected:

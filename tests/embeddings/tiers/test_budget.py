@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recsys.batch import JaggedIds
+from recsys.embeddings.bag import HotColdEmbeddingBag
 from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.optimizer import SGD
 from recsys.embeddings.table import TableConfig
@@ -105,3 +106,15 @@ def test_a_budget_below_one_row_says_what_each_row_of_a_mini_batch_takes():
         r"\(embedding_dim 4\) bytes more, so raise it to 144 plus the bytes of these rows",
     ):
         divide_budget(10, [space(30, 4)], [1])
+
+
+def test_a_budget_that_is_too_small_is_told_by_one_error_without_another_before_it():
+    bag = HotColdEmbeddingBag(1000, 4, budget=6000, optimizer=SGD(lr=0.1))
+
+    with pytest.raises(BudgetTooSmall) as at_first:
+        HotColdEmbeddingBag(1000, 4, budget=10, optimizer=SGD(lr=0.1))
+    with pytest.raises(BudgetTooSmall) as in_lookup:
+        bag(torch.arange(500), torch.zeros(1, dtype=torch.int64))
+
+    assert at_first.value.__context__ is None
+    assert in_lookup.value.__context__ is None

@@ -20,7 +20,8 @@ from recsys.datasets.tabular.guessing.label_hints import (
     shown_values,
 )
 from recsys.datasets.tabular.reading.columns import import_pyarrow
-from recsys.datasets.tabular.reading.files import ParquetFile, find_files, open_file
+from recsys.datasets.tabular.reading.files import ParquetFile, open_file
+from recsys.datasets.tabular.reading.paths import find_files
 from recsys.datasets.tabular.reading.text_files import DELIMITERS, TextFile
 from recsys.datasets.tabular.schemas.schema import Schema, check_delimiter
 from recsys.datasets.tabular.store_parts.item_values import columns_of_items

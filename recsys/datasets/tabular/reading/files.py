@@ -5,25 +5,24 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recsys._support.files import require_files
 from recsys.datasets.tabular.reading.columns import conform, import_pyarrow
 from recsys.datasets.tabular.reading.hashing_file import HashingFile
-from recsys.datasets.tabular.reading.text_files import DELIMITERS, TEXT_SUFFIXES, TextFile
+from recsys.datasets.tabular.reading.paths import find_files, kind_of
+from recsys.datasets.tabular.reading.text_files import DELIMITERS, TextFile
 from recsys.errors import ConfigError, DatasetFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
+    from pathlib import Path
 
     import pyarrow as pa
 
     from recsys.datasets.tabular.schemas.schema import Schema
 
-__all__ = ["ParquetFile", "SourceFile", "TableFiles", "find_files", "open_file"]
+__all__ = ["ParquetFile", "SourceFile", "TableFiles", "open_file"]
 
-_PARQUET_SUFFIXES = (".parquet", ".pq")
 _SPREADSHEET_SUFFIXES = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods")
 _BATCH_ROWS = 65_536
 _LARGE_GROUP_BYTES = 256 << 20
@@ -251,37 +250,6 @@ class ParquetFile:
         return arrow.Table.from_batches(found, schema=self.schema).slice(0, num_rows)
 
 
-def find_files(paths: Sequence[str | Path]) -> list[Path]:
-    """The files that paths name; a folder stands for all tables in it, in order of their paths.
-
-    Files and folders in it whose names begin with a dot or an underscore are left out: programs
-    keep copies and unfinished files under such names.
-
-    Raises:
-        FileNotFoundError: a path does not exist, or a folder has no table in it.
-        ConfigError: there are no paths, or two lead to the same file.
-    """
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if not path.is_dir():
-            files.append(path)
-            continue
-        inside = sorted(
-            file
-            for file in path.rglob("*")
-            if file.is_file() and _kind(file) and not _is_hidden(file.relative_to(path))
-        )
-        if not inside:
-            raise FileNotFoundError(
-                f"folder {path} must hold CSV, TSV or Parquet files, found none; name another"
-            )
-        files += inside
-    if not files:
-        raise ConfigError("no file is named; name at least one")
-    require_files("table", files)
-    return files
-
-
 def open_file(path: Path, delimiter: str = "", quote: str = '"') -> TextFile | ParquetFile:
     """Open a file by the kind that its name says.
 
@@ -294,7 +262,7 @@ def open_file(path: Path, delimiter: str = "", quote: str = '"') -> TextFile | P
         ConfigError: its name does not say what kind of file it is.
         DatasetFormatError: it is empty, or not what its name says.
     """
-    kind = _kind(path)
+    kind = kind_of(path)
     if kind == "parquet":
         return ParquetFile(path)
     if kind == "text":
@@ -311,19 +279,6 @@ def open_file(path: Path, delimiter: str = "", quote: str = '"') -> TextFile | P
 
 def _place(file: TextFile | ParquetFile, first: int, row: int) -> str:
     return file.place(first + row)
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith((".", "_")) for part in path.parts)
-
-
-def _kind(path: Path) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in _PARQUET_SUFFIXES:
-        return "parquet"
-    if suffixes and suffixes[-1] in (".gz", ".zst"):
-        suffixes.pop()
-    return "text" if suffixes and suffixes[-1] in TEXT_SUFFIXES else ""
 
 
 def _hint_of_delimiter(file: TextFile | ParquetFile) -> str:

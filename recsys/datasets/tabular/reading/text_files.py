@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from recsys.datasets.tabular.reading.hashing_file import HashingFile
     from recsys.datasets.tabular.schemas.schema import Schema
 
-__all__ = ["DELIMITERS", "TEXT_SUFFIXES", "TextFile"]
+__all__ = ["DELIMITERS", "TextFile"]
 
 DELIMITERS = ("\t", ";", "|", ",")  # that files commonly have
-TEXT_SUFFIXES = (".csv", ".tsv", ".txt")
 _BLOCK_BYTES = 8 << 20
 _ROW = re.compile(r"Row #(\d+): ?(.*)", re.DOTALL)
 _CONVERSION = re.compile(r"In CSV column #(\d+): (.*)", re.DOTALL)

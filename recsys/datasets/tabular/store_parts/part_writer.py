@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recsys.datasets.source import SPLITS
+from recsys.datasets.splits import SPLITS
 from recsys.datasets.tabular.encoding.row_encoder import GROUP, LABEL, TIME, WEIGHT, roles_of
 from recsys.datasets.tabular.encoding.store_rows import first_row_of
 from recsys.datasets.tabular.store_parts.histories import Histories

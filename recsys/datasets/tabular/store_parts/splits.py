@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from recsys._support.hashing import GOLDEN, mix64
-from recsys.datasets.source import SPLITS
+from recsys.datasets.splits import SPLITS
 
 if TYPE_CHECKING:
     from fractions import Fraction

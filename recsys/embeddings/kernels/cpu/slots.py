@@ -114,10 +114,9 @@ class SlotClaim(NamedTuple):
         slot_of_value: (N,); any slot for a value that is not looked up.
         held: The slots that count this claim.
         moves: The rows to copy before the slots are read.
-        num_lookups: Values looked up.
-        num_hits: Values whose row was in its slot.
-        num_rows: Distinct rows.
-        num_rows_hit: Distinct rows that were in their slot.
+        num_lookups, num_hits: Values looked up, and those whose row was in its slot.
+        num_rows, num_rows_hit: Distinct rows, and those that were in their slot.
+        by_table: Values before those of each table, (T + 1,), and its hits, (T,); None on a device.
     """
 
     slot_of_value: Any
@@ -127,6 +126,7 @@ class SlotClaim(NamedTuple):
     num_hits: int
     num_rows: int
     num_rows_hit: int
+    by_table: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
 
 
 class SlotArrays(NamedTuple):
@@ -195,16 +195,12 @@ class _FirstPass(NamedTuple):
         )
         starts = lengths[requests.of_table.astype(np.int64)].astype(np.uint64)
         num_values, num_tables = int(lengths[-1]), len(starts) - 1
+        held, awaited, missing = np.empty((3, num_values), np.int32)
+        num_held, num_woken, num_hits, num_awaited, num_missing = np.zeros(
+            (5, num_tables), np.int64
+        )
         return cls(
-            starts,
-            np.empty(num_values, np.int32),
-            np.zeros(num_tables, np.int64),
-            np.zeros(num_tables, np.int64),
-            np.zeros(num_tables, np.int64),
-            np.empty(num_values, np.int32),
-            np.zeros(num_tables, np.int64),
-            np.empty(num_values, np.int32),
-            np.zeros(num_tables, np.int64),
+            starts, held, num_held, num_woken, num_hits, awaited, num_awaited, missing, num_missing
         )
 
 
@@ -281,9 +277,10 @@ class SlotMap:
                 slots.row_of_slot[fetched], fetched, dirty_rows[:num_dirty], dirty_slots[:num_dirty]
             ),
             num_lookups=int(found.starts[-1]),
-            num_hits=int(found.num_hits.sum()),
+            num_hits=sum(found.num_hits.tolist()),
             num_rows=len(held) + num_missing,
             num_rows_hit=len(held) - len(awaited),
+            by_table=(found.starts, found.num_hits),
         )
 
     def release(self, held: NDArray[np.int32]) -> None:

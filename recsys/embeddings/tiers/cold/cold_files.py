@@ -26,6 +26,7 @@ import torch
 from recsys._support.files import appearing_whole
 from recsys._support.memory import advise_random
 from recsys._support.sizes import format_bytes
+from recsys.embeddings.tiers.cold import COLD_TIERS
 from recsys.embeddings.tiers.cold.manifest import DTYPES, VERSION, Kind, read_manifest
 from recsys.errors import ColdTierDirty, ColdTierError, ConfigError
 
@@ -42,8 +43,6 @@ __all__ = [
     "open_cold_files",
     "require_memory",
 ]
-
-COLD_TIERS = ("host", "file")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,96 @@
+from recsys.report.ablation_columns import column_notes, shown_metrics, spread_notes
+from recsys.report.ablation_table import format_ablation, make_rows
+from recsys.report.paired import make_differences, paired_cells
+from tests.report.test_paired import CONFIG, cell_of
+
+
+def record_of(cells, **config):
+    seeds = sorted({cell["seed"] for cell in cells})
+    config = {**CONFIG, "seeds": seeds, "eval_every_samples": None, "base": {}, **config}
+    for cell in cells:
+        cell["run"]["environment"] = {"commit": "1"}
+    return {
+        "config": config,
+        "cells": cells,
+        "num_cells": len(cells),
+        "rows": make_rows(cells, config),
+        "differences": make_differences(cells, config),
+    }
+
+
+def test_what_is_equal_in_all_cells_is_said_below_the_table_and_has_no_column():
+    cells = [
+        cell_of(name, seed, auc=0.7 + 0.01 * seed + 0.001 * len(name))
+        for seed in (0, 1, 2)
+        for name in ("none", "drop")
+    ]
+    cells[1]["run"]["throughput"]["train_seconds"] = 11.0
+
+    record = record_of(cells)
+
+    assert shown_metrics(record) == ["auc", "logloss", "train_time", "throughput"]
+    equal = (
+        "Equal in all cells: samples trained on 1,000; samples seen, skipped ones included 1,000."
+    )
+    assert column_notes(record) == [equal]
+    printed = format_ablation(record)
+    assert equal in printed
+    assert printed.count("samples trained on") == 1
+    assert "Every mean is over 3 of 3 cells." in printed
+    assert "runs" not in printed.splitlines()[0]
+    header, _ = paired_cells(record)
+    assert header == [
+        "test AUC",
+        "test logloss",
+        "seconds of training",
+        "seconds of training, ratio",
+        "samples/s",
+        "samples/s, ratio",
+    ]
+
+
+def test_a_metric_that_no_cell_has_is_named_below_the_table_and_has_no_column():
+    cells = [cell_of("none", 0), cell_of("drop", 0, auc=None)]
+    cells[0]["run"]["metrics"]["test"]["auc"] = None
+    config = {"target_auc": 0.9, "target_split": "test", "eval_every_samples": 100}
+    for cell in cells:
+        cell["run"]["config"] |= {"eval": {"every_steps": 1}, "batch_size": 100}
+        cell["run"]["throughput"]["num_steps"] = 10
+
+    record = record_of(cells, **config, baseline=None)
+
+    assert shown_metrics(record) == ["logloss", "throughput"]
+    assert column_notes(record) == [
+        "No cell has a value of: test AUC, seconds to test AUC 0.9.",
+    ]
+
+
+def test_a_table_without_any_value_keeps_its_columns():
+    cells = [cell_of("none", 0, status="diverged"), cell_of("drop", 0, status="diverged")]
+
+    record = record_of(cells, baseline=None)
+
+    assert shown_metrics(record) == ["auc", "logloss", "throughput"]
+    assert column_notes(record) == []
+
+
+def test_a_cell_that_diverged_is_not_equal_to_the_others():
+    cells = [cell_of("none", 0), cell_of("drop", 0), cell_of("none", 1, status="diverged")]
+
+    assert "num_seen" in shown_metrics(record_of(cells))
+
+
+def test_the_standard_error_of_an_auc_is_told_and_that_two_seeds_say_little():
+    cells = [cell_of("none", seed) for seed in (0, 1)]
+    for cell, error in zip(cells, (0.002, 0.0031), strict=True):
+        cell["run"]["metrics"]["test"]["auc_standard_error"] = error
+
+    two, one = record_of(cells), record_of(cells[:1])
+
+    error, warning = spread_notes(two)
+    assert error.startswith("The test AUC of one cell has a standard error of 0.0020 to 0.0031:")
+    assert warning.startswith("Two seeds: a spread or an interval of two values says little;")
+    assert warning in format_ablation(two)
+    assert spread_notes(one) == [error.replace(" to 0.0031", "")]
+    lines = format_ablation(one).splitlines()
+    assert lines[0].split() == ["mean"]

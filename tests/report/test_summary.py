@@ -1,0 +1,36 @@
+from recsys.report.summary import tabulate_hits, tabulate_tiers
+
+TIERS = {
+    "cold_tier": "host",
+    "hot_bytes": 1024,
+    "num_slots": 10,
+    "num_rows": 320,
+    "lookup_hit_rate": 0.9,
+    "unique_hit_rate": 0.8,
+    "fetched_bytes": 0,
+    "written_back_bytes": 0,
+    "exposed_fetch_seconds": 0.0,
+}
+
+
+def test_tables_are_listed_by_their_misses_with_the_share_of_each():
+    tables = [
+        {"name": "good", "num_rows": 20, "num_lookups": 1000, "num_hits": 975},
+        {"name": "poor", "num_rows": 300, "num_lookups": 100, "num_hits": 25},
+    ]
+
+    assert tabulate_hits({**TIERS, "tables": tables}) == [
+        ["poor", "300", "100", "25.0%", "75.0%"],
+        ["good", "20", "1,000", "97.5%", "25.0%"],
+    ]
+    title, text = tabulate_tiers({**TIERS, "tables": tables}, "1KiB")[-1]
+    assert (title, text) == ("missed most", "poor 75.0%, good 25.0% of all misses")
+
+
+def test_a_run_without_misses_and_one_without_counts_name_no_table():
+    tables = [{"name": "all", "num_rows": 20, "num_lookups": 10, "num_hits": 10}]
+
+    for tiers in (TIERS, {**TIERS, "tables": []}, {**TIERS, "tables": tables}):
+        assert [title for title, _ in tabulate_tiers(tiers, "1KiB")] == ["tiers", "hits", "moved"]
+    assert tabulate_hits({**TIERS, "tables": tables}) == [["all", "20", "10", "100.0%", "-"]]
+    assert tabulate_hits(None) == []
