@@ -7,6 +7,7 @@ PyTorch takes seconds to import.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -199,7 +200,10 @@ def _add_run_options(commands: Mapping[str, argparse.ArgumentParser]) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     from recsys.train.loop.resume import resumed_config
+    from recsys.train.ranks.launched import is_launched
 
+    if is_launched() and not options.run:
+        raise ConfigError("several processes train in one folder; name it by --run DIR")
     run_dir = Path(options.run or f"runs/{datetime.now():%Y%m%d-%H%M%S}")
     if options.resume:
         if not options.run:
@@ -216,7 +220,8 @@ def _train(options: argparse.Namespace) -> int:
     from recsys.train.trainer import train
 
     record = train(config, run_dir, resume=options.resume, checkpoint=options.checkpoint)
-    print(format_run(record, run_dir))
+    if not is_launched() or os.environ["RANK"] == "0":
+        print(format_run(record, run_dir))
     return _INTERRUPTED if record["status"] == "interrupted" else 0
 
 

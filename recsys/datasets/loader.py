@@ -58,6 +58,10 @@ class BatchLoader(ResumableLoader[int]):
         prefetch: Batches read ahead, at least.
         permutation_seed: If given, permute the samples inside each batch by this seed. Each batch
             keeps its set of samples.
+        rank: With several processes that train together, the number of this one. Each hands out
+            its own part of every batch, of `batch_size / num_ranks` samples, rounded up or down.
+            All have the same position.
+        num_ranks: The number of these processes.
 
     Raises:
         ConfigError: an argument is out of range, or the split is empty.
@@ -76,6 +80,8 @@ class BatchLoader(ResumableLoader[int]):
         drop_last: bool = False,
         prefetch: int = 2,
         permutation_seed: int | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         if split not in SPLITS:
             raise ConfigError(f"split must be one of {SPLITS}, got {split!r}")
@@ -83,6 +89,8 @@ class BatchLoader(ResumableLoader[int]):
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         if prefetch < 1:
             raise ConfigError(f"prefetch must be at least 1, got {prefetch}")
+        if not 0 <= rank < num_ranks:
+            raise ConfigError(f"rank must lie in [0, num_ranks={num_ranks}), got {rank}")
         if not source.splits[split]:
             raise ConfigError(
                 f"the {split} split is empty: the data has {source.num_samples} samples; use more "
@@ -96,6 +104,7 @@ class BatchLoader(ResumableLoader[int]):
         self.drop_last = drop_last
         self.prefetch = prefetch
         self.permutation_seed = permutation_seed
+        self.rank, self.num_ranks = rank, num_ranks
         self.epoch = 0
         self._samples = source.splits[split]
         self._reader = ReadAhead(source, prefetch)
@@ -111,7 +120,9 @@ class BatchLoader(ResumableLoader[int]):
         order = self._order()
         starts = range(position, self._num_used, self.batch_size)
         parts = (
-            self._permuted(order[start : min(start + self.batch_size, self._num_used)], start)
+            self._own(
+                self._permuted(order[start : min(start + self.batch_size, self._num_used)], start)
+            )
             for start in starts
         )
         with closing(self._reader.read(parts)) as batches:
@@ -183,3 +194,8 @@ class BatchLoader(ResumableLoader[int]):
             return samples
         key = [self.seed, self.epoch, start, self.permutation_seed]
         return np.random.Generator(np.random.PCG64(key)).permutation(samples)
+
+    def _own(self, samples: NDArray[Any]) -> NDArray[Any]:
+        """This rank's part of a batch."""
+        begin, end = (len(samples) * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
+        return samples[begin:end]

@@ -198,6 +198,7 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         f"{format_bytes(num_bytes)}, embeddings {config['embeddings']}",
         f"recipe              {optimizer['name']} {optimizer['lr']:g}, B={config['batch_size']}, "
         f"{config['epochs']} epoch{'s' if config['epochs'] > 1 else ''}, seed {config['seed']}",
+        *_describe_processes(record.get("processes")),
         f"samples/s           {'-' if rate is None else format(rate, ',.0f')}",
         f"training            {throughput['num_samples']:,} samples in {total:.1f} s; "
         f"evaluation took {evaluate:.1f} s more",
@@ -209,6 +210,18 @@ def format_run(record: Mapping[str, Any], run_dir: Path) -> str:
         format_stalls(record["stalls"]),
     ]
     return "\n".join(lines)
+
+
+def _describe_processes(processes: Mapping[str, Any] | None) -> list[str]:
+    """How many processes trained; empty for one."""
+    if processes is None:
+        return []
+    placement = processes["placement"]
+    num_divided = sum(place is None for place in placement.values())
+    return [
+        f"processes           {processes['num_ranks']}; {num_divided} of {len(placement)} tables "
+        "are divided by rows; tiers, checkpoints and memory are those of the first process"
+    ]
 
 
 def format_tiers(tiers: Mapping[str, Any] | None, budget: str) -> list[str]:

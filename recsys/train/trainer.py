@@ -25,23 +25,18 @@ from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 from recsys.pipeline.stalls import StageClock, describe_stalls
 from recsys.pipeline.suggestions import of_load
 from recsys.pipeline.timeline import Timeline
-from recsys.train.checkpoint import load_checkpoint
 from recsys.train.judge.evaluation import evaluate_split, with_ranking
 from recsys.train.judge.popular_samples import PopularSamples
 from recsys.train.loop.announcement import announce, warn_of_full_disk
-from recsys.train.loop.cold_folder import cold_folder, remove_left_rows
+from recsys.train.loop.cold_folder import remove_left_rows
 from recsys.train.loop.full_steps import FullSteps
 from recsys.train.loop.interrupts import interrupts
 from recsys.train.loop.progress import LOWER_LR, Progress
-from recsys.train.loop.resume import reopened
-from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
 from recsys.train.loop.run_state import RunState
 from recsys.train.loop.tier_report import describe_tiers
-from recsys.train.parts.budget import enough_budget, require_budget
+from recsys.train.parts.budget import enough_budget
 from recsys.train.parts.build import (
     autocast,
-    build_loader,
-    build_model,
     build_pipeline,
     choose_plan,
     compile_kernels,
@@ -51,6 +46,7 @@ from recsys.train.parts.build import (
 )
 from recsys.train.parts.learning_rates import build_schedulers, continue_at
 from recsys.train.parts.skip_policy import warn_of_no_skipping
+from recsys.train.ranks.launched import processes_of
 from recsys.train.run_files.curves import plot_curves, plot_timeline
 from recsys.train.run_files.run_folder import RunFolder
 
@@ -68,7 +64,9 @@ if TYPE_CHECKING:
     from recsys.pipeline.suggestions import Suggestion
     from recsys.train.loop.interrupts import Interrupted
     from recsys.train.loop.resume import Reopened
+    from recsys.train.loop.run_checkpoints import RunCheckpoints
     from recsys.train.metrics.metrics import Metrics
+    from recsys.train.ranks.processes import AbstractProcesses
 
 __all__ = ["train"]
 
@@ -114,17 +112,20 @@ def train(
         TrainingDiverged: the loss is no longer finite. The record is written with the `status`
             "diverged" and without metrics. After any other error it is written with "failed".
     """
-    run_dir = Path(run_dir)
     with ExitStack() as stack:
-        earlier = stack.enter_context(reopened(config, run_dir, checkpoint)) if resume else None
+        processes = stack.enter_context(processes_of(Path(run_dir)))
+        earlier = None
+        if resume:
+            earlier = stack.enter_context(processes.reopened(config, checkpoint))
         if earlier is not None and earlier.record is not None:
             return earlier.record
-        return _train(config, run_dir, earlier, stack, show_progress=show_progress)
+        config, show_progress = processes.adapt(config), show_progress and not processes.rank
+        return _train(config, processes, earlier, stack, show_progress=show_progress)
 
 
 def _train(
     config: TrainConfig,
-    run_dir: Path,
+    processes: AbstractProcesses,
     earlier: Reopened | None,
     stack: ExitStack,
     *,
@@ -134,39 +135,43 @@ def _train(
 
     Args:
         config: The configuration.
-        run_dir: The folder of the run.
+        processes: Those that train together.
         earlier: The run to continue; None for a new one.
         stack: Is closed after the run.
         show_progress: Draw a progress bar.
     """
-    source = open_source(config)
-    require_budget(config, source)
-    if earlier is None:
-        RunFolder.require_place(run_dir)
-    else:
-        tables = [f"t_{feature}" for feature in source.table_sizes]
-        remove_left_rows(config, earlier.config, run_dir, tables)
-    cold_path = stack.enter_context(cold_folder(config, run_dir))
+    run_dir = processes.own_dir
+    with processes.together():
+        source = open_source(config)
+        processes.require(config, source)
+        if earlier is None:
+            RunFolder.require_place(run_dir)
+        else:
+            tables = [f"t_{feature}" for feature in source.table_sizes]
+            remove_left_rows(config, earlier.config, run_dir, tables)
+        cold_path = stack.enter_context(processes.cold_folder(config))
     set_num_threads(config.num_threads)
     _warn_of_threads(config.num_threads)
     tune_allocator()
     if show_progress:
         announce(config, source)
     plan = choose_plan(config, source)
-    loader = build_loader(config, source, plan)
-    model, optimizers = build_model(replace(config, cold_path=cold_path), source, plan)
+    loader = processes.train_loader(config, source, plan)
+    built = processes.build_model(replace(config, cold_path=cold_path), source, plan)
+    model, saved, optimizers = built
     full_steps = FullSteps(loader, config.epochs)
     num_steps, num_samples = full_steps.num_steps, config.epochs * len(source.splits["train"])
     _warn_of_no_effect(config, num_steps)
     compile_kernels(config, source)
-    if earlier is None:
-        folder = RunFolder.create(run_dir, config)
-        stack.enter_context(alone_in(run_dir, "recsys train"))
-    else:
-        folder = earlier.folder
+    with processes.together():
+        if earlier is None:
+            folder = RunFolder.create(run_dir, config)
+            stack.enter_context(alone_in(run_dir, "recsys train"))
+        else:
+            folder = earlier.folder
     warn_of_full_disk(config, source, run_dir)
     clock = StageClock()
-    pipeline = build_pipeline(model, optimizers, config, clock, num_steps)
+    pipeline = build_pipeline(model, optimizers, config, clock, num_steps, processes.num_ranks)
     pipeline.forecast_budget()
     schedulers = build_schedulers(config.lr_schedule, optimizers, num_steps)
     progress = Progress(
@@ -178,24 +183,14 @@ def _train(
         skips=pipeline.skipping is not None,
     )
     state = RunState(folder, loader, pipeline, progress)
-    number = None if earlier is None else earlier.number
     if earlier is not None:
         history_bytes = 0
-        if number is not None:
-            saved = load_checkpoint(
-                folder.checkpoints_folder,
-                model=model.model,
-                optimizers=optimizers,
-                number=number,
-            )
-            history_bytes = state.load_state_dict(saved, number)
+        if earlier.saved is not None:
+            of_run = processes.restore(folder, earlier, built)
+            history_bytes = state.load_state_dict(of_run, earlier.saved.number)
             continue_at(schedulers, full_steps.advance(progress.num_steps, _num_seen(pipeline)))
         folder.continue_run(config, history_bytes)
-    checkpoints = None
-    if writes_checkpoints(config):
-        checkpoints = RunCheckpoints(
-            config.checkpoint, folder.checkpoints_folder, model.model, optimizers, number
-        )
+    checkpoints = processes.checkpoints(config, folder, built, earlier)
     timeline = Timeline() if config.timeline_steps > progress.num_steps else None
     pipeline.record(timeline)
     metrics: dict[str, Any] = {"test": None, "validation": None}
@@ -207,7 +202,16 @@ def _train(
         "metrics": metrics,
     }
     run = _Run(
-        config, pipeline, model, loader, schedulers, progress, full_steps, state, checkpoints
+        config,
+        processes,
+        pipeline,
+        model,
+        loader,
+        schedulers,
+        progress,
+        full_steps,
+        state,
+        checkpoints,
     )
     try:
         with interrupts(has_checkpoints=checkpoints is not None) as interrupted:
@@ -218,16 +222,19 @@ def _train(
             if checkpoints is not None and not is_whole:
                 checkpoints.wait()
             if config.save_model:
-                folder.save_model(model.model)
+                processes.save_model(folder, built)
             else:
                 folder.model_file.unlink(missing_ok=True)  # of the run before it was continued
             if is_whole:
                 clock.start()
-                is_finished = _evaluate_at_end(model, source, config, metrics, interrupted)
+                is_finished = _evaluate_at_end(
+                    model, source, config, metrics, interrupted, processes
+                )
                 clock.mark("evaluate")
                 if is_finished:
                     folder.append_history({**progress.position(), **metrics})
             if checkpoints is not None:
+                checkpoints.wait_for_all()
                 checkpoints.close()
             record["status"] = "finished" if is_finished else "interrupted"
     except KeyboardInterrupt:
@@ -249,7 +256,8 @@ def _train(
                 "throughput": progress.throughput(),
                 "stalls": describe_stalls(clock, _suggestions(pipeline, config)),
                 "schedule": describe_schedule(pipeline, loader),
-                "tiers": describe_tiers(model),
+                "processes": processes.describe(),
+                "tiers": describe_tiers(saved),
                 "skipped": None if pipeline.skipping is None else pipeline.skipping.report(),
                 "checkpoints": None if checkpoints is None else checkpoints.describe(),
                 "resumed": state.resumed,
@@ -269,6 +277,7 @@ class _Run:
     """The parts of a run that trains."""
 
     config: TrainConfig
+    processes: AbstractProcesses
     pipeline: TrainPipeline
     model: nn.Module
     loader: BatchLoader | HotColdLoader
@@ -298,13 +307,13 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
         TrainingDiverged: the loss is no longer finite.
     """
     config, pipeline, loader, progress = run.config, run.pipeline, run.loader, run.progress
-    clock, full_steps = pipeline.clock, run.full_steps
+    clock, full_steps, processes = pipeline.clock, run.full_steps, run.processes
     run.model.train()
     clock.start()
     if run.checkpoints is not None:
         run.checkpoints.start()
     for epoch in range(loader.epoch, config.epochs):
-        for loss, (_, logits, labels) in _steps(pipeline, loader, progress, config):
+        for own_loss, (_, own_logits, own_labels) in _steps(pipeline, loader, progress, config):
             num_seen = _num_seen(pipeline)
             full_step = full_steps.advance(progress.num_steps + 1, num_seen)
             for scheduler in run.schedulers:
@@ -314,7 +323,8 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
                     continue_at([scheduler], full_step)
             clock.mark("update")
 
-            progress.add(loss, logits, labels, num_seen)
+            found = processes.gather_step(own_loss, own_logits, own_labels)
+            progress.add(*found, num_seen)
             step = progress.num_steps
             if step == config.timeline_steps:
                 pipeline.record(None)
@@ -327,18 +337,25 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
                 loader.finish_reading()
                 clock.mark("load")
                 if isinstance(loader, HotColdLoader) and wants_loss:
-                    loss_after_turn = _evaluate(run.model, loader.source, "validation", config)
+                    loss_after_turn = _evaluate(
+                        run.model, loader.source, "validation", config, processes
+                    )
                     loader.observe(loss_after_turn.logloss)
                 if is_due:
-                    found = _evaluate(run.model, loader.source, config.eval.split, config)
-                    progress.add_evaluation(found)
+                    metrics = _evaluate(
+                        run.model, loader.source, config.eval.split, config, processes
+                    )
+                    progress.add_evaluation(metrics)
                 clock.mark("evaluate")
             if full_steps.has_passed_one_of(_REPORTS_PER_RUN):
                 progress.report(epoch)
-            is_interrupted = interrupted.is_set()
-            if is_interrupted or (
+            is_checkpoint_due = (
                 run.checkpoints is not None and not is_last and run.checkpoints.is_due(step)
-            ):
+            )
+            is_interrupted, is_checkpoint_due = processes.any_of(
+                interrupted.is_set(), is_checkpoint_due
+            )
+            if is_interrupted or is_checkpoint_due:
                 run.save_checkpoint()
             clock.mark("other")
             if is_interrupted:
@@ -384,10 +401,17 @@ def _suggestions(pipeline: TrainPipeline, config: TrainConfig) -> list[Suggestio
     return [each for each in found if not (each and is_kept and each.key.startswith("schedule"))]
 
 
-def _evaluate(model: nn.Module, source: SampleSource, split: str, config: TrainConfig) -> Metrics:
+def _evaluate(
+    model: nn.Module,
+    source: SampleSource,
+    split: str,
+    config: TrainConfig,
+    processes: AbstractProcesses,
+) -> Metrics:
     """An evaluation during training."""
+    batch_size, most = config.eval.batch_size, config.eval.max_samples
     with autocast(config):
-        return evaluate_split(model, source, split, config.eval.batch_size, config.eval.max_samples)
+        return evaluate_split(model, source, split, batch_size, most, processes=processes)
 
 
 def _evaluate_at_end(
@@ -396,6 +420,7 @@ def _evaluate_at_end(
     config: TrainConfig,
     metrics: dict[str, Any],
     interrupted: Interrupted,
+    processes: AbstractProcesses,
 ) -> bool:
     """Evaluate the whole test and validation splits.
 
@@ -407,6 +432,7 @@ def _evaluate_at_end(
             them.
         interrupted: Once it is set, no further split is evaluated. A signal from before does not
             count: the training that it ended is over.
+        processes: Those that train together.
 
     Returns:
         Whether both splits were evaluated.
@@ -417,10 +443,12 @@ def _evaluate_at_end(
     interrupted.ends_after = "the metrics of this split"
     with autocast(config):
         for split in ("test", "validation"):
-            if interrupted.is_set():
+            if any(processes.any_of(interrupted.is_set())):
                 return False
             parts = popular if split == "test" else None
-            found = evaluate_split(model, source, split, batch_size, parts=parts)
+            found = evaluate_split(
+                model, source, split, batch_size, parts=parts, processes=processes
+            )
             metrics[split] = found.as_dict()
             if parts is not None:
                 metrics.update(parts.results())

@@ -366,3 +366,36 @@ def test_the_order_inside_of_mini_batches_goes_on_with_the_position():
     make(None).load_state_dict(older)
     with pytest.raises(ConfigError, match="permutation_seed is 5, but this loader has None"):
         make(None).load_state_dict(left.state_dict())
+
+
+@given(
+    num_samples=st.integers(2, 60),
+    batch_size=st.integers(1, 20),
+    num_ranks=st.integers(1, 4),
+    stop=st.integers(0, 8),
+)
+def test_ranks_divide_every_batch_and_have_one_position(num_samples, batch_size, num_ranks, stop):
+    arguments = {"split": "train", "batch_size": batch_size, "shuffle": True, "seed": 3}
+    whole = BatchLoader(Numbered(num_samples), **arguments)
+    parts = [
+        BatchLoader(Numbered(num_samples), **arguments, rank=rank, num_ranks=num_ranks)
+        for rank in range(num_ranks)
+    ]
+
+    iterators = [iter(loader) for loader in parts]
+    for number, batch in enumerate(whole):
+        own = [numbers(next(each)) for each in iterators]
+        assert functools.reduce(operator.add, own) == numbers(batch)
+        sizes = [len(each) for each in own]
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= -(-batch_size // num_ranks)
+        assert all(loader.state_dict() == whole.state_dict() for loader in parts)
+        if number == stop:
+            break
+    for each in iterators:
+        each.close()
+
+
+def test_a_rank_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match=r"rank must lie in \[0, num_ranks=2\), got 2"):
+        BatchLoader(Numbered(10), "train", 2, shuffle=False, rank=2, num_ranks=2)

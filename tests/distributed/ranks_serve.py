@@ -1,4 +1,4 @@
-"""One rank of the tests: runs functions of the three modules of cases."""
+"""One rank of the tests: runs functions of `ranks_cases.py` and the files beside it."""
 
 import io
 import traceback
@@ -21,8 +21,10 @@ def serve(rank, world, store, connection, limit):
     import ranks_cases
     import ranks_exchange
     import ranks_sequence
+    import ranks_train
 
-    cases = vars(ranks_cases) | vars(ranks_exchange) | vars(ranks_sequence)
+    modules = ranks_cases, ranks_exchange, ranks_sequence, ranks_train
+    cases = {name: case for module in modules for name, case in vars(module).items()}
     connection.send("ready")
     while True:
         try:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import recsys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -14,8 +11,6 @@ if TYPE_CHECKING:
 __all__ = ["TORCHREC", "Case", "Provider", "providers_with"]
 
 TORCHREC = "torchrec_fbgemm"
-# Importing `recsys.distributed` would import TorchRec.
-_HAS_ROWS_EXCHANGE = (Path(recsys.__file__).parent / "distributed" / "exchange_choice.py").is_file()
 
 
 @dataclass(frozen=True)
@@ -66,15 +61,13 @@ def providers_with(budget_share: float) -> tuple[Provider, ...]:
     Args:
         budget_share: The budget of "recsys_budget" on each rank.
     """
-    rows = {"row_wise_exchange": "rows"} if _HAS_ROWS_EXCHANGE else {}
-    found = [
+    rows = {"row_wise_exchange": "rows"}
+    return (
         Provider("recsys", "table_wise"),
         Provider("recsys_budget", "table_wise", budget_share=budget_share),
         Provider(TORCHREC, "table_wise"),
         Provider("recsys", "row_wise", rows),
         Provider("recsys_budget", "row_wise", rows, budget_share),
+        Provider("recsys_pooled", "row_wise", {"row_wise_exchange": "pooled"}),
         Provider(TORCHREC, "row_wise"),
-    ]
-    if _HAS_ROWS_EXCHANGE:
-        found.append(Provider("recsys_pooled", "row_wise", {"row_wise_exchange": "pooled"}))
-    return tuple(found)
+    )

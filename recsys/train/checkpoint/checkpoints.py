@@ -75,6 +75,7 @@ class Checkpoints:
         buffer_bytes: Memory for rows that wait to be written.
         after: Number of the checkpoint in this folder that the model was just restored from. Then
             only rows updated since are written.
+        numbers_after: Checkpoints get higher numbers than this one.
 
     Raises:
         CheckpointError: `after` is not a complete checkpoint, or it is of another model.
@@ -90,6 +91,7 @@ class Checkpoints:
         optimizers: Optimizer | Sequence[Optimizer] = (),
         buffer_bytes: int = 128 * 2**20,
         after: int | None = None,
+        numbers_after: int = 0,
     ) -> None:
         self._folder = Path(folder)
         _require_own(self._folder)
@@ -107,7 +109,7 @@ class Checkpoints:
             newest_number = newest(self._folder)
             number = newest_number if after is None else after
             self._last = None if number is None else read_manifest(self._folder, number)
-            self._number = last_number(self._folder)
+            self._number = max(last_number(self._folder), numbers_after)
             if after is None or after == newest_number:  # else it is deleted, maybe
                 remove_unneeded(self._folder)
             if after is not None:
@@ -231,6 +233,16 @@ class Checkpoints:
         self._settle(strict=strict)
         return None if self._last is None else self._last.number
 
+    def pin(self, number: int | None) -> None:
+        """Keep a checkpoint, besides the two newest ones, until another is pinned.
+
+        Processes that save together pin the newest one that all of them have.
+
+        Args:
+            number: Its number; None to keep no other one.
+        """
+        self._writer.pinned = number
+
     def finish_merge(self) -> None:
         """Wait until no merge of older checkpoints is under way."""
         self._writer.finish_merge()
@@ -243,7 +255,7 @@ class Checkpoints:
         try:
             self._settle()
         finally:
-            remove_unneeded(self._folder)
+            remove_unneeded(self._folder, pinned=self._writer.pinned)
             self._release()
 
     def __enter__(self) -> Self:
@@ -260,7 +272,7 @@ class Checkpoints:
                 task.error = CheckpointError("given up")
         self._cut = None
         self._writer.close()
-        remove_unneeded(self._folder)
+        remove_unneeded(self._folder, pinned=self._writer.pinned)
         self._release()
 
     def describe(self) -> dict[str, Any]:
@@ -323,7 +335,7 @@ class Checkpoints:
             return
         cut.manifest = manifest
         self._writer.unfinished.difference_update(piece.folder for piece in manifest.pieces)
-        remove_unneeded(self._folder, self._writer.unfinished)
+        remove_unneeded(self._folder, self._writer.unfinished, self._writer.pinned)
         if wants_merge(manifest):
             self._writer.start_merge(manifest)
 

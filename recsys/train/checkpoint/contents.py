@@ -200,12 +200,16 @@ class Contents:
             _array_of(value, name)
         return found
 
-    def restore_tree(self, tree: Any, array: Callable[[str], Tensor]) -> dict[str, Any]:
+    def restore_tree(
+        self, tree: Any, array: Callable[[str], Tensor], *, only_dense: bool = False
+    ) -> dict[str, Any]:
         """Restore optimizers and random states; the arrays of the model are restored already.
 
         Args:
             tree: As `small` made it.
             array: Returns an array by its name in the checkpoint.
+            only_dense: Leave out recsys optimizers of rows. Their state is restored with the rows,
+                and they keep their own settings.
 
         Returns:
             The caller's state, with the keys that `Checkpoints.save` gives it.
@@ -214,16 +218,20 @@ class Contents:
             CheckpointError: the tree is damaged, or of other optimizers.
         """
         with errors_of_state():
-            optimizers = [from_tree(each["state"], array) for each in tree["optimizers"]]
+            own, saved = self._optimizers, tree["optimizers"]
+            if only_dense:
+                own = [each for each in own if not isinstance(each, FusedOptimizer)]
+                saved = [each for each in saved if each["kind"] != FusedOptimizer.__name__]
+            optimizers = [from_tree(each["state"], array) for each in saved]
             extra = {key: from_tree(each, array) for key, each in tree["extra"].items()}
             extra |= {key: array(f"model/{key}") for key in self._made_keys()}
             generators = from_tree(tree["random"], array)
             state: dict[str, Any] = from_tree(tree["state"], array)
             tables = {id(table.weight) for table in self.tables.tables}
-            for optimizer, each in zip(self._optimizers, optimizers, strict=True):
+            for optimizer, each in zip(own, optimizers, strict=True):
                 check_optimizer_state(optimizer, each, tables)
             check_random_states(generators)
-            for optimizer, each in zip(self._optimizers, optimizers, strict=True):
+            for optimizer, each in zip(own, optimizers, strict=True):
                 optimizer.load_state_dict(each)
             if extra:
                 self._model.load_state_dict(extra, strict=False)

@@ -118,6 +118,7 @@ class BackgroundWriter:
         fault: The error of a task that must not have raised one.
         most_blocks: The most blocks that have waited at a time.
         unfinished: Names of pieces that no manifest has yet; their files stay.
+        pinned: As for `remove_unneeded`.
     """
 
     def __init__(self, folder: Path, buffer_bytes: int) -> None:
@@ -133,6 +134,7 @@ class BackgroundWriter:
         self._is_closed = False
         self.most_blocks = 0
         self.unfinished: set[str] = set()
+        self.pinned: int | None = None
 
     def put(self, task: Callable[[], None]) -> None:
         """Queue a task; waits while the queue is full. A task must not raise."""
@@ -243,7 +245,7 @@ class BackgroundWriter:
                 shutil.rmtree(writer.path, ignore_errors=True)
             raise
         self.unfinished.discard(name)
-        remove_unneeded(self._folder, self.unfinished)
+        remove_unneeded(self._folder, self.unfinished, self.pinned)
 
     def _use_merged(self, manifest: Manifest, piece: Piece) -> None:
         """Let the merged checkpoint, and newer ones, begin with the merged piece."""
@@ -303,7 +305,9 @@ def _is_named(folder: Path, name: str) -> bool:
     return any(piece.folder == name for each in manifests for piece in each.pieces)
 
 
-def remove_unneeded(folder: Path, unfinished: Iterable[str] = ()) -> None:
+def remove_unneeded(
+    folder: Path, unfinished: Iterable[str] = (), pinned: int | None = None
+) -> None:
     """Delete everything that neither the newest checkpoint nor the one before it needs.
 
     Files that cannot be deleted stay, and all stay while another process reads the folder.
@@ -311,6 +315,7 @@ def remove_unneeded(folder: Path, unfinished: Iterable[str] = ()) -> None:
     Args:
         folder: The folder of checkpoints.
         unfinished: Names of pieces that are being written; their files stay.
+        pinned: Number of another checkpoint that stays, if it exists.
     """
     with suppress(OSError, CheckpointError), lock_unless_read(folder) as is_locked:
         if not is_locked:  # the next checkpoint deletes them
@@ -322,6 +327,9 @@ def remove_unneeded(folder: Path, unfinished: Iterable[str] = ()) -> None:
             with suppress(CheckpointError):
                 before = read_manifest(folder, number)
                 kept += [before] if before.id == name else []
+        if pinned is not None and kept:
+            with suppress(CheckpointError):
+                kept.append(read_manifest(folder, pinned))
         numbers = {each.number for each in kept}
         needed = {piece.folder for each in kept for piece in each.pieces}.union(unfinished)
         for number in manifest_numbers(folder):

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from recsys.config import EvalConfig, TrainConfig
     from recsys.datasets.source import SampleSource
     from recsys.train.judge.popular_samples import PopularSamples
+    from recsys.train.ranks.processes import AbstractProcesses
 
 __all__ = [
     "SavedModel",
@@ -77,6 +78,7 @@ def evaluate_split(
     batch_size: int,
     max_samples: int | None = None,
     parts: PopularSamples | None = None,
+    processes: AbstractProcesses | None = None,
 ) -> Metrics:
     """Metrics over a split, without a ranking.
 
@@ -88,19 +90,27 @@ def evaluate_split(
         batch_size: Samples per forward pass.
         max_samples: Stop after this number of samples.
         parts: Gets the predictions, too; not together with `max_samples`.
+        processes: Those that evaluate together, each a part of every mini-batch; None for this
+            one alone. With several, this is a collective.
 
     Raises:
         IdOutOfRange: an id is not a row of its table, here or in training before.
         TrainingDiverged: a logit is not finite.
     """
     accumulator = MetricsAccumulator()
+    if processes is None:
+        loader = BatchLoader(source, split, batch_size, shuffle=False)
+    else:
+        loader = processes.eval_loader(source, split, batch_size)
     groups = source.groups if isinstance(source, Store) else None
     times = _seconds(source, split) if max_samples is None else None
     kept: list[tuple[NDArray[np.float32], NDArray[np.bool_]]] = []
     with _evaluating(model):
-        for batch in BatchLoader(source, split, batch_size, shuffle=False):
+        for batch in loader:
             wanted = None if max_samples is None else max_samples - accumulator.num_samples
             scores, labels = finite_scores(model, batch, split)
+            if processes is not None:
+                scores, labels = processes.gather_scores(scores, labels)
             accumulator.add(scores[:wanted], labels[:wanted])
             if groups is not None or times is not None:
                 kept.append((scores[:wanted].copy(), labels[:wanted] == 1))

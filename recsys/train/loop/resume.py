@@ -14,12 +14,14 @@ from recsys._support.files import alone_in
 from recsys.config import build_config, describe_config, load_config, read_tree
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.shards.folder import find_saved, newest_saved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from recsys.config import TrainConfig
+    from recsys.train.shards.folder import Saved
 
 __all__ = ["Reopened", "reopened", "resumed_config"]
 
@@ -48,13 +50,15 @@ class Reopened(NamedTuple):
     Attributes:
         folder: Its folder.
         config: The configuration that it had.
-        number: The checkpoint to continue from; None to start from the first sample.
+        saved: The checkpoint to continue from; None to start from the first sample.
+        last_number: The highest number of its checkpoints; 0 without one.
         record: Its record, if it is finished and nothing is left to do.
     """
 
     folder: RunFolder
     config: TrainConfig
-    number: int | None
+    saved: Saved | None
+    last_number: int
     record: dict[str, Any] | None
 
 
@@ -81,7 +85,6 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
         _say(f"{run_dir} is new: training starts from the first sample")
         yield None
         return
-    from recsys.train.checkpoint import newest  # imports PyTorch, which takes seconds
 
     folder = RunFolder.open(run_dir)
     with alone_in(run_dir, "recsys train"):
@@ -91,11 +94,12 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
         is_finished = record is not None and record["status"] == "finished"
         if is_finished and config.epochs == before.epochs:
             _say(f"{run_dir} is finished; to train more, set epochs above {before.epochs}")
-            yield Reopened(folder, before, None, record)
+            yield Reopened(folder, before, None, 0, record)
             return
-        if number is None:
-            number = newest(folder.checkpoints_folder)
-        if number is None:
+        places = folder.checkpoints_folder, folder.shards_folder
+        last = newest_saved(*places)
+        saved = last if number is None else find_saved(*places, number)
+        if saved is None:
             if is_finished:
                 raise AlreadyExists(
                     f"{run_dir} is finished and has no checkpoint to continue from: a run "
@@ -104,7 +108,7 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
                     "from the first sample"
                 )
             _say(f"{run_dir} has no complete checkpoint: training starts from the first sample")
-        yield Reopened(folder, before, number, None)
+        yield Reopened(folder, before, saved, 0 if last is None else last.number, None)
 
 
 def resumed_config(

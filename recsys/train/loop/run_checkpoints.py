@@ -12,7 +12,7 @@ from recsys.errors import RecsysError
 from recsys.train.checkpoint import Checkpoints, newest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -47,7 +47,13 @@ class RunCheckpoints:
         folder: The folder of the run's checkpoints.
         model: The model.
         optimizers: Its optimizers.
-        after: The number of the checkpoint that the run continues from; None for a new run.
+        after: The number of the checkpoint in `folder` that the run continues from. None for a new
+            run, or if it continues from one elsewhere: then every row is saved again.
+        numbers_after: Checkpoints get higher numbers than this one; above 0 the run continues.
+        newest_of_all: With several processes, which save together: maps the number of the newest
+            complete checkpoint of this one, or None, to that of the newest that all have. A
+            collective.
+        when_complete: Is called once there is a checkpoint in `folder` that all processes have.
     """
 
     def __init__(
@@ -57,12 +63,18 @@ class RunCheckpoints:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         after: int | None,
+        numbers_after: int = 0,
+        newest_of_all: Callable[[int | None], int | None] = lambda number: number,
+        when_complete: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._folder = config, folder
         self._model, self._optimizers = model, optimizers
         self._made: Checkpoints | None = None
         self._has_failed = False  # to make the folder, since the last checkpoint was due
-        self._has_saved = after is not None
+        self._numbers_after = numbers_after
+        self._has_saved = after is not None or numbers_after > 0
+        self._newest_of_all, self._when_complete = newest_of_all, when_complete
+        self._is_complete = False
         self._since = perf_counter()
         self._described: dict[str, Any] | None = None
         if after is not None:
@@ -93,13 +105,14 @@ class RunCheckpoints:
         return 0 < every_seconds <= seconds or (every_steps > 0 and steps == 0)
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Save a checkpoint; returns when its rows are copied.
+        """Save a checkpoint; returns when its rows are copied. A collective.
 
         If the folder cannot be made, this warns, and training goes on.
 
         Args:
             state: The state of everything but the model and its optimizers.
         """
+        self.wait_for_all()
         made = self._made or self._begin()
         if made is not None:
             made.save(state=state)
@@ -111,6 +124,19 @@ class RunCheckpoints:
         """Wait until the last checkpoint is written."""
         if self._made is not None:
             self._made.wait()
+
+    def wait_for_all(self) -> None:
+        """Wait until the last checkpoint of every process is written. A collective.
+
+        The newest one that all have is kept until there is a newer one.
+        """
+        number = self._newest_of_all(None if self._made is None else self._made.wait())
+        if number is None or self._made is None:
+            return
+        self._made.pin(number)
+        if not self._is_complete:
+            self._is_complete = True
+            self._when_complete()
 
     def close(self) -> None:
         """Wait until the last checkpoint is written, and end."""
@@ -158,4 +184,5 @@ class RunCheckpoints:
             optimizers=self._optimizers,
             buffer_bytes=self._config.buffer_bytes,
             after=after,
+            numbers_after=self._numbers_after,
         )

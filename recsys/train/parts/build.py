@@ -64,6 +64,7 @@ __all__ = [
     "build_pipeline",
     "choose_plan",
     "compile_kernels",
+    "dense_optimizer",
     "describe_schedule",
     "describe_source",
     "open_source",
@@ -375,26 +376,24 @@ def build_model(
     model = build_network(config.model, source, embeddings, device)
     tables = set(embeddings.parameters())
     dense_parameters = [each for each in model.parameters() if each not in tables]
-    dense = config.resolved_dense_optimizer
-    dense_optimizer: Optimizer
-    if dense.name == "sgd":
-        dense_optimizer = torch.optim.SGD(dense_parameters, lr=dense.lr)
-    elif dense.name == "adam":
-        dense_optimizer = torch.optim.Adam(
-            dense_parameters,
-            lr=dense.lr,
-            betas=(dense.betas[0], dense.betas[1]),
-            eps=dense.eps,
-            fused=device.type == "cpu" or None,
-        )
-    else:
-        # Fused: one call for all parameters takes a third of the time on the CPU.
-        dense_optimizer = torch.optim.Adagrad(
-            dense_parameters, lr=dense.lr, eps=dense.eps, fused=device.type == "cpu" or None
-        )
+    of_dense = dense_optimizer(config, dense_parameters)
     if table_device is None:
         model.to(device)
-    return model, [dense_optimizer, of_rows]
+    return model, [of_dense, of_rows]
+
+
+def dense_optimizer(config: TrainConfig, parameters: Sequence[nn.Parameter]) -> Optimizer:
+    """The optimizer of the dense part."""
+    dense, is_cpu = config.resolved_dense_optimizer, config.device == "cpu"
+    if dense.name == "sgd":
+        return torch.optim.SGD(parameters, lr=dense.lr)
+    # Fused: one call for all parameters takes a third of the time on the CPU.
+    if dense.name == "adam":
+        betas = (dense.betas[0], dense.betas[1])
+        return torch.optim.Adam(
+            parameters, lr=dense.lr, betas=betas, eps=dense.eps, fused=is_cpu or None
+        )
+    return torch.optim.Adagrad(parameters, lr=dense.lr, eps=dense.eps, fused=is_cpu or None)
 
 
 def build_pipeline(
@@ -403,6 +402,7 @@ def build_pipeline(
     config: TrainConfig,
     clock: StageClock,
     num_steps: int,
+    num_ranks: int = 1,
 ) -> TrainPipeline:
     """Build the pipeline that makes the steps of a run.
 
@@ -412,6 +412,7 @@ def build_pipeline(
         config: Configuration of the run.
         clock: Clock that records every stage.
         num_steps: Steps of the run.
+        num_ranks: The processes that divide each mini-batch.
     """
 
     def forward(batch: Batch) -> tuple[Tensor, Any]:
@@ -427,7 +428,7 @@ def build_pipeline(
         skip=skip_policy(config),
         custom_model_fwd=forward,
         clock=clock,
-        batch_size=config.batch_size,
+        batch_size=config.batch_size // num_ranks,
     )
 
 

@@ -7,6 +7,7 @@
         model.safetensors  the final state_dict, readable without this library; missing if
                            `save_model` is false
         checkpoints/       the newest checkpoint and the one before, from which the run continues
+        shards/            the same for a run on several processes
         timeline.json      the first steps for chrome://tracing, if `timeline_steps` is set
         timeline.png       ten of these steps as a picture
 
@@ -32,7 +33,7 @@ from recsys.config import TrainConfig, load_config, to_toml
 from recsys.errors import AlreadyExists, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -71,6 +72,7 @@ class RunFolder:
         self.curves_file = path / "curves.png"
         self.model_file = path / "model.safetensors"
         self.checkpoints_folder = path / "checkpoints"
+        self.shards_folder = path / "shards"
         self.timeline_file = path / "timeline.json"
         self.timeline_picture_file = path / "timeline.png"
 
@@ -229,9 +231,13 @@ class RunFolder:
         Raises:
             OSError: the disk is full, or the folder no longer exists.
         """
+        self.save_state(model.state_dict())
+
+    def save_state(self, state: Mapping[str, Tensor]) -> None:
+        """Write a state_dict; errors as for `save_model`."""
         from safetensors.torch import save_file
 
-        state = {key: value.contiguous() for key, value in model.state_dict().items()}
+        state = {key: value.contiguous() for key, value in state.items()}
         with appearing_whole(self.model_file) as partial:
             try:
                 save_file(state, partial)

@@ -1,0 +1,46 @@
+"""Whether a run has one process or several. Importing this imports no PyTorch."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from recsys.train.ranks.processes import AbstractProcesses
+
+__all__ = ["is_launched", "processes_of"]
+
+
+def is_launched() -> bool:
+    """Whether `torchrun` has started this process together with others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
+
+
+@contextmanager
+def processes_of(run_dir: Path) -> Iterator[AbstractProcesses]:
+    """The processes that train a run: those of the default process group, or this one alone.
+
+    Under `torchrun`, the group is made here if the program has made none.
+
+    Args:
+        run_dir: The folder of the run.
+
+    Raises:
+        MissingDependency: there are several, and TorchRec is not installed.
+    """
+    from torch import distributed
+
+    from recsys.train.ranks.processes import OneProcess
+
+    is_joined = distributed.is_initialized()
+    if not (distributed.get_world_size() > 1 if is_joined else is_launched()):
+        yield OneProcess(run_dir)
+        return
+    from recsys.train.ranks.ranks import joined  # TorchRec is imported only where it is needed
+
+    with joined(run_dir) as ranks:
+        yield ranks

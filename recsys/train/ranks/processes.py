@@ -1,0 +1,282 @@
+"""The processes that train a run together: `OneProcess`, or `Ranks` under `torchrun`.
+
+The trainer is the same for both. What differs is here: who reads which samples, who has which rows,
+whose files are the run's, and what the processes tell each other after a step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recsys.datasets.loader import BatchLoader
+from recsys.train.checkpoint import load_checkpoint
+from recsys.train.loop.cold_folder import cold_folder
+from recsys.train.loop.resume import reopened
+from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
+from recsys.train.parts.budget import require_budget
+from recsys.train.parts.build import build_loader, build_model
+from recsys.train.shards.folder import remove_older
+from recsys.train.shards.restore import restore_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+    from recsys.embeddings.popularity.plan import HotPlan
+    from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
+    from recsys.train.loop.resume import Reopened
+    from recsys.train.run_files.run_folder import RunFolder
+
+__all__ = ["AbstractProcesses", "BuiltModel", "OneProcess"]
+
+
+class BuiltModel(NamedTuple):
+    """A model to train.
+
+    Attributes:
+        train_model: Maps a mini-batch to (loss, (loss, logits, labels)).
+        saved: The model with the rows of this process, by the keys of a plain model: what
+            checkpoints save.
+        optimizers: Of the dense part, then of the rows.
+    """
+
+    train_model: nn.Module
+    saved: nn.Module
+    optimizers: list[Optimizer]
+
+
+class AbstractProcesses(ABC):
+    """The processes of one run. All call each method that is a collective, in the same order.
+
+    Attributes:
+        num_ranks: How many there are.
+        rank: The number of this one. The first, 0, writes the run folder.
+        own_dir: Where this process writes its files: the run folder, or one that is deleted.
+    """
+
+    num_ranks: int
+    rank: int
+    own_dir: Path
+
+    @abstractmethod
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work without collectives, in which one process may fail. A collective.
+
+        Raises:
+            OtherRankFailed: it failed on another process.
+        """
+
+    @abstractmethod
+    def adapt(self, config: TrainConfig) -> TrainConfig:
+        """The configuration of this process."""
+
+    @abstractmethod
+    def require(self, config: TrainConfig, source: SampleSource) -> None:
+        """Check that the configuration can be trained by these processes.
+
+        Raises:
+            BudgetTooSmall, ConfigError: it cannot.
+        """
+
+    @abstractmethod
+    @contextmanager
+    def cold_folder(self, config: TrainConfig) -> Iterator[str]:
+        """The folder for rows in files; see `cold_folder` of `recsys.train.loop.cold_folder`."""
+
+    @abstractmethod
+    @contextmanager
+    def reopened(self, config: TrainConfig, number: int | None) -> Iterator[Reopened | None]:
+        """Open the run to continue; see `reopened` of `recsys.train.loop.resume`. A collective."""
+
+    @abstractmethod
+    def train_loader(
+        self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
+    ) -> BatchLoader | HotColdLoader:
+        """The loader of the training split, for the samples of this process."""
+
+    @abstractmethod
+    def eval_loader(self, source: SampleSource, split: str, batch_size: int) -> BatchLoader:
+        """A loader for an evaluation, for the samples of this process."""
+
+    @abstractmethod
+    def build_model(
+        self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
+    ) -> BuiltModel:
+        """Build the model. A collective; errors as for `recsys.train.parts.build.build_model`."""
+
+    @abstractmethod
+    def restore(self, folder: RunFolder, earlier: Reopened, model: BuiltModel) -> Any:
+        """Restore the model from the checkpoint of a run to continue.
+
+        Returns:
+            The state of the run.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or of another model.
+        """
+
+    @abstractmethod
+    def checkpoints(
+        self, config: TrainConfig, folder: RunFolder, model: BuiltModel, earlier: Reopened | None
+    ) -> RunCheckpoints | None:
+        """What writes the checkpoints of the run; None if it writes none. A collective."""
+
+    @abstractmethod
+    def gather_step(
+        self, loss: Tensor, logits: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of a mini-batch of all processes, and its samples. A collective.
+
+        Shape:
+            loss (), the mean over this process's samples; logits (b,); labels (b,). The same with
+            B, the samples of all processes, process after process.
+        """
+
+    @abstractmethod
+    def gather_scores(
+        self, scores: NDArray[np.float32], labels: NDArray[Any]
+    ) -> tuple[NDArray[np.float32], NDArray[Any]]:
+        """The scores and labels of a mini-batch of all processes. A collective.
+
+        Shape:
+            scores (b,); labels (b,); results (B,).
+        """
+
+    @abstractmethod
+    def any_of(self, *flags: bool) -> tuple[bool, ...]:
+        """For each flag, whether a process has set it. A collective."""
+
+    @abstractmethod
+    def save_model(self, folder: RunFolder, model: BuiltModel) -> None:
+        """Write the file of the model with all of its rows. A collective.
+
+        Raises:
+            OSError: the disk is full, or the folder no longer exists.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any] | None:
+        """For the run record; None for one process."""
+
+
+class OneProcess(AbstractProcesses):
+    """A run on one process.
+
+    Args:
+        run_dir: The folder of the run.
+    """
+
+    num_ranks, rank = 1, 0
+
+    def __init__(self, run_dir: Path) -> None:
+        self.own_dir = run_dir
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Nothing to agree on."""
+        yield
+
+    def adapt(self, config: TrainConfig) -> TrainConfig:
+        """The configuration as it is."""
+        return config
+
+    def require(self, config: TrainConfig, source: SampleSource) -> None:
+        """Check the budget."""
+        require_budget(config, source)
+
+    @contextmanager
+    def cold_folder(self, config: TrainConfig) -> Iterator[str]:
+        """A folder beside that of the run."""
+        with cold_folder(config, self.own_dir) as path:
+            yield path
+
+    @contextmanager
+    def reopened(self, config: TrainConfig, number: int | None) -> Iterator[Reopened | None]:
+        """Open the run to continue."""
+        with reopened(config, self.own_dir, number) as earlier:
+            yield earlier
+
+    def train_loader(
+        self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
+    ) -> BatchLoader | HotColdLoader:
+        """All samples of the training split."""
+        return build_loader(config, source, plan)
+
+    def eval_loader(self, source: SampleSource, split: str, batch_size: int) -> BatchLoader:
+        """All samples of a split."""
+        return BatchLoader(source, split, batch_size, shuffle=False)
+
+    def build_model(
+        self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
+    ) -> BuiltModel:
+        """Build the model with all rows."""
+        model, optimizers = build_model(config, source, plan)
+        return BuiltModel(model, model.model, optimizers)
+
+    def restore(self, folder: RunFolder, earlier: Reopened, model: BuiltModel) -> Any:
+        """Restore all rows."""
+        assert earlier.saved is not None
+        number, shards = earlier.saved
+        if shards is not None:
+            return restore_shards(shards, number, model.saved, model.optimizers)["state"]
+        return load_checkpoint(
+            folder.checkpoints_folder,
+            model=model.saved,
+            optimizers=model.optimizers,
+            number=number,
+        )
+
+    def checkpoints(
+        self, config: TrainConfig, folder: RunFolder, model: BuiltModel, earlier: Reopened | None
+    ) -> RunCheckpoints | None:
+        """All rows, in the folder `checkpoints`."""
+        if not writes_checkpoints(config):
+            return None
+        saved = None if earlier is None else earlier.saved
+        is_elsewhere = saved is not None and saved.shards is not None
+        return RunCheckpoints(
+            config.checkpoint,
+            folder.checkpoints_folder,
+            model.saved,
+            model.optimizers,
+            None if saved is None or is_elsewhere else saved.number,
+            earlier.last_number if earlier is not None and is_elsewhere else 0,
+            # Once there is one, those that several processes wrote are older.
+            when_complete=lambda: remove_older(
+                folder.checkpoints_folder, folder.shards_folder, None
+            ),
+        )
+
+    def gather_step(
+        self, loss: Tensor, logits: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The arguments."""
+        return loss, logits, labels
+
+    def gather_scores(
+        self, scores: NDArray[np.float32], labels: NDArray[Any]
+    ) -> tuple[NDArray[np.float32], NDArray[Any]]:
+        """The arguments."""
+        return scores, labels
+
+    def any_of(self, *flags: bool) -> tuple[bool, ...]:
+        """The flags."""
+        return flags
+
+    def save_model(self, folder: RunFolder, model: BuiltModel) -> None:
+        """Write the model."""
+        folder.save_model(model.saved)
+
+    def describe(self) -> dict[str, Any] | None:
+        """None."""
+        return None

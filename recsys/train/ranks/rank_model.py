@@ -1,0 +1,241 @@
+"""The model of a run, with its tables divided among processes by TorchRec.
+
+`rank_model` builds the model of the configuration around TorchRec's collection, and lets
+`DistributedModelParallel` divide the tables, each process with its rows in two tiers.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from math import sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import (  # type: ignore[attr-defined]
+    _apply_optimizer_in_backward as apply_optimizer_in_backward,
+)
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim import RowWiseAdagrad
+
+from recsys.batch import has_weighted_bags
+from recsys.distributed import HotColdEmbeddingBagCollectionSharder
+from recsys.distributed.placement import TableCost, place_tables
+from recsys.embeddings.tiers.slots import row_bytes
+from recsys.train.parts.build import dense_optimizer
+from recsys.train.parts.models import build_network
+from recsys.train.parts.providers import row_optimizer
+from recsys.train.parts.tables import tables_of
+from recsys.train.ranks.processes import BuiltModel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from recsys.batch import JaggedIds
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+    from recsys.distributed.sharded_tables import AbstractShardedTables
+    from recsys.embeddings.popularity.plan import HotPlan
+    from recsys.embeddings.table import TableConfig
+    from recsys.train.shards.folder import Layout
+
+__all__ = ["RankModel", "rank_model"]
+
+_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+}
+
+
+class RankModel(NamedTuple):
+    """The model of one process.
+
+    Attributes:
+        model: For the trainer. `saved` has the rows of this process under the keys of a plain
+            model, and no module in place of the tables if it has none.
+        layout: Which rows each process has.
+        dims: The embedding_dim of each table, by key.
+        placement: By table: the rank that has it, or None if it is divided by rows.
+    """
+
+    model: BuiltModel
+    layout: Layout
+    dims: dict[str, int]
+    placement: dict[str, int | None]
+
+
+class _RankTables(nn.Module):
+    """TorchRec's collection for models that pass `JaggedIds`."""
+
+    def __init__(self, collection: EmbeddingBagCollection) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables."""
+        found: list[EmbeddingBagConfig] = self.collection.embedding_bag_configs()
+        return found
+
+    def forward(self, ids: JaggedIds) -> Any:
+        """Pooled vectors of this process's samples, a `KeyedTensor`."""
+        features = KeyedJaggedTensor(
+            ids.keys(),
+            ids.values(),
+            weights=ids.weights_or_none(),
+            lengths=ids.lengths(),
+            offsets=ids.offsets(),
+        )
+        return self.collection(features)
+
+
+def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) -> RankModel:
+    """Build the model of this process. A collective.
+
+    Args:
+        config: The configuration. The folder `cold_path` is shared by all processes.
+        source: The data.
+        plan: The rows that never leave fast memory, of whole tables.
+
+    Raises:
+        BudgetTooSmall: the budget is below the floor of this process's tables.
+        OtherRankFailed: another process failed.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    tables = tables_of(source, config.model)
+    placement = place_tables(_costs(tables, config, source), num_ranks)
+    torch.manual_seed(config.seed)
+    collection = EmbeddingBagCollection(
+        [_torchrec_table(table, number, rank, config.seed) for number, table in enumerate(tables)],
+        is_weighted=has_weighted_bags(source),
+        device=torch.device("meta"),
+    )
+    settings = {"lr": config.optimizer.lr}
+    if config.optimizer.name != "sgd":
+        settings["eps"] = config.optimizer.eps
+    apply_optimizer_in_backward(
+        _OPTIMIZERS[config.optimizer.name], collection.parameters(), settings
+    )
+    holder = _RankTables(collection)
+    network = build_network(config.model, source, holder, torch.device("cpu"))
+    sharder = HotColdEmbeddingBagCollectionSharder(
+        {
+            "budget": config.budget or None,
+            "plan": plan,
+            "cold_tier": config.cold_tier,
+            "cold_path": config.cold_path or None,
+            "row_wise_exchange": "rows",  # the same vectors on any number of processes
+        }
+    )
+    [path] = [name for name, module in network.model.named_modules() if module is holder]
+    of_tables = {
+        name: row_wise() if place is None else table_wise(rank=place)
+        for name, place in placement.items()
+    }
+    of_module = construct_module_sharding_plan(
+        collection, of_tables, sharder, num_ranks, num_ranks, "cpu"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TorchRec's arguments of DDP
+        parallel = DistributedModelParallel(
+            network,
+            device=torch.device("cpu"),
+            plan=ShardingPlan({f"model.{path}.collection": of_module}),
+            sharders=[sharder],
+        )
+    sharded: AbstractShardedTables = holder.collection
+    local = sharded.local_tables
+    dense = [each for name, each in network.named_parameters() if ".embedding_bags." not in name]
+    optimizers = [dense_optimizer(config, dense)]
+    rows: nn.Module = nn.Module()
+    if local.collection is not None:
+        assert local.collection.row_optimizer is not None
+        rows = local.collection
+        optimizers.append(local.collection.row_optimizer)
+    saved = _with(network.model, holder, rows)
+    built = BuiltModel(parallel, saved, optimizers)
+    keys = {table.name: f"{path}.embedding_bags.{table.name}.weight" for table in tables}
+    dims = {keys[table.name]: table.embedding_dim for table in tables}
+    return RankModel(built, _layout(keys, local.tables), dims, placement)
+
+
+def _costs(
+    tables: Sequence[TableConfig], config: TrainConfig, source: SampleSource
+) -> dict[str, TableCost]:
+    """What each table costs; its lookups are counted in the first samples."""
+    train = source.splits["train"]
+    ids = source.read(torch.arange(train.start, min(train.stop, train.start + 1000)).numpy())
+    features = ids.sparse_features
+    bounds = features.offsets()[:: features.stride()].tolist()
+    lookups = {
+        key: bounds[number + 1] - bounds[number] for number, key in enumerate(features.keys())
+    }
+    state_sizes = row_optimizer(config.optimizer).state_sizes
+    return {
+        table.name: TableCost(
+            table.num_embeddings,
+            row_bytes(table.embedding_dim, torch.float32, state_sizes(table.embedding_dim)),
+            table.embedding_dim * sum(lookups[feature] for feature in table.feature_names),
+        )
+        for table in tables
+    }
+
+
+def _torchrec_table(table: TableConfig, number: int, rank: int, seed: int) -> EmbeddingBagConfig:
+    """A table as TorchRec describes it; each process draws its own rows."""
+    return EmbeddingBagConfig(
+        name=table.name,
+        num_embeddings=table.num_embeddings,
+        embedding_dim=table.embedding_dim,
+        feature_names=list(table.feature_names),
+        pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
+        init_fn=partial(_draw, bound=1 / sqrt(table.num_embeddings), seeds=(seed, number, rank)),
+    )
+
+
+def _draw(weight: Tensor, bound: float, seeds: Sequence[int]) -> None:
+    """Draw rows uniformly in +-bound, the same for the same seeds."""
+    mixed = 0
+    for seed in seeds:  # as Python hashes a tuple, roughly
+        mixed = (mixed * 1_000_003 + seed + 1) % 2**63
+    weight.uniform_(-bound, bound, generator=torch.Generator().manual_seed(mixed))
+
+
+def _with(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """A module that shares everything with another, but for one module in it."""
+    if module is old:
+        return new
+    copied = copy.copy(module)
+    copied._modules = {
+        name: None if child is None else _with(child, old, new)
+        for name, child in module._modules.items()
+    }
+    return copied
+
+
+def _layout(keys: Mapping[str, str], local: Sequence[Any]) -> Layout:
+    """Which rows each process has of each table, by key. A collective.
+
+    Args:
+        keys: The key of each table, by name.
+        local: This process's tables, as TorchRec describes them.
+    """
+    own = {}
+    for table in local:
+        first = int(table.local_metadata.shard_offsets[0])
+        own[table.name] = first, first + int(table.local_rows)
+    of_ranks: list[dict[str, tuple[int, int]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, own)
+    return {key: [of_rank.get(name, (0, 0)) for of_rank in of_ranks] for name, key in keys.items()}

@@ -1,0 +1,332 @@
+"""A run on several processes: each reads a part of every mini-batch, and has a part of the rows.
+
+    samples       of each mini-batch, process r of W reads the r-th part
+    rows          TorchRec moves ids and vectors between processes
+    dense part    every process has it; TorchRec averages its gradients
+    reports       after each step, every process gets all losses, logits and labels, so all know the
+                  same metrics; the first one writes the run folder
+    checkpoints   each process writes its rows to its own folder in `DIR/shards`
+
+So all processes must see the same file system.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from recsys._support.machine import num_cores
+from recsys.datasets.loader import BatchLoader
+from recsys.distributed.agreement import OtherRankFailed, on_every_rank
+from recsys.embeddings.saved_tables import SavedTables
+from recsys.errors import RecsysError
+from recsys.train.checkpoint.blocks import row_ranges
+from recsys.train.loop.cold_folder import cold_folder
+from recsys.train.loop.resume import Reopened, reopened
+from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
+from recsys.train.parts.build import permutation_seed
+from recsys.train.ranks.processes import AbstractProcesses, BuiltModel
+from recsys.train.ranks.rank_model import RankModel, rank_model
+from recsys.train.ranks.rules import require_supported
+from recsys.train.run_files.run_folder import RunFolder
+from recsys.train.shards.folder import Shards, remove_older, whole
+from recsys.train.shards.restore import restore_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+    from recsys.embeddings.popularity.plan import HotPlan
+
+__all__ = ["Ranks", "joined"]
+
+
+@contextmanager
+def joined(run_dir: Path) -> Iterator[Ranks]:
+    """Join the processes that `torchrun` has started; they part at the end.
+
+    Args:
+        run_dir: The folder of the run, the same for all.
+
+    Raises:
+        OtherRankFailed: another process has ended.
+    """
+    is_first_use = not dist.is_initialized()
+    if is_first_use:
+        _make_group()
+    try:
+        if dist.get_rank() == 0:
+            yield Ranks(run_dir, run_dir)
+        else:
+            with TemporaryDirectory(prefix="recsys-") as own:
+                yield Ranks(run_dir, Path(own) / "run")
+    except RuntimeError as error:
+        if isinstance(error, RecsysError) or "gloo" not in str(error):
+            raise
+        raise OtherRankFailed(
+            f"process {dist.get_rank()} cannot go on, because another one has ended; its own error "
+            "says why, and --resume continues from the newest checkpoint of all"
+        ) from error
+    finally:
+        if is_first_use and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _make_group() -> None:
+    """Make the process group of the processes that `torchrun` has started.
+
+    After a restart, the store of `torchrun` still has the addresses of the processes before, which
+    gloo would wait for. So each start has names of its own.
+    """
+    store, rank, num_ranks = next(rendezvous("env://"))
+    start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    store = dist.PrefixStore(f"start-{start}", store)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+
+
+class Ranks(AbstractProcesses):
+    """The processes of a run, seen by one of them.
+
+    Args:
+        run_dir: The folder of the run.
+        own_dir: Where this process writes its reports: the run folder for the first one.
+    """
+
+    def __init__(self, run_dir: Path, own_dir: Path) -> None:
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.own_dir, self._folder = own_dir, RunFolder(run_dir)
+        self._built: RankModel | None = None
+        self._most_trained = self._most_evaluated = 0  # samples of a process in a mini-batch
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Work in which one process may fail; then all end."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        on_every_rank(partial(_raise, error), None, None)
+
+    def adapt(self, config: TrainConfig) -> TrainConfig:
+        """The configuration with this process's share of the cores."""
+        if not config.num_threads:
+            of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            config = replace(config, num_threads=max(1, num_cores() // of_machine))
+        return config
+
+    def require(self, config: TrainConfig, source: SampleSource) -> None:
+        """Check what several processes support. The budget is checked by lookups."""
+        require_supported(config, source, self.num_ranks)
+
+    @contextmanager
+    def cold_folder(self, config: TrainConfig) -> Iterator[str]:
+        """A folder that all share, in which each makes one of its own."""
+        if not self.rank:  # it deletes the folder
+            with cold_folder(config, self._folder.path) as path:
+                yield path
+        elif config.cold_tier == "host" or config.cold_path:
+            yield config.cold_path
+        else:
+            yield f"{self._folder.path}.cold"
+
+    @contextmanager
+    def reopened(self, config: TrainConfig, number: int | None) -> Iterator[Reopened | None]:
+        """Open the run to continue, on the first process; the others learn what it has found."""
+        if self.rank:
+            with self.together():
+                pass
+            found: list[Any] = [None]
+            dist.broadcast_object_list(found)
+            if found[0] is None:
+                yield None
+                return
+            before, *rest = found[0]
+            yield Reopened(RunFolder.create(self.own_dir, before), before, *rest)
+            return
+        opened = reopened(config, self._folder.path, number)
+        with self.together():
+            earlier = opened.__enter__()
+        try:
+            dist.broadcast_object_list([None if earlier is None else tuple(earlier)[1:]])
+            yield earlier
+        finally:
+            opened.__exit__(None, None, None)
+
+    def train_loader(
+        self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
+    ) -> BatchLoader:
+        """This process's part of every mini-batch."""
+        self._most_trained = config.batch_size // self.num_ranks
+        return BatchLoader(
+            source,
+            "train",
+            config.batch_size,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            prefetch=config.prefetch,
+            permutation_seed=permutation_seed(config),
+            rank=self.rank,
+            num_ranks=self.num_ranks,
+        )
+
+    def eval_loader(self, source: SampleSource, split: str, batch_size: int) -> BatchLoader:
+        """This process's part of every mini-batch."""
+        self._most_evaluated = batch_size // self.num_ranks
+        return BatchLoader(
+            source, split, batch_size, shuffle=False, rank=self.rank, num_ranks=self.num_ranks
+        )
+
+    def build_model(
+        self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
+    ) -> BuiltModel:
+        """Build the model with this process's rows."""
+        self._built = rank_model(config, source, plan)
+        return self._built.model
+
+    def restore(self, folder: RunFolder, earlier: Reopened, model: BuiltModel) -> Any:
+        """Restore this process's rows."""
+        assert self._built is not None
+        assert earlier.saved is not None
+        number, shards = earlier.saved
+        layout = self._built.layout
+        if shards is None:
+            sizes = {key: max(end for _, end in ranges) for key, ranges in layout.items()}
+            shards = whole(self._folder.checkpoints_folder, sizes)
+        own = {key: ranges[self.rank] for key, ranges in layout.items() if any(ranges[self.rank])}
+        with self.together():
+            found = restore_shards(shards, number, model.saved, model.optimizers, own)
+        return found["state"]
+
+    def checkpoints(
+        self, config: TrainConfig, folder: RunFolder, model: BuiltModel, earlier: Reopened | None
+    ) -> RunCheckpoints | None:
+        """This process's rows, in a folder of its own."""
+        if not writes_checkpoints(config):
+            return None
+        assert self._built is not None
+        last_number = 0 if earlier is None else earlier.last_number
+        shards = Shards.after(self._folder.shards_folder, last_number, self._built.layout)
+        with self.together():
+            if not self.rank:  # what a run left that ended before all had saved
+                shutil.rmtree(shards.folder, ignore_errors=True)
+        return RunCheckpoints(
+            config.checkpoint,
+            shards.folders[self.rank],
+            model.saved,
+            model.optimizers,
+            None,
+            last_number,
+            newest_of_all=partial(self._newest_of_all, shards),
+            when_complete=partial(self._remove_older, shards),
+        )
+
+    def gather_step(
+        self, loss: Tensor, logits: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss and the samples of all processes."""
+        sums, all_logits, all_labels = self._gather(
+            self._most_trained, loss.reshape(1) * len(labels), logits, labels
+        )
+        return sums.sum() / len(all_labels), all_logits, all_labels
+
+    def gather_scores(
+        self, scores: NDArray[np.float32], labels: NDArray[Any]
+    ) -> tuple[NDArray[np.float32], NDArray[Any]]:
+        """The scores and labels of all processes."""
+        all_scores, all_labels = self._gather(
+            self._most_evaluated, torch.from_numpy(scores), torch.from_numpy(labels)
+        )
+        return all_scores.numpy(), all_labels.numpy()
+
+    def any_of(self, *flags: bool) -> tuple[bool, ...]:
+        """For each flag, whether a process has set it."""
+        found = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return tuple(map(bool, found.tolist()))
+
+    def save_model(self, folder: RunFolder, model: BuiltModel) -> None:
+        """Collect all rows on the first process, which writes the file."""
+        assert self._built is not None
+        tables = SavedTables(model.saved)
+        tables.flush()
+        own = {table.key: table for table in tables.tables}
+        state = {key: value for key, value in model.saved.state_dict().items() if key not in own}
+        dims = self._built.dims
+        for key, ranges in self._built.layout.items():
+            rows = torch.empty(max(end for _, end in ranges) if not self.rank else 0, dims[key])
+            for rank, (first, last) in enumerate(ranges):
+                for begin, end in row_ranges(last - first, 4 * dims[key]):
+                    if rank == self.rank:
+                        found = own[key].read("weight", begin, end)
+                        if rank:
+                            dist.send(found, 0)
+                        else:
+                            rows[first + begin : first + end] = found
+                    elif not self.rank:
+                        dist.recv(rows[first + begin : first + end], rank)
+            state[key] = rows
+        with self.together():
+            if not self.rank:
+                folder.save_state(state)
+
+    def describe(self) -> dict[str, Any]:
+        """How many processes there are, and which tables each has."""
+        assert self._built is not None
+        return {"num_ranks": self.num_ranks, "placement": self._built.placement}
+
+    def _gather(self, most: int, *tensors: Tensor) -> list[Tensor]:
+        """One-dimensional tensors of all processes, process after process, in one collective.
+
+        Args:
+            most: The most numbers that a tensor of a process has; the same on all.
+            tensors: Are sent as float32.
+        """
+        own = torch.zeros(len(tensors), 1 + most)
+        for row, each in zip(own, tensors, strict=True):
+            row[0] = len(each)
+            row[1 : 1 + len(each)] = each
+        of_ranks = [torch.empty(own.shape[0], 1 + most) for _ in range(self.num_ranks)]
+        dist.all_gather(of_ranks, own)
+        return [
+            torch.cat([found[row, 1 : 1 + int(found[row, 0])] for found in of_ranks])
+            for row in range(len(tensors))
+        ]
+
+    def _newest_of_all(self, shards: Shards, number: int | None) -> int | None:
+        """The lowest of all processes' numbers; None if one has none. A collective."""
+        if not self.rank:
+            try:
+                shards.write_layout()
+            except OSError as error:  # the next checkpoint tries again
+                warnings.warn(f"{shards.folder}: no checkpoint is complete ({error})", stacklevel=4)
+                number = None
+        found = torch.tensor(number or 0)
+        dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return int(found) or None
+
+    def _remove_older(self, shards: Shards) -> None:
+        if not self.rank:
+            folder = self._folder
+            remove_older(folder.checkpoints_folder, folder.shards_folder, shards)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

@@ -1,0 +1,67 @@
+"""What `recsys train` does not support on several processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recsys.errors import ConfigError
+from recsys.train.parts.models import needs_rows
+
+if TYPE_CHECKING:
+    from recsys.config import TrainConfig
+    from recsys.datasets.source import SampleSource
+
+__all__ = ["require_supported"]
+
+_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+
+
+def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int) -> None:
+    """Check that several processes can train a configuration.
+
+    Args:
+        config: The configuration.
+        source: The data.
+        num_ranks: W, the number of processes.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    schedule = config.schedule
+    rules = [
+        ("embeddings", config.embeddings, ("recsys",)),
+        ("device", config.device, ("cpu",)),
+        ("optimizer.name", config.optimizer.name, _OPTIMIZERS),
+        ("schedule.name", schedule.name, ("", "sequential")),
+        ("schedule.depth", schedule.depth, (0,)),
+        ("skip.policy", config.skip.policy, ("none",)),
+        ("eval.popular_share", config.eval.popular_share, (0,)),
+    ]
+    for key, value, allowed in rules:
+        if value not in allowed:
+            wanted = repr(allowed[0]) if len(allowed) == 1 else f"one of {allowed}"
+            raise ConfigError(
+                f"{key} must be {wanted} on {num_ranks} processes, got {value!r}; change it, or "
+                "train on one process"
+            )
+    if needs_rows(config.model, source):
+        raise ConfigError(
+            f"model.name {config.model.name!r} looks rows up without pooling, which {num_ranks} "
+            "processes do not support; choose a model that pools, such as 'dlrm', or train on one "
+            "process"
+        )
+    for key, size in (
+        ("batch_size", config.batch_size),
+        ("eval.batch_size", config.eval.batch_size),
+    ):
+        if size % num_ranks:
+            raise ConfigError(
+                f"{key} must be a multiple of the number of processes, {num_ranks}, got {size}; "
+                f"set it to {-(-size // num_ranks) * num_ranks}"
+            )
+    last = len(source.splits["train"]) % config.batch_size
+    if 0 < last < num_ranks:
+        raise ConfigError(
+            f"the last mini-batch of an epoch has {last} samples, fewer than the {num_ranks} "
+            f"processes, with batch_size {config.batch_size}; choose another batch_size"
+        )

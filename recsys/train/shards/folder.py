@@ -1,0 +1,202 @@
+"""The folder with the checkpoints of a run on several processes.
+
+    DIR/shards/
+        after-00000012/        made by processes that began after checkpoint 12, or with 0
+            layout.json        which rows each process has
+            rank-0-of-2/       a folder of checkpoints, as that of a run on one process
+            rank-1-of-2/
+
+A checkpoint is complete if every process has it. Its number is higher than that of all before it,
+of whatever number of processes, so the newest is the one with the highest number.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recsys._support.untrusted import is_count
+from recsys.errors import CheckpointError
+from recsys.train.checkpoint.manifest import manifest_numbers, newest
+from recsys.train.run_files.run_folder import read_json, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["Layout", "Saved", "Shards", "find_saved", "newest_saved", "remove_older", "whole"]
+
+# For each table, by its key in the model's `state_dict`: the first row of each process, and the row
+# after its last one. Both are 0 for a process without rows of the table.
+Layout = dict[str, list[tuple[int, int]]]
+_NAME = re.compile(r"after-\d{8}")
+
+
+class Shards(NamedTuple):
+    """The folders of processes that train together.
+
+    Attributes:
+        folders: Their folders of checkpoints, by rank.
+        layout: Which rows each has.
+    """
+
+    folders: list[Path]
+    layout: Layout
+
+    @classmethod
+    def after(cls, root: Path, number: int, layout: Layout) -> Shards:
+        """The folders of processes that begin now.
+
+        Args:
+            root: The folder `DIR/shards`.
+            number: The highest number of a checkpoint so far; 0 if there is none.
+            layout: Which rows each process has.
+        """
+        return cls.of(root / f"after-{number:08}", layout)
+
+    @classmethod
+    def of(cls, folder: Path, layout: Layout) -> Shards:
+        """The folders of processes with this layout."""
+        num_ranks = len(next(iter(layout.values())))
+        return cls([folder / f"rank-{rank}-of-{num_ranks}" for rank in range(num_ranks)], layout)
+
+    @classmethod
+    def open(cls, folder: Path) -> Shards:
+        """The folders of processes that have saved.
+
+        Raises:
+            CheckpointError: the layout is damaged.
+        """
+        return cls.of(folder, _parse(folder / "layout.json"))
+
+    @property
+    def folder(self) -> Path:
+        """The folder that has those of all processes."""
+        return self.folders[0].parent
+
+    def write_layout(self) -> None:
+        """Write the layout, if it is not there; the first process does, before all save.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if not (self.folder / "layout.json").is_file():
+            write_json(self.folder / "layout.json", self.layout)
+
+    def numbers(self) -> list[int]:
+        """Numbers of the checkpoints that every process has, ascending."""
+        found = [set(manifest_numbers(folder)) for folder in self.folders]
+        return sorted(set.intersection(*found))
+
+
+class Saved(NamedTuple):
+    """A complete checkpoint of a run.
+
+    Attributes:
+        number: Its number.
+        shards: Where it is; None for the folder `DIR/checkpoints` of one process.
+    """
+
+    number: int
+    shards: Shards | None
+
+
+def newest_saved(checkpoints: Path, root: Path) -> Saved | None:
+    """The newest complete checkpoint of a run; None if there is none.
+
+    Args:
+        checkpoints: The folder `DIR/checkpoints`.
+        root: The folder `DIR/shards`.
+
+    Raises:
+        CheckpointError: a layout, or the name of the newest checkpoint, is damaged.
+    """
+    found = [
+        Saved(shards.numbers()[-1], shards) for shards in _all_shards(root) if shards.numbers()
+    ]
+    number = newest(checkpoints)
+    if number is not None:
+        found.append(Saved(number, None))
+    return max(found, key=lambda each: each.number, default=None)
+
+
+def find_saved(checkpoints: Path, root: Path, number: int) -> Saved:
+    """The checkpoint with a number; arguments and errors as for `newest_saved`.
+
+    It may not exist: then it is said to be in the folder of one process, which reading it refuses.
+    """
+    for shards in _all_shards(root):
+        if number in shards.numbers():
+            return Saved(number, shards)
+    return Saved(number, None)
+
+
+def remove_older(checkpoints: Path, root: Path, kept: Shards | None) -> None:
+    """Remove the checkpoints of other numbers of processes: there is a newer complete one.
+
+    Args:
+        checkpoints: The folder `DIR/checkpoints`.
+        root: The folder `DIR/shards`.
+        kept: The folders with the newer one; None if it is in `checkpoints`.
+    """
+    if kept is None:
+        shutil.rmtree(root, ignore_errors=True)
+        return
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    for folder in _folders(root):
+        if folder != kept.folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def whole(folder: Path, sizes: Mapping[str, int]) -> Shards:
+    """The folder of a run on one process, which has all rows.
+
+    Args:
+        folder: Its folder of checkpoints.
+        sizes: Rows of each table, by its key.
+    """
+    return Shards([folder], {key: [(0, num_rows)] for key, num_rows in sizes.items()})
+
+
+def _folders(root: Path) -> Sequence[Path]:
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name))
+
+
+def _all_shards(root: Path) -> list[Shards]:
+    # Without a layout, the processes ended before they saved.
+    return [Shards.open(folder) for folder in _folders(root) if (folder / "layout.json").is_file()]
+
+
+def _parse(file: Path) -> Layout:
+    """Read a layout.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    content: dict[str, Any] = read_json(file)
+    layout: Layout = {}
+    for key, ranges in content.items():
+        if not isinstance(ranges, list) or not all(map(_is_range, ranges)):
+            raise CheckpointError(
+                f"{file}: {key!r} must have the first row of each process and the row after its "
+                f"last one, got {str(ranges)[:100]}; train from the start"
+            )
+        layout[key] = [(begin, end) for begin, end in ranges]
+    if len({len(ranges) for ranges in layout.values()}) != 1:
+        raise CheckpointError(
+            f"{file}: every table must have as many ranges of rows as there are processes; train "
+            "from the start"
+        )
+    return layout
+
+
+def _is_range(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(map(is_count, value))
+        and value[0] <= value[1]
+    )

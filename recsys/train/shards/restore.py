@@ -1,0 +1,230 @@
+"""Restores the rows of one process from the checkpoints of any number of processes.
+
+Rows and their state come from the processes that had them; all else from the first one: the dense
+part, its optimizer, random states, and the state of the run, which is the same on every process.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from recsys._support.files import read_together
+from recsys.errors import CheckpointError
+from recsys.train.checkpoint.blocks import read_block
+from recsys.train.checkpoint.contents import Contents
+from recsys.train.checkpoint.manifest import DTYPES, read_manifest
+from recsys.train.checkpoint.restore import require_whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from recsys.embeddings.saved_tables import SavedTable
+    from recsys.train.checkpoint.manifest import Manifest, Part
+    from recsys.train.shards.folder import Shards
+
+__all__ = ["restore_shards"]
+
+
+def restore_shards(
+    shards: Shards,
+    number: int,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    own: Mapping[str, tuple[int, int]] | None = None,
+) -> Any:
+    """Restore the rows of this process, the dense part, its optimizer, and the random states.
+
+    Args:
+        shards: The folders.
+        number: Number of a checkpoint that all have.
+        model: The model, with the rows of this process.
+        optimizers: Its optimizers, in the same order as when they were saved.
+        own: For each of its tables, by key: the first row here and the row after the last one. None
+            if it has all rows.
+
+    Returns:
+        The state that the first process gave to `save`.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the checkpoint is of another model.
+    """
+    contents = Contents(model, optimizers)
+    is_whole = own is None
+    if own is None:
+        own = {table.key: (0, table.num_rows) for table in contents.tables.tables}
+    _require_same_tables(shards, own, is_whole=is_whole)
+    with ExitStack() as stack:
+        for folder in shards.folders:
+            stack.enter_context(read_together(folder))
+        manifests = [read_manifest(folder, number) for folder in shards.folders]
+        for folder, manifest in zip(shards.folders, manifests, strict=True):
+            try:
+                require_whole(folder, manifest)
+            except CheckpointError as error:
+                others = [each for each in shards.numbers() if each != number]
+                way_out = f"load checkpoint {others[-1]}" if others else "train from the start"
+                raise CheckpointError(f"checkpoint {number}: {error}; {way_out}") from error
+        stack.enter_context(contents.tables.restoring())
+        targets = _Rows(contents.tables.tables, own, manifests)
+        dense = _Dense(manifests[0], contents)
+        for rank, (folder, manifest) in enumerate(zip(shards.folders, manifests, strict=True)):
+            names = _names_of_tables(manifest)
+            for piece in manifest.pieces:
+                for block in piece.blocks:
+                    tensors = read_block(folder, piece, block, manifest.arrays)
+                    for part in block.parts:
+                        if part.array in names:
+                            key, name = names[part.array]
+                            targets.write(key, name, shards.layout[key][rank], part, tensors)
+                        elif not rank:
+                            dense.write(part, tensors)
+        return contents.restore_tree(manifests[0].state, dense.array, only_dense=True)
+
+
+def _require_same_tables(
+    shards: Shards, own: Mapping[str, tuple[int, int]], *, is_whole: bool
+) -> None:
+    """Check that the checkpoint has the tables of the model.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    sizes = {key: max(end for _, end in ranges) for key, ranges in shards.layout.items()}
+    ends = {key: end for key, (_, end) in own.items()}
+    for key in sorted(ends | sizes if is_whole else ends):
+        here, there = ends.get(key, 0), sizes.get(key, 0)
+        if here > there or (is_whole and here != there):
+            raise CheckpointError(
+                f"the checkpoint is of another model: {key} has {there} rows there and {here} "
+                "here; build the model as for the run that was saved"
+            )
+
+
+def _names_of_tables(manifest: Manifest) -> dict[str, tuple[str, str]]:
+    """For each array of a table: the table's key, and the array's name in the table."""
+    return {
+        name: (key, name.rpartition("/")[2] if place else "weight")
+        for key, names in manifest.tables.items()
+        for place, name in enumerate(names)
+    }
+
+
+class _Rows:
+    """Writes rows where this process has them.
+
+    Args:
+        tables: The tables of this process.
+        own: Which rows it has of each.
+        manifests: The checkpoint of each process. State that one has is made here, as zeros.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[SavedTable],
+        own: Mapping[str, tuple[int, int]],
+        manifests: Sequence[Manifest],
+    ) -> None:
+        self._tables = {table.key: table for table in tables}
+        self._own = own
+        made = set()
+        for manifest in manifests:
+            for array_name, (key, name) in _names_of_tables(manifest).items():
+                table = self._tables.get(key)
+                if table is not None and name != "weight" and (key, name) not in made:
+                    array = manifest.arrays[array_name]
+                    shape = (table.num_rows, *array.shape[1:])
+                    table.make_array(name, shape, DTYPES[array.dtype])
+                    made.add((key, name))
+
+    def write(
+        self,
+        key: str,
+        name: str,
+        there: tuple[int, int],
+        part: Part,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        """Write those rows of a part that are here.
+
+        Args:
+            key: The table.
+            name: The array of the table.
+            there: The rows of the process that saved the part.
+            part: A part of a block.
+            tensors: The tensors of the block.
+        """
+        table = self._tables.get(key)
+        if table is None:
+            return
+        (begin, end), values = self._own[key], tensors[part.array]
+        if part.rows:
+            rows = tensors[part.rows].numpy() + there[0]
+            # A process without rows of a table has one that it does not need.
+            is_here = (rows >= begin) & (rows < min(end, there[1]))
+            if is_here.any():
+                table.scatter(name, rows[is_here] - begin, values[torch.from_numpy(is_here)])
+            return
+        first = there[0] + part.begin
+        here = slice(max(begin - first, 0), min(end, there[1]) - first)
+        if here.start < min(here.stop, len(values)):
+            table.write(name, first + here.start - begin, values[here])
+
+
+class _Dense:
+    """Where all other arrays go: the model's are written in place, and others are made.
+
+    Args:
+        manifest: The checkpoint of the first process.
+        contents: The model of this process.
+
+    Raises:
+        CheckpointError: the arrays of the model are not those of the checkpoint.
+    """
+
+    def __init__(self, manifest: Manifest, contents: Contents) -> None:
+        of_tables = _names_of_tables(manifest)
+        self._arrays = {
+            name: array
+            for name, array in manifest.arrays.items()
+            if name not in of_tables and not name.startswith("changed/")
+        }
+        self._tensors = contents.model_tensors()
+        saved = {
+            name: array.shape for name, array in self._arrays.items() if name.startswith("model/")
+        }
+        own = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        for name in sorted(own | saved):
+            if own.get(name) != saved.get(name):
+                raise CheckpointError(
+                    f"checkpoint {manifest.number} is of another model: "
+                    f"{name.removeprefix('model/')} has shape {saved.get(name)} there and "
+                    f"{own.get(name)} here; build the model as for the run that was saved"
+                )
+
+    def write(self, part: Part, tensors: Mapping[str, Tensor]) -> None:
+        """Write the rows of one part."""
+        if part.array not in self._arrays:
+            return
+        target = self.array(part.array)
+        with torch.no_grad():
+            rows = target if target.dim() else target.reshape(1)
+            rows.detach()[part.begin : part.end].copy_(tensors[part.array])
+
+    def array(self, name: str) -> Tensor:
+        """An array that the state refers to.
+
+        Raises:
+            CheckpointError: the checkpoint has no such array.
+        """
+        array = self._arrays.get(name)
+        if array is None:
+            raise CheckpointError(f"its state names an array {name!r} that it does not have")
+        if name not in self._tensors:
+            self._tensors[name] = torch.zeros(array.shape, dtype=DTYPES[array.dtype])
+        return self._tensors[name]

@@ -1,0 +1,66 @@
+"""Runs of `recsys train` on the ranks of the tests."""
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from recsys.config import load_config
+from recsys.train.checkpoint import writer
+from recsys.train.trainer import train
+
+SETTINGS = (
+    "synthetic.num_samples=3000",
+    # The second is divided by rows; the third has fewer rows than there are ranks.
+    "synthetic.table_sizes=[100,2000,1,60,7,8,50,30,3,90,80,70,60,50,40,30,20,10,50,40,30,20,10,9,8,7]",
+    "batch_size=64",
+    "optimizer.name=adagrad",
+    "optimizer.lr=0.02",
+    "model.embedding_dim=8",
+    "model.dense_arch=[16,8]",
+    "model.over_arch=[16,1]",
+    "num_threads=1",
+    "checkpoint.every_seconds=0",
+)
+
+
+def run_training(run, settings=(), resume=False, checkpoint=None):
+    """Trains a run; returns what its record has of it."""
+    config = load_config(None, [*SETTINGS, *settings], data="synthetic:criteo-kaggle")
+    record = train(config, run, resume=resume, checkpoint=checkpoint, show_progress=False)
+    kept = ("status", "metrics", "processes", "tiers", "resumed")
+    return {key: record[key] for key in kept} | {"num_steps": record["throughput"]["num_steps"]}
+
+
+def trains_a_run(rank, world, **arguments):
+    found = run_training(**arguments)
+    dist.barrier()  # the first rank has written the files
+    return found
+
+
+def loses_a_checkpoint(rank, world, run, cut_rank, **arguments):
+    """As `trains_a_run`, but one rank's newest checkpoint is gone, as after a crash."""
+    [folder] = (Path(run) / "shards").iterdir()
+    if rank == cut_rank:
+        of_rank = folder / f"rank-{rank}-of-{world}"
+        newest = max(of_rank.glob("0*.json"))
+        newest.unlink()
+        (of_rank / "LAST").unlink()
+    dist.barrier()
+    return trains_a_run(rank, world, run=run, **arguments)
+
+
+def has_a_full_disk(rank, world, full_rank, **arguments):
+    """As `trains_a_run`, but one rank can write its first checkpoint only."""
+    commit = writer.commit
+
+    def fails(folder, manifest):
+        if manifest.number > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        commit(folder, manifest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == full_rank:
+            patch.setattr("recsys.train.checkpoint.checkpoints.commit", fails)
+        return trains_a_run(rank, world, **arguments)

@@ -1,0 +1,47 @@
+"""A rank that is killed at a random moment: under `torchrun --max-restarts` the run goes on."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks_shared import IS_STRESS
+
+pytest.importorskip("torchrec")
+
+HERE = Path(__file__).parent
+SEEDS = range(20) if IS_STRESS else range(1)
+
+
+def launch(run, seed):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", "--standalone", "--", str(HERE / "killed_run.py")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
+    found = subprocess.run(
+        [*command, str(run), str(seed)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path):
+    launch(tmp_path / "whole", "none")
+    expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+    num_killed = 0
+    for seed in SEEDS:
+        run = tmp_path / f"run-{seed}"
+        num_killed += "SIGKILL" in launch(run, seed)
+
+        assert (run / "model.safetensors").read_bytes() == expected, seed
+        assert not Path(f"{run}.cold").exists()
+    assert num_killed > len(SEEDS) / 2  # others ended before

@@ -1,0 +1,157 @@
+"""`recsys train` on several processes."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+torchrec = pytest.importorskip("torchrec")
+
+from ranks_train import run_training  # noqa: E402  # imports TorchRec
+
+SAVES = ("checkpoint.every_steps=17",)
+
+
+def model_of(run):
+    return load_file(run / "model.safetensors")
+
+
+def require_equal(run, other):
+    ours, theirs = model_of(run), model_of(other)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert torch.equal(value, theirs[key]), key
+
+
+def require_close(run, other):
+    ours, theirs = model_of(run), model_of(other)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        torch.testing.assert_close(value, theirs[key], rtol=1e-4, atol=1e-5, msg=key)
+
+
+def history(run):
+    lines = (run / "history.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_all_ranks_know_the_metrics_of_all_samples(ranks, tmp_path):
+    found = ranks("trains_a_run", run=str(tmp_path / "run"))
+
+    first, second = found
+    assert first["metrics"] == second["metrics"]
+    assert first["status"] == "finished"
+    assert first["num_steps"] == 41  # of 2,571 samples
+    assert first["metrics"]["test"]["num_samples"] == 214
+    assert first["processes"]["num_ranks"] == 2
+    assert first["processes"]["placement"]["t_cat_1"] is None
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "config.toml",
+        "curves.png",
+        "history.jsonl",
+        "model.safetensors",
+        "run.json",
+    ]
+
+
+def test_a_budget_changes_no_bit(ranks, tmp_path):
+    ranks("trains_a_run", run=str(tmp_path / "resident"))
+    found = ranks(
+        "trains_a_run", run=str(tmp_path / "tiered"), settings=["budget=60KiB", "cold_tier=file"]
+    )
+
+    require_equal(tmp_path / "resident", tmp_path / "tiered")
+    assert all(rank["tiers"]["cold_tier"] == "file" for rank in found)
+    assert all(0 < rank["tiers"]["lookup_hit_rate"] < 1 for rank in found)
+    assert not (tmp_path / "tiered.cold").exists()
+
+
+def test_ranks_continue_a_run_of_one_process(ranks, tmp_path):
+    begun, ours, theirs = (tmp_path / name for name in ("begun", "ours", "theirs"))
+    run_training(begun, SAVES)
+    shutil.copytree(begun, ours)
+    shutil.copytree(begun, theirs)
+    more = [*SAVES, "epochs=2"]
+
+    run_training(theirs, more, resume=True)
+    found = ranks("trains_a_run", run=str(ours), settings=more, resume=True)
+
+    require_close(ours, theirs)
+    assert found[0]["num_steps"] == 82
+    expected = [entry["train_loss"] for entry in history(theirs) if "train_loss" in entry]
+    losses = [entry["train_loss"] for entry in history(ours) if "train_loss" in entry]
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    assert not (ours / "checkpoints").exists()  # the shards are newer
+    assert len(list((ours / "shards").iterdir())) == 1
+
+
+def test_one_process_continues_a_run_of_ranks(ranks, tmp_path):
+    begun, ours, theirs = (tmp_path / name for name in ("begun", "ours", "theirs"))
+    ranks("trains_a_run", run=str(begun), settings=SAVES)
+    shutil.copytree(begun, ours)
+    shutil.copytree(begun, theirs)
+    more = [*SAVES, "epochs=2"]
+
+    ranks("trains_a_run", run=str(theirs), settings=more, resume=True)
+    found = run_training(ours, more, resume=True)
+
+    require_close(ours, theirs)
+    assert found["num_steps"] == 82
+    assert not (ours / "shards").exists()
+
+
+def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ranks("trains_a_run", run=str(whole), settings=[*SAVES, "epochs=2"])
+    ranks("trains_a_run", run=str(parts), settings=[*SAVES, "budget=60KiB"])
+
+    # The newest checkpoint, after step 41, is gone on one rank.
+    found = ranks(
+        "loses_a_checkpoint",
+        run=str(parts),
+        cut_rank=1,
+        settings=[*SAVES, "epochs=2"],
+        resume=True,
+    )
+
+    require_equal(whole, parts)
+    assert [each["step"] for each in found[0]["resumed"]] == [34]
+    assert [entry.get("train_loss") for entry in history(whole)] == [
+        entry.get("train_loss") for entry in history(parts)
+    ]
+
+
+def test_a_full_disk_of_one_rank_leaves_the_newest_checkpoint_that_all_have(ranks, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ranks("trains_a_run", run=str(whole), settings=[*SAVES, "epochs=2"])
+
+    ranks("has_a_full_disk", run=str(parts), full_rank=1, settings=["checkpoint.every_steps=7"])
+
+    [folder] = (parts / "shards").iterdir()
+    numbers = [sorted(file.name for file in each.glob("0*.json")) for each in folder.glob("rank-*")]
+    assert sorted(map(len, numbers)) == [1, 3]
+    found = ranks("trains_a_run", run=str(parts), settings=[*SAVES, "epochs=2"], resume=True)
+    require_equal(whole, parts)
+    assert [each["step"] for each in found[0]["resumed"]] == [7]
+
+
+def test_an_error_of_one_rank_ends_all(failing_ranks, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "something").write_text("")
+
+    (own, _), (others, seconds) = failing_ranks("trains_a_run", run=str(run))
+
+    assert "AlreadyExists" in own
+    assert "rank 0 has failed" in others
+    assert seconds < 30
+
+
+def test_what_is_not_supported_is_refused(failing_ranks, tmp_path):
+    found = failing_ranks("trains_a_run", run=str(tmp_path / "run"), settings=["batch_size=65"])
+
+    assert all("batch_size must be a multiple of the number of processes, 2" in e for e, _ in found)
+    assert not (tmp_path / "run").exists()
