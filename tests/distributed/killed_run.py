@@ -2,7 +2,7 @@
 
     torchrun ... killed_run.py RUN SEED
 
-Before the first restart, a rank drawn by the seed kills itself. An unset seed kills nothing.
+Before the first restart, a rank drawn by the seed kills itself. The seed "none" kills nothing.
 """
 
 import os
@@ -16,11 +16,28 @@ from pathlib import Path
 from ranks_train import run_training
 
 from recsys._support.plain_warnings import plain_warnings
+from recsys.train.loop.progress import Progress
 
 
-def kill_later(generator):
-    time.sleep(generator.uniform(0, 5))
+def kill_later(seconds):
+    time.sleep(seconds)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_soon_after(step, seconds):
+    """Let this process be killed some time after a step; step 0 is before the run."""
+    thread = threading.Thread(target=kill_later, args=(seconds,), daemon=True)
+    if not step:
+        thread.start()
+        return
+    add = Progress.add
+
+    def add_and_kill(progress, *arguments):
+        add(progress, *arguments)
+        if progress.num_steps == step:
+            thread.start()
+
+    Progress.add = add_and_kill
 
 
 def main():
@@ -28,7 +45,7 @@ def main():
     if seed != "none" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         generator = random.Random(int(seed))
         if generator.randrange(int(os.environ["WORLD_SIZE"])) == int(os.environ["RANK"]):
-            threading.Thread(target=kill_later, args=(generator,), daemon=True).start()
+            kill_soon_after(generator.randrange(42), generator.uniform(0, 0.1))
     settings = ["checkpoint.every_steps=5", "budget=60KiB", "cold_tier=file"]
     with plain_warnings("killed_run"):
         run_training(run, settings, resume=True)

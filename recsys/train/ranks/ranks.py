@@ -12,6 +12,8 @@ So all processes must see the same file system.
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import shutil
 import warnings
@@ -70,12 +72,16 @@ def joined(run_dir: Path) -> Iterator[Ranks]:
     is_first_use = not dist.is_initialized()
     if is_first_use:
         _make_group()
+    # TorchRec calls a function of torch that warns once.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
         if dist.get_rank() == 0:
             yield Ranks(run_dir, run_dir)
         else:
             with TemporaryDirectory(prefix="recsys-") as own:
                 yield Ranks(run_dir, Path(own) / "run")
+        # The model refers to itself. At exit, its tables would be written to deleted files.
+        gc.collect()
     except RuntimeError as error:
         if isinstance(error, RecsysError) or "gloo" not in str(error):
             raise
@@ -212,6 +218,8 @@ class Ranks(AbstractProcesses):
         own = {key: ranges[self.rank] for key, ranges in layout.items() if any(ranges[self.rank])}
         with self.together():
             found = restore_shards(shards, number, model.saved, model.optimizers, own)
+        if self.rank:
+            found["state"]["history_bytes"] = 0  # this process's reports begin anew
         return found["state"]
 
     def checkpoints(
