@@ -613,7 +613,7 @@ def test_a_model_that_cannot_be_written_leaves_no_half_of_it(small_config, tmp_p
         file.write_bytes(b"half")
         raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr("recsys.train.run_files.run_folder.save_file", fill_the_disk)
+    monkeypatch.setattr("safetensors.torch.save_file", fill_the_disk)
 
     with pytest.raises(OSError, match=r"model\.safetensors cannot be written: No space left"):
         run(small_config(), tmp_path / "run")
