@@ -26,6 +26,7 @@ from tables_of_distributed import (
     distributed_collectives_table,
     distributed_model_table,
     distributed_table,
+    processes_table,
 )
 from tables_of_fuzz import fuzz_table
 from tables_of_models import compared_table, days_table, quantized_table
@@ -68,6 +69,7 @@ _ROOT = RECORDS.parent.parent
 DOCUMENTS = (
     "README.md",
     "docs/benchmarks.md",
+    "docs/distributed.md",
     "docs/models.md",
     "docs/popularity.md",
     "docs/reliability.md",
@@ -122,6 +124,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "models_real": partial(compared_table, "models_real.json"),
     "models_drift": partial(compared_table, "models_drift.json"),
     "models_drift_days": partial(days_table, "models_drift.json"),
+    "several_processes": partial(processes_table, "several_processes.json"),
     "quantized": partial(quantized_table, "quantized.json"),
     "sequences": partial(compared_table, "sequences.json"),
     "sequences_real": partial(compared_table, "sequences_real.json", metric="recall_at_k"),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from table_cells import cells_of, keys_of_case, markdown, ratio, read_record
+from table_cells import cells_of, keys_of_case, machine, markdown, ratio, read_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["distributed_collectives_table", "distributed_model_table", "distributed_table"]
+__all__ = [
+    "distributed_collectives_table",
+    "distributed_model_table",
+    "distributed_table",
+    "processes_table",
+]
 
 _SPEED = "speed_over_torchrec_fbgemm"
 _DESIGNS = {
@@ -122,3 +128,29 @@ def _megabytes(row: Mapping[str, Any]) -> str:
 def _machine(record: Mapping[str, Any]) -> str:
     environment = record["environment"]
     return f"{environment['cpu']}, {environment['num_cores']} cores, torch {environment['torch']}"
+
+
+def processes_table(file: str) -> str:
+    """The AUC of `recsys train` on one process and on several, by seed."""
+    record = read_record(file)
+    found: dict[int, dict[int, float]] = {}
+    for run in record["runs"]:
+        auc = run["metrics"]["test"]["auc"]
+        found.setdefault(run["num_processes"], {})[run["seed"]] = auc
+    seeds = sorted(next(iter(found.values())))
+    lines = [
+        [
+            str(num_processes),
+            *(f"{aucs[seed]:.4f}" for seed in seeds),
+            f"{mean(aucs.values()):.4f}",
+        ]
+        for num_processes, aucs in found.items()
+    ]
+    config = record["runs"][0]["config"]
+    caption = (
+        f"Test AUC of a DLRM on a real sample of Criteo Kaggle, {config['optimizer']['name']} "
+        f"{config['optimizer']['lr']:g}, B={config['batch_size']} over all processes, budget "
+        f"{config['budget']} for each; {machine(record['environment'])}."
+    )
+    header = ["processes", *(f"seed {seed}" for seed in seeds), "mean"]
+    return markdown(caption, header, lines)

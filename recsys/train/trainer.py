@@ -119,7 +119,7 @@ def train(
             earlier = stack.enter_context(processes.reopened(config, checkpoint))
         if earlier is not None and earlier.record is not None:
             return earlier.record
-        config, show_progress = processes.adapt(config), show_progress and not processes.rank
+        show_progress = show_progress and not processes.rank
         return _train(config, processes, earlier, stack, show_progress=show_progress)
 
 
@@ -146,11 +146,11 @@ def _train(
         processes.require(config, source)
         if earlier is None:
             RunFolder.require_place(run_dir)
-        else:
+        elif not processes.rank:
             tables = [f"t_{feature}" for feature in source.table_sizes]
             remove_left_rows(config, earlier.config, run_dir, tables)
         cold_path = stack.enter_context(processes.cold_folder(config))
-    set_num_threads(config.num_threads)
+    set_num_threads(processes.num_threads(config))
     _warn_of_threads(config.num_threads)
     tune_allocator()
     if show_progress:
@@ -169,7 +169,8 @@ def _train(
             stack.enter_context(alone_in(run_dir, "recsys train"))
         else:
             folder = earlier.folder
-    warn_of_full_disk(config, source, run_dir)
+    if not processes.rank:
+        warn_of_full_disk(config, source, run_dir)
     clock = StageClock()
     pipeline = build_pipeline(model, optimizers, config, clock, num_steps, processes.num_ranks)
     pipeline.forecast_budget()

@@ -47,6 +47,7 @@ def main():
         if generator.randrange(int(os.environ["WORLD_SIZE"])) == int(os.environ["RANK"]):
             kill_soon_after(generator.randrange(42), generator.uniform(0, 0.1))
     settings = ["checkpoint.every_steps=5", "budget=60KiB", "cold_tier=file"]
+    settings.append(f"cold_path={run}.rows")
     with plain_warnings("killed_run"):
         run_training(run, settings, resume=True)
 

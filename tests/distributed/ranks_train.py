@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from recsys.config import load_config
 from recsys.train.checkpoint import writer
+from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.trainer import train
 
 SETTINGS = (
@@ -51,16 +52,33 @@ def loses_a_checkpoint(rank, world, run, cut_rank, **arguments):
     return trains_a_run(rank, world, run=run, **arguments)
 
 
-def has_a_full_disk(rank, world, full_rank, **arguments):
-    """As `trains_a_run`, but one rank can write its first checkpoint only."""
-    commit = writer.commit
+def has_full_disks(rank, world, failing, **arguments):
+    """As `trains_a_run`, but each rank cannot write the checkpoints with some numbers.
+
+    Args:
+        failing: The first number, and the one after the last, by rank.
+    """
+    commit, (begin, end) = writer.commit, failing[rank]
 
     def fails(folder, manifest):
-        if manifest.number > 1:
+        if begin <= manifest.number < end:
             raise OSError(errno.ENOSPC, "No space left on device")
         commit(folder, manifest)
 
     with pytest.MonkeyPatch.context() as patch:
-        if rank == full_rank:
-            patch.setattr("recsys.train.checkpoint.checkpoints.commit", fails)
+        patch.setattr("recsys.train.checkpoint.checkpoints.commit", fails)
+        return trains_a_run(rank, world, **arguments)
+
+
+def has_no_folder(rank, world, num_failures, **arguments):
+    """As `trains_a_run`, but the last rank cannot make its folder of checkpoints some times."""
+    make, failures = RunCheckpoints._make, iter(range(num_failures))
+
+    def fails(checkpoints, after):
+        if rank == world - 1 and next(failures, None) is not None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return make(checkpoints, after)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunCheckpoints, "_make", fails)
         return trains_a_run(rank, world, **arguments)

@@ -43,4 +43,7 @@ def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path):
         assert "exitcode: -9" in messages, messages
         assert "not synced" not in messages, messages
         assert (run / "model.safetensors").read_bytes() == expected, seed
-        assert not Path(f"{run}.cold").exists()
+        assert sorted(path.name for path in Path(f"{run}.rows").iterdir()) == [
+            f"model.sparse_arch.embedding_bag_collection.collection.rank-{rank}-of-2"
+            for rank in range(2)
+        ]

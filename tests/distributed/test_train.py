@@ -12,6 +12,9 @@ torchrec = pytest.importorskip("torchrec")
 
 from ranks_train import run_training  # noqa: E402  # imports TorchRec
 
+from recsys.errors import ConfigError  # noqa: E402
+from recsys.train.ranks.rank_model import _require_no_running_statistics  # noqa: E402
+
 SAVES = ("checkpoint.every_steps=17",)
 
 
@@ -90,10 +93,13 @@ def test_ranks_continue_a_run_of_one_process(ranks, tmp_path):
 
 def test_one_process_continues_a_run_of_ranks(ranks, tmp_path):
     begun, ours, theirs = (tmp_path / name for name in ("begun", "ours", "theirs"))
-    ranks("trains_a_run", run=str(begun), settings=SAVES)
+    saves = [*SAVES, "optimizer.name=rowwise_adagrad", "optimizer.eps=1e-8"]
+    ranks("trains_a_run", run=str(begun), settings=saves)
     shutil.copytree(begun, ours)
     shutil.copytree(begun, theirs)
-    more = [*SAVES, "epochs=2"]
+    more = [*saves, "epochs=2"]
+    (ours / "checkpoints").mkdir()  # as an interrupted removal leaves it
+    (ours / "checkpoints" / "LAST").write_text("00000001.json\n")
 
     ranks("trains_a_run", run=str(theirs), settings=more, resume=True)
     found = run_training(ours, more, resume=True)
@@ -124,18 +130,52 @@ def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path):
     ]
 
 
-def test_a_full_disk_of_one_rank_leaves_the_newest_checkpoint_that_all_have(ranks, tmp_path):
+@pytest.mark.parametrize(
+    "failing",
+    [[(0, 0), (2, 99)], [(2, 3), (3, 99)]],
+    ids=["one disk is full", "then the other one"],
+)
+def test_full_disks_leave_the_newest_checkpoint_that_all_have(ranks, tmp_path, failing):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     ranks("trains_a_run", run=str(whole), settings=[*SAVES, "epochs=2"])
 
-    ranks("has_a_full_disk", run=str(parts), full_rank=1, settings=["checkpoint.every_steps=7"])
+    ranks("has_full_disks", run=str(parts), failing=failing, settings=["checkpoint.every_steps=7"])
 
-    [folder] = (parts / "shards").iterdir()
-    numbers = [sorted(file.name for file in each.glob("0*.json")) for each in folder.glob("rank-*")]
-    assert sorted(map(len, numbers)) == [1, 3]
     found = ranks("trains_a_run", run=str(parts), settings=[*SAVES, "epochs=2"], resume=True)
     require_equal(whole, parts)
     assert [each["step"] for each in found[0]["resumed"]] == [7]
+
+
+def test_full_disks_leave_the_checkpoint_of_one_process(ranks, tmp_path):
+    run = tmp_path / "run"
+    run_training(run, SAVES)
+
+    more = ["checkpoint.every_steps=7", "epochs=2"]
+    failing = [(4, 5), (5, 99)]
+    ranks("has_full_disks", run=str(run), failing=failing, settings=more, resume=True)
+
+    found = ranks("trains_a_run", run=str(run), settings=["epochs=3"], resume=True)
+    assert [each["step"] for each in found[0]["resumed"]] == [41]
+
+
+def test_a_rank_without_a_folder_at_first_saves_with_the_others(ranks, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    ranks("trains_a_run", run=str(whole), settings=[*SAVES, "epochs=2"])
+
+    ranks("has_no_folder", run=str(parts), num_failures=1, settings=SAVES)
+
+    found = ranks("trains_a_run", run=str(parts), settings=[*SAVES, "epochs=2"], resume=True)
+    require_equal(whole, parts)
+    assert [each["step"] for each in found[0]["resumed"]] == [41]
+
+
+def test_a_rank_that_never_has_a_folder_ends_its_run(ranks, tmp_path):
+    ranks("trains_a_run", run=str(tmp_path / "plain"))
+
+    found = ranks("has_no_folder", run=str(tmp_path / "run"), num_failures=1000, settings=SAVES)
+
+    assert [rank["status"] for rank in found] == ["finished", "finished"]
+    require_equal(tmp_path / "plain", tmp_path / "run")
 
 
 def test_an_error_of_one_rank_ends_all(failing_ranks, tmp_path):
@@ -155,3 +195,9 @@ def test_what_is_not_supported_is_refused(failing_ranks, tmp_path):
 
     assert all("batch_size must be a multiple of the number of processes, 2" in e for e, _ in found)
     assert not (tmp_path / "run").exists()
+
+
+def test_batch_normalization_is_refused():
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    with pytest.raises(ConfigError, match="1: BatchNorm1d would see each process's samples alone"):
+        _require_no_running_statistics(network)

@@ -167,7 +167,10 @@ def write_safetensors(
     crc32 = zlib.crc32(header)
     for tensor in tensors.values():
         if tensor.nbytes:
-            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            flat = tensor.contiguous().reshape(-1)
+            if flat.stride(0) != 1:  # the only number of an expanded tensor
+                flat = flat.clone(memory_format=torch.contiguous_format)
+            content = flat.view(torch.uint8).numpy().data
             file.write(content)
             crc32 = zlib.crc32(content, crc32)
     return crc32

@@ -162,6 +162,7 @@ class Checkpoints:
         loader: Any = None,
         schedulers: Any = (),
         state: Any = None,
+        number: int | None = None,
     ) -> None:
         """Save a checkpoint: call it between two steps.
 
@@ -172,13 +173,19 @@ class Checkpoints:
             loader: A loader with `state_dict`, for its position.
             schedulers: Learning-rate schedulers, one or several.
             state: Anything else.
+            number: Number of the checkpoint, for processes that save together; None for the next.
 
         Raises:
-            CheckpointError: a value cannot be saved.
+            CheckpointError: a value cannot be saved, or the folder has a higher number already.
             ConfigError: this object is closed, `loader` or another argument has no `state_dict`, or
                 the dtype or the size of a table has changed.
         """
         self._require_open()
+        if number is not None and number <= self._number:
+            raise CheckpointError(
+                f"{self._folder}: checkpoint {number} must have a higher number than "
+                f"{self._number}, which the folder has already; begin a new folder"
+            )
         begin = perf_counter()
         small = self._contents.small(  # raises before anything is taken
             {
@@ -197,8 +204,7 @@ class Checkpoints:
         tables.flush()
         of_tables = self._contents.table_arrays()
         self._require_same_rows(of_tables)
-        self._number += 1
-        number = self._number
+        self._number = number = self._number + 1 if number is None else number
         task = PieceTask(self._folder, f"delta-{number:08}", number)
         self._writer.unfinished.add(task.name)
         # From here on, an error or Ctrl-C leaves a cut that `_settle` takes back.

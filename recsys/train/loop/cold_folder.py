@@ -49,7 +49,8 @@ def remove_left_rows(
 ) -> None:
     """Remove the row files that an interrupted run left: its checkpoint has the rows.
 
-    The folder `cold_path` is removed if it was the run's before, and holds nothing else.
+    The folder `cold_path` is removed if it was the run's before, and holds nothing else. Several
+    processes have a folder each in it.
 
     Args:
         config: The configuration to continue with.
@@ -63,7 +64,13 @@ def remove_left_rows(
     shutil.rmtree(_own_folder(run_dir), ignore_errors=True)
     path = Path(config.cold_path)
     if config.cold_path and config.cold_path == before.cold_path and path.exists():
-        remove_cold_files(path, tables)
+        of_ranks = list(path.glob("*.rank-*-of-*"))
+        for folder in of_ranks:
+            remove_cold_files(folder, tables)
+        if of_ranks and not any(path.iterdir()):
+            path.rmdir()
+        else:
+            remove_cold_files(path, tables)
 
 
 def _own_folder(run_dir: Path) -> Path:

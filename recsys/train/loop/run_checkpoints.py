@@ -49,10 +49,10 @@ class RunCheckpoints:
         optimizers: Its optimizers.
         after: The number of the checkpoint in `folder` that the run continues from. None for a new
             run, or if it continues from one elsewhere: then every row is saved again.
-        numbers_after: Checkpoints get higher numbers than this one; above 0 the run continues.
-        newest_of_all: With several processes, which save together: maps the number of the newest
-            complete checkpoint of this one, or None, to that of the newest that all have. A
-            collective.
+        numbers_after: Checkpoints get the numbers after this one; above 0 the run continues. With
+            several processes, one that cannot be written has a number, too, so that all agree.
+        newest_of_all: With several processes, which save together: the number of the newest
+            complete checkpoint that all have, or None. A collective. None for one process.
         when_complete: Is called once there is a checkpoint in `folder` that all processes have.
     """
 
@@ -64,17 +64,18 @@ class RunCheckpoints:
         optimizers: Sequence[Optimizer],
         after: int | None,
         numbers_after: int = 0,
-        newest_of_all: Callable[[int | None], int | None] = lambda number: number,
+        newest_of_all: Callable[[], int | None] | None = None,
         when_complete: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._folder = config, folder
         self._model, self._optimizers = model, optimizers
         self._made: Checkpoints | None = None
         self._has_failed = False  # to make the folder, since the last checkpoint was due
-        self._numbers_after = numbers_after
+        self._number = numbers_after if after is None else after
         self._has_saved = after is not None or numbers_after > 0
         self._newest_of_all, self._when_complete = newest_of_all, when_complete
         self._is_complete = False
+        self._waited = 0.0  # seconds
         self._since = perf_counter()
         self._described: dict[str, Any] | None = None
         if after is not None:
@@ -82,7 +83,10 @@ class RunCheckpoints:
 
     @property
     def has_saved(self) -> bool:
-        """Whether a checkpoint of this run was written, by this process or an earlier one."""
+        """Whether a checkpoint of this run was written, by this process or an earlier one.
+
+        With several processes, whether they have tried to: it is the same on all.
+        """
         return self._has_saved
 
     def start(self) -> None:
@@ -112,11 +116,16 @@ class RunCheckpoints:
         Args:
             state: The state of everything but the model and its optimizers.
         """
+        begin = perf_counter()
         self.wait_for_all()
+        self._waited += perf_counter() - begin
         made = self._made or self._begin()
+        number, are_several = None, self._newest_of_all is not None
+        if are_several:  # also where the folder cannot be made
+            number = self._number = self._number + 1
         if made is not None:
-            made.save(state=state)
-            self._has_saved = True
+            made.save(state=state, number=number)
+        self._has_saved |= made is not None or are_several
         self._has_failed = False
         self.start()
 
@@ -130,7 +139,9 @@ class RunCheckpoints:
 
         The newest one that all have is kept until there is a newer one.
         """
-        number = self._newest_of_all(None if self._made is None else self._made.wait())
+        number = None if self._made is None else self._made.wait()
+        if self._newest_of_all is not None:
+            number = self._newest_of_all()
         if number is None or self._made is None:
             return
         self._made.pin(number)
@@ -146,14 +157,14 @@ class RunCheckpoints:
             self.give_up()
             return
         self._made.wait()
-        self._described = self._made.describe()
+        self._describe(self._made)
         self._made.close()
 
     def give_up(self) -> None:
         """End at once: a checkpoint that is not written yet is dropped."""
         if self._made is None:
             return
-        self._described = self._made.describe()
+        self._describe(self._made)
         self._made.give_up()
         if newest(self._folder) is None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -161,6 +172,10 @@ class RunCheckpoints:
     def describe(self) -> dict[str, Any] | None:
         """For a run record, after the end: what was written; None if nothing was prepared."""
         return self._described
+
+    def _describe(self, made: Checkpoints) -> None:
+        found = made.describe()
+        self._described = found | {"exposed_seconds": found["exposed_seconds"] + self._waited}
 
     def _begin(self) -> Checkpoints | None:
         """Make the folder; a failure warns, and the next checkpoint tries again."""
@@ -184,5 +199,5 @@ class RunCheckpoints:
             optimizers=self._optimizers,
             buffer_bytes=self._config.buffer_bytes,
             after=after,
-            numbers_after=self._numbers_after,
+            numbers_after=self._number,
         )

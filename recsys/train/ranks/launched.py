@@ -36,7 +36,7 @@ def processes_of(run_dir: Path) -> Iterator[AbstractProcesses]:
 
     from recsys.train.ranks.processes import OneProcess
 
-    is_joined = distributed.is_initialized()
+    is_joined = distributed.is_available() and distributed.is_initialized()
     if not (distributed.get_world_size() > 1 if is_joined else is_launched()):
         yield OneProcess(run_dir)
         return

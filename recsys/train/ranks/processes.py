@@ -6,12 +6,13 @@ whose files are the run's, and what the processes tell each other after a step.
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recsys.datasets.loader import BatchLoader
-from recsys.train.checkpoint import load_checkpoint
+from recsys.train.checkpoint import load_checkpoint, newest
 from recsys.train.loop.cold_folder import cold_folder
 from recsys.train.loop.resume import reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
@@ -55,7 +56,9 @@ class BuiltModel(NamedTuple):
 
 
 class AbstractProcesses(ABC):
-    """The processes of one run. All call each method that is a collective, in the same order.
+    """The processes of one run, seen by one of them.
+
+    Some methods are collectives: every process must call them, in the same order.
 
     Attributes:
         num_ranks: How many there are.
@@ -70,15 +73,17 @@ class AbstractProcesses(ABC):
     @abstractmethod
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Work without collectives, in which one process may fail. A collective.
+        """If one process raises in the `with` block, all raise at its end. A collective.
+
+        There may be no collective in the block.
 
         Raises:
-            OtherRankFailed: it failed on another process.
+            OtherRankFailed: another process raised an error.
         """
 
     @abstractmethod
-    def adapt(self, config: TrainConfig) -> TrainConfig:
-        """The configuration of this process."""
+    def num_threads(self, config: TrainConfig) -> int:
+        """The threads of this process; 0 for one per core."""
 
     @abstractmethod
     def require(self, config: TrainConfig, source: SampleSource) -> None:
@@ -186,9 +191,9 @@ class OneProcess(AbstractProcesses):
         """Nothing to agree on."""
         yield
 
-    def adapt(self, config: TrainConfig) -> TrainConfig:
-        """The configuration as it is."""
-        return config
+    def num_threads(self, config: TrainConfig) -> int:
+        """Those of the configuration."""
+        return config.num_threads
 
     def require(self, config: TrainConfig, source: SampleSource) -> None:
         """Check the budget."""
@@ -244,6 +249,10 @@ class OneProcess(AbstractProcesses):
             return None
         saved = None if earlier is None else earlier.saved
         is_elsewhere = saved is not None and saved.shards is not None
+        if saved is not None and is_elsewhere:
+            older = newest(folder.checkpoints_folder)
+            if older is not None and older < saved.number:  # maybe removed in part
+                shutil.rmtree(folder.checkpoints_folder)
         return RunCheckpoints(
             config.checkpoint,
             folder.checkpoints_folder,

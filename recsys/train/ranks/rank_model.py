@@ -32,6 +32,7 @@ from recsys.batch import has_weighted_bags
 from recsys.distributed import HotColdEmbeddingBagCollectionSharder
 from recsys.distributed.placement import TableCost, place_tables
 from recsys.embeddings.tiers.slots import row_bytes
+from recsys.errors import ConfigError
 from recsys.train.parts.build import dense_optimizer
 from recsys.train.parts.models import build_network
 from recsys.train.parts.providers import row_optimizer
@@ -157,6 +158,7 @@ def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) 
         )
     sharded: AbstractShardedTables = holder.collection
     local = sharded.local_tables
+    _require_no_running_statistics(network)
     dense = [each for name, each in network.named_parameters() if ".embedding_bags." not in name]
     optimizers = [dense_optimizer(config, dense)]
     rows: nn.Module = nn.Module()
@@ -169,6 +171,20 @@ def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) 
     keys = {table.name: f"{path}.embedding_bags.{table.name}.weight" for table in tables}
     dims = {keys[table.name]: table.embedding_dim for table in tables}
     return RankModel(built, _layout(keys, local.tables), dims, placement)
+
+
+def _require_no_running_statistics(network: nn.Module) -> None:
+    """Refuse batch normalization: its statistics would be of one process's samples.
+
+    Raises:
+        ConfigError: the model has it.
+    """
+    for name, module in network.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(
+                f"{name}: {type(module).__name__} would see each process's samples alone; use "
+                "LayerNorm, or train on one process"
+            )
 
 
 def _costs(

@@ -15,10 +15,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
 import warnings
 from contextlib import contextmanager
-from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +33,7 @@ from recsys.distributed.agreement import OtherRankFailed, on_every_rank
 from recsys.embeddings.saved_tables import SavedTables
 from recsys.errors import RecsysError
 from recsys.train.checkpoint.blocks import row_ranges
+from recsys.train.checkpoint.manifest import manifest_numbers
 from recsys.train.loop.cold_folder import cold_folder
 from recsys.train.loop.resume import Reopened, reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
@@ -61,20 +61,20 @@ __all__ = ["Ranks", "joined"]
 
 @contextmanager
 def joined(run_dir: Path) -> Iterator[Ranks]:
-    """Join the processes that `torchrun` has started; they part at the end.
+    """Join the processes that `torchrun` has started, until the end of the `with` block.
 
     Args:
         run_dir: The folder of the run, the same for all.
 
     Raises:
-        OtherRankFailed: another process has ended.
+        OtherRankFailed: the connection to another process is lost.
     """
     is_first_use = not dist.is_initialized()
-    if is_first_use:
-        _make_group()
     # TorchRec calls a function of torch that warns once.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     try:
+        if is_first_use:
+            _make_group()
         if dist.get_rank() == 0:
             yield Ranks(run_dir, run_dir)
         else:
@@ -83,11 +83,12 @@ def joined(run_dir: Path) -> Iterator[Ranks]:
         # The model refers to itself. At exit, its tables would be written to deleted files.
         gc.collect()
     except RuntimeError as error:
-        if isinstance(error, RecsysError) or "gloo" not in str(error):
+        is_lost = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+        if isinstance(error, RecsysError) or not is_lost:
             raise
         raise OtherRankFailed(
-            f"process {dist.get_rank()} cannot go on, because another one has ended; its own error "
-            "says why, and --resume continues from the newest checkpoint of all"
+            f"process {os.environ.get('RANK', '')} lost its connection to another process, whose "
+            "error has the reason; --resume continues from the newest complete checkpoint"
         ) from error
     finally:
         if is_first_use and dist.is_initialized():
@@ -103,7 +104,9 @@ def _make_group() -> None:
     store, rank, num_ranks = next(rendezvous("env://"))
     start = os.environ["TORCHELASTIC_RESTART_COUNT"]
     store = dist.PrefixStore(f"start-{start}", store)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    # Processes wait for each other's disks. One that ends is noticed at once: its sockets close.
+    limit = timedelta(days=1)
+    dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=num_ranks)
 
 
 class Ranks(AbstractProcesses):
@@ -122,7 +125,7 @@ class Ranks(AbstractProcesses):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Work in which one process may fail; then all end."""
+        """If one process raises in the `with` block, all raise at its end."""
         error: Exception | None = None
         try:
             yield
@@ -130,12 +133,10 @@ class Ranks(AbstractProcesses):
             error = raised
         on_every_rank(partial(_raise, error), None, None)
 
-    def adapt(self, config: TrainConfig) -> TrainConfig:
-        """The configuration with this process's share of the cores."""
-        if not config.num_threads:
-            of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            config = replace(config, num_threads=max(1, num_cores() // of_machine))
-        return config
+    def num_threads(self, config: TrainConfig) -> int:
+        """By default, this process's share of the cores."""
+        of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return config.num_threads or max(1, num_cores() // of_machine)
 
     def require(self, config: TrainConfig, source: SampleSource) -> None:
         """Check what several processes support. The budget is checked by lookups."""
@@ -232,8 +233,8 @@ class Ranks(AbstractProcesses):
         last_number = 0 if earlier is None else earlier.last_number
         shards = Shards.after(self._folder.shards_folder, last_number, self._built.layout)
         with self.together():
-            if not self.rank:  # what a run left that ended before all had saved
-                shutil.rmtree(shards.folder, ignore_errors=True)
+            if not self.rank:
+                shards.clear()
         return RunCheckpoints(
             config.checkpoint,
             shards.folders[self.rank],
@@ -317,17 +318,18 @@ class Ranks(AbstractProcesses):
             for row in range(len(tensors))
         ]
 
-    def _newest_of_all(self, shards: Shards, number: int | None) -> int | None:
-        """The lowest of all processes' numbers; None if one has none. A collective."""
+    def _newest_of_all(self, shards: Shards) -> int | None:
+        """The newest checkpoint that all processes have, or None. A collective."""
+        own: list[int] = manifest_numbers(shards.folders[self.rank])
         if not self.rank:
             try:
                 shards.write_layout()
             except OSError as error:  # the next checkpoint tries again
                 warnings.warn(f"{shards.folder}: no checkpoint is complete ({error})", stacklevel=4)
-                number = None
-        found = torch.tensor(number or 0)
-        dist.all_reduce(found, op=dist.ReduceOp.MIN)
-        return int(found) or None
+                own = []
+        of_ranks: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        dist.all_gather_object(of_ranks, own)
+        return max(set.intersection(*map(set, of_ranks)), default=None)
 
     def _remove_older(self, shards: Shards) -> None:
         if not self.rank:

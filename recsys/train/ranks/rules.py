@@ -57,11 +57,12 @@ def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int)
         if size % num_ranks:
             raise ConfigError(
                 f"{key} must be a multiple of the number of processes, {num_ranks}, got {size}; "
-                f"set it to {-(-size // num_ranks) * num_ranks}"
+                f"set it to {-(-size // num_ranks) * num_ranks}, or start another number"
             )
     last = len(source.splits["train"]) % config.batch_size
     if 0 < last < num_ranks:
         raise ConfigError(
             f"the last mini-batch of an epoch has {last} samples, fewer than the {num_ranks} "
-            f"processes, with batch_size {config.batch_size}; choose another batch_size"
+            f"processes, with batch_size {config.batch_size}; choose another batch_size, or start "
+            "fewer processes"
         )

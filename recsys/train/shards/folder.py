@@ -16,13 +16,13 @@ import re
 import shutil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recsys._support.untrusted import is_count
+from recsys._support.untrusted import is_count, parse_json
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.manifest import manifest_numbers, newest
-from recsys.train.run_files.run_folder import read_json, write_json
+from recsys.train.run_files.run_folder import write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["Layout", "Saved", "Shards", "find_saved", "newest_saved", "remove_older", "whole"]
@@ -75,6 +75,27 @@ class Shards(NamedTuple):
         """The folder that has those of all processes."""
         return self.folders[0].parent
 
+    def clear(self) -> None:
+        """Remove what processes left that ended before all had saved.
+
+        Raises:
+            CheckpointError: all have saved, but the layout is missing.
+            OSError: it cannot be removed.
+        """
+        if not self.folder.exists():
+            return
+        by_world: dict[str, list[set[int]]] = {}
+        for path in self.folder.glob("rank-*-of-*"):
+            numbers = set(manifest_numbers(path))
+            by_world.setdefault(path.name.rpartition("-")[2], []).append(numbers)
+        for world, found in by_world.items():
+            if str(len(found)) == world and set.intersection(*found):
+                raise CheckpointError(
+                    f"{self.folder} has a checkpoint of {world} processes, and its layout.json is "
+                    "missing; copy it back, or move the folder elsewhere to train without it"
+                )
+        shutil.rmtree(self.folder)
+
     def write_layout(self) -> None:
         """Write the layout, if it is not there; the first process does, before all save.
 
@@ -112,13 +133,14 @@ def newest_saved(checkpoints: Path, root: Path) -> Saved | None:
     Raises:
         CheckpointError: a layout, or the name of the newest checkpoint, is damaged.
     """
-    found = [
-        Saved(shards.numbers()[-1], shards) for shards in _all_shards(root) if shards.numbers()
-    ]
-    number = newest(checkpoints)
-    if number is not None:
-        found.append(Saved(number, None))
-    return max(found, key=lambda each: each.number, default=None)
+    of_one = newest(checkpoints)
+    for shards in _newest_first(root):
+        numbers = shards.numbers()
+        if numbers and (of_one is None or of_one < numbers[-1]):
+            return Saved(numbers[-1], shards)
+        if numbers:
+            break
+    return None if of_one is None else Saved(of_one, None)
 
 
 def find_saved(checkpoints: Path, root: Path, number: int) -> Saved:
@@ -126,7 +148,7 @@ def find_saved(checkpoints: Path, root: Path, number: int) -> Saved:
 
     It may not exist: then it is said to be in the folder of one process, which reading it refuses.
     """
-    for shards in _all_shards(root):
+    for shards in _newest_first(root):
         if number in shards.numbers():
             return Saved(number, shards)
     return Saved(number, None)
@@ -165,9 +187,11 @@ def _folders(root: Path) -> Sequence[Path]:
     return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name))
 
 
-def _all_shards(root: Path) -> list[Shards]:
-    # Without a layout, the processes ended before they saved.
-    return [Shards.open(folder) for folder in _folders(root) if (folder / "layout.json").is_file()]
+def _newest_first(root: Path) -> Iterator[Shards]:
+    """The folders of processes; the numbers of each are higher than those of the next."""
+    for folder in reversed(_folders(root)):
+        if (folder / "layout.json").is_file():  # else the processes ended before they saved
+            yield Shards.open(folder)
 
 
 def _parse(file: Path) -> Layout:
@@ -176,19 +200,24 @@ def _parse(file: Path) -> Layout:
     Raises:
         CheckpointError: it is damaged.
     """
-    content: dict[str, Any] = read_json(file)
+    way_out = "copy it from a backup, or train from the start in another folder"
+    try:
+        content: dict[str, Any] = parse_json(file.read_text(encoding="utf-8", errors="replace"))
+        items = content.items()
+    except (AttributeError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}; {way_out}") from error
     layout: Layout = {}
-    for key, ranges in content.items():
+    for key, ranges in items:
         if not isinstance(ranges, list) or not all(map(_is_range, ranges)):
             raise CheckpointError(
                 f"{file}: {key!r} must have the first row of each process and the row after its "
-                f"last one, got {str(ranges)[:100]}; train from the start"
+                f"last one, got {str(ranges)[:100]}; {way_out}"
             )
         layout[key] = [(begin, end) for begin, end in ranges]
     if len({len(ranges) for ranges in layout.values()}) != 1:
         raise CheckpointError(
-            f"{file}: every table must have as many ranges of rows as there are processes; train "
-            "from the start"
+            f"{file}: every table must have as many ranges of rows as there are processes; "
+            f"{way_out}"
         )
     return layout
 

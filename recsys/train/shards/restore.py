@@ -14,7 +14,7 @@ import torch
 from recsys._support.files import read_together
 from recsys.errors import CheckpointError
 from recsys.train.checkpoint.blocks import read_block
-from recsys.train.checkpoint.contents import Contents
+from recsys.train.checkpoint.contents import Contents, errors_of_state
 from recsys.train.checkpoint.manifest import DTYPES, read_manifest
 from recsys.train.checkpoint.restore import require_whole
 
@@ -63,9 +63,11 @@ def restore_shards(
         for folder in shards.folders:
             stack.enter_context(read_together(folder))
         manifests = [read_manifest(folder, number) for folder in shards.folders]
-        for folder, manifest in zip(shards.folders, manifests, strict=True):
+        _require_one_moment(manifests)
+        needed = [rank for rank in range(len(manifests)) if not rank or _has_any(shards, rank, own)]
+        for rank in needed:
             try:
-                require_whole(folder, manifest)
+                require_whole(shards.folders[rank], manifests[rank])
             except CheckpointError as error:
                 others = [each for each in shards.numbers() if each != number]
                 way_out = f"load checkpoint {others[-1]}" if others else "train from the start"
@@ -73,7 +75,8 @@ def restore_shards(
         stack.enter_context(contents.tables.restoring())
         targets = _Rows(contents.tables.tables, own, manifests)
         dense = _Dense(manifests[0], contents)
-        for rank, (folder, manifest) in enumerate(zip(shards.folders, manifests, strict=True)):
+        for rank in needed:
+            folder, manifest = shards.folders[rank], manifests[rank]
             names = _names_of_tables(manifest)
             for piece in manifest.pieces:
                 for block in piece.blocks:
@@ -104,6 +107,29 @@ def _require_same_tables(
                 f"the checkpoint is of another model: {key} has {there} rows there and {here} "
                 "here; build the model as for the run that was saved"
             )
+
+
+def _require_one_moment(manifests: Sequence[Manifest]) -> None:
+    """Check that all processes saved after the same step.
+
+    Raises:
+        CheckpointError: they did not.
+    """
+    with errors_of_state():
+        steps = [each.state["state"]["state"]["progress"]["num_steps"] for each in manifests]
+    if len(set(steps)) > 1:
+        raise CheckpointError(
+            f"checkpoint {manifests[0].number}: processes saved it after different steps, "
+            f"{steps}; load another checkpoint by its number"
+        )
+
+
+def _has_any(shards: Shards, rank: int, own: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether a process that saved has rows that this one needs."""
+    return any(
+        max(begin, shards.layout[key][rank][0]) < min(end, shards.layout[key][rank][1])
+        for key, (begin, end) in own.items()
+    )
 
 
 def _names_of_tables(manifest: Manifest) -> dict[str, tuple[str, str]]:

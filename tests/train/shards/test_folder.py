@@ -1,6 +1,7 @@
 """The folder with the checkpoints of several processes."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from recsys.train.shards.folder import (
     remove_older,
     whole,
 )
+from recsys.train.shards.restore import _require_one_moment
 
 LAYOUT = {"model.t.weight": [(0, 5), (5, 9)], "model.u.weight": [(0, 3), (0, 0)]}
 
@@ -78,6 +80,39 @@ def test_a_damaged_layout_is_named(tmp_path, content):
 
     with pytest.raises(CheckpointError, match=r"layout\.json"):
         newest_saved(tmp_path / "checkpoints", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_layout_that_is_no_json_object_is_named(tmp_path, text):
+    shards = shards_with(tmp_path, 0, [1], [1])
+    (shards.folder / "layout.json").write_text(text)
+
+    with pytest.raises(CheckpointError, match=r"layout\.json is damaged: .* copy it from a backup"):
+        newest_saved(tmp_path / "checkpoints", tmp_path)
+
+
+def test_a_folder_is_cleared_unless_all_have_saved_in_it(tmp_path):
+    started = shards_with(tmp_path, 0, [1], [])
+    (started.folder / "layout.json").unlink()
+    started.clear()
+    assert not started.folder.exists()
+    started.clear()
+
+    saved = shards_with(tmp_path, 0, [1, 2], [2])
+    (saved.folder / "layout.json").unlink()
+    with pytest.raises(CheckpointError, match=r"a checkpoint of 2 processes, and its layout\.json"):
+        saved.clear()
+    assert saved.folder.exists()
+
+
+def test_processes_that_saved_after_different_steps_are_refused():
+    manifests = [
+        SimpleNamespace(number=3, state={"state": {"state": {"progress": {"num_steps": step}}}})
+        for step in (7, 7, 9)
+    ]
+    _require_one_moment(manifests[:2])
+    with pytest.raises(CheckpointError, match=r"checkpoint 3: .* different steps, \[7, 7, 9\]"):
+        _require_one_moment(manifests)
 
 
 def test_a_run_on_one_process_has_all_rows(tmp_path):
