@@ -135,8 +135,10 @@ from recsys.errors import MissingDependency
 installed, run, *settings = sys.argv[1:]
 assert pathlib.Path(recsys.__file__).is_relative_to(installed), recsys.__file__
 assert (pathlib.Path(recsys.__file__).parent / "py.typed").is_file()
+names = "distributed", "train.ranks.rank", "bench.ranks.rank", "bench.ranks.sharded"
+needs_torchrec = tuple(f"recsys.{name}" for name in names)
 for module in pkgutil.walk_packages(recsys.__path__, "recsys."):
-    if not module.name.startswith("recsys.distributed"):
+    if not module.name.startswith(needs_torchrec):
         importlib.import_module(module.name)
 try:
     importlib.import_module("recsys.distributed")

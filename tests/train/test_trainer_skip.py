@@ -173,7 +173,7 @@ def test_learning_rates_go_by_the_samples_seen(skip_config, small_config, tmp_pa
         return model, found
 
     monkeypatch.setattr(SHARED["Progress"], "add", add_and_note)
-    monkeypatch.setattr("recsys.train.trainer.build_model", build_and_note)
+    monkeypatch.setattr("recsys.train.ranks.processes.build_model", build_and_note)
     settings = ("epochs=1", "lr_schedule.decay=linear", "checkpoint.every_steps=0")
     run(skip_config("random_drop", *settings), tmp_path / "run")
 

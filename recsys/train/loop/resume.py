@@ -14,7 +14,6 @@ from recsys._support.files import alone_in
 from recsys.config import build_config, describe_config, load_config, read_tree
 from recsys.errors import AlreadyExists, ConfigError
 from recsys.train.run_files.run_folder import RunFolder
-from recsys.train.shards.folder import find_saved, newest_saved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -96,6 +95,8 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
             _say(f"{run_dir} is finished; to train more, set epochs above {before.epochs}")
             yield Reopened(folder, before, None, 0, record)
             return
+        from recsys.train.shards.folder import find_saved, newest_saved  # imports PyTorch
+
         places = folder.checkpoints_folder, folder.shards_folder
         last = newest_saved(*places)
         saved = last if number is None else find_saved(*places, number)
