@@ -1,4 +1,4 @@
-"""Trains a DLRM on one process and on several, and writes the AUC of both, over three seeds.
+"""Trains a DLRM on one process and on several, and writes the AUC of both, over ten seeds.
 
     python docs/benchmarks/several_processes.py STORE --json docs/benchmarks/several_processes.json
 
@@ -22,7 +22,7 @@ from recsys.train.run_files.run_folder import read_json, write_json
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SEEDS = (0, 1, 2)
+_SEEDS = range(10)
 _SETTINGS = (
     "batch_size=1024",
     "optimizer.name=adagrad",
