@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
-from table_cells import cells_of, keys_of_case, machine, markdown, ratio, read_record
+from table_cells import cells_of, keys_of_case, markdown, ratio, read_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -149,7 +149,8 @@ def processes_table(file: str) -> str:
     caption = (
         f"Test AUC of a DLRM on a real sample of Criteo Kaggle, {config['optimizer']['name']} "
         f"{config['optimizer']['lr']:g}, B={config['batch_size']} over all processes, budget "
-        f"{config['budget']} for each; {len(found[1])} seeds; {machine(record['environment'])}."
+        f"{config['budget']} and one thread for each; {len(found[1])} seeds; "
+        f"{record['environment']['cpu']}, torch {record['environment']['torch']}."
     )
     header = ["processes", "test AUC, mean", "least to most", "standard deviation"]
     return markdown(caption, header, lines)
