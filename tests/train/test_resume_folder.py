@@ -103,6 +103,18 @@ def test_a_new_folder_may_be_resumed(small_config, tmp_path, capsys):
     assert "is new: training starts from the first sample" in capsys.readouterr().err
 
 
+def test_rows_of_a_run_that_was_killed_before_it_made_its_folder_are_removed(
+    small_config, tmp_path
+):
+    config = small_config(*SETTINGS, *TIERED, "cold_tier=file")
+    (tmp_path / "run.cold").mkdir()
+    (tmp_path / "run.cold" / "arrays.json").write_text("{}")
+    with pytest.raises(AlreadyExists, match=r"run\.cold, the folder for rows in files, exists"):
+        run(config, tmp_path / "run")
+
+    assert run(config, tmp_path / "run", resume=True)["status"] == "finished"
+
+
 def test_the_model_of_a_finished_run_without_checkpoints_is_kept(small_config, tmp_path):
     config = small_config(*SETTINGS, "checkpoint.every_steps=0", "epochs=1")
     run(config, tmp_path / "run")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from recsys.config import TrainConfig
 
-__all__ = ["cold_folder", "remove_left_rows"]
+__all__ = ["cold_folder", "remove_left_rows", "remove_own_folder"]
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def remove_left_rows(
     Raises:
         ColdTierError: `cold_path` holds something else, or is in use.
     """
-    shutil.rmtree(_own_folder(run_dir), ignore_errors=True)
+    remove_own_folder(run_dir)
     path = Path(config.cold_path)
     if config.cold_path and config.cold_path == before.cold_path and path.exists():
         of_ranks = list(path.glob("*.rank-*-of-*"))
@@ -71,6 +71,11 @@ def remove_left_rows(
             path.rmdir()
         else:
             remove_cold_files(path, tables)
+
+
+def remove_own_folder(run_dir: Path) -> None:
+    """Remove the folder for rows in files that a run makes if it is given no `cold_path`."""
+    shutil.rmtree(_own_folder(run_dir), ignore_errors=True)
 
 
 def _own_folder(run_dir: Path) -> Path:

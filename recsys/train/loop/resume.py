@@ -65,7 +65,8 @@ class Reopened(NamedTuple):
 def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator[Reopened | None]:
     """Open and lock the folder of a run, and check that it can continue with a configuration.
 
-    Nothing is written to the folder.
+    Nothing is written to the folder. If it is new, rows that a killed run left beside it are
+    removed.
 
     Args:
         config: The configuration to continue with.
@@ -81,6 +82,9 @@ def reopened(config: TrainConfig, run_dir: Path, number: int | None) -> Iterator
         ConfigError: the folder is not of a run, or in use, or the configuration does not fit.
     """
     if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
+        from recsys.train.loop.cold_folder import remove_own_folder  # imports PyTorch
+
+        remove_own_folder(run_dir)  # of a run that was killed before it made its folder
         _say(f"{run_dir} is new: training starts from the first sample")
         yield None
         return
