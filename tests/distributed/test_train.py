@@ -18,6 +18,14 @@ from recsys.train.ranks.rank_model import _require_no_running_statistics  # noqa
 SAVES = ("checkpoint.every_steps=17",)
 
 
+@pytest.fixture(scope="module")
+def whole(_all_ranks, tmp_path_factory):
+    """A run of two epochs that nothing interrupts."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    _all_ranks(2).run("trains_a_run", run=str(run), settings=[*SAVES, "epochs=2"])
+    return run
+
+
 def model_of(run):
     return load_file(run / "model.safetensors")
 
@@ -109,9 +117,8 @@ def test_one_process_continues_a_run_of_ranks(ranks, tmp_path):
     assert not (ours / "shards").exists()
 
 
-def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    ranks("trains_a_run", run=str(whole), settings=[*SAVES, "epochs=2"])
+def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, whole):
+    parts = tmp_path / "parts"
     ranks("trains_a_run", run=str(parts), settings=[*SAVES, "budget=60KiB"])
 
     # The newest checkpoint, after step 41, is gone on one rank.
@@ -135,10 +142,8 @@ def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path):
     [[(0, 0), (2, 99)], [(2, 3), (3, 99)]],
     ids=["one disk is full", "then the other one"],
 )
-def test_full_disks_leave_the_newest_checkpoint_that_all_have(ranks, tmp_path, failing):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    ranks("trains_a_run", run=str(whole), settings=[*SAVES, "epochs=2"])
-
+def test_full_disks_leave_the_newest_checkpoint_that_all_have(ranks, tmp_path, failing, whole):
+    parts = tmp_path / "parts"
     ranks("has_full_disks", run=str(parts), failing=failing, settings=["checkpoint.every_steps=7"])
 
     found = ranks("trains_a_run", run=str(parts), settings=[*SAVES, "epochs=2"], resume=True)
@@ -158,10 +163,8 @@ def test_full_disks_leave_the_checkpoint_of_one_process(ranks, tmp_path):
     assert [each["step"] for each in found[0]["resumed"]] == [41]
 
 
-def test_a_rank_without_a_folder_at_first_saves_with_the_others(ranks, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    ranks("trains_a_run", run=str(whole), settings=[*SAVES, "epochs=2"])
-
+def test_a_rank_without_a_folder_at_first_saves_with_the_others(ranks, tmp_path, whole):
+    parts = tmp_path / "parts"
     ranks("has_no_folder", run=str(parts), num_failures=1, settings=SAVES)
 
     found = ranks("trains_a_run", run=str(parts), settings=[*SAVES, "epochs=2"], resume=True)
