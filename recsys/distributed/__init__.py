@@ -3,16 +3,13 @@
     sharder          what users give to `DistributedModelParallel`
     collection       the sharded collections, with and without pooling
     sharded_tables   what they share: ids out, lookup, vectors back
-    row_wise         row-wise tables: one of two exchanges
-    exchange_choice  which of the two
-    distinct_rows    distinct ids out, their rows back
-    received_rows    pools the rows that the rank of the samples receives
+    exchange         what travels for row-wise tables
     local_tables     the rows of one rank: lookups and checkpoints
-    row_lookups      rows of single tables without pooling, under the same budget
     row_state        the row optimizer as TorchRec's checkpoints and schedules see it
     formula          TorchRec's settings of an optimizer as a recsys formula
     input_checks     checks a rank's own mini-batch, before its ids go to other ranks
     agreement        an error on one rank ends every rank
+    placement        which rank has which table, where there is no plan
     planner          what a table costs under a budget, for TorchRec's planner
     train_pipeline   TorchRec's pipeline, which also fetches the rows of the next mini-batch
 

@@ -8,16 +8,16 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardingType
 
-from recsys.distributed.distinct_rows import DistinctIdsDist
-from recsys.distributed.exchange_choice import (
+from recsys.distributed.exchange.distinct_rows import DistinctIdsDist
+from recsys.distributed.exchange.exchange_choice import (
     AUTO,
     POOLED,
     ROWS,
     cheaper_exchange,
     require_same_exchange,
 )
+from recsys.distributed.exchange.row_wise import RowWiseSharding
 from recsys.distributed.local_tables import AbstractLocalTables, LocalBags, LocalEmbeddings
-from recsys.distributed.row_wise import RowWiseSharding
 from recsys.distributed.sharded_tables import AbstractShardedTables
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from torchrec.distributed.embedding_kernel import get_state_dict
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 
 from recsys.batch import JaggedIds
+from recsys.distributed.exchange.row_lookups import RowLookups, make_room, without_tables
 from recsys.distributed.formula import common_formula
-from recsys.distributed.row_lookups import RowLookups, make_room, without_tables
 from recsys.distributed.row_state import RowStateOptimizer, make_state
 from recsys.embeddings import HotColdEmbeddingBagCollection, HotColdEmbeddingCollection
 from recsys.embeddings.tiers.ahead import Prefetched

@@ -16,7 +16,7 @@ from recsys.distributed.collection import (
     ShardedHotColdEmbeddingBagCollection,
     ShardedHotColdEmbeddingCollection,
 )
-from recsys.distributed.exchange_choice import DEFAULT, ROWS, require_exchange
+from recsys.distributed.exchange.exchange_choice import DEFAULT, ROWS, require_exchange
 from recsys.embeddings.popularity.plan import require_plan
 from recsys.embeddings.table import data_type_of
 

@@ -72,8 +72,6 @@ __all__ = [
     "require_features_of",
 ]
 
-_DEFAULT_DEPTH = 2
-
 
 def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
     """Open the data of a configuration.
@@ -280,9 +278,13 @@ def _load_plan(file: str) -> HotPlan:
 
 
 def build_loader(
-    config: TrainConfig, source: SampleSource, plan: HotPlan | None
+    config: TrainConfig,
+    source: SampleSource,
+    plan: HotPlan | None,
+    rank: int = 0,
+    num_ranks: int = 1,
 ) -> BatchLoader | HotColdLoader:
-    """A loader of the training split, in the order of the schedule.
+    """A loader of the training split, in the order of the schedule; arguments as for `BatchLoader`.
 
     FAE classifies every sample as hot or cold, and keeps the result in the folder of the store.
     """
@@ -295,6 +297,8 @@ def build_loader(
             seed=config.seed,
             prefetch=config.prefetch,
             permutation_seed=permutation_seed(config),
+            rank=rank,
+            num_ranks=num_ranks,
         )
     assert plan is not None
     constants = config.schedule
@@ -442,7 +446,7 @@ def _schedule(config: ScheduleConfig, num_steps: int) -> Schedule | Auto | None:
         learning_steps = ceil(config.learning_share * num_steps)
         return Hotline(config.depth, learning_steps, config.pinned_share)
     if config.name or config.depth:
-        return LookAhead(config.depth or _DEFAULT_DEPTH)
+        return LookAhead(config.depth) if config.depth else LookAhead()
     return None
 
 

@@ -37,7 +37,7 @@ from recsys.train.checkpoint.manifest import manifest_numbers
 from recsys.train.loop.cold_folder import cold_folder
 from recsys.train.loop.resume import Reopened, reopened
 from recsys.train.loop.run_checkpoints import RunCheckpoints, writes_checkpoints
-from recsys.train.parts.build import permutation_seed
+from recsys.train.parts.build import build_loader
 from recsys.train.ranks.processes import AbstractProcesses, BuiltModel
 from recsys.train.ranks.rank_model import RankModel, rank_model
 from recsys.train.ranks.rules import require_supported
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
     from recsys.embeddings.popularity.plan import HotPlan
+    from recsys.pipeline.fae.hot_cold_loader import HotColdLoader
 
 __all__ = ["Ranks", "joined"]
 
@@ -178,20 +179,10 @@ class Ranks(AbstractProcesses):
 
     def train_loader(
         self, config: TrainConfig, source: SampleSource, plan: HotPlan | None
-    ) -> BatchLoader:
+    ) -> BatchLoader | HotColdLoader:
         """This process's part of every mini-batch."""
         self._most_trained = config.batch_size // self.num_ranks
-        return BatchLoader(
-            source,
-            "train",
-            config.batch_size,
-            shuffle=config.shuffle,
-            seed=config.seed,
-            prefetch=config.prefetch,
-            permutation_seed=permutation_seed(config),
-            rank=self.rank,
-            num_ranks=self.num_ranks,
-        )
+        return build_loader(config, source, plan, rank=self.rank, num_ranks=self.num_ranks)
 
     def eval_loader(self, source: SampleSource, split: str, batch_size: int) -> BatchLoader:
         """This process's part of every mini-batch."""

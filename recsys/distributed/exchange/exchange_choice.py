@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from recsys.distributed.distinct_rows import id_dtype
+from recsys.distributed.exchange.distinct_rows import id_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -32,7 +32,7 @@ from torchrec.distributed.embedding_sharding import (
 from torchrec.distributed.types import CommOp
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys.distributed.received_rows import ReceivedRowsPooling
+from recsys.distributed.exchange.received_rows import ReceivedRowsPooling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

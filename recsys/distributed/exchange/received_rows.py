@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 
-    from recsys.distributed.distinct_rows import DistinctRowsContext
+    from recsys.distributed.exchange.distinct_rows import DistinctRowsContext
 
 __all__ = ["ReceivedRowsPooling"]
 

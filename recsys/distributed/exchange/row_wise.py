@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torchrec.distributed.sharding.rw_sharding import RwPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 
-from recsys.distributed.distinct_rows import DistinctIdsDist, DistinctRowsDist
+from recsys.distributed.exchange.distinct_rows import DistinctIdsDist, DistinctRowsDist
 
 if TYPE_CHECKING:
     import torch
