@@ -235,8 +235,7 @@ def _train(
                 if is_finished:
                     folder.append_history({**progress.position(), **metrics})
             if checkpoints is not None:
-                checkpoints.wait_for_all()
-                checkpoints.close()
+                checkpoints.end()
             record["status"] = "finished" if is_finished else "interrupted"
     except KeyboardInterrupt:
         metrics[config.eval.split] = metrics[config.eval.split] or progress.last_evaluation

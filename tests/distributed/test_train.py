@@ -50,7 +50,8 @@ def history(run):
 
 
 def test_all_ranks_know_the_metrics_of_all_samples(ranks, tmp_path):
-    found = ranks("trains_a_run", run=str(tmp_path / "run"))
+    settings = ["checkpoint.every_seconds=1000"]  # longer than the run
+    found = ranks("trains_a_run", run=str(tmp_path / "run"), settings=settings)
 
     first, second = found
     assert first["metrics"] == second["metrics"]

@@ -149,6 +149,12 @@ class RunCheckpoints:
             self._is_complete = True
             self._when_complete()
 
+    def end(self) -> None:
+        """Wait until the last checkpoint of every process is written, and end. A collective."""
+        if self._has_saved:
+            self.wait_for_all()
+        self.close()
+
     def close(self) -> None:
         """Wait until the last checkpoint is written, and end."""
         if self._made is None:
