@@ -1,0 +1,13 @@
+"""Triton kernels for tables on a CUDA device, in place of functions of `kernels.torch`.
+
+Each function keeps the contract of the function of the same name there, which is its reference.
+Only `kernels.choice` imports these modules, and only for tables on CUDA: a CPU machine needs no
+triton.
+
+    transfers       copies rows between slots and pinned host memory, by lists on the device
+
+Rules. A kernel waits for nothing on the host, and its grid depends on sizes that the host knows.
+Sizes that follow from a model are `tl.constexpr`; those that change with a mini-batch are not, so
+that they compile nothing anew. Row numbers become int64 before they are multiplied. Sums have an
+order that depends on lookups alone, so they repeat to the bit.
+"""

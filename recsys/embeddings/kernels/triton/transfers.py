@@ -1,0 +1,134 @@
+"""Copies rows between slots and the tables of a cold store, by lists that only the device knows.
+
+The tables lie in pinned host memory, which the kernel reads and writes over PCIe itself: no list
+travels to the host, and no row is copied twice. One launch serves all tables of a row space.
+
+Letters: T tables, M places of a list, D numbers per row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from recsys.embeddings.kernels.torch.row_space import upload
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+__all__ = ["HostRows", "fetch_rows", "write_rows"]
+
+_BLOCK_ROWS = 16  # rows a program copies; each of its warps has several reads under way
+_NUM_WARPS = 4
+# Numbers are copied as integers of their size, so every dtype is copied bit by bit.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class HostRows:
+    """Tables that a kernel finds by address, with rows numbered over all of them.
+
+    Args:
+        tables: (E, D) or (E,) each, contiguous, of one dtype, in memory that the device can reach:
+            pinned, or registered with CUDA. They must outlive this object's last kernel.
+        device: Where kernels run.
+
+    Attributes:
+        dim: D.
+        dtype: Dtype of the numbers.
+        addresses: Where each table begins, (T,) int64.
+        first_rows: The number of each table's first row, then of all rows, (T + 1,) int64.
+        is_aligned: Whether every table begins at a multiple of 16 bytes.
+    """
+
+    def __init__(self, tables: Sequence[Tensor], device: torch.device) -> None:
+        self._tables = list(tables)
+        self.dim, self.dtype = tables[0].shape[1:].numel(), tables[0].dtype
+        starts = [table.data_ptr() for table in tables]
+        self.addresses = upload(np.array(starts, np.int64), device)
+        self.first_rows = upload(np.cumsum([0, *map(len, tables)]).astype(np.int64), device)
+        self.is_aligned = not any(start % 16 for start in starts)
+
+
+def fetch_rows(host: HostRows, rows_M: Tensor, slots_M: Tensor, result: Tensor) -> None:
+    """Copy rows from the host's tables into slots.
+
+    Args:
+        host: The tables.
+        rows_M: Which rows, (M,), counted over all tables; negative for no row.
+        slots_M: The slot of each row, (M,).
+        result: The slots' rows, (S, D) contiguous, of the tables' dtype; changed in place.
+    """
+    _copy(host, rows_M, slots_M, result, is_fetch=True)
+
+
+def write_rows(host: HostRows, rows_M: Tensor, slots_M: Tensor, source: Tensor) -> None:
+    """Copy rows from slots to the host's tables; see `fetch_rows`. Rows must be distinct."""
+    _copy(host, rows_M, slots_M, source, is_fetch=False)
+
+
+def _copy(
+    host: HostRows, rows_M: Tensor, slots_M: Tensor, in_slots: Tensor, *, is_fetch: bool
+) -> None:
+    if not len(rows_M):
+        return
+    bits = _BITS[host.dtype.itemsize]
+    _copy_kernel[(triton.cdiv(len(rows_M), _BLOCK_ROWS),)](
+        host.addresses,
+        host.first_rows,
+        rows_M,
+        slots_M,
+        in_slots.view(bits),
+        len(rows_M),
+        NUM_TABLES=len(host.addresses),
+        DIM=host.dim,
+        BLOCK_DIM=triton.next_power_of_2(host.dim),
+        BLOCK_ROWS=_BLOCK_ROWS,
+        IS_FETCH=is_fetch,
+        IS_ALIGNED=host.is_aligned,
+        num_warps=_NUM_WARPS,
+    )
+
+
+@triton.jit
+def _copy_kernel(
+    addresses,
+    first_rows,
+    rows_M,
+    slots_M,
+    in_slots,
+    num_places,
+    NUM_TABLES: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    IS_FETCH: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """Copy BLOCK_ROWS rows of a list; a place without a row copies nothing."""
+    places = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    is_place = places < num_places
+    rows = tl.load(rows_M + places, is_place, -1).to(tl.int64)
+    slots = tl.load(slots_M + places, is_place, 0).to(tl.int64)
+    is_row = rows >= 0
+    tables = tl.zeros([BLOCK_ROWS], tl.int32)
+    for table in range(1, NUM_TABLES):
+        # Of tables without rows, which begin where the next one does, the last is found.
+        tables = tl.where(rows >= tl.load(first_rows + table), table, tables)
+    ids = rows - tl.load(first_rows + tables)
+    starts = tl.load(addresses + tables).to(tl.pointer_type(in_slots.dtype.element_ty))
+    if IS_ALIGNED:
+        starts = tl.multiple_of(starts, [16])
+    columns = tl.arange(0, BLOCK_DIM)
+    of_host = starts[:, None] + (ids[:, None] * DIM + columns[None, :])
+    of_slots = in_slots + (slots[:, None] * DIM + columns[None, :])
+    is_number = is_row[:, None] & (columns < DIM)[None, :]
+    if IS_FETCH:
+        tl.store(of_slots, tl.load(of_host, is_number), is_number)
+    else:
+        tl.store(of_host, tl.load(of_slots, is_number), is_number)

@@ -1,0 +1,61 @@
+"""Every kernel is compiled for GPUs that are not there; see `compiling.py`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+IS_STRESS = settings.get_current_profile_name() == "stress"
+MOST_REGISTERS = 128  # of a thread, so that 512 threads fit on a multiprocessor
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What each kernel takes on sm_80 and sm_90."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    script = Path(__file__).with_name("compiling.py")
+    command = [sys.executable, script, "80", "90", *(["--all"] if IS_STRESS else [])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_module_of_kernels_is_compiled():
+    here = Path(__file__).parent
+    recsys = here.parents[3] / "recsys"
+    with_kernels = {
+        path.stem for path in recsys.rglob("*.py") if "@triton.jit" in path.read_text("utf-8")
+    }
+
+    assert with_kernels == {
+        path.stem.removeprefix("launches_") for path in here.glob("launches_*.py")
+    }
+
+
+def test_no_kernel_spills_registers(compiled):
+    spilling = [kernel for kernel in compiled if kernel["spilled_bytes"]]
+
+    assert {kernel["capability"] for kernel in compiled} == {80, 90}
+    assert not spilling
+
+
+def test_kernels_leave_room_for_others_on_a_multiprocessor(compiled):
+    large = [kernel for kernel in compiled if kernel["registers"] > MOST_REGISTERS]
+    wide = [kernel for kernel in compiled if kernel["shared_bytes"] > 48 * 1024]
+
+    assert not large
+    assert not wide
+
+
+def test_rows_are_moved_sixteen_bytes_at_a_time(compiled):
+    """Launches that count on it say so in their name."""
+    wide = [kernel for kernel in compiled if "16 bytes" in kernel["launch"]]
+    narrow = [kernel for kernel in wide if min(kernel["widest_load"], kernel["widest_store"]) < 128]
+
+    assert wide
+    assert not narrow

@@ -1,0 +1,75 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recsys.embeddings.kernels.triton.transfers import HostRows, fetch_rows, write_rows
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+NUM_SLOTS = 40
+
+
+def host_tables(sizes, dim, dtype, device):
+    generator = torch.Generator().manual_seed(dim)
+    tables = [torch.randn(size, dim, generator=generator).to(dtype) for size in sizes]
+    return [table.pin_memory() for table in tables] if device.type == "cuda" else tables
+
+
+cases = {
+    "sizes": st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
+    "dim": st.sampled_from([1, 3, 4, 16]),
+    "dtype": st.sampled_from(DTYPES),
+    "seed": st.integers(0, 99),
+}
+
+
+def moves(sizes, seed):
+    """Some rows in any order, each with a slot of its own, and places of no row between them."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(sum(sizes), generator=generator)
+    slots = torch.randperm(NUM_SLOTS, generator=generator)[: len(rows)]
+    rows = rows[: len(slots)]
+    return torch.where(torch.rand(len(rows), generator=generator) < 0.3, -1, rows), slots[
+        : len(rows)
+    ]
+
+
+@given(**cases)
+def test_rows_of_a_list_are_copied_into_their_slots(triton_device, sizes, dim, dtype, seed):
+    tables = host_tables(sizes, dim, dtype, triton_device)
+    rows, slots = moves(sizes, seed)
+    found = torch.full((NUM_SLOTS, dim), 7, dtype=dtype, device=triton_device)
+    expected = found.clone().cpu()
+    expected[slots[rows >= 0]] = torch.cat(tables)[rows[rows >= 0]]
+
+    host = HostRows(tables, triton_device)
+    fetch_rows(host, rows.to(triton_device), slots.to(triton_device), found)
+
+    assert torch.equal(found.cpu(), expected)
+
+
+@given(**cases)
+def test_rows_of_a_list_are_written_to_the_tables(triton_device, sizes, dim, dtype, seed):
+    tables = host_tables(sizes, dim, dtype, triton_device)
+    rows, slots = moves(sizes, seed)
+    of_slots = torch.randn(NUM_SLOTS, dim).to(dtype)
+    expected = torch.cat(tables)
+    expected[rows[rows >= 0]] = of_slots[slots[rows >= 0]]
+
+    host = HostRows(tables, triton_device)
+    write_rows(host, rows.to(triton_device), slots.to(triton_device), of_slots.to(triton_device))
+    if triton_device.type == "cuda":
+        torch.cuda.synchronize()
+
+    assert torch.equal(torch.cat(tables), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_of_one_number_per_row_is_copied(triton_device, dtype):
+    [state] = host_tables([9], 1, dtype, triton_device)
+    found = torch.zeros(9, 1, dtype=dtype, device=triton_device)
+    every = torch.arange(9, device=triton_device)
+
+    fetch_rows(HostRows([state.view(9)], triton_device), every, every, found)
+
+    assert torch.equal(found.cpu(), state)
