@@ -28,6 +28,7 @@ from tables_of_distributed import (
     distributed_table,
     processes_table,
 )
+from tables_of_frameworks import frameworks_table
 from tables_of_fuzz import fuzz_table
 from tables_of_models import compared_table, days_table, quantized_table
 from tables_of_own_data import (
@@ -70,6 +71,7 @@ DOCUMENTS = (
     "README.md",
     "docs/benchmarks.md",
     "docs/distributed.md",
+    "docs/frameworks.md",
     "docs/models.md",
     "docs/popularity.md",
     "docs/reliability.md",
@@ -115,6 +117,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "distributed": partial(distributed_table, "distributed.json"),
     "distributed_collectives": partial(distributed_collectives_table, "distributed.json"),
     "distributed_model": partial(distributed_model_table, "distributed.json"),
+    "frameworks": frameworks_table,
     "fuzz": fuzz_table,
     "generator": partial(generator_table, "generator.json"),
     "last_batch": partial(last_batch_table, "last_batch.json"),
