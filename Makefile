@@ -7,7 +7,7 @@ RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 SECONDS ?= 600
 
-.PHONY: help setup train test check stress crash threads fuzz bench reference coverage tables clean
+.PHONY: help setup train test check stress crash threads fuzz bench reference coverage tables site clean
 
 help:
 	@echo "make train                         train DLRM on synthetic Criteo-shaped data"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench, make reference         measure the numbers in docs/benchmarks/ (need RECSYS_DATA)"
 	@echo "make coverage                      measure the numbers in docs/synthetic.md (needs RECSYS_DATA)"
 	@echo "make tables                        make the tables in the docs from these numbers"
+	@echo "make site                          build these docs as a site, with the public signatures"
 	@echo "make setup                         install pinned versions into .venv; the others call it"
 
 setup: .venv/ready
@@ -97,5 +98,10 @@ coverage: setup
 tables: setup
 	$(BIN)/python docs/benchmarks/tables.py
 
+# Its theme advertises its successor unless told not to.
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "the site begins at site/index.html"
+
 clean:
-	rm -rf .venv build dist recsys.egg-info
+	rm -rf .venv build dist site recsys.egg-info
