@@ -456,6 +456,21 @@ def test_python_snippets_run(pytestconfig, tmp_path, monkeypatch, name):
         exec(compile(snippet, name, "exec"), {})
 
 
+def test_the_tour_runs_from_its_first_block_to_its_last(pytestconfig, capsys):
+    text = (pytestconfig.rootpath / "docs" / "tour.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, re.DOTALL | re.M)
+    found = {}
+
+    for code, shown in blocks:
+        exec(compile(code, "docs/tour.md", "exec"), found)
+        # Another machine has other last digits.
+        numbers = r"\d[\d.,]*(?:e[-+]\d+)?"
+        assert re.sub(numbers, "#", capsys.readouterr().out) == re.sub(numbers, "#", shown)
+
+    assert found["losses_ahead"] == found["losses_tiered"]
+    assert found["losses_tiered"] == pytest.approx(found["losses"], abs=1e-4)
+
+
 def test_every_link_between_documents_leads_to_a_file(pytestconfig):
     root = pytestconfig.rootpath
     documents = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
