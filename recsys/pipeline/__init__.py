@@ -5,6 +5,7 @@
     train_pipeline      TrainPipeline.progress: one step of training
     window              mini-batches taken ahead, by iterator
     inputs              which module will look up which ids of a mini-batch
+    divided_tables      tables whose rows are divided among processes
     popular_split       Hotline: divides a mini-batch into popular samples and the others
     micro_batches       selects samples of a mini-batch, joins the outputs of parts
     non_finite          why a loss is nan or inf

@@ -18,6 +18,7 @@ from recsys.embeddings.collection import HotColdEmbeddingBagCollection
 from recsys.embeddings.embedding_collection import HotColdEmbeddingCollection
 from recsys.embeddings.lookup.device_tables import AbstractTables
 from recsys.embeddings.tiers.transfers import MoveSeconds
+from recsys.pipeline.divided_tables import AbstractDividedTables
 from recsys.pipeline.stalls import Moved
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class Inputs:
         ids: As for `TrainPipeline`.
 
     Attributes:
-        modules: The modules whose rows are in two tiers, by the first of their names; empty if
-            every row is resident.
+        modules: The modules whose rows are in two tiers, by the first of their names.
+        divided: Those whose rows are in two tiers and divided among processes.
         has_unknown_inputs: Whether the input of one of them was not known at the last `prefetch`.
     """
 
@@ -55,18 +56,35 @@ class Inputs:
         parts = {part for each in found.values() for part in each.modules() if part is not each}
         self._whole = {name: each for name, each in found.items() if each not in parts}
         self.modules = {name: each for name, each in self._whole.items() if each.tiers()}
+        self.divided = [
+            each
+            for each in model.modules()
+            if isinstance(each, AbstractDividedTables) and each.has_tiers
+        ]
         self._updated = {name for name, each in self._whole.items() if each.row_updater is not None}
         self._has_warned = False
         self.has_unknown_inputs = False
         # Tiers that are rebuilt with other slots keep the same clock.
         self._times = [tiers.residency.times for tiers in self.tiers()]
 
+    def __bool__(self) -> bool:
+        """Whether there are rows to fetch ahead; the same on all processes."""
+        return bool(self.modules or self.divided)
+
     def tiers(self) -> list[Tiers]:
         """The tiers of these modules, each once."""
         found: dict[Tiers, None] = {}
-        for module in self.modules.values():
+        for module in self._tiered():
             found |= dict.fromkeys(module.tiers())
         return list(found)
+
+    def settle(self) -> None:
+        """End all pending work of these modules."""
+        for module in self._tiered():
+            module.settle()
+
+    def _tiered(self) -> list[AbstractTables | AbstractDividedTables]:
+        return [*self.modules.values(), *self.divided]
 
     def moved(self) -> Moved:
         """Seconds spent on moving rows so far, and on waiting for that."""
@@ -81,6 +99,23 @@ class Inputs:
         """The updaters of all rows of the model, including those of resident modules."""
         found = (module.row_updater for module in self._whole.values())
         return list(dict.fromkeys(each for each in found if each is not None))
+
+    def num_to_take(self, depth: int) -> int:
+        """The mini-batches that are taken ahead, for rows of `depth` of them to be fetched.
+
+        If rows are divided among processes, the ids of one more are on their way.
+        """
+        return depth + 1 if depth and self.divided else depth
+
+    def send(self, batch: Any) -> None:
+        """Let the ids of a mini-batch travel to the processes that have their rows. A collective.
+
+        Raises:
+            Exception: the ids of a process are invalid; every process raises.
+        """
+        for module in self.divided:
+            for features in _features_in(batch):
+                module.send(cast("JaggedIds", features))
 
     def prefetch(self, batch: Any) -> list[Prefetched] | None:
         """Claim slots for the rows of a mini-batch, and fetch the rows in the background.
@@ -97,8 +132,8 @@ class Inputs:
         claims: list[Prefetched] = []
         try:
             unknown: list[str] = []
-            for module, arguments in self._calls(batch, self.modules, unknown):
-                claims.append(module.prefetch(*arguments))
+            for prefetch, arguments in self._prefetches(batch, unknown):
+                claims.append(prefetch(*arguments))
                 if not claims[-1].has_room:
                     cancel(claims)
                     return None
@@ -160,6 +195,16 @@ class Inputs:
                     f"{setting}: {name!r} is another module than when the pipeline was built, as "
                     "after recsys.restore or recsys.accelerate; build a new TrainPipeline"
                 )
+
+    def _prefetches(
+        self, batch: Any, unknown: list[str]
+    ) -> Iterator[tuple[Callable[..., Prefetched], tuple[Any, ...]]]:
+        """The `prefetch` of each lookup, and its arguments; see `_calls`."""
+        for module, arguments in self._calls(batch, self.modules, unknown):
+            yield module.prefetch, arguments
+        for divided in self.divided:
+            for features in _features_in(batch):
+                yield divided.prefetch, (features,)
 
     def _calls(
         self, batch: Any, modules: Mapping[str, AbstractTables], unknown: list[str]

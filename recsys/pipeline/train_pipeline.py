@@ -132,13 +132,13 @@ class TrainPipeline:
         self.clock = clock or StageClock()
         self.clock.watch(self._inputs.moved)
         if schedule is None:
-            schedule = LookAhead() if self._inputs.modules else Sequential()
+            schedule = LookAhead() if self._inputs else Sequential()
         self.schedule = schedule
         self.popular_split: PopularSplit | None = None
         self.choice: Choice | None = None
         self._max_depth = 0
         self._switch_to(Sequential())
-        if schedule != Sequential() and not self._inputs.modules:
+        if schedule != Sequential() and not self._inputs:
             warnings.warn(
                 f"schedule={schedule} has no effect: every row is in fast memory, so none is "
                 "fetched; leave it out, or give the tables a budget",
@@ -269,8 +269,7 @@ class TrainPipeline:
             The model.
         """
         self._release_claims()
-        for module in self._inputs.modules.values():
-            module.settle()
+        self._inputs.settle()
         return self._model
 
     def state_dict(self) -> dict[str, Any]:
@@ -338,7 +337,8 @@ class TrainPipeline:
                 raise ValueError(f"schedule={self.schedule} takes mini-batches ahead, but {reason}")
             if self.skipping is not None:
                 self.skipping.attach(self._windows, iterator, is_training=is_training)
-            window.fill(iterator, self._depth if is_training else 0, self._device)
+            depth = self._depth if is_training else 0
+            window.fill(iterator, self._inputs.num_to_take(depth), self._device)
             return window.pop(iterator, self._device)
         finally:
             if not window:
@@ -451,8 +451,8 @@ class TrainPipeline:
 
     def _look_ahead(self, current: MiniBatch, window: Window) -> None:
         """Claim slots for the current mini-batch, then for as many of those ahead as possible."""
-        self._num_steps += 1
-        self._steps_at_depth += 1
+        window.send(current, self._inputs)
+        self._num_steps, self._steps_at_depth = self._num_steps + 1, self._steps_at_depth + 1
         if self._allowed_depth < self._depth and self._steps_at_depth > _STEPS_UNTIL_DEEPER:
             self._allowed_depth, self._steps_at_depth = self._allowed_depth + 1, 0
         if any(claim.is_given_up for claim in current.claims or ()):

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from recsys.pipeline.inputs import cancel
 
@@ -34,6 +34,7 @@ class MiniBatch:
         batch: What the iterator returned, on the device once it was moved.
         claims: Its claims; None if nothing is claimed.
         has_failed: Whether claiming has failed; its own step will raise the error.
+        is_sent: Whether its ids were sent to other processes.
         refilled: What `Refill` made, if the window has one.
     """
 
@@ -41,7 +42,7 @@ class MiniBatch:
         self.batch, self.refilled = batch, refilled
         self._is_moved = refilled is not None
         self.claims: list[Prefetched] | None = None
-        self.has_failed = False
+        self.has_failed = self.is_sent = False
 
     def move(self, device: torch.device | None) -> None:
         """Move it to a device, once; None leaves it where it is."""
@@ -126,15 +127,31 @@ class Window:
             self._set_num_waiting(iterator)
             current.move(device)
             return current
-        if self._error is None:
-            if self.refill is not None:
-                self.refill.end(iterator)
-            raise StopIteration
-        error, self._error = self._error, None
-        try:
-            raise error
-        finally:
-            del error  # its traceback refers to this frame: a reference cycle
+        if self._error is not None:
+            self._raise_error()
+        if self.refill is not None:
+            self.refill.end(iterator)
+        raise StopIteration
+
+    def send(self, current: MiniBatch, inputs: Inputs) -> None:
+        """Let the ids of mini-batches travel, where rows are divided among processes. A collective.
+
+        Args:
+            current: The mini-batch that was taken out of the window last.
+            inputs: Find what they will look up.
+
+        Raises:
+            Exception: any error of the iterator: then other processes have one mini-batch more, so
+                this one must not train on; or invalid ids, on every process.
+        """
+        if not inputs.divided:
+            return
+        if self._error is not None:
+            self._raise_error()
+        for each in (current, *self.batches):
+            if not each.is_sent:
+                inputs.send(each.batch)
+                each.is_sent = True
 
     def release_claims(self) -> None:
         """Release every claim; the mini-batches stay."""
@@ -146,6 +163,15 @@ class Window:
         self.release_claims()
         if self.refill is not None:
             self.refill.close()
+
+    def _raise_error(self) -> NoReturn:
+        """Raise the error of the iterator, once."""
+        error, self._error = self._error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame: a reference cycle
 
     def _next(self, iterator: Iterator[Any], device: torch.device | None) -> MiniBatch:
         if self.refill is None:

@@ -1,12 +1,17 @@
 """Runs of `recsys train` on the ranks of the tests."""
 
 import errno
+import itertools
+import json
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from ranks_cases import error_of
 
 from recsys.config import load_config
+from recsys.distributed.input_checks import InputChecks
+from recsys.errors import IdOutOfRange
 from recsys.train.checkpoint import writer
 from recsys.train.loop.run_checkpoints import RunCheckpoints
 from recsys.train.trainer import train
@@ -30,7 +35,7 @@ def run_training(run, settings=(), resume=False, checkpoint=None):
     """Trains a run; returns what its record has of it."""
     config = load_config(None, [*SETTINGS, *settings], data="synthetic:criteo-kaggle")
     record = train(config, run, resume=resume, checkpoint=checkpoint, show_progress=False)
-    kept = ("status", "metrics", "processes", "tiers", "resumed")
+    kept = ("status", "metrics", "processes", "tiers", "schedule", "resumed")
     return {key: record[key] for key in kept} | {"num_steps": record["throughput"]["num_steps"]}
 
 
@@ -50,6 +55,28 @@ def loses_a_checkpoint(rank, world, run, cut_rank, **arguments):
         (of_rank / "LAST").unlink()
     dist.barrier()
     return trains_a_run(rank, world, run=run, **arguments)
+
+
+def has_a_bad_id(rank, world, number, run):
+    """The error if an id of the last rank's mini-batch is invalid, and the steps before it.
+
+    Args:
+        number: The mini-batch, counted from 1.
+        run: The folder of the run.
+    """
+    check, numbers = InputChecks.check, itertools.count(1)
+
+    def fails(checks, features):
+        if next(numbers) == number and rank == world - 1:
+            raise IdOutOfRange(f"of mini-batch {number}")
+        check(checks, features)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InputChecks, "check", fails)
+        error = error_of(lambda: run_training(run, ["budget=60KiB", "eval.every_steps=40"]))
+    dist.barrier()
+    record = Path(run) / "run.json"
+    return error, json.loads(record.read_text())["throughput"]["num_steps"]
 
 
 def has_full_disks(rank, world, failing, **arguments):

@@ -10,10 +10,13 @@ from safetensors.torch import load_file
 
 torchrec = pytest.importorskip("torchrec")
 
-from ranks_train import run_training  # noqa: E402  # imports TorchRec
+from ranks_train import SETTINGS, run_training  # noqa: E402  # imports TorchRec
 
+from recsys.config import load_config  # noqa: E402
 from recsys.errors import ConfigError  # noqa: E402
+from recsys.train.parts.build import open_source  # noqa: E402
 from recsys.train.ranks.rank_model import _require_no_running_statistics  # noqa: E402
+from recsys.train.ranks.rules import require_supported  # noqa: E402
 
 SAVES = ("checkpoint.every_steps=17",)
 
@@ -49,6 +52,10 @@ def history(run):
     return [json.loads(line) for line in lines]
 
 
+def losses(run):
+    return [entry["train_loss"] for entry in history(run) if "train_loss" in entry]
+
+
 def test_all_ranks_know_the_metrics_of_all_samples(ranks, tmp_path):
     settings = ["checkpoint.every_seconds=1000"]  # longer than the run
     found = ranks("trains_a_run", run=str(tmp_path / "run"), settings=settings)
@@ -71,14 +78,35 @@ def test_all_ranks_know_the_metrics_of_all_samples(ranks, tmp_path):
 
 def test_a_budget_changes_no_bit(ranks, tmp_path):
     ranks("trains_a_run", run=str(tmp_path / "resident"))
-    found = ranks(
-        "trains_a_run", run=str(tmp_path / "tiered"), settings=["budget=60KiB", "cold_tier=file"]
-    )
+    settings = ["budget=60KiB", "cold_tier=file", "eval.every_steps=9"]
+    found = ranks("trains_a_run", run=str(tmp_path / "tiered"), settings=settings)
 
     require_equal(tmp_path / "resident", tmp_path / "tiered")
+    assert losses(tmp_path / "resident") == losses(tmp_path / "tiered")
+    assert all(rank["schedule"]["name"] == "lookahead" for rank in found)
+    assert all(rank["schedule"]["mean_depth"] > 1.8 for rank in found)
     assert all(rank["tiers"]["cold_tier"] == "file" for rank in found)
     assert all(0 < rank["tiers"]["lookup_hit_rate"] < 1 for rank in found)
     assert not (tmp_path / "tiered.cold").exists()
+
+
+def test_ranks_look_ahead_as_far_as_each_has_room(ranks, tmp_path, whole):
+    settings = ["budget=30KiB", "schedule.depth=3", "epochs=2"]
+    found = ranks("trains_a_run", run=str(tmp_path / "run"), settings=settings)
+
+    require_equal(whole, tmp_path / "run")
+    first, second = (rank["schedule"]["mean_depth"] for rank in found)
+    assert 0 < first < 2.5
+    assert 0 < second < 2.5
+    assert first != second
+
+
+def test_an_invalid_id_in_a_mini_batch_ahead_ends_all_ranks(ranks, tmp_path):
+    (first, num_steps), (second, _) = ranks("has_a_bad_id", run=str(tmp_path / "run"), number=20)
+
+    assert second == "IdOutOfRange: of mini-batch 20"
+    assert first == f"OtherRankFailed: rank 1 has failed, so every rank stops: {second}"
+    assert num_steps == 16  # ids of the next three were sent
 
 
 def test_ranks_continue_a_run_of_one_process(ranks, tmp_path):
@@ -93,9 +121,7 @@ def test_ranks_continue_a_run_of_one_process(ranks, tmp_path):
 
     require_close(ours, theirs)
     assert found[0]["num_steps"] == 82
-    expected = [entry["train_loss"] for entry in history(theirs) if "train_loss" in entry]
-    losses = [entry["train_loss"] for entry in history(ours) if "train_loss" in entry]
-    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    np.testing.assert_allclose(losses(ours), losses(theirs), rtol=1e-4)
     assert not (ours / "checkpoints").exists()  # the shards are newer
     assert len(list((ours / "shards").iterdir())) == 1
 
@@ -127,15 +153,14 @@ def test_a_resumed_run_equals_the_whole_one(ranks, tmp_path, whole):
         "loses_a_checkpoint",
         run=str(parts),
         cut_rank=1,
-        settings=[*SAVES, "epochs=2"],
+        settings=[*SAVES, "epochs=2", "budget=60KiB"],
         resume=True,
     )
 
     require_equal(whole, parts)
     assert [each["step"] for each in found[0]["resumed"]] == [34]
-    assert [entry.get("train_loss") for entry in history(whole)] == [
-        entry.get("train_loss") for entry in history(parts)
-    ]
+    assert found[0]["schedule"]["mean_depth"] > 1.8
+    assert losses(whole) == losses(parts)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +224,15 @@ def test_what_is_not_supported_is_refused(failing_ranks, tmp_path):
 
     assert all("batch_size must be a multiple of the number of processes, 2" in e for e, _ in found)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["hotline", "fae", "auto"])
+def test_other_schedules_are_refused_by_name(name):
+    settings = [*SETTINGS, f"schedule.name={name}"]
+    config = load_config(None, settings, data="synthetic:criteo-kaggle")
+
+    with pytest.raises(ConfigError, match=rf"schedule.name must be one of .* got '{name}'"):
+        require_supported(config, open_source(config), 2)
 
 
 def test_batch_normalization_is_refused():

@@ -280,6 +280,53 @@ def test_a_mini_batch_that_cannot_be_moved_is_an_error_in_its_turn():
     assert seen == [0, "1 cannot be moved", 2, 3]
 
 
+class Sent:
+    """Tables that are divided among processes; notes which mini-batches were sent."""
+
+    def __init__(self, is_divided=True):
+        self.divided, self.sent = [self] * is_divided, []
+
+    def send(self, batch):
+        self.sent.append(batch)
+
+
+def fails_after(count):
+    yield from range(count)
+    raise OSError("cannot be read")
+
+
+def test_ids_of_a_mini_batch_are_sent_once():
+    window, inputs, iterator = Window(), Sent(), iter(range(5))
+
+    for _ in range(5):
+        window.fill(iterator, 2, None)
+        window.send(window.pop(iterator, None), inputs)
+
+    assert inputs.sent == [0, 1, 2, 3, 4]
+
+
+def test_a_process_that_cannot_read_sends_nothing_more():
+    window, inputs, iterator = Window(), Sent(), fails_after(4)
+    window.fill(iterator, 2, None)
+    window.send(window.pop(iterator, None), inputs)
+    window.fill(iterator, 3, None)
+
+    with pytest.raises(OSError, match="cannot be read"):
+        window.send(window.pop(iterator, None), inputs)
+
+    assert inputs.sent == [0, 1, 2]
+
+
+def test_one_process_trains_on_what_it_could_read():
+    window, inputs, iterator = Window(), Sent(is_divided=False), fails_after(1)
+    window.fill(iterator, 2, None)
+
+    window.send(window.pop(iterator, None), inputs)
+
+    with pytest.raises(OSError, match="cannot be read"):
+        window.pop(iterator, None)
+
+
 def test_a_step_that_rows_refuse_has_updated_no_other_parameter(small):
     tables = small.make_tables([50], [4])
     model = small.Model(tables, SGD(lr=0.1), auto_apply=False)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.optim import (  # type: ignore[attr-defined]
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
 )
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
@@ -38,16 +38,15 @@ from recsys.train.parts.models import build_network
 from recsys.train.parts.providers import row_optimizer
 from recsys.train.parts.tables import tables_of
 from recsys.train.ranks.processes import BuiltModel
+from recsys.train.ranks.rank_tables import RankTables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from recsys.batch import JaggedIds
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
-    from recsys.distributed.sharded_tables import AbstractShardedTables
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
     from recsys.train.shards.folder import Layout
@@ -78,30 +77,6 @@ class RankModel(NamedTuple):
     placement: dict[str, int | None]
 
 
-class _RankTables(nn.Module):
-    """TorchRec's collection for models that pass `JaggedIds`."""
-
-    def __init__(self, collection: EmbeddingBagCollection) -> None:
-        super().__init__()
-        self.collection = collection
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables."""
-        found: list[EmbeddingBagConfig] = self.collection.embedding_bag_configs()
-        return found
-
-    def forward(self, ids: JaggedIds) -> Any:
-        """Pooled vectors of this process's samples, a `KeyedTensor`."""
-        features = KeyedJaggedTensor(
-            ids.keys(),
-            ids.values(),
-            weights=ids.weights_or_none(),
-            lengths=ids.lengths(),
-            offsets=ids.offsets(),
-        )
-        return self.collection(features)
-
-
 def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) -> RankModel:
     """Build the model of this process. A collective.
 
@@ -129,7 +104,7 @@ def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) 
     apply_optimizer_in_backward(
         _OPTIMIZERS[config.optimizer.name], collection.parameters(), settings
     )
-    holder = _RankTables(collection)
+    holder = RankTables(collection)
     network = build_network(config.model, source, holder, torch.device("cpu"))
     sharder = HotColdEmbeddingBagCollectionSharder(
         {
@@ -156,8 +131,8 @@ def rank_model(config: TrainConfig, source: SampleSource, plan: HotPlan | None) 
             plan=ShardingPlan({f"model.{path}.collection": of_module}),
             sharders=[sharder],
         )
-    sharded: AbstractShardedTables = holder.collection
-    local = sharded.local_tables
+    holder.agree_on_tiers()
+    local = holder.collection.local_tables
     _require_no_running_statistics(network)
     dense = [each for name, each in network.named_parameters() if ".embedding_bags." not in name]
     optimizers = [dense_optimizer(config, dense)]

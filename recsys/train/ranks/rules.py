@@ -27,13 +27,11 @@ def require_supported(config: TrainConfig, source: SampleSource, num_ranks: int)
     Raises:
         ConfigError: they cannot.
     """
-    schedule = config.schedule
     rules = [
         ("embeddings", config.embeddings, ("recsys",)),
         ("device", config.device, ("cpu",)),
         ("optimizer.name", config.optimizer.name, _OPTIMIZERS),
-        ("schedule.name", schedule.name, ("", "sequential")),
-        ("schedule.depth", schedule.depth, (0,)),
+        ("schedule.name", config.schedule.name, ("", "sequential", "lookahead")),
         ("skip.policy", config.skip.policy, ("none",)),
         ("eval.popular_share", config.eval.popular_share, (0,)),
     ]
