@@ -151,7 +151,6 @@ def _train(
             remove_left_rows(config, earlier.config, run_dir, tables)
         cold_path = stack.enter_context(processes.cold_folder(config))
     set_num_threads(processes.num_threads(config))
-    _warn_of_threads(config.num_threads)
     tune_allocator()
     if show_progress:
         announce(config, source)
@@ -161,7 +160,6 @@ def _train(
     model, saved, optimizers = built
     full_steps = FullSteps(loader, config.epochs)
     num_steps, num_samples = full_steps.num_steps, config.epochs * len(source.splits["train"])
-    _warn_of_no_effect(config, num_steps)
     compile_kernels(config, source)
     with processes.together():
         if earlier is None:
@@ -172,7 +170,10 @@ def _train(
     if not processes.rank:
         warn_of_full_disk(config, source, run_dir)
     clock = StageClock()
-    pipeline = build_pipeline(model, optimizers, config, clock, num_steps, processes.num_ranks)
+    with processes.said_once():
+        _warn_of_threads(config.num_threads)
+        _warn_of_no_effect(config, num_steps)
+        pipeline = build_pipeline(model, optimizers, config, clock, num_steps, processes)
     pipeline.forecast_budget()
     schedulers = build_schedulers(config.lr_schedule, optimizers, num_steps)
     progress = Progress(
@@ -313,7 +314,7 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
     if run.checkpoints is not None:
         run.checkpoints.start()
     for epoch in range(loader.epoch, config.epochs):
-        for own_loss, (_, own_logits, own_labels) in _steps(pipeline, loader, progress, config):
+        for _, (loss, logits, labels) in _steps(pipeline, loader, progress, config):
             num_seen = _num_seen(pipeline)
             full_step = full_steps.advance(progress.num_steps + 1, num_seen)
             for scheduler in run.schedulers:
@@ -323,8 +324,7 @@ def _fit(run: _Run, interrupted: threading.Event) -> None:
                     continue_at([scheduler], full_step)
             clock.mark("update")
 
-            found = processes.gather_step(own_loss, own_logits, own_labels)
-            progress.add(*found, num_seen)
+            progress.add(loss, logits, labels, num_seen)
             step = progress.num_steps
             if step == config.timeline_steps:
                 pipeline.record(None)

@@ -3,13 +3,16 @@
 import errno
 import itertools
 import json
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks_cases import error_of
 
 from recsys.config import load_config
+from recsys.datasets import SyntheticCriteo
 from recsys.distributed.input_checks import InputChecks
 from recsys.errors import IdOutOfRange
 from recsys.train.checkpoint import writer
@@ -77,6 +80,29 @@ def has_a_bad_id(rank, world, number, run):
     dist.barrier()
     record = Path(run) / "run.json"
     return error, json.loads(record.read_text())["throughput"]["num_steps"]
+
+
+def has_a_bad_number(rank, world, run):
+    """The error if a dense feature of one sample is nan, the record, and what was warned of."""
+    read = SyntheticCriteo.read
+
+    def reads(source, samples):
+        batch = read(source, samples)
+        batch.dense_features[torch.from_numpy(samples == 1234), 5] = float("nan")
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        patch.setattr(SyntheticCriteo, "read", reads)
+        error = error_of(lambda: run_training(run, ["eval.every_steps=999", "schedule.depth=2"]))
+    dist.barrier()
+    record = json.loads((Path(run) / "run.json").read_text())
+    return {
+        "error": error,
+        "record": {key: record[key] for key in ("status", "metrics")},
+        "num_steps": record["throughput"]["num_steps"],
+        "warnings": [str(each.message) for each in seen if each.category is UserWarning],
+    }
 
 
 def has_full_disks(rank, world, failing, **arguments):

@@ -1,6 +1,7 @@
 """`recsys train` on several processes."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -205,6 +206,26 @@ def test_a_rank_that_never_has_a_folder_ends_its_run(ranks, tmp_path):
 
     assert [rank["status"] for rank in found] == ["finished", "finished"]
     require_equal(tmp_path / "plain", tmp_path / "run")
+
+
+def test_a_loss_of_one_rank_that_is_not_finite_ends_all_as_one_process(ranks, tmp_path):
+    first, second = ranks("has_a_bad_number", run=str(tmp_path / "run"))
+
+    assert first["error"] == second["error"]
+    assert re.fullmatch(
+        rf"TrainingDiverged: step {first['num_steps'] + 1}: process [01]: the loss is nan but must "
+        r"be finite; no parameter was updated; dense_features of the mini-batch must be finite "
+        r"numbers, got nan in sample \d+, column 5; .*",
+        first["error"],
+    )
+    nothing = {"test": None, "validation": None}
+    assert first["record"] == {"status": "diverged", "metrics": nothing}
+    # Only the first rank says what is the same on all.
+    assert [each.partition(":")[0] for each in first["warnings"]] == [
+        "the only evaluation is the one after the last step",
+        "schedule=LookAhead(depth=2) has no effect",
+    ]
+    assert not second["warnings"]
 
 
 def test_an_error_of_one_rank_ends_all(failing_ranks, tmp_path):

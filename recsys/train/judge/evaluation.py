@@ -108,9 +108,10 @@ def evaluate_split(
     with _evaluating(model):
         for batch in loader:
             wanted = None if max_samples is None else max_samples - accumulator.num_samples
-            scores, labels = finite_scores(model, batch, split)
+            scores, labels = _scores(model, batch)
             if processes is not None:
                 scores, labels = processes.gather_scores(scores, labels)
+            _require_finite(scores, split)
             accumulator.add(scores[:wanted], labels[:wanted])
             if groups is not None or times is not None:
                 kept.append((scores[:wanted].copy(), labels[:wanted] == 1))
@@ -199,8 +200,21 @@ def finite_scores(
     Raises:
         TrainingDiverged: a logit is not finite.
     """
+    scores, labels = _scores(model, batch)
+    _require_finite(scores, place, explain)
+    return scores, labels
+
+
+def _scores(model: nn.Module, batch: Batch) -> tuple[NDArray[np.float32], NDArray[Any]]:
+    """Logits and labels of a mini-batch, on the CPU."""
     _, (_, logits, labels) = model(batch.to(next(model.parameters()).device))
-    scores: NDArray[np.float32] = logits.float().cpu().numpy()
+    return logits.float().cpu().numpy(), labels.cpu().numpy()
+
+
+def _require_finite(
+    scores: NDArray[np.float32], place: str, explain: Callable[[int], Exception] | None = None
+) -> None:
+    """Check logits; arguments and errors as for `finite_scores`."""
     is_bad = ~np.isfinite(scores)
     if is_bad.any():
         if explain is not None:
@@ -208,7 +222,6 @@ def finite_scores(
         raise TrainingDiverged(
             f"{place}: {int(is_bad.sum())} of {len(scores)} logits are not finite; {LOWER_LR}"
         )
-    return scores, labels.cpu().numpy()
 
 
 def open_saved_model(run_dir: str | Path, data: str | None = None) -> SavedModel:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from recsys.models.dlrm import DLRMTrain
     from recsys.pipeline.schedule import Schedule
     from recsys.pipeline.stalls import StageClock
+    from recsys.train.ranks.processes import AbstractProcesses
 
 __all__ = [
     "autocast",
@@ -111,9 +112,10 @@ def open_source(config: TrainConfig, *, to_train: bool = True) -> SampleSource:
                 else "a store of several days needs 2 samples or more in its last day and one "
                 "before it, any other data 14 or more"
             )
+            sizes = ", ".join(f"{name} has {len(part)}" for name, part in source.splits.items())
             raise ConfigError(
                 f"{config.data}: the {split} part is empty: of {source.num_samples} samples, "
-                f"{_describe_sizes(source)}; {way_out}"
+                f"{sizes}; {way_out}"
             )
     return source
 
@@ -140,11 +142,6 @@ def _open_taobao(config: SyntheticConfig) -> SyntheticTaobao:
     names = ("num_users", "num_items", "num_categories")
     sizes = dict(zip(names, config.table_sizes, strict=True)) if config.table_sizes else {}
     return SyntheticTaobao(num_samples=config.num_samples, seed=config.seed, **sizes)
-
-
-def _describe_sizes(source: SampleSource) -> str:
-    sizes = [f"{split} has {len(samples)}" for split, samples in source.splits.items()]
-    return ", ".join(sizes)
 
 
 def require_features_of(record: Mapping[str, Any], source: SampleSource) -> None:
@@ -406,7 +403,7 @@ def build_pipeline(
     config: TrainConfig,
     clock: StageClock,
     num_steps: int,
-    num_ranks: int = 1,
+    processes: AbstractProcesses | None = None,
 ) -> TrainPipeline:
     """Build the pipeline that makes the steps of a run.
 
@@ -416,13 +413,13 @@ def build_pipeline(
         config: Configuration of the run.
         clock: Clock that records every stage.
         num_steps: Steps of the run.
-        num_ranks: The processes that divide each mini-batch.
+        processes: Those that divide each mini-batch; None for this one alone.
     """
 
     def forward(batch: Batch) -> tuple[Tensor, Any]:
         with autocast(config):
-            found: tuple[Tensor, Any] = model(batch)
-        return found
+            loss, output = model(batch)
+        return loss, output if processes is None else processes.gather_step(batch, *output)
 
     return TrainPipeline(
         model,
@@ -432,7 +429,7 @@ def build_pipeline(
         skip=skip_policy(config),
         custom_model_fwd=forward,
         clock=clock,
-        batch_size=config.batch_size // num_ranks,
+        batch_size=config.batch_size // (1 if processes is None else processes.num_ranks),
     )
 
 

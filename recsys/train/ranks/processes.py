@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from recsys.batch import Batch
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
     from recsys.embeddings.popularity.plan import HotPlan
@@ -80,6 +81,11 @@ class AbstractProcesses(ABC):
         Raises:
             OtherRankFailed: another process raised an error.
         """
+
+    @abstractmethod
+    @contextmanager
+    def said_once(self) -> Iterator[None]:
+        """Warnings in the `with` block are the same on all processes: only the first warns."""
 
     @abstractmethod
     def num_threads(self, config: TrainConfig) -> int:
@@ -138,13 +144,22 @@ class AbstractProcesses(ABC):
 
     @abstractmethod
     def gather_step(
-        self, loss: Tensor, logits: Tensor, labels: Tensor
+        self, batch: Batch, loss: Tensor, logits: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss of a mini-batch of all processes, and its samples. A collective.
 
+        Args:
+            batch: This process's part.
+            loss: The mean over its samples, detached, as are the others.
+            logits: Predictions of its samples.
+            labels: Labels of its samples.
+
         Shape:
-            loss (), the mean over this process's samples; logits (b,); labels (b,). The same with
-            B, the samples of all processes, process after process.
+            loss (); logits (b,); labels (b,). Results the same with B, the samples of all
+            processes, process after process.
+
+        Raises:
+            TrainingDiverged: the loss of one of several processes is not finite; all raise.
         """
 
     @abstractmethod
@@ -189,6 +204,11 @@ class OneProcess(AbstractProcesses):
     @contextmanager
     def together(self) -> Iterator[None]:
         """Nothing to agree on."""
+        yield
+
+    @contextmanager
+    def said_once(self) -> Iterator[None]:
+        """This process warns."""
         yield
 
     def num_threads(self, config: TrainConfig) -> int:
@@ -267,7 +287,7 @@ class OneProcess(AbstractProcesses):
         )
 
     def gather_step(
-        self, loss: Tensor, logits: Tensor, labels: Tensor
+        self, batch: Batch, loss: Tensor, logits: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The arguments."""
         return loss, logits, labels

@@ -16,7 +16,7 @@ import gc
 import logging
 import os
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,8 @@ from recsys._support.machine import num_cores
 from recsys.datasets.loader import BatchLoader
 from recsys.distributed.agreement import OtherRankFailed, on_every_rank
 from recsys.embeddings.saved_tables import SavedTables
-from recsys.errors import RecsysError
+from recsys.errors import RecsysError, TrainingDiverged
+from recsys.pipeline.non_finite import explain_loss
 from recsys.train.checkpoint.blocks import row_ranges
 from recsys.train.checkpoint.manifest import manifest_numbers
 from recsys.train.loop.cold_folder import cold_folder
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from recsys.batch import Batch
     from recsys.config import TrainConfig
     from recsys.datasets.source import SampleSource
     from recsys.embeddings.popularity.plan import HotPlan
@@ -76,11 +78,17 @@ def joined(run_dir: Path) -> Iterator[Ranks]:
     try:
         if is_first_use:
             _make_group()
-        if dist.get_rank() == 0:
-            yield Ranks(run_dir, run_dir)
-        else:
-            with TemporaryDirectory(prefix="recsys-") as own:
-                yield Ranks(run_dir, Path(own) / "run")
+        with ExitStack() as stack:
+            own_dir = run_dir
+            if dist.get_rank():
+                own_dir = Path(stack.enter_context(TemporaryDirectory(prefix="recsys-"))) / "run"
+            ranks = Ranks(run_dir, own_dir)
+            try:
+                yield ranks
+            finally:
+                if ranks.has_diverged:
+                    # `torchrun` stops the first process, which writes the record, when others end.
+                    dist.barrier()
         # The model refers to itself. At exit, its tables would be written to deleted files.
         gc.collect()
     except RuntimeError as error:
@@ -116,7 +124,12 @@ class Ranks(AbstractProcesses):
     Args:
         run_dir: The folder of the run.
         own_dir: Where this process writes its reports: the run folder for the first one.
+
+    Attributes:
+        has_diverged: Whether all processes have raised `TrainingDiverged`.
     """
+
+    has_diverged = False
 
     def __init__(self, run_dir: Path, own_dir: Path) -> None:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
@@ -133,6 +146,14 @@ class Ranks(AbstractProcesses):
         except Exception as raised:
             error = raised
         on_every_rank(partial(_raise, error), None, None)
+
+    @contextmanager
+    def said_once(self) -> Iterator[None]:
+        """Only the first process warns."""
+        with warnings.catch_warnings():
+            if self.rank:
+                warnings.simplefilter("ignore", UserWarning)
+            yield
 
     def num_threads(self, config: TrainConfig) -> int:
         """By default, this process's share of the cores."""
@@ -238,12 +259,19 @@ class Ranks(AbstractProcesses):
         )
 
     def gather_step(
-        self, loss: Tensor, logits: Tensor, labels: Tensor
+        self, batch: Batch, loss: Tensor, logits: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The loss and the samples of all processes."""
-        sums, all_logits, all_labels = self._gather(
-            self._most_trained, loss.reshape(1) * len(labels), logits, labels
-        )
+        own_sum = loss.reshape(1) * len(labels)
+        sums, all_logits, all_labels = self._gather(self._most_trained, own_sum, logits, labels)
+        if not sums.isfinite().all():
+            own = None if own_sum.isfinite() else explain_loss(loss.item(), batch)
+            messages: list[str | None] = [None] * self.num_ranks
+            dist.all_gather_object(messages, own)
+            self.has_diverged = True
+            raise TrainingDiverged(
+                next(f"process {rank}: {each}" for rank, each in enumerate(messages) if each)
+            )
         return sums.sum() / len(all_labels), all_logits, all_labels
 
     def gather_scores(
