@@ -9,6 +9,7 @@
     formula          TorchRec's settings of an optimizer as a recsys formula
     input_checks     checks a rank's own mini-batch, before its ids go to other ranks
     agreement        an error on one rank ends every rank
+    agreed_splits    ids are sent once the ranks agree that those of all are valid
     placement        which rank has which table, where there is no plan
     planner          what a table costs under a budget, for TorchRec's planner
     train_pipeline   TorchRec's pipeline, which also fetches the rows of the next mini-batch

@@ -17,13 +17,54 @@ from recsys.errors import RecsysError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["OtherRankFailed", "on_every_rank"]
+__all__ = ["Agreement", "OtherRankFailed", "on_every_rank"]
 
 _Result = TypeVar("_Result")
 
 
 class OtherRankFailed(RecsysError, RuntimeError):
     """Another rank raised an error. The message names the rank and has its error."""
+
+
+class Agreement:
+    """Whether work has failed on a rank; ranks exchange it while they go on with other work.
+
+    Making it is a collective, and so is `wait`, after the same collectives on every rank. In
+    between, a rank whose own work has failed must call the collectives of those that go on.
+
+    Args:
+        error: The error on this rank, or None.
+        group: All ranks of it make one.
+        device: The device of tensors that the group's backend exchanges: the CPU for gloo.
+    """
+
+    def __init__(
+        self, error: Exception | None, group: dist.ProcessGroup | None, device: torch.device | None
+    ) -> None:
+        self._error, self._group = error, group
+        self._has_failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
+        self._work = dist.all_reduce(
+            self._has_failed, op=dist.ReduceOp.MAX, group=group, async_op=True
+        )
+
+    def wait(self) -> None:
+        """Raise if a rank has failed.
+
+        Raises:
+            Exception: the error on this rank.
+            OtherRankFailed: another rank has failed, and this one has not.
+        """
+        self._work.wait()
+        if not self._has_failed.item():
+            return
+        error = self._error
+        messages: list[str | None] = [None] * dist.get_world_size(self._group)
+        own = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(messages, own, group=self._group)
+        if error is not None:
+            raise error
+        rank, message = next((rank, each) for rank, each in enumerate(messages) if each is not None)
+        raise OtherRankFailed(f"rank {rank} has failed, so every rank stops: {message}")
 
 
 def on_every_rank(
@@ -47,14 +88,5 @@ def on_every_rank(
         result = work()
     except Exception as raised:
         error = raised
-    has_failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=group)
-    if not has_failed.item():
-        return result
-    messages: list[str | None] = [None] * dist.get_world_size(group)
-    own = None if error is None else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(messages, own, group=group)
-    if error is not None:
-        raise error
-    rank, message = next((rank, each) for rank, each in enumerate(messages) if each is not None)
-    raise OtherRankFailed(f"rank {rank} has failed, so every rank stops: {message}")
+    Agreement(error, group, device).wait()
+    return result

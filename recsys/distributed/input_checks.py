@@ -91,3 +91,14 @@ class InputChecks:
         is_bad = ((values < 0) & (limits < most)) | (values >= limits)
         if is_bad.any():
             raise id_error(features, self._lookups, self._sizes, int(is_bad.nonzero()[0]))
+
+    def without_ids(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """A valid input of one sample without ids, with the features of a valid one."""
+        keys, values = features.keys(), features.values()
+        weights = features.weights_or_none()
+        return KeyedJaggedTensor(
+            keys=keys,
+            values=values.new_empty(0),
+            lengths=features.lengths().new_zeros(len(keys)),
+            weights=None if weights is None else weights.new_empty(0),
+        )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 
-from recsys.distributed.agreement import on_every_rank
+from recsys.distributed.agreed_splits import agreed
+from recsys.distributed.agreement import Agreement, on_every_rank
 from recsys.distributed.input_checks import InputChecks
 from recsys.distributed.local_tables import AbstractLocalTables
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import nn
+    from torchrec import KeyedJaggedTensor
     from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
     from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
@@ -51,6 +53,8 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
     """
 
     _NEEDS_SAMPLES = False  # whether every rank must have samples
+    # An input without ids, with the features in the order of the first one; empty before that.
+    _no_ids: tuple[KeyedJaggedTensor, ...] = ()
 
     def __init__(
         self,
@@ -104,14 +108,31 @@ class AbstractShardedTables(ShardedEmbeddingModule):  # type: ignore[misc]  # To
     def input_dist(self, ctx: Any, features: Any) -> Any:
         """Send ids to the ranks that have their rows. A collective.
 
+        Ranks agree that the input of all is valid while they exchange how many ids they will send.
+        A rank whose input is invalid takes part in that as if it had no ids.
+
+        Returns:
+            As TorchRec: an awaitable of an awaitable of the ids. Its first `wait` may raise.
+
         Raises:
             OtherRankFailed: the input of another rank is invalid.
             Exception: of `InputChecks`: this rank's input is invalid.
         """
+        group, device = self._env.process_group, self._device
         check = partial(self._checks.check, features)
-        on_every_rank(check, self._env.process_group, self._device)
-        self._before_input_dist(features)
-        return super().input_dist(ctx, features)
+        if not self._no_ids:  # the first mini-batch decides the order of features
+            on_every_rank(check, group, device)
+            self._no_ids = (self._checks.without_ids(features),)
+            self._before_input_dist(features)
+            return super().input_dist(ctx, features)
+        error: Exception | None = None
+        try:
+            check()
+        except Exception as raised:
+            error = raised
+            [features] = self._no_ids
+        agreement = Agreement(error, group, device)
+        return agreed(super().input_dist(ctx, features), agreement)
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
         """Look up rows, and send vectors to the ranks of their samples. A collective.

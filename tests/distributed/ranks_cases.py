@@ -345,15 +345,23 @@ def error_of(work):
 
 
 def bad_ids(rank, world):
-    """For each kind of plan: the errors if the second mini-batch of rank 1 has a bad id."""
+    """For each kind of plan: the errors if rank 1 has a bad id, then no features at all.
+
+    Also what the ranks compute after that, and without the errors.
+    """
     found = {}
     for kind in ("table_wise", "row_wise", "mixed"):
-        model = shard(world, kind)
+        model, plain = shard(world, kind), shard(world, kind)
         train(model, BOUNDS[world], num_steps=1)
         dense, features, _ = of_rank(1, 8 * rank, 8 * rank + 8, 32)
+        bad = features
         if rank == 1:
             features.values()[3] = LIMITS["f0"] + 7
-        found[kind] = error_of(partial(model, dense, features))
+            bad = None
+        errors = [error_of(partial(model, dense, each)) for each in (features, bad)]
+        train(model, BOUNDS[world], first_step=1)
+        train(plain, BOUNDS[world])
+        found[kind] = errors, found_in(model), found_in(plain)
     return found
 
 

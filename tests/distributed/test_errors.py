@@ -25,10 +25,15 @@ from recsys.distributed import HotColdEmbeddingBagCollectionSharder  # noqa: E40
 def test_a_bad_id_on_one_rank_is_an_error_on_every_rank(ranks):
     first, second = ranks("bad_ids")
 
-    for kind, error in second.items():
-        assert error.startswith("IdOutOfRange: feature 'f0', sample")
+    for kind, (errors, *_) in second.items():
+        assert errors[0].startswith("IdOutOfRange: feature 'f0', sample")
+        assert errors[1] == "TypeError: features must be a KeyedJaggedTensor, got NoneType"
         prefix = "OtherRankFailed: rank 1 has failed, so every rank stops: "
-        assert first[kind] == prefix + error
+        assert first[kind][0] == [prefix + error for error in errors]
+    for _, found, expected in (*first.values(), *second.values()):
+        for table, pieces in expected["rows"].items():  # no row has changed
+            for (_, rows), (_, others) in zip(pieces, found["rows"][table], strict=True):
+                assert torch.equal(rows, others)
 
 
 def test_a_rank_that_cannot_be_built_is_an_error_on_every_rank(ranks):
