@@ -18,35 +18,27 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from recsys._support.sizes import parse_bytes
 from recsys.conversion.accelerated import (
     Accelerated,
     LeftAlone,
     Replacement,
     describe_outlook,
 )
-from recsys.conversion.exchange import (
-    KEPT,
-    counterpart,
-    exchange,
-    find_replaceable,
-    names_of,
-    tables_in,
-    tables_of,
-)
-from recsys.conversion.left_alone import find_not_updated, find_unfit
-from recsys.conversion.model_plan import plan_of_model, require_arguments
-from recsys.embeddings.attach import Link, NamedTable, UpdaterSpec, attach, choose_updaters
+from recsys.conversion.choice import choose_budget, choose_tables, device_of
+from recsys.conversion.exchange import KEPT, counterpart, exchange, names_of, tables_of
+from recsys.conversion.model_plan import require_arguments
+from recsys.embeddings.attach import attach
 from recsys.embeddings.bag import HotColdEmbeddingBag
-from recsys.embeddings.optimizer import RowOptimizer, shown_optimizer
-from recsys.embeddings.tiers.budget import NEEDS_OPTIMIZER
 from recsys.embeddings.tiers.cold.cold_files import open_cold_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from recsys.conversion.choice import ChosenTables
+    from recsys.embeddings.attach import Link
     from recsys.embeddings.lookup.device_tables import AbstractTables
+    from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.popularity.profile import PopularityProfile
     from recsys.embeddings.tiers.cold.cold_files import ColdFiles
@@ -134,22 +126,14 @@ def accelerate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    optimizers = _as_tuple(optimizer)
     require_arguments(budget, plan, profile)
-    found = find_replaceable(model)
-    tables = tables_in(found)
-    given = optimizers if isinstance(optimizers, tuple) else ()
-    left = find_unfit(model, found, tables, given, lazy_adam=lazy_adam)
-    found, tables = _without(left, found, tables)
-    specs = choose_updaters(tables, optimizers, lazy_adam=lazy_adam)
+    chosen = choose_tables(model, optimizer, lazy_adam=lazy_adam)
+    specs, unfit = chosen.specs, chosen.unfit
     rules = tuple(dict.fromkeys(each.rule for each in specs if each.rule))
-    for message in [*rules, *(f"{x.names[0]} is not replaced: {x.reason}" for x in left.values())]:
+    for message in [*rules, *(f"{x.names[0]} is not replaced: {x.reason}" for x in unfit.values())]:
         warnings.warn(message, stacklevel=2)  # before any replacement, because a warning may raise
-    if given:
-        left |= find_not_updated(found, specs)
-        found, tables = _without(left, found, tables)
-    tiering = _choose_tiering(tables, specs, budget, plan, profile, cold_tier, cold_path)
-    counterparts = {module: counterpart(module) for module in found}
+    tiering = _choose_tiering(chosen, budget, plan, profile, cold_tier, cold_path)
+    counterparts = {module: counterpart(module) for module in chosen.found}
     links: list[Link] = []
     link_of: dict[nn.Module, Link] = {}
     try:
@@ -166,8 +150,8 @@ def accelerate(
         _undo(model, counterparts, links)
         raise
     return Accelerated(
-        _describe(found, counterparts),
-        tuple(left.values()),
+        _describe(chosen.found, counterparts),
+        (*unfit.values(), *chosen.not_updated.values()),
         tuple(each.description for each in specs) or (_LEFT_TO_CALLER,),
         rules,
         None if len(links) != 1 else links[0].row_optimizer,
@@ -247,38 +231,7 @@ def _holders(module: nn.Module) -> list[nn.Module]:
     return [module]
 
 
-def _as_tuple(optimizer: Any) -> tuple[torch.optim.Optimizer, ...] | RowOptimizer | None:
-    """Torch optimizers as a tuple; a formula and None as given.
-
-    Raises:
-        TypeError: `optimizer` has another type.
-    """
-    if optimizer is None or isinstance(optimizer, RowOptimizer):
-        return optimizer
-    several = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
-    if not several:
-        raise TypeError("optimizer must not be an empty list; leave it out, or give at least one")
-    for each in several:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise TypeError(
-                "optimizer must be a torch.optim.Optimizer, several of these, a formula of "
-                f"recsys.embeddings (SGD, Adagrad, ...) or None, got {shown_optimizer(each)}"
-            )
-    return several
-
-
 _LEFT_TO_CALLER = "gradients are left to the caller's optimizer"
-
-
-def _without(
-    left: Mapping[nn.Module, LeftAlone],
-    found: Mapping[nn.Module, list[str]],
-    tables: Sequence[NamedTable],
-) -> tuple[dict[nn.Module, list[str]], list[NamedTable]]:
-    """Modules and tables that are not left alone."""
-    rest = {module: names for module, names in found.items() if module not in left}
-    keys = {table.key for module, names in rest.items() for table in tables_of(module, names[0])}
-    return rest, [table for table in tables if table.key in keys]
 
 
 def _undo(
@@ -297,7 +250,7 @@ class _Tiering:
     """The checked arguments of tiers; nothing has changed yet."""
 
     budget_bytes: int
-    pinned: dict[nn.Parameter, Any] | None
+    pinned: dict[nn.Parameter, Any]
     names: dict[nn.Parameter, str]
     files: ColdFiles | None
     device: torch.device
@@ -323,8 +276,7 @@ class _Tiering:
 
 
 def _choose_tiering(
-    tables: Sequence[NamedTable],
-    specs: Sequence[UpdaterSpec],
+    chosen: ChosenTables,
     budget: int | str | None,
     plan: HotPlan | None,
     profile: PopularityProfile | None,
@@ -336,48 +288,18 @@ def _choose_tiering(
     Raises:
         Exception: as for `accelerate`.
     """
-    has_budget = budget is not None or plan is not None
-    if has_budget and not specs:
-        raise ValueError(NEEDS_OPTIMIZER)
-    if has_budget and len(specs) > 1:
-        raise ValueError(
-            f"budget: tables that share it must have one optimizer, got {len(specs)}; give only "
-            "one of them, which leaves the other tables alone, or leave out budget="
-        )
-    updated = [
-        table for table in tables if any(id(table.weight) in spec.param_groups for spec in specs)
-    ]
+    budgeted = choose_budget(chosen, budget, plan, profile)
+    updated = chosen.updated
     names = {table.weight: table.name for table in reversed(updated)}
-    planned = plan_of_model(tables, specs[0], budget, plan, profile) if has_budget else None
-    device = _device_of(updated) if has_budget else None
     files = open_cold_files(
         cold_tier,
         cold_path,
         {name: (weight.shape, weight.dtype) for weight, name in names.items()},
-        has_budget=has_budget,
+        has_budget=budgeted is not None,
     )
-    if device is None:
+    if budgeted is None:
         return None
-    if planned is not None:
-        return _Tiering(*planned, names, files, device)
-    assert budget is not None
-    return _Tiering(parse_bytes(budget, "budget"), None, names, files, device)
-
-
-def _device_of(tables: Sequence[NamedTable]) -> torch.device:
-    """The device of all tables.
-
-    Raises:
-        ValueError: they are on several devices.
-    """
-    devices = {table.weight.device: table.name for table in tables}
-    if len(devices) > 1:
-        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(
-            f"budget: tables that share it must be on one device, got {places}; move the model by "
-            ".to(), or leave out budget="
-        )
-    return next(iter(devices))
+    return _Tiering(*budgeted, names, files, device_of(updated))
 
 
 def _describe(

@@ -108,7 +108,7 @@ def describe_outlook(updaters: Sequence[RowUpdater]) -> tuple[str, str]:
         return "", "expect the same speed as before: recsys updates no rows here"
     total = f"{format_bytes(sum(each.resident_bytes() for each in updaters))} of rows and state"
     num_tables = sum(each.num_tables for each in updaters)
-    num_groups = sum(each.num_groups for each in updaters)
+    num_groups = sum(len(each.groups) for each in updaters)
     tables = "1 table is" if num_tables == 1 else f"{num_tables} tables are"
     calls = "1 kernel call" if num_groups == 1 else f"{num_groups} kernel calls"
     shorter = "shorter steps" if num_tables > _FEW_TABLES else "hardly shorter steps"

@@ -27,6 +27,7 @@ __all__ = [
     "counterpart",
     "exchange",
     "find_of_other_classes",
+    "find_recsys",
     "find_replaceable",
     "names_of",
     "tables_in",
@@ -75,6 +76,13 @@ def find_replaceable(model: nn.Module) -> dict[nn.Module, list[str]]:
             f"inside, and has none{reason}"
         )
     return found
+
+
+def find_recsys(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Find the modules of `recsys.embeddings`, with their names; a model may be one itself."""
+    if isinstance(model, AbstractTables):
+        return {model: ["model"]}
+    return names_of(model, lambda module: isinstance(module, AbstractTables))
 
 
 def find_of_other_classes(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -30,6 +30,7 @@ def find_unfit(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     lazy_adam: bool,
+    may_be_meta: bool = False,
 ) -> dict[nn.Module, LeftAlone]:
     """Find the modules that cannot be replaced.
 
@@ -39,6 +40,7 @@ def find_unfit(
         tables: All tables of these modules.
         optimizers: The torch optimizers that were given.
         lazy_adam: As for `accelerate`.
+        may_be_meta: As for `require_updatable`.
 
     Raises:
         ValueError: no module of `found` can be replaced; or recsys already updates a table.
@@ -52,7 +54,7 @@ def find_unfit(
         try:
             _require_plain_instance(module, names[0])
             for table in its_tables:
-                require_updatable(table)
+                require_updatable(table, may_be_meta=may_be_meta)
                 require_translatable(table, optimizers, lazy_adam=lazy_adam)
         except ValueError as error:
             errors.append(error)

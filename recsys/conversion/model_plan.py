@@ -17,6 +17,7 @@ import torch
 
 from recsys.embeddings.popularity.plan import plan_hot_rows, require_plan
 from recsys.embeddings.popularity.profile import PopularityProfile
+from recsys.embeddings.table import DATA_TYPES
 from recsys.errors import BudgetTooSmall, ProfileError
 
 if TYPE_CHECKING:
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from recsys.embeddings.attach import NamedTable, UpdaterSpec
+    from recsys.embeddings.attach import NamedTable
+    from recsys.embeddings.optimizer import RowOptimizer
     from recsys.embeddings.popularity.plan import HotPlan
     from recsys.embeddings.table import TableConfig
 
-__all__ = ["plan_of_model", "require_arguments"]
+__all__ = ["PlannedConfig", "configs_of", "plan_of_model", "require_arguments"]
 
-_DATA_TYPES = {torch.float32: "fp32", torch.float64: "fp64"}
+_DATA_TYPES = {dtype: name for name, dtype in (DATA_TYPES | {"fp64": torch.float64}).items()}
 
 
 def require_arguments(
@@ -60,7 +62,7 @@ def require_arguments(
 
 def plan_of_model(
     tables: Sequence[NamedTable],
-    spec: UpdaterSpec,
+    formula: RowOptimizer,
     budget: int | str | None,
     plan: HotPlan | None,
     profile: PopularityProfile | None,
@@ -68,8 +70,9 @@ def plan_of_model(
     """The bytes of fast memory, and the rows to be pinned.
 
     Args:
-        tables: The tables of every module; a shared table occurs once for each of its modules.
-        spec: Its updater. Tables that it does not update stay resident and are not planned.
+        tables: The tables that share the budget; a shared table occurs once for each of its
+            modules.
+        formula: The update rule of their rows.
         budget: See `accelerate`.
         plan: A plan of the updated tables, in any order; see `accelerate`.
         profile: Has the updated tables, and may have others; see `accelerate`.
@@ -84,13 +87,11 @@ def plan_of_model(
     """
     if plan is None and profile is None:
         return None
-    weights, configs = _configs(
-        [table for table in tables if id(table.weight) in spec.param_groups]
-    )
+    weights, configs = configs_of(tables)
     if plan is None:
         assert profile is not None
         assert budget is not None
-        plan = _plan_by(profile, configs, budget, spec)
+        plan = _plan_by(profile, configs, budget, formula)
     else:
         order = {name: number for number, name in enumerate(plan.tables)}
         configs.sort(key=lambda config: order.get(config.name, len(order)))
@@ -101,7 +102,7 @@ def plan_of_model(
     return plan.budget_bytes, pinned
 
 
-class _Config(NamedTuple):
+class PlannedConfig(NamedTuple):
     """The fields of `TableConfig` that planning needs; allows float64, which that one refuses."""
 
     name: str
@@ -111,7 +112,7 @@ class _Config(NamedTuple):
     data_type: str
 
 
-def _configs(tables: Sequence[NamedTable]) -> tuple[dict[str, nn.Parameter], list[_Config]]:
+def configs_of(tables: Sequence[NamedTable]) -> tuple[dict[str, nn.Parameter], list[PlannedConfig]]:
     """Every table once: its Parameter by its name in a plan, and its config."""
     firsts: dict[int, NamedTable] = {}
     features: dict[int, list[str]] = {}
@@ -126,20 +127,23 @@ def _configs(tables: Sequence[NamedTable]) -> tuple[dict[str, nn.Parameter], lis
         weights[name] = table.weight
         num_embeddings, embedding_dim = table.weight.shape
         feature_names = tuple(dict.fromkeys(features[key]))
-        data_type = _DATA_TYPES[table.weight.dtype]
-        configs.append(_Config(name, num_embeddings, embedding_dim, feature_names, data_type))
+        data_type = _DATA_TYPES.get(table.weight.dtype, str(table.weight.dtype))
+        configs.append(PlannedConfig(name, num_embeddings, embedding_dim, feature_names, data_type))
     return weights, configs
 
 
-def _as_configs(configs: Sequence[_Config]) -> Sequence[TableConfig]:
+def _as_configs(configs: Sequence[PlannedConfig]) -> Sequence[TableConfig]:
     return cast("Sequence[TableConfig]", configs)
 
 
 def _plan_by(
-    profile: PopularityProfile, configs: Sequence[_Config], budget: int | str, spec: UpdaterSpec
+    profile: PopularityProfile,
+    configs: Sequence[PlannedConfig],
+    budget: int | str,
+    formula: RowOptimizer,
 ) -> HotPlan:
     try:
-        return plan_hot_rows(profile, _as_configs(configs), budget, spec.formula)
+        return plan_hot_rows(profile, _as_configs(configs), budget, formula)
     except ProfileError as error:
         if all(config.name in profile.table_sizes for config in configs):
             raise

@@ -37,6 +37,7 @@ __all__ = [
     "choose_updaters",
     "require_translatable",
     "require_updatable",
+    "tables_by_kind",
 ]
 
 _Kind = tuple[int, int, torch.dtype, torch.device]
@@ -119,8 +120,12 @@ class UpdaterSpec:
     make: Callable[[Sequence[tuple[int, TableGroup]]], Link]
 
 
-def require_updatable(table: NamedTable) -> None:
+def require_updatable(table: NamedTable, *, may_be_meta: bool = False) -> None:
     """Check that the kernels support a table.
+
+    Args:
+        table: The table.
+        may_be_meta: Whether it may be on the "meta" device, where it has no rows to update.
 
     Raises:
         ValueError: they do not.
@@ -132,7 +137,7 @@ def require_updatable(table: NamedTable) -> None:
             f"{place}: weight must be a plain Parameter, got {type(weight).__name__}; remove "
             "parametrizations (weight_norm, ...) first"
         )
-    if weight.device.type not in ("cpu", "cuda"):
+    if weight.device.type not in ("cpu", "cuda") and not (may_be_meta and weight.is_meta):
         raise ValueError(
             f"{place}: rows must be on the CPU or on CUDA, got {weight.device}; move the module by "
             ".cpu() (other devices are not supported yet)"
@@ -241,21 +246,18 @@ def attach(
     Returns:
         The updater's link, and the modules that have tables of it.
     """
-    members: dict[_Kind, list[nn.Parameter]] = {}
+    holders = [holder for module in modules for holder in module.holders()]
+    members = tables_by_kind(
+        spec.param_groups, [cast("nn.Parameter", each.weight) for each in holders]
+    )
     sparse: dict[int, bool] = {}  # the sum of a sparse and a dense gradient is dense
-    places: dict[int, tuple[_Kind, int]] = {}
-    for module in modules:
-        for holder in module.holders():
-            weight = cast("nn.Parameter", holder.weight)
-            if id(weight) not in spec.param_groups:
-                continue
-            sparse[id(weight)] = sparse.get(id(weight), True) and bool(holder.sparse)
-            if id(weight) not in places:
-                number = spec.param_groups[id(weight)]
-                kind = (number, weight.shape[1], weight.dtype, weight.device)
-                others = members.setdefault(kind, [])
-                places[id(weight)] = kind, len(others)
-                others.append(weight)
+    for holder in holders:
+        sparse[id(holder.weight)] = sparse.get(id(holder.weight), True) and bool(holder.sparse)
+    places = {
+        id(table): (kind, number)
+        for kind, tables in members.items()
+        for number, table in enumerate(tables)
+    }
     groups = {
         kind: TableGroup(
             tables,
@@ -275,6 +277,27 @@ def attach(
         attached.append(module)
     link.num_modules = len(attached)
     return link, attached
+
+
+def tables_by_kind(
+    param_groups: Mapping[int, int], weights: Sequence[nn.Parameter]
+) -> dict[tuple[int, int, torch.dtype, torch.device], list[nn.Parameter]]:
+    """The tables of each group that an updater will have, each once.
+
+    Args:
+        param_groups: For the `id()` of each updated table, the number of its param group.
+        weights: Tables of all modules; those that are not updated are left out.
+
+    Returns:
+        The tables by param group, dim, dtype and device.
+    """
+    found: dict[_Kind, list[nn.Parameter]] = {}
+    for weight in dict.fromkeys(weights):
+        number = param_groups.get(id(weight))
+        if number is not None:
+            kind = (number, weight.shape[1], weight.dtype, weight.device)
+            found.setdefault(kind, []).append(weight)
+    return found
 
 
 def _once(tables: Sequence[NamedTable]) -> list[NamedTable]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.kernels.cpu.row_update import BadRow
     from recsys.embeddings.kernels.torch.errors import DeferredErrors
 
-__all__ = ["NUMBA", "Kernels", "kernels_on"]
+__all__ = ["NUMBA", "Kernels", "is_by_torch", "kernels_on"]
 
 # Device types that use the torch kernels. Tests add "cpu".
 _BY_TORCH = {"cuda"}
@@ -57,9 +57,14 @@ class Kernels:
 NUMBA = Kernels(RowSpace, Bags.from_tensors, pooled_lookup, row_gradient_dots, row_update, None)
 
 
+def is_by_torch(device: torch.device) -> bool:
+    """Whether the kernels of a device are operations of torch; otherwise they are numba's."""
+    return device.type in _BY_TORCH
+
+
 def kernels_on(device: torch.device) -> Kernels:
     """The kernels for tables on a device."""
-    if device.type not in _BY_TORCH:
+    if not is_by_torch(device):
         return NUMBA
     return Kernels(
         TorchRowSpace,

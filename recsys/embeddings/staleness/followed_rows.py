@@ -22,6 +22,8 @@ from recsys.embeddings.staleness.drift import NEEDS_EARLIER, Movement, measure_d
 from recsys.embeddings.staleness.row_marks import RowMarks, marks_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -60,17 +62,16 @@ def history_type(patience: int) -> np.dtype[Any]:
     )
 
 
-def tracked_bytes(group: GroupUpdater, staleness: Staleness) -> int:
+def tracked_bytes(tables: Sequence[Tensor], staleness: Staleness) -> int:
     """Bytes that a tracker takes for a group: marks, snapshots, history, and lists of stale rows.
 
     Args:
-        group: The group.
+        tables: The tables of the group; only their shapes and dtypes are read.
         staleness: The settings.
     """
-    tables = group.group.tables
     sizes = list(map(len, tables))
     num_snapshots = 1 + (staleness.measure in NEEDS_EARLIER)
-    row_bytes = group.group.dim * tables[0].dtype.itemsize
+    row_bytes = tables[0].shape[1] * tables[0].dtype.itemsize
     of_row = num_snapshots * row_bytes + history_type(staleness.patience).itemsize
     of_row += _FLAG_SETS * np.dtype(np.int64).itemsize
     return marks_bytes(sizes) + min(staleness.max_rows, sum(sizes)) * of_row
@@ -126,7 +127,7 @@ class FollowedRows:
     @property
     def num_bytes(self) -> int:
         """Bytes of marks, snapshots, history, and lists of stale rows."""
-        return tracked_bytes(self._group, self._staleness)
+        return tracked_bytes(self._group.group.tables, self._staleness)
 
     def judge(self, window: int, frozen_until: int) -> None:
         """Measure how far each row has moved in a window.

@@ -29,7 +29,9 @@ def reserve(updaters: Sequence[RowUpdater], staleness: Staleness) -> None:
     done: list[RowUpdater] = []
     try:
         for updater in updaters:
-            num_bytes = sum(tracked_bytes(group, staleness) for group in updater.groups)
+            num_bytes = sum(
+                tracked_bytes(group.group.tables, staleness) for group in updater.groups
+            )
             _reserve(updater, num_bytes, staleness)
             done.append(updater)
     except BaseException:

@@ -6,6 +6,8 @@ tables, so every row space holds the same share of its rows. None gets more slot
 
 from __future__ import annotations
 
+from contextlib import suppress
+from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,7 +23,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-__all__ = ["NEEDS_OPTIMIZER", "SpaceSize", "divide_budget", "order_pinned"]
+__all__ = [
+    "NEEDS_OPTIMIZER",
+    "FastMemory",
+    "SpaceSize",
+    "divide_budget",
+    "divide_for_pinned",
+    "order_pinned",
+]
 
 NEEDS_OPTIMIZER = (
     "budget= (or plan=) keeps some rows in slow memory, where torch optimizers cannot update them; "
@@ -44,6 +53,12 @@ class SpaceSize(NamedTuple):
     dtype: torch.dtype
     state_sizes: Mapping[str, int]
 
+    @classmethod
+    def of(cls, tables: Sequence[nn.Parameter], state_sizes: Mapping[str, int]) -> SpaceSize:
+        """The size of tables of one dim and dtype; reads only their shapes."""
+        dim, dtype = tables[0].shape[1], tables[0].dtype
+        return cls(sum(map(len, tables)), dim, dtype, state_sizes)
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
@@ -53,6 +68,46 @@ class SpaceSize(NamedTuple):
     def resident_bytes(self) -> int:
         """Bytes of all rows and their state, without slots."""
         return self.num_rows * row_bytes(self.dim, self.dtype, self.state_sizes)
+
+
+class FastMemory(NamedTuple):
+    """Bytes of fast memory by what they are for; a budget counts all of them.
+
+    Attributes:
+        rows_bytes: Rows.
+        state_bytes: Their optimizer state.
+        record_bytes: What each slot records: its row, its claims and uses.
+        map_bytes: The row map.
+        tracker_bytes: A `StalenessTracker`.
+    """
+
+    rows_bytes: int = 0
+    state_bytes: int = 0
+    record_bytes: int = 0
+    map_bytes: int = 0
+    tracker_bytes: int = 0
+
+    @classmethod
+    def of(cls, spaces: Sequence[SpaceSize], slots: Sequence[int] | None) -> FastMemory:
+        """The fast memory of some row spaces, without a tracker.
+
+        Args:
+            spaces: The row spaces.
+            slots: The number of slots of each; None if all rows are resident, without slots.
+        """
+        counts = [space.num_rows for space in spaces] if slots is None else slots
+        row = [space.dim * space.dtype.itemsize for space in spaces]
+        whole = [row_bytes(space.dim, space.dtype, space.state_sizes) for space in spaces]
+        rows_bytes, whole_bytes = sum(map(mul, counts, row)), sum(map(mul, counts, whole))
+        if slots is None:
+            return cls(rows_bytes, whole_bytes - rows_bytes)
+        slots_bytes = sum(map(mul, slots, [space.slot_bytes for space in spaces]))
+        return cls(
+            rows_bytes,
+            whole_bytes - rows_bytes,
+            slots_bytes - whole_bytes,
+            map_bytes(sum(space.num_rows for space in spaces)),
+        )
 
 
 def divide_budget(
@@ -122,6 +177,40 @@ def divide_budget(
         # Spaces with one slot per row leave part of their shares; the other spaces divide it.
         unfilled = [number for number in unfilled if number not in filled] if filled else []
     return slots
+
+
+def divide_for_pinned(
+    budget_bytes: int,
+    spaces: Sequence[SpaceSize],
+    pinned: Sequence[NDArray[np.int32]],
+    *,
+    may_stay: bool,
+) -> list[tuple[int, NDArray[np.int32]]] | None:
+    """Divide a budget so that the pinned rows of each space fit, or as without a plan.
+
+    Args:
+        budget_bytes: The budget of fast memory, in bytes.
+        spaces: The row spaces that share it.
+        pinned: The pinned rows of each, from `order_pinned`.
+        may_stay: Whether the result may be None.
+
+    Returns:
+        The number of slots of each space, and the pinned rows that have one; None if all rows fit
+        without slots.
+
+    Raises:
+        BudgetTooSmall: the budget is smaller than the row maps and a slot of each space.
+    """
+
+    def divide(least: Sequence[int]) -> list[tuple[int, NDArray[np.int32]]] | None:
+        slots = divide_budget(budget_bytes, spaces, least, may_stay=may_stay)
+        if slots is None:
+            return None
+        return [(num, rows[: num - 1]) for num, rows in zip(slots, pinned, strict=True)]
+
+    with suppress(BudgetTooSmall):  # the plan assumed less state or a larger budget
+        return divide([len(rows) + 1 for rows in pinned])
+    return divide([1] * len(spaces))
 
 
 def order_pinned(

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from recsys._support.memory import empty_rows
-from recsys.embeddings.kernels.choice import kernels_on
+from recsys.embeddings.kernels.choice import is_by_torch
 from recsys.embeddings.kernels.cpu.slots import (
     AWAITED,
     DIRTY,
@@ -58,6 +58,7 @@ __all__ = [
     "fewest_uses",
     "floor_bytes",
     "map_bytes",
+    "require_numbers",
     "row_bytes",
     "slot_bytes",
 ]
@@ -91,6 +92,19 @@ def floor_bytes(num_rows: int, slots: Iterable[tuple[int, int]]) -> int:
         slots: For every row space, its number of slots and the bytes of one slot.
     """
     return map_bytes(num_rows) + sum(count * num_bytes for count, num_bytes in slots)
+
+
+def require_numbers(num_rows: int, num_slots: int) -> None:
+    """Check that 32 bits can number the rows and slots of one row space.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if num_rows >= AWAITED * 2 or num_slots > MAX_SLOTS:
+        raise ValueError(
+            f"a row space has at most {AWAITED * 2 - 1} rows and {MAX_SLOTS} slots, got "
+            f"{num_rows} and {num_slots}; divide the tables among several modules"
+        )
 
 
 class ClaimObserver(Protocol):
@@ -153,12 +167,7 @@ class Slots:
         device: torch.device,
     ) -> None:
         self.first_rows: NDArray[np.uint64] = np.cumsum([0, *sizes]).astype(np.uint64)
-        num_rows = int(self.first_rows[-1])
-        if num_rows >= AWAITED * 2 or num_slots > MAX_SLOTS:
-            raise ValueError(
-                f"a row space has at most {AWAITED * 2 - 1} rows and {MAX_SLOTS} slots, got "
-                f"{num_rows} and {num_slots}; divide the tables among several modules"
-            )
+        require_numbers(int(self.first_rows[-1]), num_slots)
         self.num_slots, self.num_unpinned = num_slots, 0
         self.observer: ClaimObserver | None = None
         self.rows = empty_rows(num_slots, dim, dtype=dtype, device=device)
@@ -172,7 +181,7 @@ class Slots:
         self._stream: TransferStream | None = None
         self._both: tuple[RowSpace, RowSpace] | None = None  # (tables, tables and slots)
         spaces: list[Any]
-        if kernels_on(device).make_space is RowSpace:
+        if not is_by_torch(device):
             self.map = SlotMap(self.first_rows, num_slots)
             spaces = [_SlotSpace(memory, sizes) for memory in memories]
             spaces[0].row_names = self.map.arrays.row_of_slot

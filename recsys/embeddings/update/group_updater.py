@@ -230,10 +230,14 @@ class GroupUpdater:
         """The current learning rate of the tables' param group."""
         return float(self._optimizer.param_groups[self._number]["lr"])
 
+    @property
+    def formula(self) -> RowOptimizer:
+        """The update rule of the rows, by the current settings."""
+        return self._read_settings().settings.formula
+
     def space_size(self) -> SpaceSize:
         """The size of all rows and their state."""
-        num_rows = sum(len(weight) for weight in self.group.tables)
-        return SpaceSize(num_rows, self.group.dim, self.group.tables[0].dtype, self._state_sizes())
+        return SpaceSize.of(self.group.tables, self._state_sizes())
 
     def tier(self, num_slots: int, pinned: NDArray[np.int32], device: torch.device | None) -> None:
         """Give the group tiers; arguments as for `make_tiers`."""

@@ -381,24 +381,24 @@ class RowUpdater:
         """The budget of fast memory; 0 if there is none."""
         return self._budget_bytes
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the budget that `reserve` has left for a tracker."""
+        return self._reserved_bytes
+
     def resident_bytes(self) -> int:
         """Bytes of all rows and their state, in fast memory or not."""
         return sum(group.space_size().resident_bytes for group in self._groups)
 
     @property
     def groups(self) -> Sequence[GroupUpdater]:
-        """The updaters of all table groups."""
+        """The updaters of all table groups; each is updated by one kernel call."""
         return self._groups
 
     @property
     def num_tables(self) -> int:
         """Number of tables."""
         return sum(len(each.group.names) for each in self._groups)
-
-    @property
-    def num_groups(self) -> int:
-        """Number of table groups; each is updated by one kernel call."""
-        return len(self._groups)
 
     def make_room(
         self, short: ref[Residency], num_needed: int, num_distinct: Mapping[TableGroup, int]

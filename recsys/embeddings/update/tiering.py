@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from recsys.embeddings.rows.table_parameter import move_table
-from recsys.embeddings.tiers.budget import divide_budget, order_pinned
+from recsys.embeddings.tiers.budget import divide_budget, divide_for_pinned, order_pinned
 from recsys.embeddings.tiers.table_tiers import Tiers
 from recsys.errors import BudgetTooSmall
 
@@ -63,18 +63,14 @@ def divide_first(
         if is_on_host and not on_meta:  # tables on a device are copied to the host anyway
             _require_own_memory(each.group, known)
     rows = [order_pinned(each.group.tables, pinned) for each in groups]
-    slots = _divide_for_pinned(groups, budget_bytes, rows, may_stay=may_stay)
-    if slots is None:
-        return None
-    if on_meta:
+    sizes = [each.space_size() for each in groups]
+    divided = divide_for_pinned(budget_bytes, sizes, rows, may_stay=may_stay)
+    if divided is not None and on_meta:
         raise ValueError(
             f"table {on_meta[0].names[0]!r}: a cold tier needs rows in memory, got device 'meta'; "
             "build the module under torch.device('cpu'), or leave budget= out"
         )
-    return [
-        (num_slots, its_rows[: num_slots - 1])
-        for num_slots, its_rows in zip(slots, rows, strict=True)
-    ]
+    return divided
 
 
 def make_tiers(
@@ -206,26 +202,6 @@ def _growth(divided: tuple[GroupUpdater, int, int]) -> int:
     each, num_slots, _ = divided
     assert each.group.tiers is not None
     return num_slots - each.group.tiers.hot.num_slots
-
-
-def _divide_for_pinned(
-    groups: Sequence[GroupUpdater],
-    budget_bytes: int,
-    pinned: Sequence[NDArray[np.int32]],
-    *,
-    may_stay: bool,
-) -> list[int] | None:
-    """Divide a budget so that the pinned rows of each group fit, or as without a plan."""
-    with suppress(BudgetTooSmall):  # the plan assumed less state or a larger budget
-        return _divide(groups, budget_bytes, [len(each) + 1 for each in pinned], may_stay=may_stay)
-    return _divide(groups, budget_bytes, [1] * len(groups), may_stay=may_stay)
-
-
-def _divide(
-    groups: Sequence[GroupUpdater], budget_bytes: int, least: Sequence[int], *, may_stay: bool
-) -> list[int] | None:
-    sizes = [each.space_size() for each in groups]
-    return divide_budget(budget_bytes, sizes, least, may_stay=may_stay)
 
 
 def _divide_slots(

@@ -25,8 +25,8 @@ import torch
 
 from recsys._support.files import appearing_whole
 from recsys._support.memory import advise_random
-from recsys._support.sizes import format_bytes
 from recsys.embeddings.tiers.cold import COLD_TIERS
+from recsys.embeddings.tiers.cold.disk_room import no_room, require_disk
 from recsys.embeddings.tiers.cold.manifest import DTYPES, VERSION, Kind, read_manifest
 from recsys.errors import ColdTierDirty, ColdTierError, ConfigError
 
@@ -41,6 +41,8 @@ __all__ = [
     "OpenArray",
     "lock_folder",
     "open_cold_files",
+    "require_budget_of_files",
+    "require_cold_tier",
     "require_memory",
 ]
 
@@ -253,21 +255,8 @@ class ColdFiles:
     def _make(self, kinds: Mapping[tuple[str, str], Kind]) -> None:
         """Make files of zeros: all of them, or none."""
         wanted = sum(kind.num_bytes for kind in kinds.values())
-        disk = os.statvfs(self.folder)
-        free = disk.f_bavail * disk.f_frsize
-
-        def refused(number: int) -> ColdTierError:
-            return ColdTierError(
-                number,
-                f"{self.folder}: new tables or their state take {format_bytes(wanted)} on disk, "
-                f"and {format_bytes(free)} are free ({os.strerror(number)}); free some space, or "
-                "choose another cold_path",
-            )
-
         # Checked before allocating, so that the attempt does not fill the disk for other programs.
-        # Some file systems do not report their size.
-        if disk.f_blocks and wanted > free:
-            raise refused(errno.ENOSPC)
+        require_disk(self.folder, wanted)
         made: list[Path] = []
         try:
             for key, kind in kinds.items():
@@ -278,7 +267,7 @@ class ColdFiles:
         except OSError as error:
             for path in made:
                 path.unlink(missing_ok=True)
-            raise refused(error.errno or errno.EIO) from error
+            raise no_room(self.folder, wanted, error.errno or errno.EIO) from error
         self._kinds |= kinds
         for key in kinds:
             self._map(key)
@@ -396,23 +385,41 @@ def open_cold_files(
         ColdTierError: the folder cannot be used; see `ColdFiles`.
         ConfigError: the arguments contradict each other.
     """
-    if cold_tier not in COLD_TIERS:
-        raise ConfigError(f"cold_tier must be one of {COLD_TIERS}, got {cold_tier!r}")
+    require_cold_tier(cold_tier, cold_path)
     if cold_tier == "host":
-        if cold_path is not None:
-            raise ConfigError(
-                f"cold_path is the folder of cold_tier='file', got {str(cold_path)!r} and "
-                "cold_tier='host'; leave it out, or say cold_tier='file'"
-            )
         return None
     if cold_path is None:
         raise ConfigError("cold_tier='file' needs cold_path=, a folder for its files")
+    require_budget_of_files(has_budget=has_budget)
+    return ColdFiles(cold_path, tables)
+
+
+def require_cold_tier(cold_tier: str, cold_path: Path | str | None) -> None:
+    """Check that a cold tier exists, and that a folder is given for files alone.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    if cold_tier not in COLD_TIERS:
+        raise ConfigError(f"cold_tier must be one of {COLD_TIERS}, got {cold_tier!r}")
+    if cold_tier == "host" and cold_path is not None:
+        raise ConfigError(
+            f"cold_path is the folder of cold_tier='file', got {str(cold_path)!r} and "
+            "cold_tier='host'; leave it out, or say cold_tier='file'"
+        )
+
+
+def require_budget_of_files(*, has_budget: bool) -> None:
+    """Check that a module with rows in files has a budget.
+
+    Raises:
+        ConfigError: it has none.
+    """
     if not has_budget:
         raise ConfigError(
             "cold_tier='file' needs budget=, the fast memory for rows that are used often, and an "
             "optimizer= that updates them"
         )
-    return ColdFiles(cold_path, tables)
 
 
 def require_memory(device: torch.device | str | None) -> None:

@@ -23,9 +23,19 @@ if TYPE_CHECKING:
 
     from recsys.embeddings.tiers.cold.host_store import ColdStore
 
-__all__ = ["RowsAlone", "Staging", "TransferStream"]
+__all__ = ["RowsAlone", "Staging", "TransferStream", "num_staged"]
 
 STAGED_BYTES = 16 * 2**20
+
+
+def num_staged(num_slots: int, row_bytes: int) -> int:
+    """The number of rows that fit in the staging of some slots.
+
+    Args:
+        num_slots: S.
+        row_bytes: Bytes of a row and its state.
+    """
+    return min(num_slots, max(1, STAGED_BYTES // row_bytes))
 
 
 class Staging:
@@ -46,7 +56,7 @@ class Staging:
         row_bytes = sum(memory[:1].nbytes for memory in memories)
         is_pinned = memories[0].is_cuda
         self.first_rows = first_rows
-        self.num_places = min(len(memories[0]), max(1, STAGED_BYTES // row_bytes))
+        self.num_places = num_staged(len(memories[0]), row_bytes)
         self._buffers = [
             torch.empty(self.num_places, memory.shape[1], dtype=memory.dtype, pin_memory=is_pinned)
             for memory in memories

@@ -1,0 +1,53 @@
+"""Whether a disk has room for the files of tables, and the error if it has not."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING
+
+from recsys._support.sizes import format_bytes
+from recsys.errors import ColdTierError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["no_room", "require_disk"]
+
+
+def require_disk(folder: Path, num_bytes: int) -> None:
+    """Check that the disk of a folder has room for the files of tables and their state.
+
+    Args:
+        folder: The folder; if it does not exist, its disk is that of the folder above it.
+        num_bytes: Bytes of the files.
+
+    Raises:
+        ColdTierError: the disk has no room.
+    """
+    disk = os.statvfs(_existing(folder))
+    # Some file systems do not report their size.
+    if disk.f_blocks and num_bytes > disk.f_bavail * disk.f_frsize:
+        raise no_room(folder, num_bytes, errno.ENOSPC)
+
+
+def no_room(folder: Path, num_bytes: int, number: int) -> ColdTierError:
+    """The error about files that cannot be allocated.
+
+    Args:
+        folder: Their folder.
+        num_bytes: Their bytes.
+        number: What the system said, an `errno`.
+    """
+    disk = os.statvfs(_existing(folder))
+    return ColdTierError(
+        number,
+        f"{folder}: new tables or their state take {format_bytes(num_bytes)} on disk, and "
+        f"{format_bytes(disk.f_bavail * disk.f_frsize)} are free ({os.strerror(number)}); free "
+        "some space, or choose another cold_path",
+    )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.exists())
