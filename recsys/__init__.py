@@ -12,6 +12,7 @@ from recsys._version import __version__
 if TYPE_CHECKING:
     from recsys.batch import Batch, JaggedIds, PooledEmbeddings
     from recsys.conversion.accelerate import accelerate, restore
+    from recsys.conversion.estimate import estimate
     from recsys.conversion.verify import verify
     from recsys.datasets.store import Store
     from recsys.embeddings.bag import HotColdEmbeddingBag
@@ -33,6 +34,7 @@ __all__ = [
     "TrainPipeline",
     "__version__",
     "accelerate",
+    "estimate",
     "load_checkpoint",
     "restore",
     "save_checkpoint",
@@ -54,6 +56,7 @@ if not TYPE_CHECKING:
             "Store": "datasets.store",
             "TrainPipeline": "pipeline.train_pipeline",
             "accelerate": "conversion.accelerate",
+            "estimate": "conversion.estimate",
             "load_checkpoint": "train.checkpoint",
             "restore": "conversion.accelerate",
             "save_checkpoint": "train.checkpoint",

@@ -471,6 +471,16 @@ def test_the_tour_runs_from_its_first_block_to_its_last(pytestconfig, capsys):
     assert found["losses_tiered"] == pytest.approx(found["losses"], abs=1e-4)
 
 
+def test_the_printed_estimate_is_that_of_its_snippet(pytestconfig, capsys):
+    text = (pytestconfig.rootpath / "docs" / "popularity.md").read_text()
+    pattern = r"^```python\n([^`]*recsys\.estimate\([^`]*)^```\n\nprints\n\n```\n(.*?)^```"
+    [(snippet, printed)] = re.findall(pattern, text, re.DOTALL | re.MULTILINE)
+
+    exec(compile(snippet, "docs/popularity.md", "exec"), {})
+
+    assert capsys.readouterr().out == printed
+
+
 def test_every_link_between_documents_leads_to_a_file(pytestconfig):
     root = pytestconfig.rootpath
     documents = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]

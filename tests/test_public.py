@@ -34,6 +34,7 @@ def test_public_names_are_these_and_no_others():
             "TrainPipeline",
             "__version__",
             "accelerate",
+            "estimate",
             "load_checkpoint",
             "restore",
             "save_checkpoint",

@@ -7,6 +7,7 @@ import torch
 import recsys
 from recsys.config import OptimizerConfig, TrainConfig, load_config
 from recsys.conversion.accelerate import Accelerated
+from recsys.conversion.estimated import Estimate
 from recsys.conversion.verify import Verification
 from recsys.datasets import BatchLoader, SampleSource, Store, SyntheticCriteo
 from recsys.embeddings import HotPlan, PopularityProfile, TableConfig, plan_hot_rows
@@ -37,3 +38,4 @@ assert_type(profile.coverage(10, [batch, batch.sparse_features]), Coverage)
 assert_type(plan_hot_rows(profile, [table], "1MiB"), HotPlan)
 recsys.accelerate(model, optimizer=row_optimizer, budget="1MiB", profile=profile)
 recsys.accelerate(model, plan=plan_hot_rows(profile, [table], "1MiB"))
+assert_type(recsys.estimate(model, "1MiB", 128, optimizer=row_optimizer), Estimate)

@@ -1,0 +1,532 @@
+"""What `estimate` says beforehand is what the tables take afterwards."""
+
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import recsys
+from recsys.batch import JaggedIds
+from recsys.conversion import estimate as estimate_module
+from recsys.embeddings import (
+    SGD,
+    Adagrad,
+    Adam,
+    HotColdEmbedding,
+    HotColdEmbeddingBag,
+    HotColdEmbeddingBagCollection,
+    PartialRowWiseAdam,
+    PopularityProfile,
+    RowWiseAdagrad,
+    Staleness,
+    StalenessTracker,
+    TableConfig,
+    plan_hot_rows,
+)
+from recsys.embeddings.kernels import choice as kernel_choice
+from recsys.errors import BudgetTooSmall, ColdTierError, ConfigError, ProfileError
+
+SIZES = {"users": (700, 8), "goods": (400, 8), "pages": (150, 4)}
+OPTIMIZERS = [
+    SGD(lr=0.1),
+    Adagrad(lr=0.1),
+    RowWiseAdagrad(lr=0.1),
+    Adam(lr=0.1),
+    PartialRowWiseAdam(lr=0.1),
+]
+STATE_COLUMNS = {"SGD": 0, "Adagrad": 1, "Adam": 2}  # times D; the others have numbers per row
+each_optimizer = pytest.mark.parametrize(
+    "optimizer", OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__
+)
+
+
+class Bags(nn.Module):
+    def __init__(self, sizes=SIZES, **options):
+        super().__init__()
+        for name, (num_rows, dim) in sizes.items():
+            options = {"mode": "sum", "sparse": True} | options
+            setattr(self, name, nn.EmbeddingBag(num_rows, dim, **options))
+        self.top = nn.Linear(8, 1)
+
+
+def bags_on(device, **options):
+    with torch.device(device):
+        return Bags(**options)
+
+
+def look_up(model, num_rows=3):
+    """Every table is looked up once, by bags of rows that no other bag has."""
+    ids = torch.arange(num_rows)
+    modules = [each for each in model.modules() if isinstance(each, nn.EmbeddingBag)]
+    return sum(module(ids.reshape(-1, 1)).square().sum() for module in modules)
+
+
+def tiers_of(model):
+    modules = [each for each in model.modules() if hasattr(each, "tiers")]
+    return list(dict.fromkeys(tiers for module in modules for tiers in module.tiers()))
+
+
+def fast_memory_of(tiers):
+    """Bytes of the arrays: rows, state, records of slots, row map."""
+    records = ("row_of_slot", "num_claims", "num_uses", "flags")
+    return (
+        sum(each.hot.rows.nbytes for each in tiers),
+        sum(state.nbytes for each in tiers for state in each.hot.states),
+        sum(getattr(each.hot.map, name).nbytes for each in tiers for name in records),
+        sum(each.hot.map.slot_of_row.nbytes for each in tiers),
+    )
+
+
+def tables_and_state(model, row_optimizer):
+    """Bytes of the tables and of their state, the numbers of steps apart."""
+    weights = [each.weight for each in model.modules() if isinstance(each, nn.EmbeddingBag)]
+    state = [
+        value
+        for weight in weights
+        for value in row_optimizer.state[weight].values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    ]
+    return sum(each.nbytes for each in (*weights, *state))
+
+
+@each_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cold_tier", ["host", "file"])
+@pytest.mark.parametrize("budget", ["9KiB", "20KiB", "1MiB"])
+def test_the_figures_are_those_of_the_accelerated_model(
+    tmp_path, optimizer, dtype, cold_tier, budget
+):
+    model = Bags(dtype=dtype)
+    options = {"optimizer": optimizer, "budget": budget, "cold_tier": cold_tier}
+    told = recsys.estimate(model, **options)
+    on_meta = recsys.estimate(bags_on("meta", dtype=dtype), **options)
+
+    folder = tmp_path / "rows"
+    if cold_tier == "file":
+        options["cold_path"] = folder
+    with (
+        pytest.warns(UserWarning, match="no cold tier is needed")
+        if told.all_fits
+        else nullcontext()
+    ):
+        accelerated = recsys.accelerate(model, **options)
+    look_up(model).backward()
+
+    assert on_meta == told
+    assert told.num_tables == 3
+    assert told.num_rows == 1250
+    tiers, files = tiers_of(model), sum(file.stat().st_size for file in folder.glob("*.bin"))
+    everything = tables_and_state(model, accelerated.row_optimizer)
+    assert told.everything_bytes == everything
+    assert told.all_fits == (budget == "1MiB" and cold_tier == "host") == (not tiers)
+    if tiers:
+        assert told.num_slots == sum(each.hot.num_slots for each in tiers)
+        assert told.fast_bytes == sum(each.hot.num_bytes for each in tiers)
+        assert tuple(told.fast) == (*fast_memory_of(tiers), 0)
+        assert told.fast_bytes <= told.budget_bytes
+    else:
+        assert told.fast_bytes == everything
+    assert told.disk_bytes == files == (everything if cold_tier == "file" else 0)
+    assert told.cold_bytes == (everything if tiers and cold_tier == "host" else 0)
+    assert told.dense_bytes == sum(each.nbytes for each in model.top.parameters())
+    assert told.host_bytes == told.fast_bytes + told.cold_bytes + told.dense_bytes
+    assert recsys.estimate(model) == told
+
+
+@each_optimizer
+@pytest.mark.parametrize("data_type", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("cold_tier", ["host", "file"])
+def test_the_figures_are_those_of_a_collection_of_recsys(tmp_path, optimizer, data_type, cold_tier):
+    tables = [
+        TableConfig(name=name, num_embeddings=num_rows, embedding_dim=dim, data_type=data_type)
+        for name, (num_rows, dim) in SIZES.items()
+    ]
+    resident = HotColdEmbeddingBagCollection(
+        tables, device=torch.device("meta"), optimizer=optimizer
+    )
+    told = recsys.estimate(resident, "10KiB", cold_tier=cold_tier)
+
+    options = {"cold_path": tmp_path / "rows"} if cold_tier == "file" else {}
+    module = HotColdEmbeddingBagCollection(
+        tables, optimizer=optimizer, budget="10KiB", cold_tier=cold_tier, **options
+    )
+    module(
+        JaggedIds.from_one_hot(list(SIZES), torch.ones(3, 2, dtype=int))
+    ).values().sum().backward()
+
+    tiers = module.tiers()
+    assert tuple(told.fast) == (*fast_memory_of(tiers), 0)
+    assert told.everything_bytes == tables_and_state(module, module.row_optimizer)
+    files = sum(file.stat().st_size for file in tmp_path.glob("rows/*.bin"))
+    assert (told.cold_bytes, told.disk_bytes) == (
+        (told.everything_bytes, 0) if cold_tier == "host" else (0, files)
+    )
+    assert files in (0, told.everything_bytes)
+    assert recsys.estimate(module) == told
+
+
+@pytest.mark.parametrize("by", ["profile", "plan"])
+def test_pinned_rows_are_those_that_get_slots(by):
+    profile = PopularityProfile({name: size for name, (size, _) in SIZES.items()})
+    ids = [torch.arange(90) % 30, torch.arange(20), torch.arange(5)]
+    offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    profile.add(JaggedIds(list(SIZES), torch.cat(ids), offsets))
+    tables = [
+        TableConfig(name=name, num_embeddings=num_rows, embedding_dim=dim)
+        for name, (num_rows, dim) in SIZES.items()
+    ]
+    options = {"profile": profile, "budget": "60KiB"}
+    if by == "plan":
+        options = {"plan": plan_hot_rows(profile, tables, "12KiB", SGD(lr=0.1), window_lookups=8)}
+    model = Bags(sizes=SIZES if by == "plan" else SIZES | {"users": (90_000, 8)})
+    if by == "profile":
+        options["profile"] = profile = PopularityProfile(
+            {"users": 90_000, "goods": 400, "pages": 150}
+        )
+        profile.add(JaggedIds(list(SIZES), torch.cat(ids), offsets))
+        options["budget"] = "600KiB"
+
+    told = recsys.estimate(model, optimizer=SGD(lr=0.1), **options)
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), **options)
+
+    tiers = tiers_of(model)
+    assert told.num_pinned == sum(int((each.hot.map.flags & 1).sum()) for each in tiers) > 0
+    assert tuple(told.fast) == (*fast_memory_of(tiers), 0)
+    assert f"{told.num_pinned:,} of them pinned" in str(told)
+    assert recsys.estimate(model) == told
+
+
+def test_a_plan_of_other_tables_is_refused():
+    profile = PopularityProfile({"users": 700})
+    plan = plan_hot_rows(
+        profile,
+        [TableConfig(name="users", num_embeddings=700, embedding_dim=8)],
+        "1MiB",
+        window_lookups=8,
+    )
+
+    with pytest.raises(ProfileError, match="the plan has other tables"):
+        recsys.estimate(Bags(), optimizer=SGD(lr=0.1), plan=plan)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, 200])
+def test_the_least_budget_holds_such_a_mini_batch_and_a_byte_less_does_not(num_rows):
+    optimizer = Adagrad(lr=0.1)
+    models = [Bags({name: SIZES[name] for name in ("users", "goods")}) for _ in range(2)]
+    least = recsys.estimate(models[0], batch_size=num_rows, optimizer=optimizer).floor_bytes
+
+    with pytest.raises(BudgetTooSmall, match=f"must be at least {least} bytes"):
+        recsys.estimate(models[1], least - 1, num_rows, optimizer=optimizer)
+    assert recsys.estimate(models[0], least, num_rows, optimizer=optimizer).budget_bytes == least
+
+    recsys.accelerate(models[0], optimizer=optimizer, budget=least)
+    recsys.accelerate(models[1], optimizer=optimizer, budget=least - 1)
+    together(models[0], num_rows).backward()
+    with pytest.raises(BudgetTooSmall):
+        together(models[1], num_rows).backward()
+
+
+def together(model, num_rows):
+    """The lookups of a mini-batch, all claimed before any is given back."""
+    ids = torch.arange(num_rows).reshape(-1, 1)
+    return sum(getattr(model, name)(ids).square().sum() for name in ("users", "goods"))
+
+
+def test_lookups_per_bag_are_of_all_tables_or_by_table():
+    model, optimizer = Bags(), SGD(lr=0.1)
+    row, small_row, maps = 8 * 4 + 8, 4 * 4 + 8, 1250 * 4
+
+    def least(lookups):
+        found = recsys.estimate(model, batch_size=20, optimizer=optimizer, lookups_per_bag=lookups)
+        return found.floor_bytes - maps
+
+    assert least(1) == 40 * row + 20 * small_row
+    assert least(10) == 400 * row + 150 * small_row  # no more than the table has
+    assert least({"users": 2.5}) == 70 * row + 20 * small_row
+    assert least(float("inf")) == 1100 * row + 150 * small_row
+
+
+def test_features_of_a_collection_count_one_by_one():
+    tables = [
+        TableConfig(name="t", num_embeddings=500, embedding_dim=4, feature_names=("a", "b", "c"))
+    ]
+    module = HotColdEmbeddingBagCollection(tables, optimizer=SGD(lr=0.1))
+
+    assert recsys.estimate(module, batch_size=10).floor_bytes == 500 * 4 + 30 * (16 + 8)
+
+
+def test_a_terabyte_is_estimated_without_its_memory():
+    sizes = dict.fromkeys(("users", "goods"), (10**9, 128))
+    model = bags_on("meta", sizes=sizes)
+    options = {"optimizer": RowWiseAdagrad(lr=0.1), "cold_tier": "file", "device": "cuda"}
+
+    told = recsys.estimate(model, "40GiB", 65_536, **options)
+
+    assert told.everything_bytes == 2 * 10**9 * (128 * 4 + 4) == told.disk_bytes
+    assert 0 <= 40 * 2**30 - told.fast_bytes < 128 * 4 + 4 + 8
+    assert all(parameter.is_meta for parameter in model.parameters())
+    resident = recsys.estimate(model, optimizer=SGD(lr=0.1))
+    assert resident.fast_bytes == 2 * 10**9 * 128 * 4
+
+
+def test_more_rows_than_slots_can_number_are_refused_as_by_the_tiers():
+    model = bags_on("meta", sizes={"users": (2**31, 8)})
+
+    with pytest.raises(ValueError, match="a row space has at most 2147483647 rows"):
+        recsys.estimate(model, "20GiB", optimizer=SGD(lr=0.1))
+    assert recsys.estimate(model, optimizer=SGD(lr=0.1)).num_rows == 2**31
+
+
+def test_a_torch_optimizer_may_have_param_groups_and_leave_tables_alone():
+    def make():
+        model = Bags()
+        rows = torch.optim.Adagrad(
+            [
+                {"params": [model.users.weight], "lr": 0.1},
+                {"params": [model.goods.weight], "lr": 0.2},
+            ]
+        )
+        return model, rows
+
+    model, rows = make()
+    told = recsys.estimate(model, "30KiB", optimizer=rows)
+    recsys.accelerate(model, optimizer=rows, budget="30KiB")
+
+    assert [each.names for each in told.left_alone] == [("pages",)]
+    assert "left as it was: pages: no given optimizer" in str(told)
+    tiers = tiers_of(model)
+    assert len(tiers) == 2
+    assert tuple(told.fast) == (*fast_memory_of(tiers), 0)
+    assert told.dense_bytes == 150 * 4 * 4 + 9 * 4
+
+
+def test_a_table_that_modules_share_counts_once():
+    model = Bags()
+    model.goods = nn.EmbeddingBag(700, 8, mode="mean", _weight=model.users.weight, sparse=True)
+    model.goods.weight = model.users.weight
+
+    told = recsys.estimate(model, "12KiB", 10, optimizer=SGD(lr=0.1))
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), budget="12KiB")
+
+    assert (told.num_tables, told.num_rows) == (2, 850)
+    assert tuple(told.fast) == (*fast_memory_of(tiers_of(model)), 0)
+    assert told.floor_bytes == 850 * 4 + 20 * (32 + 8) + 10 * (16 + 8)
+
+
+def test_collections_of_torchrec_are_estimated_as_they_are_accelerated():
+    torchrec = pytest.importorskip("torchrec")
+    configs = [
+        torchrec.EmbeddingBagConfig(
+            name=name, num_embeddings=num_rows, embedding_dim=dim, feature_names=[name]
+        )
+        for name, (num_rows, dim) in SIZES.items()
+    ]
+    models = [
+        nn.ModuleDict(
+            {"ebc": torchrec.EmbeddingBagCollection(tables=configs, device=torch.device(device))}
+        )
+        for device in ("meta", "cpu")
+    ]
+
+    told = [recsys.estimate(model, "12KiB", optimizer=Adam(lr=0.1)) for model in models]
+    recsys.accelerate(models[1], optimizer=Adam(lr=0.1), budget="12KiB")
+
+    assert told[0] == told[1] == recsys.estimate(models[1])
+    assert tuple(told[0].fast) == (*fast_memory_of(tiers_of(models[1])), 0)
+
+
+def test_a_bag_of_recsys_is_estimated_alone():
+    bag = HotColdEmbeddingBag(700, 8, mode="sum", optimizer=Adagrad(lr=0.1), device="meta")
+    tiered = HotColdEmbeddingBag(700, 8, mode="sum", optimizer=Adagrad(lr=0.1), budget="8KiB")
+
+    assert recsys.estimate(bag, "8KiB") == recsys.estimate(tiered)
+    assert recsys.estimate(tiered).num_slots == tiered.tiers()[0].hot.num_slots
+
+
+def test_modules_with_budgets_of_their_own_are_added_up():
+    bags = [
+        HotColdEmbeddingBag(700, 8, optimizer=Adagrad(lr=0.1), budget="8KiB"),
+        HotColdEmbedding(300, 4, optimizer=SGD(lr=0.1), budget="3KiB"),
+    ]
+    model = nn.ModuleList(bags)
+
+    told = recsys.estimate(model)
+
+    tiers = tiers_of(model)
+    assert told.budget_bytes == 11 * 2**10
+    assert tuple(told.fast) == (*fast_memory_of(tiers), 0)
+    with pytest.raises(ValueError, match="the tables have 2 optimizers, each with a budget"):
+        recsys.estimate(model, "20KiB")
+
+
+def test_without_an_optimizer_no_state_is_counted_and_that_is_said():
+    plain, ours = Bags(), HotColdEmbeddingBag(700, 8)
+
+    told = recsys.estimate(plain)
+
+    assert told.fast_bytes == told.everything_bytes == 4 * (1100 * 8 + 150 * 4)
+    assert "the state is not known without optimizer=" in str(told)
+    assert recsys.estimate(ours).everything_bytes == 4 * 700 * 8
+    for model in (plain, ours):
+        with pytest.raises(ValueError, match="give optimizer=, too"):
+            recsys.estimate(model, "20KiB")
+
+
+@pytest.mark.parametrize("budget", ["30KiB", None])
+def test_a_trackers_memory_is_that_which_it_takes(budget):
+    settings = Staleness(max_rows=30)
+    model = Bags()
+    told = recsys.estimate(model, budget, optimizer=SGD(lr=0.1), staleness=settings)
+
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), budget=budget)
+    without = recsys.estimate(model)
+    tracker = StalenessTracker(model, settings)
+
+    assert told.fast.tracker_bytes == tracker.num_bytes
+    assert (without.num_slots > told.num_slots) == (budget is not None)
+    assert told.num_slots == sum(each.hot.num_slots for each in tiers_of(model))
+    assert recsys.estimate(model, staleness=settings) == told
+    if budget is not None:
+        assert recsys.estimate(model) == told
+        assert told.fast_bytes <= told.budget_bytes
+    tracker.close()
+
+
+def test_staging_is_counted_where_rows_pass_through_host_memory(monkeypatch):
+    """The CPU stands in for a device."""
+    monkeypatch.setattr(kernel_choice, "_BY_TORCH", {"cuda", "cpu"})
+    model = Bags()
+    told = recsys.estimate(model, "20KiB", optimizer=Adagrad(lr=0.1))
+    on_cuda = recsys.estimate(model, "20KiB", optimizer=Adagrad(lr=0.1), device="cuda")
+
+    recsys.accelerate(model, optimizer=Adagrad(lr=0.1), budget="20KiB")
+
+    staging = [each.hot._staging for each in tiers_of(model)]
+    assert told.staging_bytes == sum(b.nbytes for each in staging for b in each._buffers) > 0
+    assert on_cuda == replace(told, device="cuda")
+    assert on_cuda.host_bytes == told.cold_bytes + told.staging_bytes
+
+
+def test_slots_on_a_device_are_fast_memory_of_that_device():
+    model = Bags()
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), budget="20KiB")
+    for tiers in tiers_of(model):
+        tiers.device = torch.device("cuda", 1)
+
+    assert recsys.estimate(model).device == "cuda:1"
+
+
+def test_a_part_of_an_accelerated_model_shows_the_budget_that_it_shares():
+    model = Bags()
+    recsys.accelerate(model, optimizer=SGD(lr=0.1), budget="20KiB")
+
+    assert recsys.estimate(model.users).fast == recsys.estimate(model).fast
+
+
+def test_nothing_is_changed():
+    model = Bags()
+    recsys.accelerate(model, optimizer=Adagrad(lr=0.1), budget="20KiB")
+    look_up(model).backward()
+    before = [each.residency.counts.num_written_back for each in tiers_of(model)]
+
+    recsys.estimate(model, "30KiB", cold_tier="file")
+
+    assert [each.residency.counts.num_written_back for each in tiers_of(model)] == before
+    assert model.users.row_updater.budget_bytes == 20 * 2**10
+
+
+def test_a_machine_without_the_memory_is_refused_unless_tables_are_on_meta(monkeypatch):
+    options = {"optimizer": SGD(lr=0.1)}
+    need = recsys.estimate(Bags(), "20KiB", **options).host_bytes
+    monkeypatch.setattr(estimate_module, "memory_bytes", lambda: need)
+    recsys.estimate(Bags(), "20KiB", **options)
+    monkeypatch.setattr(estimate_module, "memory_bytes", lambda: need - 1)
+
+    with pytest.raises(ConfigError, match=r"this machine has .*; keep rows in files by a budget"):
+        recsys.estimate(Bags(), "20KiB", **options)
+    recsys.estimate(bags_on("meta"), "20KiB", **options)
+    recsys.estimate(Bags(), "20KiB", **options, cold_tier="file")
+    recsys.estimate(Bags(), "20KiB", **options, device="cuda")
+    monkeypatch.setattr(estimate_module, "memory_bytes", lambda: None)
+    recsys.estimate(Bags(), "20KiB", **options)
+
+
+def test_a_gpu_without_the_memory_is_refused(monkeypatch):
+    class Properties:
+        total_memory = 20 * 2**10
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+
+    recsys.estimate(Bags(), "19KiB", optimizer=SGD(lr=0.1), device="cuda")
+    with pytest.raises(ConfigError, match=r"device 'cuda': .* it has 20 KiB; set a smaller budget"):
+        recsys.estimate(Bags(), "21KiB", optimizer=SGD(lr=0.1), device="cuda")
+
+
+def test_a_disk_without_room_is_refused_before_a_folder_is_made(tmp_path, monkeypatch):
+    folder = tmp_path / "not" / "there"
+    options = {"optimizer": SGD(lr=0.1), "cold_tier": "file", "cold_path": folder}
+    told = recsys.estimate(bags_on("meta"), "20KiB", **options)
+    real = os.statvfs(tmp_path)
+    monkeypatch.setattr(
+        os,
+        "statvfs",
+        lambda _: type(real)((*real[:1], told.disk_bytes - 1, *real[2:4], 1, *real[5:])),
+    )
+
+    with pytest.raises(ColdTierError, match=r"take 36.7 KiB on disk, and 36.7 KiB are free"):
+        recsys.estimate(bags_on("meta"), "20KiB", **options)
+    recsys.estimate(bags_on("meta"), "20KiB", optimizer=SGD(lr=0.1), cold_tier="file")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size must be a whole number of at least 1, got 0"),
+        ({"lookups_per_bag": 0}, ValueError, "lookups_per_bag must be above 0, got 0"),
+        ({"lookups_per_bag": {"t": 1}}, ValueError, r"there is no table 't'; the tables are \['us"),
+        ({"budget": "many"}, ConfigError, "budget must be a number of bytes"),
+        ({"budget": "5000"}, BudgetTooSmall, "the row map of 1250 rows and one row take 5064"),
+        ({"cold_tier": "tape"}, ConfigError, "cold_tier must be one of"),
+        ({"cold_tier": "file"}, ConfigError, "cold_tier='file' needs budget="),
+        ({"cold_path": "rows"}, ConfigError, "cold_path is the folder of cold_tier='file'"),
+        ({"optimizer": torch.optim.SGD}, TypeError, "optimizer must be"),
+    ],
+)
+def test_wrong_arguments_are_refused_as_by_accelerate(options, error, message):
+    with pytest.raises(error, match=message):
+        recsys.estimate(Bags(), **({"optimizer": SGD(lr=0.1)} | options))
+
+
+def test_a_model_that_cannot_be_estimated_is_refused():
+    ours = HotColdEmbeddingBag(700, 8, optimizer=SGD(lr=0.1))
+
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got str"):
+        recsys.estimate("model")
+    with pytest.raises(ValueError, match=r"the model must have an nn\.EmbeddingBag"):
+        recsys.estimate(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="the tables are in modules of recsys already"):
+        recsys.estimate(ours, optimizer=SGD(lr=0.1))
+
+
+def test_an_estimate_prints_as_a_table():
+    told = recsys.estimate(bags_on("meta"), "40KiB", 128, optimizer=Adagrad(lr=0.1))
+
+    assert str(told).splitlines() == [
+        "3 tables of 1,250 rows take 73.4 KiB with optimizer state",
+        "fast memory (cpu)          40 KiB  of a budget of 40 KiB",
+        "  rows                   15.5 KiB  in 525 slots",
+        "  optimizer state        15.5 KiB",
+        "  records of slots        4.1 KiB",
+        "  row map                4.88 KiB",
+        "least budget             27.9 KiB  for mini-batches of 128 samples",
+        "host memory               113 KiB  fast memory + all rows and state + dense parameters",
+        "disk                          0 B",
+        "dense parameters             36 B  9 numbers",
+    ]
+    fits = recsys.estimate(bags_on("meta"), "1MiB", 128, optimizer=Adagrad(lr=0.1))
+    assert "all 73.4 KiB fit; no cold tier is needed" in str(fits)
