@@ -21,12 +21,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["BAD_BOUND", "BAD_GRADIENT", "BAD_WEIGHT", "NO_ROW", "DeferredErrors", "errors_on"]
+__all__ = [
+    "BAD_BOUND",
+    "BAD_GRADIENT",
+    "BAD_WEIGHT",
+    "KIND_BITS",
+    "NO_ROW",
+    "DeferredErrors",
+    "errors_on",
+]
 
 # Kinds of errors. If there are several, the first of these is raised.
 BAD_BOUND, NO_ROW, BAD_WEIGHT, BAD_GRADIENT = range(4)
 
-_KIND_BITS = 40  # the bits below the kind hold the position
+KIND_BITS = 40  # the bits below the kind hold the position
 _NONE = 1 << 62
 
 
@@ -44,10 +52,14 @@ class DeferredErrors:
     Args:
         device: Where kernels run. On the CPU, which tests use in place of a GPU, a report arrives
             at once; still, only the next call raises it.
+
+    Attributes:
+        first: The first error, () int64: its kind, shifted left by `KIND_BITS`, plus its position.
+            Kernels lower it; without an error it is larger than any.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._first = torch.full((), _NONE, dtype=torch.int64, device=device)
+        self.first = torch.full((), _NONE, dtype=torch.int64, device=device)
         self._reports: deque[_Report] = deque()
 
     def note(self, kind: int, is_bad: Tensor, places: Tensor | None = None) -> None:
@@ -62,12 +74,12 @@ class DeferredErrors:
             return
         if places is None:
             places = torch.arange(is_bad.numel(), device=is_bad.device).view(is_bad.shape)
-        first = torch.where(is_bad, places + (kind << _KIND_BITS), _NONE).amin()
-        torch.minimum(self._first, first, out=self._first)
+        first = torch.where(is_bad, places + (kind << KIND_BITS), _NONE).amin()
+        torch.minimum(self.first, first, out=self.first)
 
     def is_clear(self) -> Tensor:
         """In a kernel: whether no error is recorded, () bool."""
-        return self._first == _NONE
+        return self.first == _NONE
 
     def report(self, explain: Callable[[int], Exception]) -> None:
         """After a lookup's kernels: start to copy the recorded error to the host.
@@ -75,14 +87,14 @@ class DeferredErrors:
         Args:
             explain: Makes the exception for an id out of range from its position in the input.
         """
-        if self._first.is_cuda:
+        if self.first.is_cuda:
             first = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
-            first.copy_(self._first, non_blocking=True)
+            first.copy_(self.first, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._reports.append(_Report(first, event, explain))
         else:
-            self._reports.append(_Report(self._first.clone(), None, explain))
+            self._reports.append(_Report(self.first.clone(), None, explain))
 
     def poll(self) -> None:
         """Raise the first error that has arrived on the host; never waits.
@@ -118,7 +130,7 @@ class DeferredErrors:
     def forget(self) -> None:
         """Discard recorded errors."""
         self._reports.clear()
-        self._first.fill_(_NONE)
+        self.first.fill_(_NONE)
 
 
 @cache
@@ -136,7 +148,7 @@ def _has_arrived(report: _Report) -> bool:
 
 
 def _error(first: int, explain: Callable[[int], Exception]) -> Exception:
-    kind, position = first >> _KIND_BITS, first & ((1 << _KIND_BITS) - 1)
+    kind, position = first >> KIND_BITS, first & ((1 << KIND_BITS) - 1)
     if kind == BAD_BOUND:
         return MalformedBags(
             f"offsets must begin at 0, not decrease and not exceed the number of values; number "

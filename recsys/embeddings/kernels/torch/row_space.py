@@ -49,6 +49,7 @@ class RowNumbers:
         compute_dtype: The dtype of gradients, state and pooled rows.
         errors: Errors of lookups that are still to be raised.
         layers: Cached layers, by lookups and number of features; see `bags`.
+        placed: Cached arguments of Triton kernels, by lookups; see `triton.pooled_lookup`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class RowNumbers:
         self.is_narrow = self.compute_dtype != dtype
         self.errors = errors_on(device)
         self.layers: dict[tuple[Lookups, int], tuple[Layer, list[Layer]]] = {}
+        self.placed: dict[Lookups, Any] = {}
         self._starts: tuple[Tensor, Tensor] | None = None
         self._firsts: Tensor | None = None
 

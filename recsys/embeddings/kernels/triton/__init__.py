@@ -4,6 +4,7 @@ Each function keeps the contract of the function of the same name there, which i
 Only `kernels.choice` imports these modules, and only for tables on CUDA: a CPU machine needs no
 triton.
 
+    pooled_lookup   sums the rows of every bag; computes the gradient of per-sample weights
     transfers       copies rows between slots and pinned host memory, by lists on the device
 
 Rules. A kernel waits for nothing on the host, and its grid depends on sizes that the host knows.

@@ -41,6 +41,7 @@ class Compiled(NamedTuple):
         threads: Per program.
         widest_load: Bits that the widest load from global memory reads at once, per thread.
         widest_store: The same of stores.
+        num_fused: How many instructions multiply and add with one rounding.
     """
 
     launch: str
@@ -52,6 +53,7 @@ class Compiled(NamedTuple):
     threads: int
     widest_load: int
     widest_store: int
+    num_fused: int
 
 
 class NoGpu:
@@ -106,8 +108,9 @@ def _measure(launch, capability, kernel):
         file.write(kernel.asm["cubin"])
         file.flush()
         tool = Path(nvidia.__file__).parent / "bin/cuobjdump"
-        command = [tool, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [tool, "-res-usage", "-sass", file.name]
+        dumped = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [usage] = re.findall(r"REG:.*", dumped)
     taken = {key: int(number) for key, number in re.findall(r"(\w+):(\d+)", usage)}
     return Compiled(
         launch,
@@ -119,6 +122,7 @@ def _measure(launch, capability, kernel):
         kernel.metadata.num_warps * 32,
         _widest(kernel.asm["ptx"], "ld"),
         _widest(kernel.asm["ptx"], "st"),
+        len(re.findall(r"\b[DFH]FMA", dumped)),
     )
 
 

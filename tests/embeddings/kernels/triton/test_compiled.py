@@ -59,3 +59,12 @@ def test_rows_are_moved_sixteen_bytes_at_a_time(compiled):
 
     assert wide
     assert not narrow
+
+
+def test_products_are_rounded_before_they_are_added(compiled):
+    """By launches that say so in their name."""
+    rounding = [kernel for kernel in compiled if "unfused" in kernel["launch"]]
+    fused = [kernel for kernel in rounding if kernel["num_fused"]]
+
+    assert rounding
+    assert not fused

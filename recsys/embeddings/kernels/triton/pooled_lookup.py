@@ -1,0 +1,421 @@
+"""Pooled lookup: sums the rows of every bag in lookup order, for all tables in one launch.
+
+See `kernels.torch.pooled_lookup` for the contract. Sums of float32 and float64 equal its sums to
+the bit on the CPU: a bag's rows are added one by one, products with weights are rounded before they
+are added (`enable_fp_fusion=False`), and means are divided with correct rounding.
+
+A program handles some bags of one lookup, and at most `_MOST_COLUMNS` columns of them. The program
+that reads an id checks it. Rows are read and written 16 bytes per thread at a time if D allows it.
+
+Letters: B samples, F features, L lookups, N values, R rows, D dim, W columns of the output.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from recsys.embeddings.kernels.torch.errors import BAD_BOUND, BAD_WEIGHT, KIND_BITS, NO_ROW
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.torch.bags import TorchBags
+    from recsys.embeddings.kernels.torch.row_space import TorchRows
+    from recsys.embeddings.rows.lookups import Lookups
+
+__all__ = ["pooled_lookup", "row_gradient_dots"]
+
+_MOST_COLUMNS = 256  # of a program; a power of two
+_BLOCK_CHECKED = 256  # offsets and weights that a program checks
+# A one-hot program copies this many times 16 bytes per thread, which are under way at once.
+_COPIES = 4
+_COPYING_WARPS = 4
+# Jagged bags have one warp per program, so that a bag waits for few others: with D=128 in float32,
+# one warp reads one row at a time. This many rows of a bag are under way at once.
+_UNROLL = 4
+_MOST_KEPT = 64
+_BOUND_KEY, _WEIGHT_KEY, _ROW_KEY = (
+    tl.constexpr(kind << KIND_BITS) for kind in (BAD_BOUND, BAD_WEIGHT, NO_ROW)
+)
+_NO_PLACE = tl.constexpr(1 << KIND_BITS)
+# Arguments of a mini-batch, which must not compile a kernel anew.
+_OF_INPUT: dict[str, Any] = {
+    "do_not_specialize": ["batch_size", "num_values", "num_bags"],
+    "do_not_specialize_on_alignment": ["values_N", "offsets", "weights_N"],
+}
+
+
+class _Placed(NamedTuple):
+    """Lookups as the kernels read them.
+
+    Attributes:
+        of_lookups: First row of the table, its E, number of the feature, first column,
+            (4 * L,); in the order of features.
+        feature_ends: Where the lookups of each distinct feature begin, and the end, (G + 1,).
+        num_features: G.
+        multiple: Divides every first column; a power of two.
+    """
+
+    of_lookups: Tensor
+    feature_ends: Tensor
+    num_features: int
+    multiple: int
+
+
+def pooled_lookup(space: TorchRows, lookups: Lookups, bags: TorchBags, result: Tensor) -> int:
+    """Write the pooled rows of every lookup into its columns; see `kernels.torch.pooled_lookup`.
+
+    Not for `TieredRows`: for them the host copies rows anyway, and torch's function reads them.
+    """
+    num_lookups = len(lookups.tables)
+    if not bags.batch_size or not num_lookups:
+        return -1
+    placed, dim = _place(space, lookups), space.dim
+    block_dim = min(triton.next_power_of_2(dim), _MOST_COLUMNS)
+    num_chunks = triton.cdiv(dim, block_dim)
+    numbers_of_warp = 32 * max(1, 16 // space.rows.itemsize)
+    of_model = {
+        "NUM_LOOKUPS": num_lookups,
+        "NUM_CHUNKS": num_chunks,
+        "WIDTH": lookups.width,
+        "DIM": dim,
+        "MULTIPLE": placed.multiple,
+        "BLOCK_DIM": block_dim,
+    }
+    values, offsets, weights = _contiguous(bags)
+    tensors = values, space.rows, placed.of_lookups, result, space.errors.first
+    with torch.cuda.device_of(result):
+        if bags.is_plain:
+            block_bags = max(1, _COPYING_WARPS * _COPIES * numbers_of_warp // block_dim)
+            num_programs = triton.cdiv(bags.batch_size, block_bags) * num_lookups * num_chunks
+            _one_hot_kernel[(num_programs,)](
+                *tensors,
+                bags.batch_size,
+                **of_model,
+                BLOCK_BAGS=block_bags,
+                num_warps=_COPYING_WARPS,
+            )
+            return -1
+        block_bags = max(1, numbers_of_warp // block_dim)
+        num_programs = triton.cdiv(bags.batch_size, block_bags) * num_lookups * num_chunks
+        num_checked = max(
+            0 if offsets is None else len(offsets), 0 if weights is None else len(values)
+        )
+        _bags_kernel[(num_programs + triton.cdiv(num_checked, _BLOCK_CHECKED),)](
+            *tensors,
+            bags.batch_size,
+            offsets,
+            weights,
+            len(values),
+            bags.num_features * bags.batch_size,
+            **of_model,
+            BLOCK_BAGS=block_bags,
+            IS_MEAN=bags.is_mean,
+            PADDING=bags.padding,
+            UNROLL=1 if bags.offsets is None else _UNROLL,
+            BLOCK_CHECKED=_BLOCK_CHECKED,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    return -1
+
+
+def row_gradient_dots(
+    space: TorchRows, lookups: Lookups, bags: TorchBags, gradient: Tensor, result: Tensor
+) -> None:
+    """The gradient of per-sample weights; see `kernels.torch.pooled_lookup`."""
+    if not bags.batch_size or not len(bags.values) or not len(lookups.tables):
+        return
+    placed, dim = _place(space, lookups), space.dim
+    block_dim = min(triton.next_power_of_2(dim), _MOST_COLUMNS)
+    block_bags = max(1, 32 * max(1, 16 // space.rows.itemsize) // block_dim)
+    values, offsets, _ = _contiguous(bags)
+    with torch.cuda.device_of(result):
+        _dots_kernel[(triton.cdiv(bags.batch_size, block_bags) * placed.num_features,)](
+            values,
+            space.rows,
+            placed.of_lookups,
+            placed.feature_ends,
+            gradient,
+            result,
+            bags.batch_size,
+            offsets,
+            len(values),
+            NUM_LOOKUPS=len(lookups.tables),
+            NUM_FEATURES=placed.num_features,
+            WIDTH=lookups.width,
+            DIM=dim,
+            MULTIPLE=placed.multiple,
+            BLOCK_DIM=block_dim,
+            BLOCK_BAGS=block_bags,
+            IS_MEAN=bags.is_mean,
+            PADDING=bags.padding,
+            num_warps=1,
+        )
+
+
+def _contiguous(bags: TorchBags) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Values, offsets and weights."""
+    offsets, weights = bags.offsets, bags.weights
+    return (
+        bags.values.contiguous(),
+        None if offsets is None else offsets.contiguous(),
+        None if weights is None else weights.contiguous(),
+    )
+
+
+def _place(space: TorchRows, lookups: Lookups) -> _Placed:
+    """Cached by the row space, because it copies arrays to the device."""
+    known = space.placed
+    if lookups not in known:
+        if len(known) > _MOST_KEPT:
+            known.clear()
+        order = np.argsort(lookups.positions, kind="stable")
+        tables = [int(lookups.tables[number]) for number in order]
+        positions, columns = lookups.positions[order].tolist(), lookups.columns[order].tolist()
+        first_rows = [space.first_rows[table] for table in tables]
+        sizes = [space.sizes[table] for table in tables]
+        _, firsts = np.unique(lookups.positions[order], return_index=True)
+        known[lookups] = _Placed(
+            space.numbers_of([*first_rows, *sizes, *positions, *columns]),
+            space.numbers_of([*firsts.tolist(), len(tables)]),
+            len(firsts),
+            gcd(16, *columns),
+        )
+    placed: _Placed = known[lookups]
+    return placed
+
+
+@triton.jit(**_OF_INPUT)
+def _one_hot_kernel(
+    values_N,
+    rows_RD,
+    lookups_4L,
+    result_BW,
+    first_error,
+    batch_size,
+    NUM_LOOKUPS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_BAGS: tl.constexpr,
+):
+    """Copy one row per bag; zeros for an id that is no row."""
+    lookup, samples, d = _share_of(tl.program_id(0), NUM_LOOKUPS, NUM_CHUNKS, BLOCK_BAGS, BLOCK_DIM)
+    first_row, size, position, column = _lookup(lookups_4L, lookup, NUM_LOOKUPS, MULTIPLE)
+    is_sample = samples < batch_size
+    at = position * batch_size + samples
+    ids = tl.load(values_N + at, is_sample, 0).to(tl.int64)
+    is_row = is_sample & (ids >= 0) & (ids < size)
+    _note(first_error, tl.where(is_sample & ~is_row, at, _NO_PLACE), _ROW_KEY)
+    is_number = is_row[:, None] & (d < DIM)[None, :]
+    found = tl.load(rows_RD + ((first_row + ids) * DIM)[:, None] + d[None, :], is_number, 0)
+    target = result_BW + (samples * WIDTH + column)[:, None] + d[None, :]
+    computed = found.to(result_BW.dtype.element_ty)
+    tl.store(target, computed, is_sample[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit(**_OF_INPUT)
+def _bags_kernel(
+    values_N,
+    rows_RD,
+    lookups_4L,
+    result_BW,
+    first_error,
+    batch_size,
+    offsets,
+    weights_N,
+    num_values,
+    num_bags,
+    NUM_LOOKUPS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_BAGS: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    PADDING: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_CHECKED: tl.constexpr,
+):
+    """Add the rows of bags. The last programs check offsets and weights instead."""
+    program = tl.program_id(0)
+    num_pooling = tl.cdiv(batch_size, BLOCK_BAGS) * NUM_LOOKUPS * NUM_CHUNKS
+    if program >= num_pooling:
+        at = (program - num_pooling).to(tl.int64) * BLOCK_CHECKED + tl.arange(0, BLOCK_CHECKED)
+        _check(at, offsets, weights_N, first_error, num_values, num_bags)
+        return
+    lookup, samples, d = _share_of(program, NUM_LOOKUPS, NUM_CHUNKS, BLOCK_BAGS, BLOCK_DIM)
+    first_row, size, position, column = _lookup(lookups_4L, lookup, NUM_LOOKUPS, MULTIPLE)
+    is_sample = samples < batch_size
+    begins, lengths = _bounds(offsets, position * batch_size + samples, is_sample, num_values)
+    first_bad = tl.full([BLOCK_BAGS], _NO_PLACE, tl.int64)
+    num_kept = tl.zeros([BLOCK_BAGS], tl.int64)
+    pooled = tl.zeros([BLOCK_BAGS, BLOCK_DIM], result_BW.dtype.element_ty)
+    longest = tl.max(lengths, 0)
+    first = longest * 0
+    while first < longest:
+        for ahead in tl.static_range(UNROLL):
+            at = begins + first + ahead
+            ids, is_kept, is_row = _ids(values_N, at, first + ahead < lengths, size, PADDING)
+            first_bad = tl.minimum(first_bad, tl.where(is_kept & ~is_row, at, _NO_PLACE))
+            num_kept += is_kept.to(tl.int64)
+            is_number = is_row[:, None] & (d < DIM)[None, :]
+            found = tl.load(rows_RD + ((first_row + ids) * DIM)[:, None] + d[None, :], is_number, 0)
+            found = found.to(pooled.dtype)
+            if weights_N is not None:
+                found *= tl.load(weights_N + at, is_row, 0).to(pooled.dtype)[:, None]
+            pooled += found
+        first += UNROLL
+    _note(first_error, first_bad, _ROW_KEY)
+    if IS_MEAN:
+        pooled = _divided(pooled, tl.maximum(num_kept, 1).to(pooled.dtype)[:, None])
+    target = result_BW + (samples * WIDTH + column)[:, None] + d[None, :]
+    tl.store(target, pooled, is_sample[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit(**_OF_INPUT)
+def _dots_kernel(
+    values_N,
+    rows_RD,
+    lookups_4L,
+    feature_ends,
+    gradient_BW,
+    result_N,
+    batch_size,
+    offsets,
+    num_values,
+    NUM_LOOKUPS: tl.constexpr,
+    NUM_FEATURES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    MULTIPLE: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_BAGS: tl.constexpr,
+    IS_MEAN: tl.constexpr,
+    PADDING: tl.constexpr,
+):
+    """Multiply the rows of some bags of one feature, in all its tables, by their gradients.
+
+    A value belongs to one program, so no two programs add to one place.
+    """
+    feature, samples, d = _share_of(tl.program_id(0), NUM_FEATURES, 1, BLOCK_BAGS, BLOCK_DIM)
+    first_lookup, end_lookup = tl.load(feature_ends + feature), tl.load(feature_ends + feature + 1)
+    position = tl.load(lookups_4L + 2 * NUM_LOOKUPS + first_lookup)
+    is_sample = samples < batch_size
+    begins, lengths = _bounds(offsets, position * batch_size + samples, is_sample, num_values)
+    longest = tl.max(lengths, 0)
+    num_kept = tl.zeros([BLOCK_BAGS], tl.int64)
+    if IS_MEAN:
+        place = longest * 0
+        while place < longest:
+            _, is_kept, _ = _ids(values_N, begins + place, place < lengths, 0, PADDING)
+            num_kept += is_kept.to(tl.int64)
+            place += 1
+    place = longest * 0
+    while place < longest:
+        at = begins + place
+        dots = tl.zeros([BLOCK_BAGS], result_N.dtype.element_ty)
+        lookup = first_lookup
+        while lookup < end_lookup:
+            first_row, size, _, column = _lookup(lookups_4L, lookup, NUM_LOOKUPS, MULTIPLE)
+            ids, _, is_row = _ids(values_N, at, place < lengths, size, PADDING)
+            for start in range(0, DIM, BLOCK_DIM):
+                of_rows = rows_RD + ((first_row + ids) * DIM)[:, None] + (start + d)[None, :]
+                of_bags = gradient_BW + (samples * WIDTH + column)[:, None] + (start + d)[None, :]
+                is_number = is_row[:, None] & (start + d < DIM)[None, :]
+                found = tl.load(of_rows, is_number, 0).to(dots.dtype)
+                dots += tl.sum(found * tl.load(of_bags, is_number, 0), 1)
+            lookup += 1
+        if IS_MEAN:
+            dots = dots / tl.maximum(num_kept, 1).to(dots.dtype)
+        is_value = place < lengths
+        tl.store(result_N + at, tl.load(result_N + at, is_value, 0) + dots, is_value)
+        place += 1
+
+
+@triton.jit
+def _share_of(
+    program,
+    NUM_LOOKUPS: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    BLOCK_BAGS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """The lookup, samples and columns of a program. Neighbours write neighbouring columns."""
+    lookup = program // NUM_CHUNKS % NUM_LOOKUPS
+    block = (program // (NUM_CHUNKS * NUM_LOOKUPS)).to(tl.int64)
+    d = program % NUM_CHUNKS * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    return lookup, block * BLOCK_BAGS + tl.arange(0, BLOCK_BAGS), d
+
+
+@triton.jit
+def _lookup(lookups_4L, lookup, NUM_LOOKUPS: tl.constexpr, MULTIPLE: tl.constexpr):
+    """First row of the table, its size, number of the feature, first column."""
+    of_lookup = lookups_4L + lookup
+    first_row, size = tl.load(of_lookup), tl.load(of_lookup + NUM_LOOKUPS)
+    column = tl.load(of_lookup + 3 * NUM_LOOKUPS) // MULTIPLE * MULTIPLE  # shows that it divides
+    return first_row, size, tl.load(of_lookup + 2 * NUM_LOOKUPS), column
+
+
+@triton.jit
+def _bounds(offsets, bags, is_bag, num_values):
+    """Where bags begin, and their lengths; within the values even if offsets are invalid."""
+    if offsets is None:
+        return bags, is_bag.to(tl.int64)
+    else:  # noqa: RET505  # Triton compiles one of both
+        begins = tl.load(offsets + bags, is_bag, 0).to(tl.int64)
+        ends = tl.load(offsets + bags + 1, is_bag, 0).to(tl.int64)
+        begins = tl.minimum(tl.maximum(begins, 0), num_values)
+        return begins, tl.maximum(tl.minimum(ends, num_values) - begins, 0)
+
+
+@triton.jit
+def _ids(values_N, at, is_value, size, PADDING: tl.constexpr):
+    """Ids; which of them are looked up, for they are not padding; and which are rows."""
+    ids = tl.load(values_N + at, is_value, 0).to(tl.int64)
+    is_kept = is_value
+    if PADDING is not None:
+        is_kept = is_kept & (ids != PADDING)
+    return ids, is_kept, is_kept & (ids >= 0) & (ids < size)
+
+
+@triton.jit
+def _check(at, offsets, weights_N, first_error, num_values, num_bags):
+    """Record an offset that is negative, too large, or less than the one before it; and nan."""
+    if offsets is not None:
+        bounds = tl.load(offsets + at, at <= num_bags, 0).to(tl.int64)
+        before = tl.load(offsets + at - 1, (at > 0) & (at <= num_bags), 0).to(tl.int64)
+        is_bad = (
+            (bounds < before) | (bounds < 0) | (bounds > num_values) | ((at == 0) & (bounds != 0))
+        )
+        _note(first_error, tl.where(is_bad & (at <= num_bags), at, _NO_PLACE), _BOUND_KEY)
+    if weights_N is not None:
+        weights = tl.load(weights_N + at, at < num_values, 0)
+        _note(first_error, tl.where(weights != weights, at, _NO_PLACE), _WEIGHT_KEY)
+
+
+@triton.jit
+def _note(first_error, places, KEY: tl.constexpr):
+    """Record the first place that is not `_NO_PLACE`; see `DeferredErrors`."""
+    first = tl.min(places, 0)
+    if first < _NO_PLACE:
+        tl.atomic_min(first_error, first + KEY)
+
+
+@triton.jit
+def _divided(numbers, divisors):
+    """Correctly rounded, which `/` of float32 is not."""
+    if numbers.dtype == tl.float32:
+        return tl.div_rn(numbers, divisors)
+    else:  # noqa: RET505  # Triton compiles one of both
+        return numbers / divisors
