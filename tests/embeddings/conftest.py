@@ -52,6 +52,19 @@ def device(request, monkeypatch):
     errors_on(found).forget()
 
 
+@pytest.fixture(params=["torch", "triton"])
+def each_way(request, monkeypatch):
+    """The kernels of `device`: operations of torch, then Triton's where there are any.
+
+    Beside a GPU, Triton kernels do not run on the CPU.
+    """
+    kinds = set()
+    if request.param == "triton":
+        pytest.importorskip("triton")
+        kinds = {"cuda"} if torch.cuda.is_available() else {"cuda", "cpu"}
+    monkeypatch.setattr(kernel_choice, "_BY_TRITON", kinds)
+
+
 @pytest.fixture(params=OPTIMIZERS, ids=lambda optimizer: type(optimizer).__name__)
 def optimizer(request):
     """Each of our optimizers in turn, for tests that name none."""

@@ -1,4 +1,6 @@
-"""Chooses the kernels for a device: numba kernels for the CPU, torch operations for CUDA.
+"""Chooses the kernels for a device: numba kernels for the CPU; Triton or torch for CUDA.
+
+On CUDA, torch operations do what has no Triton kernel, and everything if triton is not installed.
 
 A table group chooses once, and again if its tables move to another device. It keeps the result, so
 a lookup spends no time on the choice.
@@ -9,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from recsys._support.triton_support import has_triton
 from recsys.embeddings.kernels.cpu.pooled_lookup import pooled_lookup, row_gradient_dots
 from recsys.embeddings.kernels.cpu.row_update import row_update
 from recsys.embeddings.kernels.torch import pooled_lookup as by_torch
@@ -29,8 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = ["NUMBA", "Kernels", "is_by_torch", "kernels_on"]
 
-# Device types that use the torch kernels. Tests add "cpu".
+# Device types that use the torch kernels, and those that use Triton kernels in place of some of
+# them. Tests add "cpu".
 _BY_TORCH = {"cuda"}
+_BY_TRITON = {"cuda"}
 
 
 @dataclass(eq=False)  # reading its attributes takes half as long as a named tuple's
@@ -66,7 +71,7 @@ def kernels_on(device: torch.device) -> Kernels:
     """The kernels for tables on a device."""
     if not is_by_torch(device):
         return NUMBA
-    return Kernels(
+    kernels = Kernels(
         TorchRowSpace,
         TorchBags.from_tensors,
         by_torch.pooled_lookup,
@@ -74,3 +79,9 @@ def kernels_on(device: torch.device) -> Kernels:
         row_update_by_torch,
         errors_on(device),
     )
+    if device.type in _BY_TRITON and has_triton():
+        from recsys.embeddings.kernels.triton import pooled_lookup as by_triton
+
+        kernels.pooled_lookup = by_triton.pooled_lookup
+        kernels.row_gradient_dots = by_triton.row_gradient_dots
+    return kernels

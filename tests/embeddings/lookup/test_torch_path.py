@@ -81,6 +81,7 @@ def assert_same(ours, theirs):
         )
 
 
+@pytest.mark.usefixtures("each_way")
 @each_optimizer
 @pytest.mark.parametrize("longest", [None, 3], ids=["one-hot", "jagged"])
 def test_a_collection_trains_as_by_the_kernels_for_the_cpu(monkeypatch, device, optimizer, longest):
@@ -102,6 +103,7 @@ def test_a_collection_trains_as_by_the_kernels_for_the_cpu(monkeypatch, device, 
             torch.testing.assert_close(of_ours, torch.as_tensor(state))
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("longest", [None, 3], ids=["one-hot", "jagged"])
 @pytest.mark.parametrize(
     ("optimizer", "of_torch"),
@@ -171,6 +173,7 @@ def test_two_towers_over_one_table_are_one_update(device):
     torch.testing.assert_close(ours.weight, plain.weight)
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("longest", [None, 4], ids=["one-hot", "jagged"])
 def test_stacked_vectors_are_those_that_stand_side_by_side(device, longest):
     tables = [dataclasses.replace(table, embedding_dim=4) for table in TABLES]
@@ -188,6 +191,7 @@ def test_stacked_vectors_are_those_that_stand_side_by_side(device, longest):
     assert_same(stacked, side_by_side)
 
 
+@pytest.mark.usefixtures("each_way")
 def test_weights_of_lookups_get_a_gradient(device):
     plain = nn.EmbeddingBag(20, 4, mode="sum", sparse=True, device=device)
     ours = HotColdEmbeddingBag(20, 4, mode="sum", device=device, optimizer=SGD(lr=0.1))
@@ -203,6 +207,7 @@ def test_weights_of_lookups_get_a_gradient(device):
     torch.testing.assert_close(ours.weight, plain.weight)
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("how", [{}, {"is_weighted": True}], ids=["plain", "weighted"])
 def test_a_weighted_collection_is_that_of_the_kernels_for_the_cpu(monkeypatch, device, how):
     ours, theirs = make_pair(monkeypatch, device, RowWiseAdagrad(lr=0.1), **how)
@@ -214,6 +219,7 @@ def test_a_weighted_collection_is_that_of_the_kernels_for_the_cpu(monkeypatch, d
     assert_same(ours, theirs)
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -281,6 +287,7 @@ def test_without_an_optimizer_of_ours_gradients_are_sparse_and_torch_steps(
     assert_same(*modules)
 
 
+@pytest.mark.usefixtures("each_way")
 def test_an_id_that_is_no_row_is_raised_by_the_next_call_and_no_row_has_moved(device):
     module = HotColdEmbeddingBagCollection(TABLES, device=device, optimizer=Adam(lr=0.1))
     loss_of(module, make_ids(0, device=device)).backward()
@@ -313,6 +320,7 @@ def test_a_bag_says_later_which_id_was_no_row(device, values):
         module.check_input()
 
 
+@pytest.mark.usefixtures("each_way")
 def test_offsets_that_make_no_bags_are_said_later(device):
     module = HotColdEmbeddingBag(20, 4, mode="sum", device=device, optimizer=SGD(lr=0.1))
 
@@ -500,6 +508,7 @@ def test_a_kernel_on_the_device_does_not_wait_for_it():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.usefixtures("each_way")
 @each_optimizer
 @pytest.mark.parametrize("longest", [None, 3], ids=["one-hot", "jagged"])
 def test_a_step_does_nothing_that_would_wait_for_a_device(

@@ -204,6 +204,7 @@ def test_gradients_that_are_looked_at_are_the_host_s_and_count(device):
     require_equal(*modules)
 
 
+@pytest.mark.usefixtures("each_way")
 def test_weights_of_lookups_get_their_gradient(device):
     modules = pair(device, SGD(lr=0.5), is_weighted=True)
     ids = make_ids(torch.Generator().manual_seed(0), device, has_weights=True)
@@ -218,6 +219,7 @@ def test_weights_of_lookups_get_their_gradient(device):
     require_equal(*modules)
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_a_bag_with_a_budget_is_that_without(device, mode, padding_idx):
