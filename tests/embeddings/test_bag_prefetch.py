@@ -155,3 +155,28 @@ def test_prefetch_reads_no_offsets_from_a_device(device, no_round_trips, monkeyp
         bags = bag._read(ids, offsets, None)
 
     assert not bags.is_one_hot
+
+
+def test_a_padding_id_that_was_fetched_ahead_adds_nothing(device):
+    bags = [
+        HotColdEmbeddingBag(
+            NUM_ROWS,
+            4,
+            mode="sum",
+            padding_idx=3,
+            device=device,
+            optimizer=SGD(lr=0.5),
+            budget=budget,
+        )
+        for budget in (None, 4 * NUM_ROWS + 60 * 24)
+    ]
+    with torch.no_grad():
+        bags[0].weight[3] = 7.0
+    bags[1].load_state_dict(bags[0].state_dict())
+    ids = torch.tensor([[1, 3, 5], [3, 3, 2]], device=device)
+
+    claim = bags[1].prefetch(ids)
+    expected, found = (bag(ids) for bag in bags)
+
+    assert not claim.is_held
+    assert torch.equal(found, expected)

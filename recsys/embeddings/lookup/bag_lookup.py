@@ -129,8 +129,11 @@ def prefetch_bags(bag: TableModule, place: BagPlace, bags: BagInput) -> Prefetch
     needs_distinct = bag.mode == "max" or bag.scale_grad_by_freq
     if needs_distinct:
         looked_up = _one_by_one(torch.unique(bags.values))
+    made = _made(bag, place, looked_up)
+    if place.group.kernels.errors is not None and not needs_distinct:
+        made = made._replace(padding=bag.padding_idx)
     claimed = prefetch_parts(
-        [Part(place.group, place.lookups, _made(bag, place, looked_up))],
+        [Part(place.group, place.lookups, made)],
         partial(_id_error, bags, len(bag.weight), _table_name(place)),
     )
     claimed.can_split = not needs_distinct  # a distinct row may belong to several samples
