@@ -37,21 +37,25 @@ class HostRows:
         tables: (E, D) or (E,) each, contiguous, of one dtype, in memory that the device can reach:
             pinned, or registered with CUDA. They must outlive this object's last kernel.
         device: Where kernels run.
+        sizes: E of each table; None for the lengths of `tables`. A table given without rows then
+            has rows of zeros, which are read and never written.
 
     Attributes:
         dim: D.
-        dtype: Dtype of the numbers.
-        addresses: Where each table begins, (T,) int64.
+        addresses: Where each table begins, (T,) int64; 0 for one without rows.
         first_rows: The number of each table's first row, then of all rows, (T + 1,) int64.
         is_aligned: Whether every table begins at a multiple of 16 bytes.
     """
 
-    def __init__(self, tables: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(
+        self, tables: Sequence[Tensor], device: torch.device, sizes: Sequence[int] | None = None
+    ) -> None:
         self._tables = list(tables)
-        self.dim, self.dtype = tables[0].shape[1:].numel(), tables[0].dtype
-        starts = [table.data_ptr() for table in tables]
+        self.dim = tables[0].shape[1:].numel()
+        sizes = list(map(len, tables)) if sizes is None else sizes
+        starts = [table.data_ptr() if len(table) else 0 for table in tables]
         self.addresses = upload(np.array(starts, np.int64), device)
-        self.first_rows = upload(np.cumsum([0, *map(len, tables)]).astype(np.int64), device)
+        self.first_rows = upload(np.cumsum([0, *sizes]).astype(np.int64), device)
         self.is_aligned = not any(start % 16 for start in starts)
 
 
@@ -77,7 +81,7 @@ def _copy(
 ) -> None:
     if not len(rows_M):
         return
-    bits = _BITS[host.dtype.itemsize]
+    bits = _BITS[in_slots.dtype.itemsize]
     _copy_kernel[(triton.cdiv(len(rows_M), _BLOCK_ROWS),)](
         host.addresses,
         host.first_rows,
@@ -121,14 +125,17 @@ def _copy_kernel(
         # Of tables without rows, which begin where the next one does, the last is found.
         tables = tl.where(rows >= tl.load(first_rows + table), table, tables)
     ids = rows - tl.load(first_rows + tables)
-    starts = tl.load(addresses + tables).to(tl.pointer_type(in_slots.dtype.element_ty))
+    begins = tl.load(addresses + tables)
+    has_rows = begins != 0
+    starts = begins.to(tl.pointer_type(in_slots.dtype.element_ty))
     if IS_ALIGNED:
         starts = tl.multiple_of(starts, [16])
     columns = tl.arange(0, BLOCK_DIM)
     of_host = starts[:, None] + (ids[:, None] * DIM + columns[None, :])
     of_slots = in_slots + (slots[:, None] * DIM + columns[None, :])
     is_number = is_row[:, None] & (columns < DIM)[None, :]
+    is_held = is_number & has_rows[:, None]
     if IS_FETCH:
-        tl.store(of_slots, tl.load(of_host, is_number), is_number)
+        tl.store(of_slots, tl.load(of_host, is_held, 0), is_number)
     else:
-        tl.store(of_host, tl.load(of_slots, is_number), is_number)
+        tl.store(of_host, tl.load(of_slots, is_held), is_held)

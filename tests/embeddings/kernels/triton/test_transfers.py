@@ -73,3 +73,19 @@ def test_a_state_of_one_number_per_row_is_copied(triton_device, dtype):
     fetch_rows(HostRows([state.view(9)], triton_device), every, every, found)
 
     assert torch.equal(found.cpu(), state)
+
+
+def test_a_table_given_without_rows_is_read_as_zeros_and_not_written(triton_device):
+    [first, last] = host_tables([2, 3], 4, torch.float32, triton_device)
+    before = [first.clone(), last.clone()]
+    host = HostRows([first, torch.empty(0, 4), last], triton_device, sizes=[2, 5, 3])
+    every = torch.arange(10, device=triton_device)
+    found = torch.full((10, 4), 7.0, device=triton_device)
+
+    fetch_rows(host, every, every, found)
+    write_rows(host, every, every, found)
+    if triton_device.type == "cuda":
+        torch.cuda.synchronize()
+
+    assert torch.equal(found.cpu(), torch.cat([first, torch.zeros(5, 4), last]))
+    assert all(map(torch.equal, before, [first, last]))
