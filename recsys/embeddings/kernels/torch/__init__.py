@@ -9,6 +9,7 @@ it. They run on tensors of any device, so tests on a CPU cover them.
     row_update      sums the gradients of equal rows, and updates each row once
     rounding        rounds rows to 16 bits
     slots           gives rows slots, and evicts rows
+    queued_claims   the same, for claims that the host does not wait for
     slot_rows       reads rows from slots, or from either tier
     errors          raises errors of an input on a later call
 

@@ -17,8 +17,8 @@ all slots takes the same slots as `cpu.slots`. A claim that looks at fewer takes
 these; its time and memory then do not grow with the number of slots.
 
 Every array has a place for each lookup, `NOWHERE` where there is no row, so the host waits for the
-device only to learn which rows to copy. Whether there were enough slots is a number on the device,
-too.
+device only to learn which rows to copy, if it copies them. Whether there were enough slots is a
+number on the device, too.
 
 Letters: R rows, S slots, W slots looked at, N lookups, U places for distinct rows (N of them).
 """
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from recsys.embeddings.rows.lookups import Lookups
 
 __all__ = [
+    "LOOKED_AT",
     "TorchSlotMap",
     "TorchSlots",
     "Transfer",
@@ -64,7 +65,7 @@ __all__ = [
 ]
 
 _MOST_USES = 255
-_LOOKED_AT = 4  # slots that a claim looks at first, for each lookup
+LOOKED_AT = 4  # slots that a claim looks at first, for each lookup
 
 
 class TorchSlots(NamedTuple):
@@ -121,7 +122,10 @@ class TorchSlotMap:
         num_slots: S.
 
     Attributes:
+        numbers: As given.
         tensors: For kernels.
+        first_slot: As of the last `recount`, all slots before it are pinned.
+        num_pinned: Slots that were pinned then.
         slot_of_row: (R + 1,) int32; one of `tensors`, as are the next four.
         row_of_slot: (S + 1,) int32.
         num_claims: (S + 1,) int16.
@@ -130,17 +134,17 @@ class TorchSlotMap:
     """
 
     def __init__(self, numbers: RowNumbers, num_slots: int) -> None:
-        self._numbers = numbers
+        self.numbers = numbers
         self.tensors = TorchSlots.empty(numbers.num_rows, num_slots, numbers.device)
         self.slot_of_row, self.row_of_slot, self.num_claims, self.num_uses, self.flags = (
             self.tensors[:5]
         )
-        self._first_slot = 0  # all slots before it are pinned
+        self.first_slot = self.num_pinned = 0
 
     def claim(self, lookups: Lookups, bags: TorchBags) -> SlotClaim:
         """As `SlotMap.claim`; the host waits once, to learn which rows to copy."""
         slots = self.tensors
-        rows_N, is_bad_N = self._rows_of(lookups, bags)
+        rows_N, is_bad_N = self.rows_of_values(lookups, bags)
         is_row_N = rows_N < slots.num_rows
         num_hits = (slots_of(slots, rows_N) != NOWHERE).sum()
         first_bad = _first(is_bad_N)
@@ -148,7 +152,7 @@ class TorchSlotMap:
         is_claimed_N = is_row_N & (first_bad == _NO_PLACE)
         rows_U = distinct_rows(torch.where(is_claimed_N, rows_N, NOWHERE))
         numbers = torch.stack([first_bad, is_row_N.sum(), num_hits, (rows_U != NOWHERE).sum()])
-        slot_U, listed = self._try(rows_U, numbers, _LOOKED_AT * len(rows_U))
+        slot_U, listed = self._try(rows_U, numbers, LOOKED_AT * len(rows_U))
         if not listed.is_enough:
             slot_U, listed = self._try(rows_U, numbers, slots.num_slots)
         if listed.first_bad != _NO_PLACE:
@@ -174,19 +178,20 @@ class TorchSlotMap:
         release(self.tensors, held)
 
     def mark_dirty(self, slots: Any) -> None:
-        """As `SlotMap.mark_dirty`; `NOWHERE` stands for no slot."""
+        """As `SlotMap.mark_dirty`; negative numbers stand for no slot."""
         mark_dirty(self.tensors, torch.as_tensor(slots).to(self.flags.device))
 
     def recount(self) -> None:
         """As `SlotMap.recount`; the host waits."""
-        self._first_slot = first_unpinned(self.tensors)
+        self.first_slot = first_unpinned(self.tensors)
+        self.num_pinned = int(((self.flags & PINNED) > 0).sum())
 
     def rows_of(self, lookups: Lookups, bags: TorchBags) -> Tensor:
         """The distinct rows looked up, as `distinct_rows` gives them."""
-        rows_N, _ = self._rows_of(lookups, bags)
+        rows_N, _ = self.rows_of_values(lookups, bags)
         return distinct_rows(torch.where(rows_N < self.tensors.num_rows, rows_N, NOWHERE))
 
-    def _rows_of(self, lookups: Lookups, bags: TorchBags) -> tuple[Tensor, Tensor]:
+    def rows_of_values(self, lookups: Lookups, bags: TorchBags) -> tuple[Tensor, Tensor]:
         """The row of each value, R for none; and which values are looked up and are no rows.
 
         Shape:
@@ -195,14 +200,14 @@ class TorchSlotMap:
         if not bags.batch_size or not len(lookups.tables):
             none = torch.zeros_like(bags.values, dtype=torch.bool)
             return torch.full_like(none, self.tensors.num_rows, dtype=torch.int64), none
-        _, layers = layers_of(self._numbers, lookups, bags.num_features)
-        found = [rows_of(self._numbers, layer, bags) for layer in layers]
+        _, layers = layers_of(self.numbers, lookups, bags.num_features)
+        found = [rows_of(self.numbers, layer, bags) for layer in layers]
         return torch.cat([rows for rows, _ in found]), torch.cat([is_bad for _, is_bad in found])
 
     def _try(self, rows_U: Tensor, numbers: Tensor, num_looked_at: int) -> tuple[Tensor, _Listed]:
         """Claim, and copy the result to the host in one piece."""
         num_looked_at = max(1, num_looked_at)
-        slot_U, transfer = claim(self.tensors, rows_U, num_looked_at, first_slot=self._first_slot)
+        slot_U, transfer = claim(self.tensors, rows_U, num_looked_at, first_slot=self.first_slot)
         *moves, has_found = transfer
         listed = torch.cat([has_found.long().view(1), numbers, *moves]).cpu().numpy()
         known, moved = listed[: 1 + len(numbers)], listed[1 + len(numbers) :].astype(np.int32)
@@ -344,8 +349,8 @@ def claim(
 
 
 def mark_dirty(slots: TorchSlots, slot_U: Tensor) -> None:
-    """Note that rows are newer than in the cold store; slots as from `claim`."""
-    held_U = torch.where(slot_U == NOWHERE, slots.num_slots, slot_U)
+    """Note that rows are newer than in the cold store; negative numbers stand for no slot."""
+    held_U = torch.where(slot_U < 0, slots.num_slots, slot_U)
     slots.flags.index_copy_(0, held_U, slots.flags[held_U] | DIRTY)
     _clear_last_places(slots)
 

@@ -1,0 +1,98 @@
+"""Claims of slots on a device that the host does not wait for.
+
+The host cannot take back what it has queued, so it must know before that there are enough slots.
+It counts the most rows that each ticket can need. If all tickets together need at most the slots
+that are not pinned, the claim finds its slots, whatever its ids are.
+
+Letters: as in `slots`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from recsys.embeddings.kernels.cpu.slots import NOWHERE
+from recsys.embeddings.kernels.torch.slots import LOOKED_AT, claim, distinct_rows, slots_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recsys.embeddings.kernels.torch.bags import TorchBags
+    from recsys.embeddings.kernels.torch.slots import TorchSlotMap, Transfer
+    from recsys.embeddings.rows.lookups import Lookups
+
+__all__ = ["NO_SLOT", "QueuedClaim", "most_rows", "queue_claim"]
+
+NO_SLOT = -2  # in `QueuedClaim.slot_of_value`; the lookup refuses it, as it refuses no padding
+
+
+class QueuedClaim(NamedTuple):
+    """The claim of one mini-batch, as the device will know it.
+
+    Attributes:
+        slot_of_value: (N,); `NO_SLOT` for a value that is not a row of its table.
+        held: The slots that count this claim, (U,).
+        moves: The rows to copy before the slots are read.
+        counts: The numbers of `TierCounts` for this claim, (6,) int64.
+    """
+
+    slot_of_value: Tensor
+    held: Tensor
+    moves: Transfer
+    counts: Tensor
+
+
+def most_rows(slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags) -> int:
+    """The most distinct rows that a mini-batch can need; the host does not wait.
+
+    A one-hot feature has B values. Of other features the host knows the number of all values.
+
+    Args:
+        slot_map: Knows the sizes of the tables.
+        lookups: As for `queue_claim`.
+        bags: The input.
+    """
+    tables: list[int] = lookups.tables.tolist()
+    sizes = slot_map.numbers.sizes
+    if bags.offsets is None:
+        counts = {table: tables.count(table) * bags.batch_size for table in set(tables)}
+        return sum(min(count, sizes[table]) for table, count in counts.items())
+    return min(len(bags.values), sum(sizes[table] for table in set(tables)))
+
+
+def queue_claim(
+    slot_map: TorchSlotMap, lookups: Lookups, bags: TorchBags, num_needed: int
+) -> QueuedClaim:
+    """As `TorchSlotMap.claim`, for a claim that finds enough slots; the host does not wait.
+
+    A value that is not a row gets the slot `NO_SLOT`; the rows of all other values are claimed.
+
+    Args:
+        slot_map: The slots.
+        lookups: Which features are looked up in which tables; each feature in at most one.
+        bags: The input; its values are rows.
+        num_needed: The most slots that all tickets need, with this one; not more than there are
+            slots that are not pinned.
+    """
+    slots = slot_map.tensors
+    rows_N, is_bad_N = slot_map.rows_of_values(lookups, bags)
+    is_row_N = rows_N < slots.num_rows
+    num_hits = (slots_of(slots, rows_N) != NOWHERE).sum()
+    rows_U = distinct_rows(torch.where(is_row_N, rows_N, NOWHERE))
+    # Of so many slots, those that tickets need and those that are pinned leave enough for this one.
+    num_looked_at = num_needed + slot_map.num_pinned - slot_map.first_slot
+    num_looked_at = max(1, num_looked_at, LOOKED_AT * len(rows_U))
+    slot_U, transfer = claim(slots, rows_U, num_looked_at, first_slot=slot_map.first_slot)
+    slot_N = slots_of(slots, rows_N)
+    num_rows = (rows_U != NOWHERE).sum()
+    num_fetched = (transfer.fetched_rows != NOWHERE).sum()
+    num_written = (transfer.written_rows != NOWHERE).sum()
+    counts = [is_row_N.sum(), num_hits, num_rows, num_rows - num_fetched, num_fetched, num_written]
+    return QueuedClaim(
+        torch.where((slot_N == NOWHERE) & (is_row_N | is_bad_N), NO_SLOT, slot_N),
+        slot_U,
+        transfer,
+        torch.stack(counts),
+    )
